@@ -1,0 +1,1 @@
+"""aioshm: messages between the processes of one asyncio service."""

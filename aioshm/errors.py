@@ -1,0 +1,141 @@
+"""The one error tree: everything aioshm raises on purpose, except ``TimeoutError``, ``TypeError`` and ``ValueError``.
+
+Four words run through it, as in trio: *closed* (this end, or the other on purpose), *died* (the other end, not on
+purpose), *nothing now* (the ``_nowait`` calls) and *wrong place* (role, loop, thread, process).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class AioshmError(Exception):
+    """The root of every error that aioshm defines."""
+
+
+class QueueClosed(AioshmError):
+    """This end was closed, or the other end said goodbye and everything it sent has been read."""
+
+
+class QueueCancelled(AioshmError):
+    """The ``cancel`` event that was passed to a waiting call has been set."""
+
+
+class QueueEmpty(AioshmError, asyncio.QueueEmpty):
+    """``dequeue_nowait`` found no message."""
+
+
+class QueueFull(AioshmError, asyncio.QueueFull):
+    """``enqueue_nowait`` found no free slot."""
+
+
+class RoleError(AioshmError, RuntimeError):
+    """The call does not belong here: wrong end of the queue, wrong event loop, wrong thread or wrong process."""
+
+
+class PeerDied(AioshmError):
+    """The process at the other end is gone without having said goodbye.
+
+    Attributes:
+        rank: Reader rank, or -1 for the writer.
+        pid: Its process id as it saw itself.
+        side: ``"reader"`` or ``"writer"``: which end died.
+    """
+
+    def __init__(self, rank: int, pid: int, side: str, detail: str = "") -> None:
+        who = "the writer" if side == "writer" else f"reader {rank}"
+        super().__init__(f"{who} (pid {pid}) died{': ' + detail if detail else ''}")
+        self.rank = rank
+        self.pid = pid
+        self.side = side
+        self._detail = detail
+
+    def __reduce__(self) -> tuple[type[PeerDied], tuple[int, int, str, str]]:
+        return type(self), (self.rank, self.pid, self.side, self._detail)
+
+
+class _RangeLost(AioshmError):
+    """Numbers ``first`` to ``last`` (both included) are gone."""
+
+    _what = "numbers"
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(f"{self._what} {first} to {last} are lost: they can no longer be sent again")
+        self.first = first
+        self.last = last
+
+    def __reduce__(self) -> tuple[type[_RangeLost], tuple[int, int]]:
+        return type(self), (self.first, self.last)
+
+
+class MessagesLost(_RangeLost):
+    """Messages that a remote reader missed and the writer no longer holds.
+
+    Attributes:
+        first: Sequence number of the first lost message.
+        last: Sequence number of the last lost message.
+    """
+
+    _what = "messages"
+
+
+class EventsLost(_RangeLost):
+    """Events that a subscriber missed and the publisher's replay buffer no longer holds.
+
+    Attributes:
+        first: Sequence number of the first lost batch.
+        last: Sequence number of the last lost batch.
+    """
+
+    _what = "event batches"
+
+
+class HandleError(AioshmError, ValueError):
+    """Not a handle, or one of another version, host, user or queue, or one whose queue is gone."""
+
+
+class CorruptSlot(AioshmError):
+    """A slot holds something else than the next message; it was skipped.
+
+    Attributes:
+        found: The sequence number in the slot, or None where even that is unreadable.
+        expected: The sequence number that should be there.
+    """
+
+    def __init__(self, found: int | None, expected: int, detail: str = "") -> None:
+        what = f"found message {found}" if found is not None and found != expected else "damaged"
+        super().__init__(f"slot of message {expected}: {what}{': ' + detail if detail else ''}")
+        self.found = found
+        self.expected = expected
+        self._detail = detail
+
+    def __reduce__(self) -> tuple[type[CorruptSlot], tuple[int | None, int, str]]:
+        return type(self), (self.found, self.expected, self._detail)
+
+
+class CodecError(AioshmError, ValueError):
+    """An object cannot be encoded, or bytes cannot be decoded."""
+
+
+class MessageTooLarge(CodecError):
+    """The encoded message is larger than ``options.max_message_bytes``."""
+
+
+class UnsafePayload(CodecError):
+    """Decoding this payload could run code, and its sender is not known."""
+
+
+class SharedMemoryError(AioshmError, OSError):
+    """Shared memory could not be created or mapped; the text says what was asked for, what is free, what to do."""
+
+
+class EngineStartupError(AioshmError, RuntimeError):
+    """Engines did not come up; the text names each with its exit code, phase and last lines of stderr."""
+
+
+class HandshakeError(EngineStartupError):
+    """An engine's handshake message was refused; the text names engine, state and what was expected."""
+
+
+class EngineDead(AioshmError):
+    """An engine that was running is gone."""
