@@ -1,0 +1,58 @@
+"""How NumPy arrays travel: one block of memory, and what to read it as. Imports NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pickle import PickleBuffer
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from aioshm.codec.buffers import OUT_OF_BAND_BYTES
+
+Array: TypeAlias = npt.NDArray[Any]
+Order: TypeAlias = Literal["C", "F"]
+
+
+def memory_of(array: Array) -> tuple[bytearray | PickleBuffer, Order]:
+    """Return what pickle shall store of an array without objects in it, and the order in which that has the elements.
+
+    Only the elements that the array shows, however large the memory is that it is a view of. A large array that is
+    contiguous in either order is not copied.
+    """
+    flags = array.flags
+    order: Order = "F" if flags.fnc else "C"
+    if array.nbytes < OUT_OF_BAND_BYTES:
+        # A bytearray arrives as one, so writable; and it takes pickle less time than a buffer that it has to ask about.
+        return bytearray(array.tobytes(order)), order
+    if not flags.forc:
+        array = array.copy(order)
+    try:
+        return PickleBuffer(array.data), order
+    except ValueError:  # the buffer protocol has no word for some types, dates among them
+        return PickleBuffer(array.ravel("K").view(np.uint8).data), order
+
+
+def reduce_array(array: Array) -> str | tuple[Any, ...]:
+    """Say how to rebuild an array: twice as fast as its own reduction when small, and out of band in every layout."""
+    dtype = array.dtype
+    if dtype.hasobject or not dtype.itemsize:
+        return array.__reduce_ex__(5)
+    memory, order = memory_of(array)
+    # NumPy's singletons are their names; other types (byte order, fields, units, metadata) are more.
+    element = dtype.str if dtype.isbuiltin == 1 else dtype
+    if not array.flags.writeable and type(memory) is PickleBuffer:
+        return _writable_array, (array.shape, element, memory, order)
+    if order == "C":
+        return np.ndarray, (array.shape, element, memory)
+    return np.ndarray, (array.shape, element, memory, 0, None, order)
+
+
+def _writable_array(shape: tuple[int, ...], element: Any, memory: Any, order: Order) -> Array:
+    """Rebuild what was read-only where it came from: pickle wraps the memory, although new, in a read-only view."""
+    owner: Any = memory.obj if isinstance(memory, memoryview) else bytearray(memory)
+    return np.ndarray(shape, element, owner, 0, None, order)
+
+
+REDUCERS: dict[type, Callable[[Any], Any]] = {np.ndarray: reduce_array}

@@ -1,0 +1,36 @@
+"""The memory that travels beside a message: which blocks do, and what they arrive in."""
+
+from __future__ import annotations
+
+import sys
+
+OUT_OF_BAND_BYTES = 4096
+"""From this size on, a buffer travels beside the pickle stream; below, copying it into the stream costs less."""
+
+HUGE_PAGE_BYTES = 4 * 1024 * 1024
+"""From this size on, NumPy asks the kernel for huge pages."""
+
+
+def is_loaded(name: str) -> bool:
+    """Say whether the program has finished importing the module.
+
+    One that is still being imported, perhaps by another thread, does not count: importing it too would wait for that.
+    """
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
+
+
+def own_copy(view: memoryview) -> bytearray | memoryview:
+    """Copy a buffer into writable memory of its own.
+
+    Where messages are dropped about as fast as they come, malloc hands out warm memory, and a ``bytearray`` is as fast
+    as anything. Where they pile up, and always beyond malloc's greatest mmap threshold of 32 MiB, each page is touched
+    for the first time, at many times the cost of the copy; NumPy's huge pages make that 3 to 5 times cheaper.
+    """
+    if view.nbytes < HUGE_PAGE_BYTES or not is_loaded("numpy"):
+        return bytearray(view)
+    import numpy as np
+
+    fresh = np.empty(view.nbytes, np.uint8).data
+    fresh[:] = view
+    return fresh

@@ -1,0 +1,119 @@
+"""What is inside a slot: a fixed header, then the message. Pure arithmetic over memory that somebody else owns.
+
+    0          64                                                     64 + max_chunk_bytes
+    +----------+---------------------------------------------------------------+
+    |  header  |  chunk: the body of the message                               |
+    +----------+---------------------------------------------------------------+
+
+    header     kind u8 | codec u8 | 0 u16 | n_buffers u32 | sequence u64 | published u64 | main_bytes u64 | unused
+
+``published`` is the writer's ``CLOCK_MONOTONIC`` in nanoseconds, all numbers are little-endian. A body without
+out-of-band buffers is the main part alone, so that a message of exactly ``max_chunk_bytes`` still fits:
+
+    0                main_bytes
+    +----------------+
+    |      main      |
+    +----------------+
+
+A body with buffers begins with the table of their lengths. Each later part starts on the next 64-byte boundary,
+``*`` below, so that numbers in it can be read in place whatever their type:
+
+    0                  *                    *                 *
+    +------------------+--------------------+-----------------+-----------------+
+    | lengths: n x u64 | main               | buffer 0        | buffer 1 ...    |
+    +------------------+--------------------+-----------------+-----------------+
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from aioshm.errors import CodecError
+
+ALIGNMENT = 64
+SLOT_HEADER_BYTES = 64
+
+HEADER = struct.Struct("<BBHIQQQ")
+pack_header = HEADER.pack_into
+unpack_header = HEADER.unpack_from
+
+INLINE = 1  # the body is in the chunk
+OVERFLOW = 2  # the body did not fit the chunk and travels over ZeroMQ
+RAW = 3  # the chunk was written with acquire_write: no codec
+
+MAX_BUFFERS = 65_536
+"""Most out-of-band buffers of one message. An empty buffer takes no room in a body, so without this bound a chunk of
+zeros could be read as millions of them."""
+
+_LENGTH_BYTES = 8
+
+
+def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
+    """Return the size of the body that `write_body` makes of a main part and buffers of these sizes."""
+    if not buffer_bytes:
+        return main_bytes
+    end = _aligned(_LENGTH_BYTES * len(buffer_bytes)) + main_bytes
+    for size in buffer_bytes:
+        end = _aligned(end) + size
+    return end
+
+
+def write_body(target: memoryview, main: bytes | memoryview, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
+    """Copy a message into a chunk.
+
+    Args:
+        target: At least `body_bytes` long, one-dimensional, of format ``B``; what lies behind the body is left alone.
+        main: One-dimensional, of format ``B``, as are all buffers.
+        buffers: At most `MAX_BUFFERS`.
+    """
+    if not buffers:
+        target[: len(main)] = main
+        return
+    sizes = [len(buffer) for buffer in buffers]
+    struct.pack_into(f"<{len(sizes)}Q", target, 0, *sizes)
+    start = _aligned(_LENGTH_BYTES * len(sizes))
+    end = start + len(main)
+    target[start:end] = main
+    for buffer, size in zip(buffers, sizes, strict=True):
+        start = _aligned(end)
+        end = start + size
+        target[start:end] = buffer
+
+
+def split_body(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[memoryview, list[memoryview]]:
+    """Return views of the main part and of each buffer; nothing is copied.
+
+    No number is trusted: all bounds are checked before anything is allocated in proportion to them.
+
+    Args:
+        body: One-dimensional, of format ``B``; may be longer than the message.
+        n_buffers: As the header has it.
+        main_bytes: As the header has it.
+
+    Raises:
+        CodecError: A part would reach beyond the body.
+    """
+    if n_buffers == 0:
+        if not 0 <= main_bytes <= len(body):
+            raise CodecError(f"damaged message: {main_bytes} bytes announced, {len(body)} there")
+        return body[:main_bytes], []
+    if not 0 < n_buffers <= MAX_BUFFERS or _LENGTH_BYTES * n_buffers > len(body):
+        raise CodecError(f"damaged message: {n_buffers} buffers announced in {len(body)} bytes")
+    sizes: tuple[int, ...] = struct.unpack_from(f"<{n_buffers}Q", body)
+    total = body_bytes(main_bytes, sizes)
+    if main_bytes < 0 or total > len(body):
+        raise CodecError(f"damaged message: {total} bytes announced, {len(body)} there")
+    start = _aligned(_LENGTH_BYTES * n_buffers)
+    end = start + main_bytes
+    main = body[start:end]
+    buffers = []
+    for size in sizes:
+        start = _aligned(end)
+        end = start + size
+        buffers.append(body[start:end])
+    return main, buffers
+
+
+def _aligned(offset: int) -> int:
+    return (offset + ALIGNMENT - 1) & -ALIGNMENT

@@ -1,0 +1,43 @@
+"""Bytes in, bytes out: for messages that are encoded already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pickle import PickleBuffer
+from typing import Any
+
+from aioshm.errors import CodecError
+
+
+class RawCodec:
+    """Carries anything that exposes C-contiguous memory; it arrives as ``bytes``, whatever its type and shape were."""
+
+    name = "raw"
+    code = 2
+
+    def encode(self, obj: Any) -> tuple[bytes | memoryview, Sequence[memoryview]]:
+        """Show the memory of a bytes-like object.
+
+        Raises:
+            CodecError: The object has no C-contiguous memory to show.
+        """
+        if type(obj) is bytes:
+            return obj, ()
+        try:
+            contiguous = memoryview(obj).c_contiguous
+        except (TypeError, ValueError, BufferError) as error:
+            raise CodecError(f"the raw codec carries bytes-like objects, not {type(obj).__qualname__}") from error
+        if not contiguous:
+            raise CodecError(f"the raw codec cannot carry a {type(obj).__qualname__} that is not C-contiguous")
+        # memoryview.cast refuses structured formats and empty shapes; a PickleBuffer shows both as plain bytes.
+        return PickleBuffer(obj).raw(), ()
+
+    def decode(self, main: memoryview, buffers: Sequence[memoryview]) -> bytes:
+        """Copy the message out.
+
+        Raises:
+            CodecError: It has out-of-band buffers, which this codec never makes.
+        """
+        if buffers:
+            raise CodecError(f"damaged message: {len(buffers)} buffers beside a raw message")
+        return bytes(main)

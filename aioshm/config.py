@@ -1,0 +1,139 @@
+"""Options, and the only place where ``AIOSHM_*`` environment variables are read.
+
+| variable                 | option            | meaning                                                              |
+|--------------------------|-------------------|----------------------------------------------------------------------|
+| `AIOSHM_BACKING`         | `backing`         | `memfd` (Linux) or `named`: what kind of shared memory holds the ring |
+| `AIOSHM_LIFELINE`        | `lifeline`        | `abstract` (Linux) or `directory`: where the lifeline socket is bound |
+| `AIOSHM_RUNTIME_DIR`     | `runtime_dir`     | the directory of `lifeline="directory"`                               |
+| `AIOSHM_WAIT`            | `wait`            | `adaptive`, `spin` or `park`                                          |
+| `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before one warning is logged                 |
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+Backing = Literal["memfd", "named"]
+Lifeline = Literal["abstract", "directory"]
+Wait = Literal["adaptive", "spin", "park"]
+OnReaderDeath = Literal["raise", "evict"]
+
+STALL_WARNING_S = 60.0
+PREFAULT_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 36
+
+_ON_LINUX = sys.platform == "linux"
+DEFAULT_BACKING: Backing = "memfd" if hasattr(os, "memfd_create") else "named"
+DEFAULT_LIFELINE: Lifeline = "abstract" if _ON_LINUX else "directory"
+
+
+def default_runtime_dir() -> str:
+    """Return ``$XDG_RUNTIME_DIR/aioshm``, or a per-user directory under the temporary one."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return str(Path(runtime) / "aioshm")
+    return str(Path(tempfile.gettempdir()) / f"aioshm-{os.getuid()}")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a queue behaves; the writer's options travel in its handle and hold for its readers too.
+
+    Attributes:
+        backing: ``"memfd"`` has no name, so nothing can be left behind; ``"named"`` is a POSIX segment.
+        prefault_bytes: How much of the ring both ends touch beforehand, spread over its slots; 0 touches nothing.
+        lifeline: ``"abstract"`` binds a Linux abstract Unix socket, which vanishes with its process however that
+            dies; ``"directory"`` binds a file in ``runtime_dir``, for hosts that share a directory but not a
+            network namespace, and for macOS.
+        runtime_dir: Where socket files go; made with mode 0700, refused if it belongs to somebody else.
+        wait: ``"adaptive"`` spins while that is cheaper than sleeping, ``"spin"`` never sleeps, ``"park"`` always.
+        stall_warning_s: Seconds without movement before one warning names who holds the queue up.
+        on_reader_death: ``"raise"`` lets every ``enqueue`` raise `PeerDied`; ``"evict"`` goes on with the others.
+        max_message_bytes: Encoded messages above this raise `MessageTooLarge`.
+    """
+
+    # Segment
+    backing: Backing = DEFAULT_BACKING
+    prefault_bytes: int = PREFAULT_BYTES
+    # Lifeline
+    lifeline: Lifeline = DEFAULT_LIFELINE
+    runtime_dir: str = msgspec.field(default_factory=default_runtime_dir)
+    # Waiting
+    wait: Wait = "adaptive"
+    stall_warning_s: float = STALL_WARNING_S
+    # Failure
+    on_reader_death: OnReaderDeath = "raise"
+    # Messages
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+
+    def __post_init__(self) -> None:
+        _check_choice("backing", self.backing, ("memfd", "named"))
+        _check_choice("lifeline", self.lifeline, ("abstract", "directory"))
+        _check_choice("wait", self.wait, ("adaptive", "spin", "park"))
+        _check_choice("on_reader_death", self.on_reader_death, ("raise", "evict"))
+        check_int("prefault_bytes", self.prefault_bytes, minimum=0)
+        check_int("max_message_bytes", self.max_message_bytes, minimum=1)
+        check_seconds("stall_warning_s", self.stall_warning_s)
+        if not isinstance(self.runtime_dir, str) or not self.runtime_dir:
+            raise ValueError(f"runtime_dir must be a path, not {self.runtime_dir!r}")
+        if self.backing == "memfd" and not hasattr(os, "memfd_create"):
+            raise ValueError("backing='memfd' needs Linux; use backing='named' here")
+        if self.lifeline == "abstract" and not _ON_LINUX:
+            raise ValueError("lifeline='abstract' needs Linux; use lifeline='directory' here")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Options:
+        """Return the defaults as changed by ``AIOSHM_*`` variables.
+
+        Raises:
+            ValueError: A variable has a value that its option refuses; the text names the variable.
+        """
+        options = cls()
+        for variable, (field, parse) in _VARIABLES.items():
+            text = environ.get(variable)
+            if text is None or text == "":
+                continue
+            try:
+                options = msgspec.structs.replace(options, **{field: parse(text)})
+            except ValueError as error:
+                raise ValueError(f"{variable}={text!r}: {error}") from None
+        return options
+
+
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "AIOSHM_BACKING": ("backing", str),
+    "AIOSHM_LIFELINE": ("lifeline", str),
+    "AIOSHM_RUNTIME_DIR": ("runtime_dir", str),
+    "AIOSHM_WAIT": ("wait", str),
+    "AIOSHM_STALL_WARNING_S": ("stall_warning_s", float),
+}
+
+
+def check_int(name: str, value: object, *, minimum: int) -> int:
+    """Return ``value`` if it is an int of at least ``minimum``; the errors name the argument and the value."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, not {value}")
+    return value
+
+
+def check_seconds(name: str, value: object) -> float:
+    """Return ``value`` if it is a finite number of seconds above zero; the errors name the argument."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a finite number of seconds above 0, not {value}")
+    return float(value)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")

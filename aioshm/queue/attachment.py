@@ -1,0 +1,64 @@
+"""What a local reader holds of its queue: the lifeline, the mapped ring, the socket for large messages."""
+
+from __future__ import annotations
+
+import socket
+
+from aioshm.errors import HandleError
+from aioshm.queue.handle import Handle
+from aioshm.queue.sockets import OverflowReceiver
+from aioshm.ring import RingReader, ShmRingBuffer
+from aioshm.wait.attach import Lifeline, attach
+from aioshm.wait.protocol import Hello
+
+
+class Attachment:
+    """Made by `make`; `close` gives everything back and says goodbye last.
+
+    Attributes:
+        lifeline: The connection to the writer; not started.
+        ring: The reader's cursor.
+        overflow: Where large messages arrive.
+    """
+
+    def __init__(self, lifeline: Lifeline, buffer: ShmRingBuffer, ring: RingReader, overflow: OverflowReceiver) -> None:
+        self.lifeline = lifeline
+        self._buffer = buffer
+        self.ring = ring
+        self.overflow = overflow
+
+    @classmethod
+    async def make(
+        cls, handle: Handle, rank: int, hello: Hello, sock: socket.socket | None, prefault_bytes: int
+    ) -> Attachment:
+        """Wait until the writer has admitted this reader, then map the ring and connect.
+
+        Raises:
+            HandleError: The queue is gone, refused this reader, or is not what the handle says.
+            PeerDied: The writer died meanwhile.
+        """
+        lifeline = await attach(handle.lifeline, hello, sock)
+        try:
+            buffer = _map(handle, lifeline)
+            buffer.prefault(prefault_bytes, write=False)
+            ring = buffer.reader(handle.local_reader_ranks.index(rank))
+            overflow = OverflowReceiver(lifeline.welcome.overflow, lifeline.welcome.secret)
+        except BaseException:
+            lifeline.close()
+            raise
+        return cls(lifeline, buffer, ring, overflow)
+
+    def close(self) -> None:
+        """Give everything back. Nothing may use the ring any more."""
+        self.overflow.close()
+        self.ring.close()
+        self._buffer.close()
+        self.lifeline.close()
+
+
+def _map(handle: Handle, lifeline: Lifeline) -> ShmRingBuffer:
+    if lifeline.welcome.segment:
+        return ShmRingBuffer.from_fd(handle.layout, lifeline.take_segment(), handle.queue_id)
+    if handle.segment is None:
+        raise HandleError("the handle names no segment, and the writer sent none")
+    return ShmRingBuffer.from_name(handle.layout, handle.segment, handle.queue_id)

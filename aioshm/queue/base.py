@@ -1,0 +1,216 @@
+"""The interface of a queue; what each end does of it is in ``writer.py`` and ``local_reader.py``."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from aioshm.config import Options
+from aioshm.errors import QueueClosed, RoleError
+
+if TYPE_CHECKING:
+    from aioshm.queue.handle import Handle
+    from aioshm.queue.stats import QueueStats
+
+MAX_CHUNK_BYTES = 24 * 1024 * 1024
+MAX_CHUNKS = 10
+
+
+class MessageQueue(ABC):
+    """A queue from one writer to many readers.
+
+    ``MessageQueue(...)`` makes the writer's end, `create_from_handle` a reader's. Either may be made before any event
+    loop runs; it then belongs to the loop, thread and process that first await it.
+
+    Args:
+        n_reader: Readers in all; each receives every message.
+        n_local_reader: Readers on this host, which read the ring.
+        local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
+        max_chunk_bytes: Room for one message in the ring, in bytes; larger ones travel over a socket.
+        max_chunks: Messages that the ring holds before the writer has to wait for the slowest reader.
+        connect_ip: The address that remote readers connect to.
+        codec: How objects become bytes: ``"pickle"`` or ``"raw"``.
+        options: Everything else; None takes the defaults and the environment.
+
+    Raises:
+        ValueError, TypeError: An argument is out of range; the text names it.
+        SharedMemoryError: There is not enough memory, or no socket can be bound.
+    """
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
+        if cls is MessageQueue:
+            from aioshm.queue.writer import Writer
+
+            return object.__new__(Writer)  # type: ignore[return-value]
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        n_reader: int,
+        n_local_reader: int,
+        local_reader_ranks: Sequence[int] | None = None,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunks: int = MAX_CHUNKS,
+        connect_ip: str | None = None,
+        *,
+        codec: str = "pickle",
+        options: Options | None = None,
+    ) -> None:
+        raise AssertionError("an end of a queue initialises itself")
+
+    @staticmethod
+    def create_from_handle(handle: Handle | str | bytes, rank: int, *, options: Options | None = None) -> MessageQueue:
+        """Make a reader's end.
+
+        Args:
+            handle: The writer's handle, or its JSON text.
+            rank: Which reader this is.
+            options: For this end; None takes the writer's.
+
+        Raises:
+            HandleError: Not a handle, or of another version, host or user, or its queue is gone.
+            ValueError: No reader has this rank.
+        """
+        from aioshm.queue.local_reader import LocalReader
+
+        return LocalReader(handle, rank, options=options)
+
+    def export_handle(self) -> Handle:
+        """Return what readers need in order to attach: picklable, and JSON by its ``to_json``."""
+        raise self._wrong_end("export_handle", "writer")
+
+    @abstractmethod
+    async def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until every reader is attached and large messages are known to reach it. Every end calls this.
+
+        May be cancelled, and called again.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            TimeoutError: Somebody is missing; the text says who.
+            PeerDied: The writer, or a reader whose death is not tolerated, died.
+            HandleError: The writer refused this reader.
+        """
+
+    async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+        """Send an object to every reader, waiting for a free slot.
+
+        After this returns, the object may be changed or freed. Cancelling it has sent the message to every reader or
+        to none.
+
+        Args:
+            obj: What the queue's codec can encode.
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            TimeoutError: No slot became free in time; nothing was sent.
+            CodecError: The object cannot be encoded; nothing was sent.
+            PeerDied: A reader died (with ``on_reader_death="raise"``).
+            QueueClosed: This end was closed, or every reader has left.
+        """
+        raise self._wrong_end("enqueue", "writer")
+
+    def enqueue_nowait(self, obj: Any) -> None:
+        """Send an object to every reader now.
+
+        Raises:
+            QueueFull: There is no free slot, or other tasks wait for one; nothing was sent.
+            CodecError, PeerDied, QueueClosed: As `enqueue`.
+        """
+        raise self._wrong_end("enqueue_nowait", "writer")
+
+    async def dequeue(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> Any:
+        """Receive the next message; it is the caller's own.
+
+        Cancelling this call loses nothing: the next call returns the same message.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+            cancel: Ends the wait once set.
+            indefinite: Report nothing however long this takes.
+
+        Raises:
+            TimeoutError: Nothing arrived in time.
+            QueueCancelled: ``cancel`` is set and no message is there.
+            PeerDied: The writer died and everything it published has been read.
+            QueueClosed: This end was closed, or the writer was and everything it sent has been read.
+            CorruptSlot, CodecError: The message was damaged; the next call returns the one behind it.
+        """
+        raise self._wrong_end("dequeue", "reader")
+
+    def dequeue_nowait(self) -> Any:
+        """Receive the next message if it is there.
+
+        Raises:
+            QueueEmpty: It is not, or other tasks wait for it.
+            PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.
+        """
+        raise self._wrong_end("dequeue_nowait", "reader")
+
+    def acquire_write(self, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
+        """Give the next free slot's chunk to the block to fill: ``max_chunk_bytes`` writable bytes.
+
+        The block's end publishes it; a block that raises, or is cancelled, publishes nothing.
+
+        Raises:
+            TimeoutError, PeerDied, QueueClosed: As `enqueue`.
+        """
+        raise self._wrong_end("acquire_write", "writer")
+
+    def acquire_read(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> AbstractAsyncContextManager[memoryview]:
+        """Give the next message's bytes, undecoded and read-only, to the block.
+
+        They are valid inside the block, whose end releases the slot, also when it raises.
+
+        Raises:
+            TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot: As `dequeue`.
+        """
+        raise self._wrong_end("acquire_read", "reader")
+
+    @abstractmethod
+    async def broadcast_object(self, obj: Any = None) -> Any:
+        """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""
+
+    @abstractmethod
+    def stats(self) -> QueueStats:
+        """Return what this end has done so far. Works at any time, also after closing."""
+
+    # Iterating, closing
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self.dequeue()
+        except QueueClosed:
+            raise StopAsyncIteration from None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close this end: the other side is told, waiting calls raise `QueueClosed`. Idempotent.
+
+        A writer's readers can still read everything that was sent. Cancelling this does not stop it.
+        """
+
+    @abstractmethod
+    def _wrong_end(self, call: str, end: str) -> RoleError:
+        """Return the error of a call that belongs to the other end."""

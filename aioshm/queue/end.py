@@ -1,0 +1,249 @@
+"""What both ends of a queue share: whose they are, turns, waiting in line, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable
+from threading import current_thread, get_ident
+from time import monotonic, monotonic_ns
+from typing import TYPE_CHECKING, ClassVar
+
+from aioshm.config import Options
+from aioshm.errors import AioshmError, QueueClosed, RoleError
+from aioshm.queue.base import MessageQueue
+from aioshm.queue.stats import QueueStats
+from aioshm.wait.cpus import usable_cpus
+from aioshm.wait.line import Line
+from aioshm.wait.poller import Poller, Stall, WaitStats
+from aioshm.wait.predictor import Predictor
+
+if TYPE_CHECKING:
+    from aioshm.ring import RingReader, RingWriter
+
+TURN_MESSAGES = 64
+TURN_NS = 1_000_000
+"""A task that never has to wait yields to the loop after this many messages, or this long."""
+
+_ends: weakref.WeakSet[End] = weakref.WeakSet()
+
+
+class End(MessageQueue):
+    """One end of a queue.
+
+    The hot calls look at four things and nothing else: ``_open`` (this end is ready, healthy, and nobody waits in
+    line), ``_turn`` (messages left before the loop must have its turn), the thread, and whether the loop runs.
+    Whatever is wrong closes ``_open``, and the slow path says what it is.
+    """
+
+    _side: ClassVar[str]
+
+    def __init__(self, queue_id: bytes, options: Options) -> None:
+        self._name = queue_id.hex()[:8]
+        self._options = options
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = -1
+        self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
+        self._poller: Poller | None = None
+        self._line = Line()
+        self._in_line = 0
+        self._open = False
+        self._turn = 0
+        self._turn_ends_ns = 0
+        self._refusal: Callable[[], AioshmError] | None = None
+        self._ready = False
+        self._closed = False
+        self._dismantled = False
+        self._published_ns = 0
+        self._overflows = 0
+        _ends.add(self)
+
+    # What each end provides
+
+    @abstractmethod
+    def _interrupt(self) -> None:
+        """Let every waiting call look at the refusal."""
+
+    @abstractmethod
+    def _say_goodbye(self) -> None:
+        """Tell the other side that this end closes."""
+
+    @abstractmethod
+    def _dismantle(self) -> None:
+        """Give everything back; called once, when no call uses the ring any more. Needs no loop."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Let go, in a forked child, of what would hide the parent's death."""
+
+    def _forget(self) -> None:
+        """Drop what `_finish` would have closed."""
+
+    async def _finish(self) -> None:
+        """Do what closing needs that takes time."""
+
+    # Closing
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._refuse(lambda: QueueClosed(f"{self!r}: this end was closed"))
+            self._say_goodbye()
+            try:
+                if self._in_line:
+                    await asyncio.sleep(0)  # the waiting calls raise while the ring is still mapped
+            finally:
+                self._dismantle_unless_used()
+        await self._finish()
+
+    def _refuse(self, refusal: Callable[[], AioshmError]) -> None:
+        """Answer every call, the waiting ones too, with an error from now on."""
+        self._refusal = refusal
+        self._open = False
+        self._interrupt()
+
+    def _dismantle_unless_used(self) -> None:
+        if not self._dismantled and not self._in_line:
+            self._dismantled = True
+            self._dismantle()
+
+    def _abandon_in_child(self) -> None:
+        if not self._dismantled:
+            self._refusal = lambda: RoleError(f"{self!r} belongs to the process that this one was forked from")
+            self._open = False
+            self._dismantled = True
+            self._abandon()
+
+    def __del__(self) -> None:
+        if getattr(self, "_dismantled", True):  # also when __init__ has failed
+            return
+        warnings.warn(f"{self!r} was not closed: use `async with`, or await aclose()", ResourceWarning, 2, self)
+        self._dismantled = True
+        self._dismantle()
+        self._forget()
+
+    # Whose this end is
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        """Belong to the running loop from now on, or refuse to be used from another one."""
+        loop = asyncio.get_running_loop()
+        if self._loop is None and self._refusal is None:
+            self._loop, self._thread, self._loop_runs = loop, get_ident(), loop.is_running
+        self._check_usable()
+        return loop
+
+    def _check_usable(self) -> None:
+        """Raise whatever forbids using this end, here or at all."""
+        if self._refusal is not None:
+            raise self._refusal()
+        if self._loop is None:
+            raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
+        if get_ident() != self._thread:
+            raise RoleError(f"{self!r} belongs to another thread than {current_thread().name}")
+        if not self._loop_runs():
+            raise RoleError(f"{self!r} belongs to another event loop than this one")
+
+    def _check_nowait(self) -> None:
+        """Raise whatever forbids a ``_nowait`` call; another task in line does not."""
+        self._check_usable()
+        if not self._ready:
+            raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
+
+    def _wrong_end(self, call: str, end: str) -> RoleError:
+        return RoleError(f"{call}() belongs to the queue's {end}; this is a {self._side}: {self!r}")
+
+    # Turns and lines
+
+    def _reopen(self) -> None:
+        """Begin a new turn, and open the fast path if nothing forbids it."""
+        self._turn = TURN_MESSAGES
+        self._turn_ends_ns = monotonic_ns() + TURN_NS
+        self._open = self._ready and not self._in_line and self._refusal is None
+
+    async def _yield_turn(self) -> None:
+        """Let the other tasks run, if this end has had its turn."""
+        if self._turn <= 0:
+            await asyncio.sleep(0)
+        self._reopen()
+
+    async def _enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
+        """Wait for this task's turn at the ring; each `_enter` needs a `_leave`."""
+        self._in_line += 1
+        self._open = False
+        try:
+            await self._line.join(deadline, cancel)
+        except BaseException:
+            self._left()
+            raise
+
+    def _leave(self) -> None:
+        self._line.leave()
+        self._left()
+
+    def _left(self) -> None:
+        self._in_line -= 1
+        if self._in_line:
+            return
+        if self._closed:
+            self._dismantle_unless_used()
+        else:
+            self._reopen()
+
+    # Waiting
+
+    def _new_poller(self, parked: memoryview, ends: int) -> Poller:
+        assert self._loop is not None
+        return Poller(self._loop, parked, Predictor(may_spin=1 < usable_cpus() >= ends), self._options.wait)
+
+    def _stall(self, report: Callable[[], None]) -> Stall:
+        return Stall(self._options.stall_warning_s, report)
+
+    # Telling about itself
+
+    def _stats(self, ring: RingReader | RingWriter | None, rank: int, backlog: int, readers: int) -> QueueStats:
+        waits = WaitStats() if self._poller is None else self._poller.stats
+        return QueueStats(
+            queue=self._name,
+            side=self._side,
+            rank=rank,
+            ready=self._ready,
+            messages=0 if ring is None else ring.seq,
+            overflows=self._overflows,
+            backlog=backlog,
+            max_chunks=0 if ring is None else ring.layout.max_chunks,
+            readers=readers,
+            spins=waits.spins,
+            spin_hits=waits.hits,
+            spin_s=waits.spin_ns / 1e9,
+            parks=waits.parks,
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "ready" if self._ready else "not ready"
+        return f"<{type(self).__name__} of queue {self._name}, {state}>"
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """Return the deadline, by ``time.monotonic()``, of a wait of ``timeout`` seconds.
+
+    Raises:
+        TypeError, ValueError: Not a number of seconds, or below 0.
+    """
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
+        raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
+    if not timeout >= 0:
+        raise ValueError(f"timeout must be at least 0 seconds, not {timeout}")
+    return monotonic() + timeout
+
+
+def _abandon_all() -> None:
+    for end in list(_ends):
+        end._abandon_in_child()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

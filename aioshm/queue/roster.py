@@ -1,0 +1,143 @@
+"""Who reads a queue: the writer's record of its local readers, kept by what their lifelines tell."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+
+from aioshm.config import OnReaderDeath
+from aioshm.errors import AioshmError, HandleError, PeerDied, QueueClosed
+from aioshm.queue.report import process_state
+from aioshm.ring import RingWriter
+from aioshm.ring.layout import ATTACHED, DIED, LEFT
+from aioshm.wait.lifeline import Peer
+from aioshm.wait.protocol import Hello, Welcome
+
+logger = logging.getLogger("aioshm.queue")
+
+
+class Roster:
+    """The readers of one queue; what a `LifelineListener` calls its host.
+
+    Args:
+        name: The queue's, for messages.
+        ranks: Of the local readers, in the order of the ring's flags.
+        ring: The writer's cursor.
+        policy: What to do when a reader dies.
+        welcome: Makes the answer to an admitted reader, with the descriptors that go along.
+        changed: Called after every change, and when a reader rang for the writer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        ring: RingWriter,
+        policy: OnReaderDeath,
+        welcome: Callable[[], tuple[Welcome, list[int]]],
+        changed: Callable[[], None],
+    ) -> None:
+        self._name = name
+        self.ranks = ranks
+        self._ring = ring
+        self._policy = policy
+        self._welcome = welcome
+        self._changed = changed
+        self._peers: list[Peer | None] = [None] * len(ranks)
+        self._settled = [False] * len(ranks)  # proven, or gone
+        self.trouble: Callable[[], AioshmError] | None = None
+        """Makes the error that the writer has to raise from now on, if any."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether no reader is waited for any more."""
+        return all(self._settled)
+
+    @property
+    def alive(self) -> int:
+        """How many readers are attached."""
+        return sum(peer is not None for peer in self._peers)
+
+    def go(self) -> None:
+        """Tell every reader that all are ready."""
+        for peer in self._peers:
+            if peer is not None:
+                peer.go()
+
+    def ring_bells(self) -> None:
+        """Wake the readers whose parked flags are up."""
+        parked = self._ring.readers_parked
+        for index, peer in enumerate(self._peers):
+            if parked[index]:
+                parked[index] = 0  # one ring is enough, however many messages follow until it wakes
+                if peer is not None:
+                    peer.ring()
+
+    def missing(self) -> str:
+        """Name the readers that are not attached yet."""
+        return ", ".join(f"rank {rank}" for rank, ok in zip(self.ranks, self._settled, strict=True) if not ok)
+
+    def laggards(self) -> str:
+        """Name the readers that keep the next slot from being written, with pid and process state."""
+        return ", ".join(self._described(self._ring.laggards()))
+
+    def backlog(self) -> int:
+        """Return how many messages the slowest reader has not finished with."""
+        written = self._ring.seq
+        return max((written - self._ring.messages_read(i) for i, peer in enumerate(self._peers) if peer), default=0)
+
+    def _described(self, indices: Iterable[int]) -> Iterable[str]:
+        for index in indices:
+            peer = self._peers[index]
+            state = "gone" if peer is None else f"pid {peer.pid}, {process_state(peer.seen_pid)}"
+            yield f"rank {self.ranks[index]} ({state})"
+
+    # What the lifelines tell (see `lifeline.Host`)
+
+    def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
+        """Admit each rank once."""
+        if hello.rank not in self.ranks:
+            raise HandleError(f"no local reader has rank {hello.rank}")
+        index = self.ranks.index(hello.rank)
+        if self._peers[index] is not None or self._settled[index]:
+            raise HandleError(f"rank {hello.rank} is taken")
+        return self._welcome()
+
+    def attached(self, peer: Peer) -> None:
+        """Note a new reader."""
+        index = self.ranks.index(peer.rank)
+        self._peers[index] = peer
+        self._ring.set_reader_state(index, ATTACHED, peer.pid)
+
+    def proven(self, peer: Peer) -> None:
+        """Note that a reader can receive everything."""
+        self._settled[self.ranks.index(peer.rank)] = True
+        self._changed()
+
+    def gone(self, peer: Peer, said_goodbye: bool) -> None:
+        """Go on without a reader that left; one that died is a matter of policy."""
+        index = self.ranks.index(peer.rank)
+        self._peers[index] = None
+        self._settled[index] = True
+        self._ring.set_reader_state(index, LEFT if said_goodbye else DIED, peer.pid)
+        if not said_goodbye and self._policy == "raise":
+            if self.trouble is None:
+                self.trouble = functools.partial(PeerDied, peer.rank, peer.pid, "reader", f"queue {self._name}")
+        else:
+            if not said_goodbye:
+                logger.warning(
+                    "queue %s: reader %d (pid %d) died and was evicted at message %d",
+                    self._name,
+                    peer.rank,
+                    peer.pid,
+                    self._ring.messages_read(index),
+                )
+            self._ring.evict(index)
+            if self.complete and not self.alive and self.trouble is None:
+                self.trouble = functools.partial(QueueClosed, f"queue {self._name}: every reader has left")
+        self._changed()
+
+    def woken(self) -> None:
+        """Look at the ring again."""
+        self._changed()

@@ -1,0 +1,39 @@
+"""What one end of a queue has done so far."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one end of a queue has done so far.
+
+    Attributes:
+        queue: The first 8 hex digits of the queue's id.
+        side: ``"writer"`` or ``"reader"``.
+        rank: The reader's rank, or -1.
+        ready: Whether `wait_until_ready` has succeeded.
+        messages: Messages sent or received.
+        overflows: How many of them did not fit a chunk.
+        backlog: Slots that are written and that this end (a writer: the slowest reader) has not finished with.
+        max_chunks: Slots in the ring.
+        readers: A writer's readers that are attached and alive.
+        spins: Waits that spun.
+        spin_hits: Spins that ended with what was waited for.
+        spin_s: Seconds spent spinning, other tasks' turns included.
+        parks: Times this end went to sleep.
+    """
+
+    queue: str
+    side: str
+    rank: int
+    ready: bool
+    messages: int
+    overflows: int
+    backlog: int
+    max_chunks: int
+    readers: int
+    spins: int
+    spin_hits: int
+    spin_s: float
+    parks: int

@@ -1,0 +1,358 @@
+"""The writer's end of a queue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any
+
+from aioshm.codec import get_codec
+from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, pack_header, write_body
+from aioshm.config import Options, check_int
+from aioshm.errors import MessageTooLarge, QueueFull
+from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
+from aioshm.queue.end import End, deadline_after
+from aioshm.queue.handle import Handle, host_id
+from aioshm.queue.roster import Roster
+from aioshm.queue.sockets import SECRET, SECRET_BYTES, OverflowSender
+from aioshm.queue.stats import QueueStats
+from aioshm.ring import ShmRingBuffer
+from aioshm.ring.cursors import Slot
+from aioshm.ring.layout import VERSION
+from aioshm.wait.address import new_address
+from aioshm.wait.lifeline import LifelineListener
+from aioshm.wait.line import settle
+from aioshm.wait.protocol import Welcome
+
+logger = logging.getLogger("aioshm.queue")
+
+TOKEN_BYTES = 32
+
+
+class Writer(End):
+    """The end that sends; made by `MessageQueue`, whose docstring describes the arguments."""
+
+    _side = "writer"
+
+    def __init__(
+        self,
+        n_reader: int,
+        n_local_reader: int,
+        local_reader_ranks: Sequence[int] | None = None,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunks: int = MAX_CHUNKS,
+        connect_ip: str | None = None,
+        *,
+        codec: str = "pickle",
+        options: Options | None = None,
+    ) -> None:
+        ranks = _checked_ranks(n_reader, n_local_reader, local_reader_ranks)
+        if connect_ip is not None and not isinstance(connect_ip, str):
+            raise TypeError(f"connect_ip must be a string or None, not {connect_ip!r}")
+        self._connect_ip = connect_ip
+        self._codec = get_codec(codec)
+        self._encode = self._codec.encode
+        self._code = self._codec.code
+        options = Options.from_env() if options is None else options
+        if not isinstance(options, Options):
+            raise TypeError(f"options must be an Options, not {options!r}")
+        self._chunk_bytes = max_chunk_bytes
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._buffer = ShmRingBuffer(n_local_reader, max_chunk_bytes, max_chunks, backing=options.backing)
+        try:
+            queue_id = self._buffer.queue_id
+            self._overflow_address = new_address(options, queue_id, "overflow")
+            self._listener = LifelineListener(
+                new_address(options, queue_id, "lifeline"), queue_id, self._token, backlog=max(64, n_local_reader)
+            )
+        except BaseException:
+            self._buffer.close()
+            raise
+        self._segment_name = self._buffer.name
+        self._buffer.prefault(options.prefault_bytes, write=True)
+        self._ring = self._buffer.writer()
+        self._ring.set_writer_state(closed=False, pid=os.getpid())
+        self._roster = Roster(
+            queue_id.hex()[:8], ranks, self._ring, options.on_reader_death, self._welcome, self._changed
+        )
+        self._overflow: OverflowSender | None = None
+        self._proving: asyncio.Task[None] | None = None
+        self._change: asyncio.Future[None] | None = None
+        super().__init__(queue_id, options)
+
+    # Attaching
+
+    def export_handle(self) -> Handle:
+        sizes = self._ring.layout
+        return Handle(
+            version=VERSION,
+            queue_id=self._buffer.queue_id,
+            token=self._token,
+            host=host_id(),
+            uid=os.geteuid(),
+            n_reader=sizes.n_reader,
+            local_reader_ranks=self._roster.ranks,
+            max_chunk_bytes=sizes.max_chunk_bytes,
+            max_chunks=sizes.max_chunks,
+            lifeline=self._listener.address,
+            segment=self._segment_name,
+            codec=self._codec.name,
+            connect_ip=self._connect_ip,
+            options=self._options,
+        )
+
+    async def wait_until_ready(self, timeout: float | None = None) -> None:
+        await self._become_ready(deadline_after(timeout))
+
+    async def _become_ready(self, deadline: float | None) -> None:
+        loop = self._bind()
+        if self._overflow is None:
+            self._overflow = OverflowSender(self._overflow_address, self._secret)
+            self._proving = loop.create_task(self._overflow.prove())
+            self._poller = self._new_poller(self._ring.parked, ends=1 + len(self._roster.ranks))
+            self._listener.start(loop, self._roster)
+        stall = self._stall(self._report_missing)
+        try:
+            while not self._roster.complete:
+                if self._change is None or self._change.done():
+                    self._change = loop.create_future()
+                await settle(self._change, deadline=deadline, stall=stall)
+                self._check_usable()  # a reader may have died
+        except TimeoutError:
+            raise TimeoutError(f"{self!r}: not attached yet: {self._roster.missing()}") from None
+        if not self._ready:
+            self._ready = True
+            if self._proving is not None:
+                self._proving.cancel()
+            self._buffer.unlink()  # everybody has it mapped
+            self._roster.go()
+            logger.debug("%r: %d readers", self, self._roster.alive)
+            self._reopen()
+
+    def _changed(self) -> None:
+        """Look again at the readers and at the ring."""
+        if self._roster.trouble is not None and self._refusal is None:
+            self._refuse(self._roster.trouble)
+        else:
+            self._interrupt()
+
+    def _welcome(self) -> tuple[Welcome, list[int]]:
+        by_descriptor = self._segment_name is None
+        welcome = Welcome(
+            os.getpid(), self._overflow_address, self._secret, by_descriptor, self._listener.bell is not None
+        )
+        return welcome, [self._buffer.fd] if by_descriptor else []
+
+    # Sending
+
+    async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+        if self._open and self._turn > 0 and get_ident() == self._thread and self._loop_runs():
+            main, buffers = self._encode(obj)
+            if self._put(main, buffers):
+                return
+            await self._put_waiting(main, buffers, deadline_after(timeout))
+            return
+        deadline = deadline_after(timeout)
+        if not self._ready:
+            await self._become_ready(deadline)
+        self._check_usable()
+        main, buffers = self._encode(obj)
+        await self._yield_turn()
+        self._check_usable()
+        if not (self._open and self._put(main, buffers)):
+            await self._put_waiting(main, buffers, deadline)
+
+    def enqueue_nowait(self, obj: Any) -> None:
+        self._check_nowait()
+        main, buffers = self._encode(obj)
+        if self._in_line or not self._put(main, buffers):
+            raise QueueFull(f"{self!r}: no slot is free: {self._roster.laggards()}")
+
+    @asynccontextmanager
+    async def acquire_write(self, timeout: float | None = None) -> AsyncIterator[memoryview]:
+        deadline = deadline_after(timeout)
+        if not self._ready:
+            await self._become_ready(deadline)
+        self._check_usable()
+        await self._yield_turn()
+        await self._enter(deadline)
+        try:
+            while (slot := self._claim_checked()) is None:
+                await self._wait_for_slot(deadline)
+            chunk = slot.chunk[:]
+            try:
+                yield chunk
+            finally:
+                chunk.release()
+            self._check_usable()
+            pack_header(slot.header, 0, RAW, 0, 0, 0, self._ring.seq, monotonic_ns(), self._chunk_bytes)
+            self._commit()
+        finally:
+            self._leave()
+
+    async def broadcast_object(self, obj: Any = None) -> Any:
+        await self.enqueue(obj)
+        return obj
+
+    async def _put_waiting(
+        self, main: bytes | memoryview, buffers: Sequence[memoryview], deadline: float | None
+    ) -> None:
+        await self._enter(deadline)
+        try:
+            self._check_usable()
+            while not self._put(main, buffers):
+                await self._wait_for_slot(deadline)
+                self._check_usable()
+        finally:
+            self._leave()
+
+    def _claim_checked(self) -> Slot | None:
+        self._check_usable()
+        return self._ring.claim()
+
+    async def _wait_for_slot(self, deadline: float | None) -> None:
+        assert self._poller is not None
+        try:
+            await self._poller.wait(
+                self._may_go_on,
+                self._ring.seq,
+                self._published_ns,
+                deadline=deadline,
+                stall=self._stall(self._report_laggards),
+            )
+        except TimeoutError:
+            raise TimeoutError(f"{self!r}: no slot became free: {self._roster.laggards()}") from None
+
+    def _may_go_on(self) -> bool:
+        return self._refusal is not None or self._ring.free()
+
+    def _put(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> bool:
+        """Publish a message, or return False if no slot is free. Has sent to all readers or to none."""
+        ring = self._ring
+        slot = ring.claim()
+        if slot is None:
+            return False
+        size = len(main)
+        if buffers or size > self._chunk_bytes:
+            self._put_large(slot, main, buffers)
+            return True
+        slot.chunk[:size] = main
+        self._published_ns = now = monotonic_ns()
+        pack_header(slot.header, 0, INLINE, self._code, 0, 0, ring.seq, now, size)
+        self._turn = self._turn - 1 if now < self._turn_ends_ns else 0
+        if ring.commit():
+            self._roster.ring_bells()
+        return True
+
+    def _put_large(self, slot: Slot, main: bytes | memoryview, buffers: Sequence[memoryview]) -> None:
+        size = body_bytes(len(main), [len(buffer) for buffer in buffers])
+        if size > self._options.max_message_bytes:
+            raise MessageTooLarge(
+                f"the message has {size} bytes, options.max_message_bytes allows {self._options.max_message_bytes}"
+            )
+        kind = INLINE
+        if size <= self._chunk_bytes:
+            write_body(slot.chunk, main, buffers)
+        else:
+            kind = OVERFLOW
+            self._send_overflow(main, buffers, size)
+            slot.header[SECRET] = self._secret  # a damaged header cannot make readers wait for a payload
+        pack_header(slot.header, 0, kind, self._code, 0, len(buffers), self._ring.seq, monotonic_ns(), len(main))
+        self._commit()
+
+    def _send_overflow(self, main: bytes | memoryview, buffers: Sequence[memoryview], size: int) -> None:
+        assert self._overflow is not None
+        # The caller may change its buffers as soon as enqueue returns, the socket sends later: so one copy is made,
+        # unless what is sent is an immutable object of our own.
+        body: bytes | bytearray
+        if not buffers and isinstance(main, bytes):
+            body = main
+        else:
+            body = bytearray(size)
+            write_body(memoryview(body), main, buffers)
+        self._overflow.send(self._ring.seq, body)
+        self._overflows += 1
+
+    def _commit(self) -> None:
+        self._published_ns = now = monotonic_ns()
+        self._turn = self._turn - 1 if now < self._turn_ends_ns else 0
+        if self._ring.commit():
+            self._roster.ring_bells()
+
+    # Reporting
+
+    def _report_missing(self) -> None:
+        logger.warning(
+            "%r: waited %g s for readers to attach: %s", self, self._options.stall_warning_s, self._roster.missing()
+        )
+
+    def _report_laggards(self) -> None:
+        logger.warning(
+            "%r: waited %g s to write message %d: not read by %s",
+            self,
+            self._options.stall_warning_s,
+            self._ring.seq,
+            self._roster.laggards(),
+        )
+
+    def stats(self) -> QueueStats:
+        if self._dismantled:
+            return self._last_stats
+        return self._current_stats()
+
+    def _current_stats(self) -> QueueStats:
+        return self._stats(self._ring, -1, self._roster.backlog(), self._roster.alive)
+
+    # Closing (see `End`)
+
+    def _interrupt(self) -> None:
+        if self._change is not None and not self._change.done():
+            self._change.set_result(None)
+        if self._poller is not None:
+            self._poller.wake()
+
+    def _say_goodbye(self) -> None:
+        self._ring.set_writer_state(closed=True, pid=os.getpid())
+        if self._proving is not None:
+            self._proving.cancel()
+        self._listener.close()
+
+    def _dismantle(self) -> None:
+        self._last_stats = self._current_stats()
+        self._listener.close()
+        self._ring.close()
+        self._buffer.close()
+
+    def _forget(self) -> None:
+        if self._overflow is not None:
+            self._overflow.close_now()
+
+    async def _finish(self) -> None:
+        if self._overflow is not None:
+            await self._overflow.aclose()
+
+    def _abandon(self) -> None:
+        self._listener.abandon()
+
+
+def _checked_ranks(n_reader: int, n_local_reader: int, ranks: Sequence[int] | None) -> tuple[int, ...]:
+    check_int("n_reader", n_reader, minimum=1)
+    check_int("n_local_reader", n_local_reader, minimum=0)
+    if n_local_reader != n_reader:
+        raise ValueError(
+            f"n_local_reader is {n_local_reader} and n_reader {n_reader}: this release has no readers on other hosts"
+        )
+    checked = tuple(range(n_local_reader) if ranks is None else ranks)
+    if len(checked) != n_local_reader or len(set(checked)) != n_local_reader:
+        raise ValueError(f"local_reader_ranks must be {n_local_reader} different ranks, not {ranks!r}")
+    for rank in checked:
+        if check_int("a rank in local_reader_ranks", rank, minimum=0) >= n_reader:
+            raise ValueError(f"local_reader_ranks must be below n_reader ({n_reader}), not {rank}")
+    return checked

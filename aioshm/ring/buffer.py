@@ -1,0 +1,230 @@
+"""The ring: one writer, n readers, a fixed number of slots; no waiting, no event loop.
+
+A slot goes round through four steps, each a handful of byte operations: the writer *claims* it and *commits* it, each
+reader *peeks* at it and *releases* it. ``layout.py`` draws the flags. The order of the stores is the whole protocol:
+
+* the writer clears the written flag, fills the chunk, clears the reader flags, then sets the written flag;
+* a reader sets its flag only after it has finished with the chunk;
+* then either one fences and looks whether the other is parked (`RingWriter.commit`, `RingReader.release`), while an
+  end that wants to park sets its parked flag, fences and looks at the slot once more: of two ends that do this at
+  once, at least one sees the other, so no wake-up is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any, NamedTuple
+
+from aioshm.config import DEFAULT_BACKING, Backing, check_int
+from aioshm.errors import AioshmError, HandleError, SharedMemoryError
+from aioshm.ring import layout as at
+from aioshm.ring.atomics import STRONG_ORDER, memory_fence
+from aioshm.ring.cursors import OrderedReader, OrderedWriter, RingReader, RingWriter
+from aioshm.ring.layout import Layout
+from aioshm.ring.segment import Segment
+
+__all__ = ["RingHandle", "RingReader", "RingWriter", "ShmRingBuffer", "memory_fence"]
+
+
+class RingHandle(NamedTuple):
+    """What reopens a ring: its sizes, and where its memory is found."""
+
+    n_reader: int
+    max_chunk_bytes: int
+    max_chunks: int
+    queue_id: bytes
+    name: str | None
+    pid: int
+    fd: int
+
+
+class ShmRingBuffer:
+    """A ring in shared memory.
+
+    Pickling it gives a ring over the same memory. A ring that was unpickled where that memory cannot be reached is
+    still an object; using it raises `SharedMemoryError`.
+
+    Args:
+        n_reader: Readers; each reads every message.
+        max_chunk_bytes: Room for one message, in bytes.
+        max_chunks: Slots.
+        name: An existing named segment to open instead of creating one.
+        backing: ``"memfd"`` or ``"named"``, when creating; None takes the platform's best.
+
+    Raises:
+        SharedMemoryError: There is not enough memory.
+        HandleError: ``name`` does not name a ring of these sizes.
+    """
+
+    def __init__(
+        self,
+        n_reader: int,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        name: str | None = None,
+        *,
+        backing: Backing | None = None,
+    ) -> None:
+        sizes = _checked_layout(n_reader, max_chunk_bytes, max_chunks)
+        if name is not None:
+            self._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id=None)
+            return
+        segment = Segment.create(sizes.total_bytes, backing or DEFAULT_BACKING)
+        queue_id = secrets.token_bytes(at.QUEUE_ID_BYTES)
+        preamble = sizes.preamble(queue_id)
+        segment.view[: len(preamble)] = preamble
+        self._adopt(sizes, segment, queue_id)
+
+    @classmethod
+    def from_fd(cls, sizes: Layout, fd: int, queue_id: bytes) -> ShmRingBuffer:
+        """Map a ring from a descriptor, which this takes over.
+
+        Raises:
+            HandleError: The descriptor holds no such ring.
+        """
+        ring = cls.__new__(cls)
+        ring._adopt(sizes, Segment(fd, sizes.total_bytes, None), queue_id)
+        return ring
+
+    @classmethod
+    def from_name(cls, sizes: Layout, name: str, queue_id: bytes) -> ShmRingBuffer:
+        """Map a ring in a named segment.
+
+        Raises:
+            HandleError: There is no such segment, or it holds no such ring.
+        """
+        ring = cls.__new__(cls)
+        ring._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id)
+        return ring
+
+    def _adopt(self, sizes: Layout, segment: Segment, queue_id: bytes | None) -> None:
+        view = segment.view
+        found = bytes(view[: at.PREAMBLE.size])
+        expected = sizes.preamble(found[-at.QUEUE_ID_BYTES :] if queue_id is None else queue_id)
+        if found != expected:
+            segment.close()
+            raise HandleError(_difference(found, expected))
+        self.layout = sizes
+        self.queue_id = found[-at.QUEUE_ID_BYTES :]
+        self._segment: Segment | None = segment
+        self._why = ""
+
+    # Using it
+
+    @property
+    def view(self) -> memoryview:
+        """The whole segment, writable.
+
+        Raises:
+            SharedMemoryError: The ring was closed, or its memory cannot be reached from here.
+        """
+        return self._mapped().view
+
+    def writer(self) -> RingWriter:
+        """Return the writer's cursor; a ring has one writer."""
+        return (RingWriter if STRONG_ORDER else OrderedWriter)(self.layout, self.view)
+
+    def reader(self, reader: int) -> RingReader:
+        """Return the cursor of a reader (0 to n_reader - 1); each has one."""
+        if not 0 <= check_int("reader", reader, minimum=0) < self.layout.n_reader:
+            raise ValueError(f"reader must be below {self.layout.n_reader}, not {reader}")
+        return (RingReader if STRONG_ORDER else OrderedReader)(self.layout, self.view, reader)
+
+    def chunk(self, index: int) -> memoryview:
+        """Return the chunk of a slot, without its header."""
+        start = self.layout.slot(index) + at.SLOT_HEADER_BYTES
+        return self.view[start : start + self.layout.max_chunk_bytes]
+
+    def flags(self, index: int) -> memoryview:
+        """Return the flags of a slot: written, then one per reader."""
+        start = self.layout.flags(index)
+        return self.view[start : start + self.layout.flag_bytes]
+
+    def prefault(self, total: int, *, write: bool) -> None:
+        """Fault in the header, the flags, and ``total`` bytes spread over the beginnings of all slots."""
+        segment, sizes = self._mapped(), self.layout
+        if total <= 0:
+            return
+        segment.prefault(0, sizes.header_bytes, write=write)
+        segment.prefault(sizes.metadata_offset, sizes.max_chunks * sizes.flag_bytes, write=write)
+        share = min(total // sizes.max_chunks, sizes.slot_bytes)
+        for index in range(sizes.max_chunks if share else 0):
+            segment.prefault(sizes.slot(index), share, write=write)
+
+    # Passing it on
+
+    @property
+    def fd(self) -> int:
+        """The segment's descriptor, to be passed to another process."""
+        return self._mapped().fd
+
+    @property
+    def name(self) -> str | None:
+        """The segment's POSIX name, or None for a memfd."""
+        return self._mapped().name
+
+    def handle(self) -> RingHandle:
+        """Return what reopens this ring; a memfd can be reopened while this process lives."""
+        sizes, segment = self.layout, self._mapped()
+        return RingHandle(
+            sizes.n_reader,
+            sizes.max_chunk_bytes,
+            sizes.max_chunks,
+            self.queue_id,
+            segment.name,
+            os.getpid(),
+            segment.fd,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.handle(),)
+
+    # Leaving it
+
+    def unlink(self) -> None:
+        """Remove the segment's name, if it has one and this process made it; mappings live on."""
+        if self._segment is not None:
+            self._segment.unlink()
+
+    def close(self) -> None:
+        """Unmap. Cursors and views of this ring must not be used any more. Idempotent."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+            self._why = "the ring was closed"
+
+    def _mapped(self) -> Segment:
+        if self._segment is None:
+            raise SharedMemoryError(self._why)
+        return self._segment
+
+
+def _reopen(handle: RingHandle) -> ShmRingBuffer:
+    sizes = _checked_layout(handle.n_reader, handle.max_chunk_bytes, handle.max_chunks)
+    ring = ShmRingBuffer.__new__(ShmRingBuffer)
+    try:
+        if handle.name is not None:
+            segment = Segment.open(handle.name, sizes.total_bytes)
+        else:
+            segment = Segment.open_memfd(handle.pid, handle.fd, sizes.total_bytes)
+        ring._adopt(sizes, segment, handle.queue_id)
+    except AioshmError as error:
+        ring.layout, ring.queue_id, ring._segment = sizes, handle.queue_id, None
+        ring._why = f"this ring cannot be reached from here: {error}"
+    return ring
+
+
+def _checked_layout(n_reader: int, max_chunk_bytes: int, max_chunks: int) -> Layout:
+    check_int("n_reader", n_reader, minimum=1)
+    check_int("max_chunk_bytes", max_chunk_bytes, minimum=1)
+    check_int("max_chunks", max_chunks, minimum=1)
+    return Layout(n_reader, max_chunk_bytes, max_chunks)
+
+
+def _difference(found: bytes, expected: bytes) -> str:
+    names = ("magic", "layout version", "n_reader", "max_chunk_bytes", "max_chunks", "queue id")
+    for name, is_, should in zip(names, at.PREAMBLE.unpack(found), at.PREAMBLE.unpack(expected), strict=True):
+        if is_ != should:
+            return f"the segment is not this ring: {name} is {is_!r}, not {should!r}"
+    return "the segment is not this ring"

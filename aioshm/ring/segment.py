@@ -1,0 +1,256 @@
+"""Create, map and pass a segment of shared memory: an anonymous memfd, or a named POSIX segment."""
+
+from __future__ import annotations
+
+import _posixshmem  # what multiprocessing.shared_memory stands on, without its resource tracker
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from aioshm.errors import HandleError, SharedMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME_PREFIX = "aioshm-"
+_SHM_DIR = Path("/dev/shm")
+_MIB = 1 << 20
+
+# Linux 5.14: fault pages in without touching their content (madvise(2)); Python has no names for them.
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+
+
+class Segment:
+    """One mapping of a segment.
+
+    The file descriptor stays open as long as the mapping: it is what gets passed to readers (memfd), and it carries
+    the shared lock that tells a segment in use from an orphan (named).
+
+    Attributes:
+        fd: The segment's file descriptor.
+        name: The POSIX name without its slash, or None for a memfd.
+        view: All its bytes, writable.
+    """
+
+    def __init__(self, fd: int, size: int, name: str | None) -> None:
+        self.fd = fd
+        self.size = size
+        self.name = name
+        self._owned = False
+        try:
+            actual = os.fstat(fd).st_size
+            if actual < size:  # mapped beyond its end, a touch would be a SIGBUS
+                raise HandleError(f"the segment has {actual} bytes, its layout needs {size}")
+            self._map = mmap.mmap(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, size: int, backing: str) -> Segment:
+        """Create a segment of ``size`` zero bytes.
+
+        Raises:
+            SharedMemoryError: There is not enough memory; the text says what is needed, what is free, what to do.
+        """
+        if backing == "memfd":
+            return cls._create_memfd(size)
+        return cls._create_named(size)
+
+    @classmethod
+    def open(cls, name: str, size: int) -> Segment:
+        """Map an existing named segment.
+
+        Raises:
+            HandleError: No such segment, another user's, or one that is too small.
+        """
+        try:
+            fd = _posixshmem.shm_open(f"/{name}", os.O_RDWR, mode=0o600)
+        except OSError as error:
+            raise HandleError(f"shared memory segment {name!r} cannot be opened: {error.strerror}") from None
+        if os.fstat(fd).st_uid != os.geteuid():
+            os.close(fd)
+            raise HandleError(f"shared memory segment {name!r} belongs to another user")
+        segment = cls(fd, size, name)
+        _hold(fd)
+        return segment
+
+    @classmethod
+    def open_memfd(cls, pid: int, fd: int, size: int) -> Segment:
+        """Map the memfd that process ``pid`` holds open as ``fd`` (same user, same pid namespace).
+
+        Raises:
+            HandleError: That process or descriptor is gone, or is something else by now.
+        """
+        path = f"/proc/{pid}/fd/{fd}"
+        try:
+            # Looked at before it is opened: by now the number may name a terminal or a pipe.
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise HandleError(f"{path} is no memory segment")
+            own = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise HandleError(f"the memory of process {pid} cannot be opened: {error.strerror}") from None
+        return cls(own, size, None)
+
+    @classmethod
+    def _create_memfd(cls, size: int) -> Segment:
+        memory = psutil.virtual_memory()
+        # Pages are committed when touched, so only what can never fit is refused.
+        if size > memory.total + psutil.swap_memory().total:
+            raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
+        try:
+            fd = os.memfd_create("aioshm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise _cannot_create(size, error) from None
+        _or_close(fd, size, lambda: os.ftruncate(fd, size))
+        # No reader can shrink it under the others, which would turn their next touch into a SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return cls(fd, size, None)
+
+    @classmethod
+    def _create_named(cls, size: int) -> Segment:
+        name = NAME_PREFIX + secrets.token_hex(8)
+        try:
+            fd = _posixshmem.shm_open(f"/{name}", os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+        except OSError as error:
+            raise _cannot_create(size, error) from None
+        try:
+            _hold(fd)
+            _or_close(fd, size, lambda: _reserve(fd, size))
+            segment = cls(fd, size, name)
+        except BaseException:
+            _posixshmem.shm_unlink(f"/{name}")
+            raise
+        segment._owned = True
+        return segment
+
+    def prefault(self, offset: int, length: int, *, write: bool) -> None:
+        """Fault in the pages of a range, so that no first message pays for them."""
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(offset + length, self.size)
+        if hasattr(self._map, "madvise"):
+            try:
+                self._map.madvise(_MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ, start, end - start)
+            except OSError:
+                pass  # an older kernel
+            else:
+                return
+        for page in range(start, end, mmap.PAGESIZE):
+            self._map[page]
+
+    def unlink(self) -> None:
+        """Remove the name, if this process created it; mappings live on. Idempotent."""
+        if self._owned and self.name is not None:
+            self._owned = False
+            try:
+                _posixshmem.shm_unlink(f"/{self.name}")
+            except FileNotFoundError:
+                pass
+
+    def close(self) -> None:
+        """Unmap, as soon as no view of the memory is held any more. Idempotent."""
+        if self.fd < 0:
+            return
+        self.unlink()
+        os.close(self.fd)
+        self.fd = -1
+        self.view.release()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # somebody still holds a view; the mapping goes when that does
+
+
+def orphans() -> list[str]:
+    """Return the names of this user's named segments that no process holds."""
+    return [name for name in _named_segments() if not _is_held(name)]
+
+
+def remove_orphan(name: str) -> bool:
+    """Unlink a segment unless some process holds it; return whether it was removed."""
+    if _is_held(name):
+        return False
+    try:
+        _posixshmem.shm_unlink(f"/{name}")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _named_segments() -> list[str]:
+    if not _SHM_DIR.is_dir():
+        return []  # macOS keeps no directory of them
+    mine = os.geteuid()
+    return sorted(path.name for path in _SHM_DIR.glob(f"{NAME_PREFIX}*") if _owner(path) == mine)
+
+
+def _owner(path: Path) -> int | None:
+    try:
+        return path.stat().st_uid
+    except FileNotFoundError:
+        return None
+
+
+def _is_held(name: str) -> bool:
+    # A lock rather than a pid: pids mean nothing across containers that share /dev/shm.
+    try:
+        fd = _posixshmem.shm_open(f"/{name}", os.O_RDWR, mode=0o600)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _hold(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        pass  # macOS knows no lock on shared memory, and has no directory to sweep
+
+
+def _reserve(fd: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)  # a full /dev/shm is an error here, not a SIGBUS at some later store
+    else:
+        os.ftruncate(fd, size)
+
+
+def _or_close(fd: int, size: int, step: Callable[[], None]) -> None:
+    try:
+        step()
+    except OSError as error:
+        os.close(fd)
+        raise _cannot_create(size, error) from None
+
+
+def _cannot_create(size: int, error: OSError) -> SharedMemoryError:
+    if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG) and _SHM_DIR.is_dir():
+        fs = os.statvfs(_SHM_DIR)
+        return _too_large(
+            size,
+            fs.f_bavail * fs.f_frsize,
+            str(_SHM_DIR),
+            "use fewer or smaller chunks, enlarge it (docker: --shm-size), or set backing='memfd'",
+        )
+    return SharedMemoryError(error.errno, f"cannot create {size / _MIB:.1f} MiB of shared memory: {error.strerror}")
+
+
+def _too_large(size: int, free: int, where: str, remedy: str) -> SharedMemoryError:
+    return SharedMemoryError(
+        errno.ENOSPC,
+        f"the ring needs {size / _MIB:.1f} MiB, {where} has {free / _MIB:.1f} MiB free: {remedy}",
+    )

@@ -1,0 +1,1 @@
+"""How an event loop waits for a byte in shared memory to change."""

@@ -1,0 +1,86 @@
+"""Where lifeline and overflow sockets are bound, and who may be at their other end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import struct
+import sys
+import time
+from pathlib import Path
+
+from aioshm.config import Options
+from aioshm.errors import SharedMemoryError
+
+_PATH_BYTES = 103 if sys.platform == "darwin" else 107  # sun_path without its final zero (unix(7))
+_YOUNG_S = 10.0  # a socket file this new may belong to somebody between bind and listen
+_SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # macOS: sys/un.h
+
+
+def new_address(options: Options, queue_id: bytes, kind: str) -> str:
+    """Return the address of one of a queue's sockets: ``@name`` for an abstract one, else a path.
+
+    Raises:
+        SharedMemoryError: ``runtime_dir`` is unusable: another user's, open to others, or too long a path.
+    """
+    name = f"{queue_id.hex()}.{kind}"
+    if options.lifeline == "abstract":
+        return f"@aioshm-{name}"
+    directory = Path(options.runtime_dir)
+    _secure(directory)
+    _sweep(directory)
+    path = str(directory / name)
+    if len(os.fsencode(path)) > _PATH_BYTES:
+        raise SharedMemoryError(
+            errno.ENAMETOOLONG,
+            f"socket path {path!r} is longer than {_PATH_BYTES} bytes: set AIOSHM_RUNTIME_DIR to a shorter one",
+        )
+    return path
+
+
+def sockaddr(address: str) -> str:
+    """Return what ``socket.bind`` and ``connect`` take for an address."""
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
+def remove(address: str) -> None:
+    """Remove the address' file, if it has one."""
+    if not address.startswith("@"):
+        Path(address).unlink(missing_ok=True)
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return pid and uid of the process at the other end, as the kernel vouches for them (0: not visible)."""
+    if sys.platform == "darwin":
+        credentials = sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, 76)  # struct xucred: version, uid, groups
+        return 0, int(struct.unpack_from("=II", credentials)[1])
+    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _secure(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise SharedMemoryError(
+            errno.EACCES,
+            f"{directory} must be a directory of this user's with mode 0700: remove it, or set AIOSHM_RUNTIME_DIR",
+        )
+
+
+def _sweep(directory: Path) -> None:
+    """Remove socket files that killed processes left: nobody listens on them any more."""
+    for path in directory.iterdir():
+        try:
+            found = path.lstat()
+            if not stat.S_ISSOCK(found.st_mode) or time.time() - found.st_mtime < _YOUNG_S:
+                continue
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.setblocking(False)
+                probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except OSError:
+            continue

@@ -1,0 +1,223 @@
+"""A reader's side of its lifeline: dial, be admitted, receive the descriptors; then signals, and the writer's death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+
+from aioshm.errors import HandleError, PeerDied
+from aioshm.wait import protocol
+from aioshm.wait.address import peer_credentials, sockaddr
+from aioshm.wait.bell import Bell
+from aioshm.wait.protocol import BYE, GO, PROVEN, WAKE, Hello, Welcome
+
+_RETRY_S = 0.01  # while the writer's backlog is full
+_MAX_FDS = 3
+_RECV_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # SCM_RIGHTS does not keep the flag by itself
+
+
+class Lifeline:
+    """A reader's connection to its writer. Made by `attach`.
+
+    Attributes:
+        welcome: The writer's answer.
+        said_goodbye: Whether the writer has announced that it closes the queue.
+        writer_pid: The writer's pid in this process' pid namespace, or 0 where it cannot be seen.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        welcome: Welcome,
+        fds: list[int],
+        early: bytes,
+        writer_pid: int,
+    ) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._early = early
+        self.welcome = welcome
+        self.writer_pid = writer_pid
+        self.said_goodbye = False
+        fds = list(fds)
+        self._segment_fd = fds.pop(0) if welcome.segment else None
+        self._own_bell = Bell(fds.pop(0)) if welcome.bells else None
+        self._writer_bell = Bell(fds.pop(0)) if welcome.bells else None
+
+    def start(
+        self,
+        on_go: Callable[[], None],
+        on_wake: Callable[[], None],
+        on_gone: Callable[[bool], None],
+    ) -> None:
+        """Begin to report: every reader is ready; the writer rang; the writer left (True: it said goodbye)."""
+        self._on_go, self._on_wake, self._on_gone = on_go, on_wake, on_gone
+        self._loop.add_reader(self._sock.fileno(), self._readable)
+        if self._own_bell is not None:
+            self._loop.add_reader(self._own_bell.fd, self._rung)
+        if self._early:
+            self._signals(self._early)
+
+    def take_segment(self) -> int:
+        """Return the segment's descriptor, which is the caller's from here on."""
+        fd, self._segment_fd = self._segment_fd, None
+        assert fd is not None
+        return fd
+
+    def prove(self) -> None:
+        """Tell the writer that overflow messages arrive here."""
+        self._send(PROVEN)
+
+    def ring(self) -> None:
+        """Wake the writer."""
+        if self._writer_bell is not None:
+            self._writer_bell.ring()
+        else:
+            self._send(WAKE)
+
+    def close(self) -> None:
+        """Say goodbye and hang up. Idempotent."""
+        self._hang_up(goodbye=True)
+        if self._segment_fd is not None:
+            os.close(self.take_segment())
+        for bell in (self._own_bell, self._writer_bell):
+            if bell is not None:
+                if bell is self._own_bell and bell.fd >= 0 and not self._loop.is_closed():
+                    self._loop.remove_reader(bell.fd)
+                bell.close()
+
+    def abandon(self) -> None:
+        """Close the socket and nothing else: a forked child's copy would hide this process' death."""
+        if self._sock.fileno() >= 0:
+            os.close(self._sock.detach())
+
+    def _hang_up(self, goodbye: bool) -> None:
+        if self._sock.fileno() < 0:
+            return
+        if goodbye:
+            self._send(BYE)
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+
+    def _send(self, signal: bytes) -> None:
+        try:
+            self._sock.send(signal)
+        except OSError:
+            pass  # the writer is gone, and its end of file says so
+
+    def _rung(self) -> None:
+        assert self._own_bell is not None
+        self._own_bell.drain()
+        self._on_wake()
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(protocol.MAX_GREETING_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._signals(data)
+        else:
+            self._hang_up(goodbye=False)
+            self._on_gone(self.said_goodbye)
+
+    def _signals(self, data: bytes) -> None:
+        if GO in data:
+            self._on_go()
+        if BYE in data:
+            self.said_goodbye = True
+        if WAKE in data:
+            self._on_wake()
+
+
+def dial(address: str, hello: Hello) -> socket.socket | None:
+    """Connect to a queue's writer and greet it, without waiting; None while too many others are doing so.
+
+    The writer need not run its loop yet: the greeting waits in the socket.
+
+    Raises:
+        HandleError: Nobody listens there any more, or it is somebody else's process.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.connect(sockaddr(address))
+        _pid, uid = peer_credentials(sock)
+        if uid != os.geteuid():
+            raise HandleError(f"the queue at {address} belongs to another user (uid {uid})")
+        sock.send(protocol.pack(hello))
+    except BlockingIOError:
+        sock.close()
+        return None
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError, BrokenPipeError)):
+            raise HandleError(f"nobody listens at {address}: the queue's writer is gone") from None
+        if isinstance(error, OSError):
+            raise HandleError(f"cannot connect to {address}: {error.strerror}") from None
+        raise
+    return sock
+
+
+async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Lifeline:
+    """Wait until the writer has admitted this reader. Cancelling it closes everything.
+
+    Args:
+        address: Where the writer listens.
+        hello: The greeting.
+        sock: What `dial` returned, which this takes over.
+
+    Raises:
+        HandleError: The queue is gone, or the writer refused this reader.
+        PeerDied: The writer died while this was waiting for its answer.
+    """
+    loop = asyncio.get_running_loop()
+    while sock is None:
+        await asyncio.sleep(_RETRY_S)
+        sock = dial(address, hello)
+    pid, _uid = peer_credentials(sock)
+    received = bytearray()
+    fds: list[int] = []
+    try:
+        while (body := protocol.take_frame(received)) is None:
+            await _until_readable(loop, sock)
+            try:
+                data, new_fds, _, _ = socket.recv_fds(sock, protocol.MAX_GREETING_BYTES, _MAX_FDS, _RECV_FLAGS)
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                data, new_fds = b"", []
+            fds += new_fds
+            received += data
+            if not data:
+                raise PeerDied(-1, pid, "writer", "while this reader was attaching")
+        welcome = protocol.unpack_answer(body)
+        expected = welcome.segment + 2 * welcome.bells
+        if len(fds) != expected:
+            raise HandleError(f"the writer sent {len(fds)} descriptors instead of {expected}")
+    except BaseException:
+        sock.close()
+        for fd in fds:
+            os.close(fd)
+        raise
+    return Lifeline(loop, sock, welcome, fds, bytes(received), pid)
+
+
+async def _until_readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    readable = loop.create_future()
+
+    def wake() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(sock.fileno(), wake)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(sock.fileno())

@@ -1,0 +1,45 @@
+"""What wakes a parked end: an eventfd, where there is one (eventfd(2)); elsewhere a byte on the lifeline does it."""
+
+from __future__ import annotations
+
+import os
+
+HAVE_EVENTFD = hasattr(os, "eventfd")
+
+
+class Bell:
+    """An eventfd. Rings do not pile up: however many came, one `drain` takes them all.
+
+    Args:
+        fd: An eventfd, which this takes over.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @classmethod
+    def create(cls) -> Bell:
+        """Make a new one."""
+        return cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+
+    def ring(self) -> None:
+        """Make the descriptor readable for whoever holds it. Never blocks; does nothing once closed."""
+        if self.fd < 0:
+            return
+        try:
+            os.eventfd_write(self.fd, 1)
+        except BlockingIOError:
+            pass  # the counter is full: it rings already
+
+    def drain(self) -> None:
+        """Make the descriptor unreadable until the next ring."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,276 @@
+"""The writer's side of the lifelines: listen, admit readers, notice their signals and their death.
+
+The end of a connection is how death is noticed: at once, without a timer, and across pid namespaces, because the
+kernel closes a dead process' sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from typing import Protocol
+
+from aioshm.errors import HandleError, SharedMemoryError
+from aioshm.ring.layout import VERSION
+from aioshm.wait import protocol
+from aioshm.wait.address import peer_credentials, remove, sockaddr
+from aioshm.wait.bell import HAVE_EVENTFD, Bell
+from aioshm.wait.protocol import BYE, GO, PROVEN, WAKE, Hello, Welcome
+
+logger = logging.getLogger("aioshm.lifeline")
+
+HELLO_TIMEOUT_S = 5.0
+MAX_STRANGERS = 64
+_ACCEPT_PAUSE_S = 0.2  # after a failed accept, where the socket stays readable
+
+
+class Host(Protocol):
+    """What the writer answers and is told. Called on its loop."""
+
+    def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
+        """Return the answer to a checked greeting with the descriptors that go along, or raise `HandleError`."""
+
+    def attached(self, peer: Peer) -> None:
+        """Note that a reader was admitted and has been told so."""
+
+    def proven(self, peer: Peer) -> None:
+        """Note that overflow messages reach a reader."""
+
+    def gone(self, peer: Peer, said_goodbye: bool) -> None:
+        """Note that a reader's connection has ended."""
+
+    def woken(self) -> None:
+        """Note that a reader rang for the writer."""
+
+
+class Peer:
+    """An admitted reader.
+
+    Attributes:
+        rank: Its rank in the handle.
+        pid: Its process id as it saw itself.
+        seen_pid: Its process id in this process' pid namespace, or 0 where it cannot be seen.
+    """
+
+    def __init__(self, sock: socket.socket, hello: Hello, seen_pid: int, bell: Bell | None) -> None:
+        self._sock = sock
+        self._bell = bell
+        self.rank = hello.rank
+        self.pid = hello.pid
+        self.seen_pid = seen_pid
+
+    def ring(self) -> None:
+        """Wake the reader."""
+        if self._bell is not None:
+            self._bell.ring()
+        else:
+            self.send(WAKE)
+
+    def go(self) -> None:
+        """Tell the reader that every reader is ready."""
+        self.send(GO)
+
+    def send(self, signal: bytes) -> None:
+        try:
+            self._sock.send(signal)
+        except OSError:
+            pass  # its end of file is on its way
+
+
+class LifelineListener:
+    """Accepts a queue's readers.
+
+    Binding needs no event loop, so that a handle can exist before any loop runs; `start` begins to answer.
+
+    Args:
+        address: Where to listen, from `new_address`.
+        queue_id: The queue.
+        token: What a reader must know.
+        backlog: How many readers may be waiting to be accepted.
+
+    Raises:
+        SharedMemoryError: The socket cannot be bound.
+    """
+
+    def __init__(self, address: str, queue_id: bytes, token: bytes, backlog: int) -> None:
+        self.address = address
+        self._queue_id = queue_id
+        self._token = token
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._sock.setblocking(False)
+            self._sock.bind(sockaddr(address))
+            self._sock.listen(backlog)
+        except OSError as error:
+            self._sock.close()
+            raise SharedMemoryError(error.errno, f"cannot listen on {address}: {error.strerror}") from None
+        self.bell = Bell.create() if HAVE_EVENTFD else None
+        self._host: Host | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._resume: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, host: Host) -> None:
+        """Begin to admit readers."""
+        self._loop, self._host = loop, host
+        loop.add_reader(self._sock.fileno(), self._accept)
+        if self.bell is not None:
+            loop.add_reader(self.bell.fd, self._rung)
+
+    def close(self) -> None:
+        """Say goodbye to every reader and stop listening. Idempotent."""
+        for connection in list(self._connections.values()):
+            connection.close(goodbye=True)
+        if self._resume is not None:
+            self._resume.cancel()
+        if self._sock.fileno() >= 0:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(self._sock.fileno())
+                if self.bell is not None:
+                    self._loop.remove_reader(self.bell.fd)
+            self._sock.close()
+            remove(self.address)
+        if self.bell is not None:
+            self.bell.close()
+
+    def abandon(self) -> None:
+        """Close the descriptors and nothing else: a forked child's copies would hide this process' death."""
+        for sock in [self._sock, *self._connections]:
+            if sock.fileno() >= 0:
+                os.close(sock.detach())
+
+    def _rung(self) -> None:
+        assert self.bell is not None
+        assert self._host is not None
+        self.bell.drain()
+        self._host.woken()
+
+    def _accept(self) -> None:
+        assert self._loop is not None
+        assert self._host is not None
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of descriptors: let others finish instead of turning in circles
+            logger.warning("cannot accept a reader: %s", error)
+            self._loop.remove_reader(self._sock.fileno())
+            self._resume = self._loop.call_later(
+                _ACCEPT_PAUSE_S, self._loop.add_reader, self._sock.fileno(), self._accept
+            )
+            return
+        sock.setblocking(False)
+        strangers = sum(1 for connection in self._connections.values() if connection.peer is None)
+        pid, uid = peer_credentials(sock)
+        if uid != os.geteuid() or strangers >= MAX_STRANGERS:
+            logger.debug("refused a connection of uid %d (pid %d, %d strangers)", uid, pid, strangers)
+            sock.close()
+            return
+        self._connections[sock] = _Connection(self, self._loop, self._host, sock, pid)
+
+    def check(self, hello: Hello) -> None:
+        protocol.check_hello(hello, VERSION, self._queue_id, self._token)
+
+    def forget(self, sock: socket.socket) -> None:
+        self._connections.pop(sock, None)
+
+
+class _Connection:
+    """One accepted connection: a stranger until its greeting was accepted, a peer from then on."""
+
+    def __init__(
+        self,
+        listener: LifelineListener,
+        loop: asyncio.AbstractEventLoop,
+        host: Host,
+        sock: socket.socket,
+        pid: int,
+    ) -> None:
+        self._listener = listener
+        self._loop = loop
+        self._host = host
+        self._sock = sock
+        self._pid = pid
+        self._received = bytearray()
+        self._said_goodbye = False
+        self._bell: Bell | None = None
+        self.peer: Peer | None = None
+        self._deadline = loop.call_later(HELLO_TIMEOUT_S, self.close)
+        loop.add_reader(sock.fileno(), self._readable)
+
+    def close(self, goodbye: bool = False) -> None:
+        if self._sock.fileno() < 0:
+            return
+        if goodbye and self.peer is not None:
+            self.peer.send(BYE)
+        self._deadline.cancel()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._sock.fileno())
+        self._listener.forget(self._sock)
+        self._sock.close()
+        if self._bell is not None:
+            self._bell.close()
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(protocol.MAX_GREETING_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            data = b""
+            if error.errno != errno.ECONNRESET:
+                logger.debug("lifeline of pid %d: %s", self._pid, error)
+        if not data:
+            self.close()
+            if self.peer is not None:
+                self._host.gone(self.peer, self._said_goodbye)
+            return
+        if self.peer is None:
+            self._received += data
+            self._greet()
+        else:
+            self._signals(self.peer, data)
+
+    def _signals(self, peer: Peer, data: bytes) -> None:
+        for signal in (data[i : i + 1] for i in range(len(data))):
+            if signal == PROVEN:
+                self._host.proven(peer)
+            elif signal == WAKE:
+                self._host.woken()
+            elif signal == BYE:
+                self._said_goodbye = True
+
+    def _greet(self) -> None:
+        try:
+            body = protocol.take_frame(self._received)
+            if body is None:
+                return
+            hello = protocol.unpack_hello(body)
+            self._listener.check(hello)
+            welcome, fds = self._host.admit(hello)
+        except HandleError as error:
+            logger.debug("refused pid %d: %s", self._pid, error)
+            self._send_all(protocol.pack(protocol.Refusal(str(error))), [])
+            self.close()
+            return
+        if welcome.bells:
+            assert self._listener.bell is not None
+            self._bell = Bell.create()
+            fds = [*fds, self._bell.fd, self._listener.bell.fd]
+        self._deadline.cancel()
+        self.peer = Peer(self._sock, hello, self._pid, self._bell)
+        self._host.attached(self.peer)
+        self._send_all(protocol.pack(welcome), fds)
+        if self._received:
+            self._signals(self.peer, bytes(self._received))
+            self._received.clear()
+
+    def _send_all(self, data: bytes, fds: list[int]) -> None:
+        # A greeting is far smaller than an empty socket buffer, so it goes in one piece or the peer is gone.
+        try:
+            socket.send_fds(self._sock, [data], fds)
+        except OSError as error:
+            logger.debug("lifeline of pid %d: %s", self._pid, error)

@@ -1,0 +1,90 @@
+"""Waiting in line, and waiting for a future, with the same three ways out: done, too late, called off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from time import monotonic
+from typing import TypeVar
+
+from aioshm.errors import QueueCancelled
+from aioshm.wait.poller import Stall
+
+T = TypeVar("T")
+
+
+async def settle(
+    *futures: asyncio.Future[T],
+    deadline: float | None = None,
+    cancel: asyncio.Event | None = None,
+    stall: Stall | None = None,
+) -> None:
+    """Wait until one of some futures is done; they go on whatever becomes of this wait.
+
+    Args:
+        futures: What is waited for.
+        deadline: When to give up, by ``time.monotonic()``.
+        cancel: Ends the wait once set.
+        stall: What to report when the wait lasts long.
+
+    Raises:
+        TimeoutError: The deadline has passed.
+        QueueCancelled: ``cancel`` is set.
+    """
+    watcher = None if cancel is None else asyncio.ensure_future(cancel.wait())
+    awaited: set[asyncio.Future[object]] = {*futures} if watcher is None else {*futures, watcher}  # type: ignore[arg-type]
+    try:
+        while not any(future.done() for future in futures):
+            now = monotonic()
+            if cancel is not None and cancel.is_set():
+                raise QueueCancelled("the cancel event is set")
+            if deadline is not None and now >= deadline:
+                raise TimeoutError
+            if stall is not None:
+                stall.check(now)
+            due = [] if deadline is None else [deadline]
+            if stall is not None and not stall.made:
+                due.append(stall.at)
+            await asyncio.wait(awaited, timeout=min(due) - now if due else None, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if watcher is not None:
+            watcher.cancel()
+
+
+class Line:
+    """First come, first served: the tasks that wait at one end of a queue.
+
+    Unlike a lock it can be left at a deadline or when a cancel event is set, without losing the turn for the others.
+    """
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def join(self, deadline: float | None, cancel: asyncio.Event | None) -> None:
+        """Return when it is this task's turn, which lasts until `leave`.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+            QueueCancelled: ``cancel`` is set.
+        """
+        if not self._taken:
+            self._taken = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await settle(turn, deadline=deadline, cancel=cancel)
+        except BaseException:
+            if turn.done():
+                self.leave()  # it was handed over just now: hand it on
+            else:
+                self._waiting.remove(turn)
+            raise
+
+    def leave(self) -> None:
+        """End this task's turn; the next in line has it from here on."""
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+        else:
+            self._taken = False
