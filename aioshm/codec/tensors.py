@@ -31,6 +31,9 @@ _CARRIERS = {  # what NumPy lacks travels as integers of the same size
     "float8_e5m2": "uint8",
     "float8_e5m2fnuz": "uint8",
     "float8_e8m0fnu": "uint8",
+    "bits16": "int16",
+    **dict.fromkeys(("bits8", "bits1x8", "bits2x4", "bits4x2"), "uint8"),
+    **dict.fromkeys((f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)), "uint8"),
 }
 
 

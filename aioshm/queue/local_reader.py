@@ -187,6 +187,7 @@ class LocalReader(End):
             kind, _, _, n_buffers, seq, at, size = unpack_header(slot.header)
             if kind == OVERFLOW and self._is_marker(slot, seq):
                 body = await self._body(deadline, cancel, indefinite)
+                self._overflows += 1
             else:
                 body = slot.chunk
             try:
@@ -238,6 +239,7 @@ class LocalReader(End):
         slot = self._ring.peek()
         assert slot is not None
         _, _, _, n_buffers, _, at, size = unpack_header(slot.header)
+        self._overflows += 1
         try:
             return self._decoded(body, n_buffers, size)
         finally:
@@ -309,7 +311,6 @@ class LocalReader(End):
         self._check_usable()
         if body is None:
             raise self._payload_lost()
-        self._overflows += 1
         return body
 
     def _payload_lost(self) -> AioshmError:

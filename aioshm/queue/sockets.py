@@ -31,6 +31,9 @@ LINGER_MS = 10_000
 SECRET = slice(HEADER.size, HEADER.size + SECRET_BYTES)
 """Where in a slot's header an overflow marker repeats the secret."""
 
+# libzmq's own word for "never", -1, drops what was received and not yet read when the connection ends.
+_NEVER_MS = 2**31 - 1
+
 _HEAD = struct.Struct("<16sQ")
 _NO_SEQ = 2**64 - 1  # in the head of the frame that proves the channel
 
@@ -114,7 +117,7 @@ class OverflowReceiver:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         # A connection that is lost means that the writer is gone; nobody else may take its place.
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         monitor: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self._hung_up: asyncio.Future[Any] = asyncio.ensure_future(monitor.recv_multipart())

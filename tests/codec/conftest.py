@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioshm.codec import Codec
+from aioshm.codec.frames import body_bytes, split_body, write_body
+
+
+def carry_through_a_slot(codec: Codec, obj: Any) -> Any:
+    """Encode into a slot, decode from it, then let another message overwrite the slot: a result that aliases it shows."""
+    main, buffers = codec.encode(obj)
+    size = body_bytes(len(main), [len(buffer) for buffer in buffers])
+    slot = bytearray(size + 100)
+    write_body(memoryview(slot), main, buffers)
+    with memoryview(slot) as body:
+        main_view, views = split_body(body, len(buffers), len(main))
+        result = codec.decode(main_view, views)
+        for view in (main_view, *views):
+            view.release()
+    slot[:] = b"\xa5" * len(slot)
+    slot.append(0)  # a BufferError here is a view that lives on
+    return result
+
+
+@pytest.fixture
+def carry() -> Callable[[Codec, Any], Any]:
+    return carry_through_a_slot

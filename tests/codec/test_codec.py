@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from aioshm.codec import get_codec
+
+
+def in_new_process(program: str) -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100)
+
+
+class TestGetCodec:
+    @pytest.mark.parametrize(("name", "code"), [("pickle", 1), ("raw", 2)])
+    def test_known(self, name: str, code: int) -> None:
+        codec = get_codec(name)
+        assert (codec.name, codec.code) == (name, code)
+
+    def test_every_call_gives_a_new_one(self) -> None:
+        assert get_codec("pickle") is not get_codec("pickle")
+
+    @pytest.mark.parametrize("name", ["json", "", "Pickle", None, ["pickle"]])
+    def test_unknown(self, name: str) -> None:
+        with pytest.raises(ValueError, match="known are pickle, raw"):
+            get_codec(name)
+
+
+class TestImports:
+    def test_plain_objects_load_neither_numpy_nor_torch(self) -> None:
+        in_new_process(
+            "import sys\n"
+            "from aioshm.codec import get_codec\n"
+            "for name in ('pickle', 'raw'):\n"
+            "    codec = get_codec(name)\n"
+            "    for _ in range(3):\n"
+            "        main, buffers = codec.encode(b'x' * 8_000_000)\n"
+            "        codec.decode(memoryview(main), buffers)\n"
+            "import decimal\n"  # a module more: the codec looks again
+            "main, buffers = get_codec('pickle').encode(bytearray(8_000_000))\n"
+            "assert not {'numpy', 'torch', 'aioshm.codec.arrays', 'aioshm.codec.tensors'} & set(sys.modules)\n"
+        )
+
+    def test_numpy_does_not_load_torch(self) -> None:
+        in_new_process(
+            "import sys\n"
+            "from aioshm.codec import get_codec\n"
+            "codec = get_codec('pickle')\n"
+            "codec.encode(1)\n"
+            "import numpy\n"
+            "main, buffers = codec.encode(numpy.zeros(10_000))\n"
+            "assert len(main) < 1000 and len(buffers) == 1\n"
+            "assert 'torch' not in sys.modules\n"
+        )
+
+    def test_a_reader_need_not_have_imported_them(self) -> None:
+        codec = get_codec("pickle")
+        import numpy as np
+        import torch
+
+        main, buffers = codec.encode([np.arange(2000), torch.arange(2000), np.arange(3), torch.arange(3)])
+        in_new_process(
+            "from aioshm.codec import get_codec\n"
+            f"main, buffers = {bytes(main)!r}, {[bytes(buffer) for buffer in buffers]!r}\n"
+            "a, b, c, d = get_codec('pickle').decode(memoryview(main), [memoryview(buffer) for buffer in buffers])\n"
+            "assert a.tolist() == b.tolist() == list(range(2000)) and c.tolist() == d.tolist() == [0, 1, 2]\n"
+        )
+
+    def test_torch_imported_after_the_first_message_is_noticed(self) -> None:
+        in_new_process(
+            "from aioshm.codec import get_codec\n"
+            "codec = get_codec('pickle')\n"
+            "codec.encode({'plain': 1})\n"
+            "import torch\n"
+            "main, buffers = codec.encode(torch.zeros(100_000))\n"
+            "assert len(main) < 1000 and len(buffers) == 1\n"
+        )
+
+    def test_torch_without_numpy_pickles_in_its_own_way(self) -> None:
+        in_new_process(
+            "import sys, warnings\n"
+            "sys.modules['numpy'] = None\n"
+            "with warnings.catch_warnings():\n"
+            "    warnings.simplefilter('ignore')\n"
+            "    import torch\n"
+            "from aioshm.codec import get_codec\n"
+            "codec = get_codec('pickle')\n"
+            "main, buffers = codec.encode(torch.arange(10_000))\n"
+            "assert torch.equal(codec.decode(memoryview(main), buffers), torch.arange(10_000))\n"
+        )
+
+    def test_a_module_that_is_still_being_imported_is_left_alone(self) -> None:
+        in_new_process(
+            "import importlib.util, sys, types\n"
+            "from aioshm.codec import get_codec\n"
+            "from aioshm.codec.buffers import is_loaded\n"
+            "half = types.ModuleType('torch')\n"
+            "half.__spec__ = importlib.util.spec_from_loader('torch', None)\n"
+            "half.__spec__._initializing = True\n"
+            "sys.modules['torch'] = half\n"
+            "codec = get_codec('pickle')\n"
+            "codec.encode(1)\n"
+            "assert not is_loaded('torch') and 'aioshm.codec.tensors' not in sys.modules\n"
+            "del sys.modules['torch']\n"
+            "import torch\n"
+            "assert is_loaded('torch')\n"
+            "assert len(codec.encode(torch.zeros(10_000))[1]) == 1\n"
+        )

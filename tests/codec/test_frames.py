@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import ctypes
+import struct
+import tracemalloc
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from aioshm.codec import frames
+from aioshm.codec.frames import ALIGNMENT, MAX_BUFFERS, body_bytes, split_body, write_body
+from aioshm.errors import CodecError
+
+messages = st.tuples(st.binary(max_size=300), st.lists(st.binary(max_size=300), max_size=12))
+counts = st.integers(-3, 2**33) | st.integers(0, 20)
+sizes = st.integers(-3, 2**65) | st.integers(0, 300)
+
+
+def written(main: bytes, buffers: list[bytes], spare: int = 0) -> bytearray:
+    target = bytearray(b"\xee" * (body_bytes(len(main), [len(buffer) for buffer in buffers]) + spare))
+    write_body(memoryview(target), main, buffers)
+    return target
+
+
+def address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+class TestHeader:
+    def test_round_trip(self) -> None:
+        slot = bytearray(frames.SLOT_HEADER_BYTES)
+        fields = (frames.OVERFLOW, 255, 0, 2**32 - 1, 2**64 - 1, 2**63, 24 * 1024 * 1024)
+        frames.pack_header(slot, 0, *fields)
+        assert frames.unpack_header(slot, 0) == fields
+
+    def test_bytes_are_the_contract(self) -> None:
+        slot = bytearray(frames.SLOT_HEADER_BYTES)
+        frames.pack_header(slot, 0, frames.INLINE, 2, 0, 3, 4, 5, 6)
+        expected = b"\x01\x02\0\0\x03\0\0\0" + b"".join(number.to_bytes(8, "little") for number in (4, 5, 6))
+        assert bytes(slot[: frames.HEADER.size]) == expected
+
+    def test_fits_its_place_and_keeps_the_chunk_aligned(self) -> None:
+        assert frames.HEADER.size <= frames.SLOT_HEADER_BYTES
+        assert frames.SLOT_HEADER_BYTES % ALIGNMENT == 0
+
+    def test_kinds_differ(self) -> None:
+        assert len({frames.INLINE, frames.OVERFLOW, frames.RAW}) == 3
+
+
+class TestBody:
+    @given(messages, st.integers(0, 70))
+    def test_round_trip(self, message: tuple[bytes, list[bytes]], spare: int) -> None:
+        main, buffers = message
+        target = written(main, buffers, spare)
+        main_view, views = split_body(memoryview(target), len(buffers), len(main))
+        assert bytes(main_view) == main
+        assert [bytes(view) for view in views] == buffers
+        assert target[len(target) - spare :] == b"\xee" * spare
+
+    @given(messages)
+    def test_size_is_exact(self, message: tuple[bytes, list[bytes]]) -> None:
+        main, buffers = message
+        target = written(main, buffers)
+        split_body(memoryview(target), len(buffers), len(main))
+        if main or any(buffers):
+            with pytest.raises(CodecError):
+                split_body(memoryview(target)[:-1], len(buffers), len(main))
+
+    @given(messages)
+    def test_parts_are_aligned(self, message: tuple[bytes, list[bytes]]) -> None:
+        main, buffers = message
+        target = memoryview(written(main, buffers))
+        main_view, views = split_body(target, len(buffers), len(main))
+        for view in (main_view, *views):
+            if view.nbytes:
+                assert (address(view) - address(target)) % ALIGNMENT == 0
+
+    def test_plain_message_has_no_overhead(self) -> None:
+        assert body_bytes(1000, ()) == 1000
+        assert bytes(written(b"plain", [])) == b"plain"
+
+    def test_layout_is_the_contract(self) -> None:
+        body = written(b"main", [b"first", b"", b"third"])
+        assert body[:24] == struct.pack("<3Q", 5, 0, 5)
+        assert body[64:68] == b"main"
+        assert body[128:133] == b"first"
+        assert body[192:] == b"third"
+
+    def test_table_pushes_the_main_part(self) -> None:
+        assert body_bytes(1, [0] * 8) == 128
+        assert body_bytes(1, [0] * 9) == 192
+
+    def test_views_show_the_slot(self) -> None:
+        target = written(b"main", [b"first"])
+        main, (first,) = split_body(memoryview(target), 1, 4)
+        target[:] = b"x" * len(target)
+        assert bytes(main) == b"xxxx"
+        assert bytes(first) == b"xxxxx"
+
+    def test_takes_what_codecs_return(self) -> None:
+        target = memoryview(bytearray(body_bytes(4, [5000])))
+        source = bytearray(range(250)) * 20
+        write_body(target, memoryview(b"main"), (memoryview(source),))
+        assert split_body(target, 1, 4) == (b"main", [source])
+
+    def test_too_small_a_target_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="different structures"):
+            write_body(memoryview(bytearray(9)), b"ten bytes!", ())
+        with pytest.raises(ValueError, match="different structures"):
+            write_body(memoryview(bytearray(130)), b"main", (memoryview(b"first"),))
+
+
+class TestGarbage:
+    @given(st.binary(max_size=1000), counts, sizes)
+    @example(b"", 2**32 - 1, 0)
+    @example(bytes(64), 1, 0)
+    @example(bytes(63), 1, 1)
+    @example(b"\xff" * 64, 1, 0)
+    @example(b"\xff" * 64, 8, 2**64 - 1)
+    @example(bytes(8), 1, -64)
+    def test_only_codec_error(self, body: bytes, n_buffers: int, main_bytes: int) -> None:
+        try:
+            main, buffers = split_body(memoryview(body), n_buffers, main_bytes)
+        except CodecError:
+            return
+        assert main.nbytes == main_bytes
+        assert len(buffers) == n_buffers
+        assert body_bytes(main_bytes, [buffer.nbytes for buffer in buffers]) <= len(body)
+
+    @given(st.integers(1, 6), st.lists(st.integers(0, 2**64 - 1), min_size=6, max_size=6), st.integers(0, 700))
+    def test_lengths_that_lie(self, n_buffers: int, lengths: list[int], main_bytes: int) -> None:
+        body = bytearray(512)
+        struct.pack_into("<6Q", body, 0, *lengths)
+        try:
+            _, buffers = split_body(memoryview(body), n_buffers, main_bytes)
+        except CodecError:
+            return
+        assert [buffer.nbytes for buffer in buffers] == lengths[:n_buffers]
+
+    @pytest.mark.parametrize("n_buffers", [MAX_BUFFERS + 1, 2**20, 2**32 - 1])
+    def test_a_chunk_of_zeros_is_not_millions_of_buffers(self, n_buffers: int) -> None:
+        body = memoryview(bytes(8 * 1024 * 1024 + 8))
+        tracemalloc.start()
+        try:
+            with pytest.raises(CodecError, match=f"{n_buffers} buffers announced"):
+                split_body(body, n_buffers, 0)
+            assert tracemalloc.get_traced_memory()[1] < 100_000
+        finally:
+            tracemalloc.stop()
+
+    def test_most_buffers_still_work(self) -> None:
+        body = memoryview(bytes(body_bytes(0, [0] * MAX_BUFFERS)))
+        assert len(split_body(body, MAX_BUFFERS, 0)[1]) == MAX_BUFFERS
+
+    def test_the_text_has_the_numbers(self) -> None:
+        with pytest.raises(CodecError, match="101 bytes announced, 100 there"):
+            split_body(memoryview(bytes(100)), 0, 101)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import array
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.codec import Codec, get_codec
+from aioshm.errors import CodecError
+
+Carry = Callable[[Codec, Any], Any]
+RAW = get_codec("raw")
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        b"",
+        b"bytes",
+        bytearray(b"bytearray"),
+        bytearray(),
+        memoryview(b"a view")[2:],
+        memoryview(b"abcdef").cast("B", (2, 3)),
+        array.array("d", [1.0, 2.0]),
+        np.arange(12).reshape(3, 4),
+        np.array(7),
+        np.zeros((0, 3)),
+        np.zeros(3, [("a", "u1"), ("b", ">i4")]),
+        np.arange(3, dtype=">u2"),
+    ],
+    ids=repr,
+)
+def test_arrives_as_bytes(carry: Carry, obj: Any) -> None:
+    result = carry(RAW, obj)
+    assert type(result) is bytes
+    assert result == memoryview(obj).tobytes()
+
+
+@given(st.binary())
+def test_any_bytes_both_ways(data: bytes) -> None:
+    main, buffers = RAW.encode(bytearray(data))
+    assert RAW.decode(memoryview(main), buffers) == data
+    assert RAW.decode(memoryview(data), ()) == data
+
+
+def test_encoding_does_not_copy() -> None:
+    source = bytearray(b"before")
+    main, buffers = RAW.encode(source)
+    assert isinstance(main, memoryview)
+    assert (main.format, main.ndim, buffers) == ("B", 1, ())
+    source[:] = b"after!"
+    assert bytes(main) == b"after!"
+    data = b"same"
+    assert RAW.encode(data)[0] is data
+
+
+def test_the_view_keeps_its_memory_alive() -> None:
+    with mmap.mmap(-1, 4096) as memory:
+        main, _ = RAW.encode(memory)
+        assert len(main) == 4096
+        del main
+    main, _ = RAW.encode(np.full(100_000, 7, np.uint8))
+    np.zeros(100_000, np.uint8)
+    assert bytes(main) == b"\7" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("obj", "name"),
+    [("text", "str"), (1, "int"), (None, "NoneType"), ([1], "list"), (torch.zeros(3), "Tensor")],
+)
+def test_what_is_not_bytes_like(obj: Any, name: str) -> None:
+    with pytest.raises(CodecError, match=f"bytes-like objects, not {name}$"):
+        RAW.encode(obj)
+
+
+@pytest.mark.parametrize(
+    ("obj", "name"),
+    [
+        (memoryview(b"abcdef")[::2], "memoryview"),
+        (np.zeros((3, 4)).T, "ndarray"),
+        (np.zeros((3, 4))[:, 1], "ndarray"),
+    ],
+)
+def test_what_is_not_contiguous(obj: Any, name: str) -> None:
+    with pytest.raises(CodecError, match=f"a {name} that is not C-contiguous"):
+        RAW.encode(obj)
+
+
+def test_what_has_no_memory_to_show() -> None:
+    released = memoryview(b"gone")
+    released.release()
+    with pytest.raises(CodecError, match="memoryview"):
+        RAW.encode(released)
+    with pytest.raises(CodecError, match="ndarray"):
+        RAW.encode(np.zeros(3, "M8[s]"))
+
+
+def test_buffers_beside_it_are_refused() -> None:
+    with pytest.raises(CodecError, match="1 buffers beside"):
+        RAW.decode(memoryview(b"main"), [memoryview(b"buffer")])
