@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ import psutil
 import pytest
 import uvloop
 
-_SHM = Path("/dev/shm")
+from aioshm.ring.segment import orphans
+
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -31,13 +33,23 @@ def eventually(condition: Callable[[], object], what: str = "the condition", wit
 
 
 def _own_traces() -> set[str]:
-    """Return what this user's queues could leave behind outside of processes."""
-    traces = {f"segment {path.name}" for path in _SHM.glob("aioshm-*")} if _SHM.is_dir() else set()
+    """Return what queues of this process, or of processes that are gone, have outside of themselves.
+
+    Other programs may use the library at the same time: what they hold is not counted.
+    """
+    traces = {f"segment {name}" for name in orphans()}
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(fd)
+        except FileNotFoundError:  # the one that lists the directory
+            continue
+        if target.startswith("socket:["):
+            traces.add(target[8:-1])
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
-        name = line.split(maxsplit=7)[7:]
-        if name and "aioshm" in name[0]:
-            traces.add(f"socket {name[0]}")
-    return traces
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and "aioshm" in fields[7] and fields[6] in traces:
+            traces.add(f"socket {fields[7]}")
+    return {trace for trace in traces if not trace.isdigit()}
 
 
 def _children() -> set[int]:

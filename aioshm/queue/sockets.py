@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from aioshm.codec.frames import HEADER
 from aioshm.errors import CorruptSlot, SharedMemoryError
+from aioshm.wait.address import remove
 from aioshm.wait.line import settle
 from aioshm.wait.poller import Stall
 
@@ -54,6 +55,7 @@ class OverflowSender:
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
+        self._address = address
         self._secret = secret
         self._sent = False
         self._closing: asyncio.Future[None] | None = None
@@ -90,6 +92,7 @@ class OverflowSender:
     def close_now(self) -> None:
         """Close without waiting for readers that have not taken their payloads."""
         self._context.destroy(linger=0)
+        remove(self._address)  # libzmq leaves the file
 
     async def aclose(self) -> None:
         """Close once the readers' kernels have taken every payload, or after `LINGER_MS`."""
@@ -98,6 +101,7 @@ class OverflowSender:
             return
         if self._closing is None:
             self._socket.close(linger=LINGER_MS)
+            remove(self._address)
             self._closing = asyncio.ensure_future(asyncio.to_thread(self._context.term))
         await asyncio.shield(self._closing)
 

@@ -1,0 +1,95 @@
+"""One end of a queue in a process of its own, for tests that kill it: ``python child.py ROLE ARGUMENTS...``.
+
+It says on standard output, line by line, what it has done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import NoReturn
+
+import msgspec
+
+from aioshm import AioshmError, MessageQueue
+from aioshm.queue import Handle
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+async def _reader(handle: str, rank: str, wait: str = "adaptive") -> MessageQueue:
+    parsed = Handle.from_json(handle)
+    reader = MessageQueue.create_from_handle(
+        parsed, int(rank), options=msgspec.structs.replace(parsed.options, wait=wait)
+    )
+    await reader.wait_until_ready(20)
+    say("ready")
+    return reader
+
+
+async def hold(handle: str, rank: str) -> None:
+    """Take a slot and keep it."""
+    reader = await _reader(handle, rank)
+    async with reader.acquire_read():
+        say("holding")
+        await asyncio.sleep(1000)
+
+
+async def wait(handle: str, rank: str, mode: str) -> None:
+    """Wait for messages that never come."""
+    reader = await _reader(handle, rank, mode)
+    await reader.dequeue()
+
+
+async def idle(handle: str, rank: str) -> None:
+    """Attach and read nothing."""
+    reader = await _reader(handle, rank)
+    await asyncio.sleep(1000)
+    await reader.aclose()
+
+
+async def sleep_before_attaching(handle: str, rank: str) -> None:
+    """Dial, but never let the loop attach."""
+    reader = MessageQueue.create_from_handle(handle, int(rank))
+    say("dialled")
+    time.sleep(1000)
+    await reader.aclose()
+
+
+async def collect(handle: str, rank: str) -> None:
+    """Read to the end and say how it ended."""
+    async with await _reader(handle, rank) as reader:
+        received = 0
+        try:
+            async for number, payload in reader:
+                assert number == received, f"{number} came instead of {received}"
+                assert payload == bytes([number % 256]) * len(payload)
+                received += 1
+        except AioshmError as error:
+            say(f"{received} then {type(error).__name__} {error}")
+        else:
+            say(f"{received} then closed")
+
+
+async def write(count: str, size: str, chunks: str = "10") -> None:
+    """Write messages as soon as told that readers attach, then stay."""
+    writer = MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=int(chunks))
+    say(writer.export_handle().to_json())
+    await writer.wait_until_ready(20)
+    for number in range(int(count)):
+        await writer.enqueue((number, bytes([number % 256]) * int(size)))
+    say("written")
+    await asyncio.sleep(1000)
+
+
+def main() -> NoReturn:
+    role = globals()[sys.argv[1]]
+    asyncio.run(role(*sys.argv[2:]))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Processes that are killed, stopped or leave at every possible moment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from conftest import eventually
+from pairs import attached
+
+from aioshm import HandleError, MessageQueue, Options, PeerDied, QueueClosed, QueueFull
+from aioshm.ring.segment import orphans, remove_orphan
+
+CHILD = Path(__file__).with_name("child.py")
+
+
+class Child:
+    """A running ``child.py``."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    async def says(self, beginning: str = "") -> str:
+        assert self._process.stdout is not None
+        line = (await asyncio.wait_for(self._process.stdout.readline(), 20)).decode().rstrip("\n")
+        assert line.startswith(beginning), f"the child said {line!r} instead of {beginning!r}"
+        return line
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    async def end(self) -> int:
+        return await asyncio.wait_for(self._process.wait(), 20)
+
+
+@asynccontextmanager
+async def child(*arguments: str) -> AsyncIterator[Child]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(CHILD),
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=1 << 20,
+    )
+    try:
+        yield Child(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        assert process.stderr is not None
+        complaints = (await asyncio.wait_for(process.stderr.read(), 10)).decode()
+        assert complaints == "", f"no traceback, no warning of the resource tracker: {complaints}"
+        # asyncio leaves the pipe's transport to the garbage collector.
+        process._transport.close()  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+
+
+def _writer(n_reader: int = 1, chunks: int = 4, **options: object) -> MessageQueue:
+    return MessageQueue(
+        n_reader, n_reader, max_chunk_bytes=4096, max_chunks=chunks, options=Options(**options)  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("role", [("hold",), ("wait", "park"), ("wait", "spin"), ("idle",)], ids="-".join)
+async def test_a_killed_reader_is_named_to_a_waiting_writer(role: tuple[str, ...]) -> None:
+    async with _writer() as writer:
+        async with child(role[0], writer.export_handle().to_json(), "0", *role[1:]) as reader:
+            await writer.wait_until_ready(20)
+            await reader.says("ready")
+            if role[0] == "hold":
+                await writer.enqueue("held")
+                await reader.says("holding")
+            if role[0] in ("hold", "idle"):
+                with pytest.raises(QueueFull):
+                    for _ in range(10):
+                        writer.enqueue_nowait("fill")
+                waiting = asyncio.ensure_future(writer.enqueue("one more"))
+            else:
+                waiting = asyncio.ensure_future(_enqueue_until_error(writer, reader))
+            await asyncio.sleep(0.05)
+            reader.signal(signal.SIGKILL)
+            with pytest.raises(PeerDied) as caught:
+                await asyncio.wait_for(waiting, 5)
+            assert (caught.value.rank, caught.value.pid, caught.value.side) == (0, reader.pid, "reader")
+            with pytest.raises(PeerDied):
+                await writer.enqueue("and again")
+            with pytest.raises(PeerDied):
+                writer.enqueue_nowait("and again")
+
+
+async def _enqueue_until_error(writer: MessageQueue, reader: Child) -> None:
+    await reader.end()
+    while True:
+        await writer.enqueue("into the void")
+
+
+@pytest.mark.parametrize("role", [("hold",), ("idle",)], ids="-".join)
+async def test_an_evicted_reader_holds_nobody_up(role: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+    async with _writer(2, on_reader_death="evict") as writer:
+        handle = writer.export_handle().to_json()
+        async with child(*role, handle, "1") as victim, child("collect", handle, "0") as survivor:
+            await writer.wait_until_ready(20)
+            for number in range(4):
+                await writer.enqueue((number, b""))
+            if role[0] == "hold":
+                await victim.says("ready")
+                await victim.says("holding")
+            waiting = asyncio.ensure_future(writer.enqueue((4, b"\x04")))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            victim.signal(signal.SIGKILL)
+            await asyncio.wait_for(waiting, 5)
+            for number in range(5, 100):
+                await writer.enqueue((number, bytes([number]) * (number * 100)), 5)
+            assert writer.stats().readers == 1
+            await writer.aclose()
+            await survivor.says("ready")
+            await survivor.says("100 then closed")
+    assert f"reader 1 (pid {victim.pid}) died and was evicted" in caplog.text
+
+
+async def test_when_every_reader_was_evicted_the_writer_is_told() -> None:
+    async with _writer(1, on_reader_death="evict") as writer:
+        async with child("idle", writer.export_handle().to_json(), "0") as victim:
+            await writer.wait_until_ready(20)
+            victim.signal(signal.SIGKILL)
+            with pytest.raises(QueueClosed, match="every reader has left"):
+                for _ in range(100):
+                    await writer.enqueue("x", 5)
+
+
+async def test_readers_that_leave_hold_nobody_up() -> None:
+    async with attached(2) as (writer, readers):
+        for _ in range(4):
+            await writer.enqueue("x")
+        waiting = asyncio.ensure_future(writer.enqueue("y"))
+        for _ in range(4):
+            assert await readers[0].dequeue(5) == "x"
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await readers[1].aclose()
+        await asyncio.wait_for(waiting, 5)
+        assert await readers[0].dequeue(5) == "y"
+        await readers[0].aclose()
+        with pytest.raises(QueueClosed, match="every reader has left"):
+            for _ in range(100):
+                await writer.enqueue("z", 5)
+
+
+@pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "overflow"])
+async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
+    async with child("write", "5", str(size)) as writer:
+        reader = MessageQueue.create_from_handle(await writer.says("{"), 0)
+        async with reader:
+            await reader.wait_until_ready(20)
+            await writer.says("written")
+            # Its I/O thread may still be handing large payloads over; those on this side are what must survive.
+            await asyncio.sleep(0.2)
+            writer.signal(signal.SIGKILL)
+            await writer.end()
+            for number in range(5):
+                assert await reader.dequeue(5) == (number, bytes([number]) * size)
+            with pytest.raises(PeerDied) as caught:
+                await reader.dequeue(5)
+            assert (caught.value.rank, caught.value.pid, caught.value.side) == (-1, writer.pid, "writer")
+            with pytest.raises(PeerDied):
+                reader.dequeue_nowait()
+
+
+@pytest.mark.parametrize("wait", ["park", "spin", "adaptive"])
+async def test_a_killed_writer_ends_a_waiting_dequeue(wait: str) -> None:
+    async with child("write", "0", "0") as writer:
+        handle = await writer.says("{")
+        async with MessageQueue.create_from_handle(handle, 0, options=Options(wait=wait)) as reader:  # type: ignore[arg-type]
+            await reader.wait_until_ready(20)
+            waiting = asyncio.ensure_future(reader.dequeue())
+            await asyncio.sleep(0.05)
+            began = time.monotonic()
+            writer.signal(signal.SIGKILL)
+            with pytest.raises(PeerDied):
+                await waiting
+            assert time.monotonic() - began < 5
+
+
+async def test_a_payload_that_died_with_the_writer_is_no_hang() -> None:
+    async with child("write", "1", "200000000") as writer:
+        reader = MessageQueue.create_from_handle(await writer.says("{"), 0)
+        async with reader:
+            await reader.wait_until_ready(20)
+            waiting = asyncio.ensure_future(reader.dequeue())
+            await writer.says("written")
+            writer.signal(signal.SIGKILL)  # most of 200 MB is on its way
+            with pytest.raises(PeerDied, match="payload of message 0"):
+                await asyncio.wait_for(waiting, 10)
+
+
+async def test_a_writer_killed_before_it_answers() -> None:
+    async with child("write", "0", "0") as writer:
+        handle = await writer.says("{")
+        writer.signal(signal.SIGSTOP)
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            waiting = asyncio.ensure_future(reader.wait_until_ready())
+            await asyncio.sleep(0.05)
+            writer.signal(signal.SIGKILL)
+            with pytest.raises((PeerDied, HandleError)):
+                await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_reader_killed_before_it_attaches_is_missed_by_name() -> None:
+    async with _writer(2) as writer:
+        handle = writer.export_handle().to_json()
+        async with child("sleep_before_attaching", handle, "1") as victim, child("idle", handle, "0"):
+            await victim.says("dialled")
+            with pytest.raises(TimeoutError, match="rank 1"):
+                await writer.wait_until_ready(0.5)
+            victim.signal(signal.SIGKILL)
+            with pytest.raises(PeerDied, match=f"reader 1 .pid {victim.pid}"):
+                await writer.wait_until_ready(10)
+
+
+async def test_a_stopped_reader_is_reported_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    async with _writer(2, stall_warning_s=0.3) as writer:
+        handle = writer.export_handle().to_json()
+        async with child("collect", handle, "0"), child("collect", handle, "1") as stopped:
+            await writer.wait_until_ready(20)
+            await stopped.says("ready")
+            stopped.signal(signal.SIGSTOP)
+            with caplog.at_level(logging.WARNING, "aioshm"), pytest.raises(TimeoutError) as caught:
+                for number in range(20):
+                    await writer.enqueue((number, b""), 1.5)
+            reports = [text for record in caplog.records if "to write message" in (text := record.getMessage())]
+            assert len(reports) == 1, "one wait, one report"
+            assert f"rank 1 (pid {stopped.pid}, stopped)" in reports[0]
+            assert "rank 0" not in reports[0]
+            assert f"rank 1 (pid {stopped.pid}, stopped)" in str(caught.value)
+            stopped.signal(signal.SIGCONT)
+
+
+async def test_a_stopped_writer_is_reported_and_an_idle_one_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    async with child("write", "0", "0") as writer:
+        handle = await writer.says("{")
+        async with MessageQueue.create_from_handle(handle, 0, options=Options(stall_warning_s=0.2)) as reader:
+            await reader.wait_until_ready(20)
+            with pytest.raises(TimeoutError):
+                await reader.dequeue(0.5)
+            assert caplog.records == []
+            writer.signal(signal.SIGSTOP)
+            with pytest.raises(TimeoutError):
+                await reader.dequeue(0.5, indefinite=True)
+            assert caplog.records == []
+            with pytest.raises(TimeoutError):
+                await reader.dequeue(0.5)
+            assert [f"the writer (pid {writer.pid}) is stopped" in r.getMessage() for r in caplog.records] == [True]
+            writer.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("backing", ["memfd", "named"])
+async def test_killing_the_whole_tree_leaves_nothing(backing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHM_BACKING", backing)
+    for round_ in range(25):
+        async with child("write", "1000000", "100") as writer:
+            handle = await writer.says("{")
+            if round_ % 5 == 0:
+                writer.signal(signal.SIGKILL)  # before anybody has attached
+                await writer.end()
+                continue
+            async with child("collect", handle, "0") as reader:
+                if round_ % 5 > 1:
+                    await reader.says("ready")
+                    await asyncio.sleep(0.002 * round_)
+                for victim in (writer, reader):
+                    victim.signal(signal.SIGKILL)
+                for victim in (writer, reader):
+                    await victim.end()
+    if backing == "named":
+        # Killed between creating the segment and the last reader's attaching, it has a name that nobody can remove.
+        # It is recognised as an orphan, which is what `aioshm doctor --clean` removes.
+        for name in orphans():
+            assert remove_orphan(name)
+    eventually(lambda: not list(Path("/dev/shm").glob("aioshm-*")), "an empty /dev/shm")
+
+
+async def test_socket_files_of_killed_writers_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "run"
+    monkeypatch.setenv("AIOSHM_LIFELINE", "directory")
+    monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(directory))
+    async with child("write", "0", "0") as writer:
+        await writer.says("{")
+        assert len(list(directory.iterdir())) == 1
+        writer.signal(signal.SIGKILL)
+        await writer.end()
+    for path in directory.iterdir():
+        os.utime(path, (0, 0), follow_symlinks=False)
+    async with attached(1, lifeline="directory", runtime_dir=str(directory)) as (fresh, (reader,)):
+        assert len(list(directory.iterdir())) == 2, "the new queue's two sockets, and no others"
+        await fresh.enqueue(b"o" * 10_000)
+        assert await reader.dequeue(5) == b"o" * 10_000
+    assert list(directory.iterdir()) == []

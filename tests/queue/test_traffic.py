@@ -1,0 +1,158 @@
+"""Real traffic between real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import random
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+from pairs import attached
+
+from aioshm import Handle, MessageQueue, Options
+
+MESSAGES = 10_000
+READERS = 4
+
+
+def _arrays(seed: int) -> Any:
+    """Yield the same random arrays in every process: about 400 MB in all."""
+    rng = np.random.default_rng(seed)
+    pool = rng.integers(0, 256, 300_000, dtype=np.uint8)
+    for number in range(MESSAGES):
+        size = int(rng.integers(0, 80_000)) if number % 500 else 200_000
+        offset = int(rng.integers(0, len(pool) - size))
+        yield number, pool[offset : offset + size]
+
+
+async def _read_all(handle: Handle, rank: int) -> int:
+    rng = random.Random(rank)
+    verified = 0
+    async with MessageQueue.create_from_handle(handle, rank) as reader:
+        for number, expected in _arrays(seed=7):
+            received, array = await reader.dequeue(60)
+            assert received == number
+            assert np.array_equal(array, expected)
+            verified += 1
+            if rng.random() < 0.01:
+                await asyncio.sleep(rng.random() * 0.005)
+    return verified
+
+
+def _reader_process(handle: Handle, rank: int, result: Connection) -> None:
+    result.send(asyncio.run(_read_all(handle, rank)))
+
+
+async def test_four_processes_receive_10_000_random_arrays() -> None:
+    context = multiprocessing.get_context("spawn")
+    # Chunks of 128 KiB: every 500th array overflows.
+    writer = MessageQueue(READERS, READERS, max_chunk_bytes=128 * 1024, max_chunks=10)
+    handle = writer.export_handle()
+    results, processes = [], []
+    for rank in range(READERS):
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_reader_process, args=(handle, rank, theirs))
+        process.start()
+        theirs.close()
+        results.append(mine)
+        processes.append(process)
+    rng = random.Random(0)
+    async with writer:
+        await writer.wait_until_ready(30)
+        total = 0
+        for number, array in _arrays(seed=7):
+            await writer.enqueue((number, array), 60)
+            total += array.nbytes
+            if rng.random() < 0.01:
+                await asyncio.sleep(rng.random() * 0.005)
+        assert total > 350_000_000
+        assert writer.stats().overflows == MESSAGES // 500
+        for process, result in zip(processes, results, strict=True):
+            await asyncio.to_thread(process.join, 60)
+            assert process.exitcode == 0
+            assert result.recv() == MESSAGES
+            result.close()
+            process.close()
+
+
+@pytest.mark.parametrize("wait", ["park", "adaptive"])
+async def test_a_parking_reader_wakes_for_every_message(wait: str) -> None:
+    """2,000 pairs, the second message sent at every moment around the reader's parking."""
+    rng = random.Random(8)
+    async with attached(1, wait=wait) as (writer, (reader,)):
+        received = []
+
+        async def receive() -> None:
+            async for number in reader:
+                received.append(number)
+
+        receiving = asyncio.ensure_future(receive())
+        for pair in range(2000):
+            await writer.enqueue(2 * pair)
+            for _ in range(rng.randrange(5)):
+                await asyncio.sleep(0)
+            await asyncio.wait_for(writer.enqueue(2 * pair + 1), 5)
+            async with asyncio.timeout(5):
+                while len(received) < 2 * pair + 2:
+                    await asyncio.sleep(0)
+        await writer.aclose()
+        await receiving
+        assert received == list(range(4000))
+
+
+async def test_an_idle_reader_sleeps_once_and_is_not_woken() -> None:
+    async with attached(1) as (writer, (reader,)):
+        receiving = asyncio.ensure_future(reader.dequeue())
+        for _ in range(200):
+            await asyncio.sleep(0.001)
+        assert reader.stats().parks == 1
+        await writer.enqueue("x")
+        assert await receiving == "x"
+
+
+async def test_waiting_over_the_socket_where_there_is_no_eventfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshm.wait.lifeline.HAVE_EVENTFD", False)
+    async with attached(2, wait="park", chunks=2) as (writer, readers):
+
+        async def receive(reader: MessageQueue) -> list[int]:
+            received = []
+            async for number in reader:
+                received.append(number)
+                if number % 3 == 0:
+                    await asyncio.sleep(0)
+            return received
+
+        receiving = [asyncio.ensure_future(receive(reader)) for reader in readers]
+        for number in range(1000):
+            await writer.enqueue(number, 5)
+        await writer.aclose()
+        assert await asyncio.gather(*receiving) == [list(range(1000))] * 2
+
+
+@pytest.mark.parametrize("backing", ["memfd", "named"])
+@pytest.mark.parametrize("lifeline", ["abstract", "directory"])
+async def test_every_backing_and_address(backing: str, lifeline: str, tmp_path: Any) -> None:
+    options = Options(backing=backing, lifeline=lifeline, runtime_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
+    writer = MessageQueue(1, 1, max_chunk_bytes=4096, options=options)
+    async with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+        await asyncio.gather(writer.wait_until_ready(5), reader.wait_until_ready(5))
+        for payload in (b"s", b"L" * 100_000):
+            await writer.enqueue(payload)
+            assert await reader.dequeue(5) == payload
+
+
+async def test_a_named_segment_loses_its_name_once_all_have_attached() -> None:
+    from aioshm.ring.segment import orphans
+
+    async with attached(1, backing="named") as (writer, (reader,)):
+        name = writer.export_handle().segment
+        assert name is not None
+        assert name not in orphans()
+        from pathlib import Path
+
+        assert not (Path("/dev/shm") / name).exists()
+        await writer.enqueue("x")
+        assert await reader.dequeue(5) == "x"

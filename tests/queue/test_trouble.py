@@ -1,0 +1,242 @@
+"""Damaged slots, wrong handles, strangers: a typed error, and no harm to anybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import random
+import socket
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from pairs import attached
+
+from aioshm import CodecError, CorruptSlot, Handle, HandleError, MessageQueue, SharedMemoryError
+from aioshm.codec.frames import HEADER, pack_header
+from aioshm.ring.layout import SLOT_HEADER_BYTES
+from aioshm.wait.address import sockaddr
+
+
+def _slot(queue: Any, number: int) -> memoryview:
+    """Return the bytes of the slot that holds message ``number``, as any process of the queue could write them."""
+    layout = queue._buffer.layout
+    start = layout.slot(number % layout.max_chunks)
+    return queue._buffer.view[start : start + layout.slot_bytes]
+
+
+async def test_another_sequence_number_is_reported_with_both_numbers() -> None:
+    async with attached() as (writer, (reader,)):
+        await writer.enqueue("damaged")
+        await writer.enqueue("next")
+        header = list(HEADER.unpack_from(_slot(writer, 0)))
+        header[4] = 77
+        pack_header(_slot(writer, 0), 0, *header)
+        with pytest.raises(CorruptSlot) as caught:
+            await reader.dequeue(5)
+        assert (caught.value.found, caught.value.expected) == (77, 0)
+        assert await reader.dequeue(5) == "next"
+
+
+async def test_random_garbage_in_slots_never_stops_the_queue() -> None:
+    rng = random.Random(5)
+    async with attached(2, codec="raw", chunk=256) as (writer, readers):
+        for number in range(600):
+            if number % 2:
+                await writer.enqueue(b"good %d" % number)
+                for reader in readers:
+                    assert await reader.dequeue(5) == b"good %d" % number
+                continue
+            await writer.enqueue(bytes(rng.randrange(257)))
+            slot = _slot(writer, number)
+            for _ in range(rng.randrange(1, 6)):
+                slot[rng.randrange(SLOT_HEADER_BYTES if rng.random() < 0.8 else len(slot))] = rng.randrange(256)
+            for reader in readers:
+                try:
+                    assert isinstance(await reader.dequeue(5), (bytes, bytearray))
+                except (CorruptSlot, CodecError):
+                    pass
+
+
+async def test_a_header_that_claims_a_payload_elsewhere_is_no_hang() -> None:
+    async with attached() as (writer, (reader,)):
+        await writer.enqueue("damaged")
+        _slot(writer, 0)[0] = 2  # OVERFLOW
+        await writer.enqueue("next")
+        with pytest.raises(CorruptSlot):
+            await reader.dequeue(5)
+        assert await reader.dequeue(5) == "next"
+
+
+async def test_a_damaged_overflow_marker_does_not_confuse_the_next_payload() -> None:
+    async with attached() as (writer, (reader,)):
+        await writer.enqueue(b"1" * 50_000)
+        await writer.enqueue(b"2" * 50_000)
+        _slot(writer, 0)[0] = 99
+        with pytest.raises(CorruptSlot):
+            await reader.dequeue(5)
+        assert await reader.dequeue(5) == b"2" * 50_000
+
+
+async def test_undecodable_pickle_in_a_slot() -> None:
+    async with attached() as (writer, (reader,)):
+        await writer.enqueue({"k": list(range(50))})
+        await writer.enqueue("next")
+        slot = _slot(writer, 0)
+        slot[SLOT_HEADER_BYTES + 10 : SLOT_HEADER_BYTES + 40] = b"\xff" * 30
+        with pytest.raises(CodecError):
+            reader.dequeue_nowait()
+        assert reader.dequeue_nowait() == "next"
+
+
+async def test_an_acquired_read_of_a_damaged_slot() -> None:
+    async with attached() as (writer, (reader,)):
+        await writer.enqueue("damaged")
+        await writer.enqueue(b"next")
+        _slot(writer, 0)[0] = 200
+        with pytest.raises(CorruptSlot):
+            async with reader.acquire_read(5):
+                pytest.fail("damaged bytes were handed out")
+        assert await reader.dequeue(5) == b"next"
+
+
+# Handles
+
+
+async def test_handles_travel_as_pickle_and_as_json() -> None:
+    writer = MessageQueue(1, 1, max_chunk_bytes=4096)
+    async with writer:
+        handle = writer.export_handle()
+        assert pickle.loads(pickle.dumps(handle)) == handle
+        assert Handle.from_json(handle.to_json()) == handle
+        assert handle.token.hex() not in repr(handle)
+        assert "token hidden" in f"{handle}"
+        async with MessageQueue.create_from_handle(handle.to_json(), 0) as reader:
+            await asyncio.gather(writer.enqueue("x"), reader.wait_until_ready(5))
+            assert await reader.dequeue(5) == "x"
+
+
+@pytest.mark.parametrize("garbage", [None, 5, {}, "", "{", "[]", '{"type": "aioshm"}', b"\x80\x05", "null"])
+def test_what_is_no_handle_is_refused(garbage: Any) -> None:
+    with pytest.raises(HandleError):
+        MessageQueue.create_from_handle(garbage, 0)
+
+
+async def test_stale_and_foreign_handles_are_refused() -> None:
+    async with MessageQueue(1, 1, max_chunk_bytes=4096) as writer:
+        handle = writer.export_handle()
+        for change, why in [
+            ({"version": 99}, "version 99"),
+            ({"host": "elsewhere"}, "another host"),
+            ({"uid": os.geteuid() + 1}, "uid"),
+            ({"lifeline": "@aioshm-nobody"}, "writer is gone"),
+            ({"lifeline": "/nonexistent/path"}, "writer is gone"),
+        ]:
+            with pytest.raises(HandleError, match=why):
+                MessageQueue.create_from_handle(msgspec.structs.replace(handle, **change), 0)
+        for rank in (1, -1):
+            with pytest.raises(ValueError, match="rank"):
+                MessageQueue.create_from_handle(handle, rank)
+    with pytest.raises(HandleError, match="writer is gone"):
+        MessageQueue.create_from_handle(handle, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"token": bytes(32)}, "token is wrong"),
+        ({"queue_id": bytes(16)}, "another queue"),
+        ({"max_chunk_bytes": 8192}, "bytes"),
+        ({"max_chunks": 7}, "bytes|max_chunks"),
+        ({"n_reader": 3, "local_reader_ranks": (0, 1, 2)}, "n_reader|no local reader"),
+    ],
+)
+async def test_a_handle_that_was_tampered_with_is_refused_by_the_writer_or_the_segment(
+    change: dict[str, Any], why: str
+) -> None:
+    async with MessageQueue(2, 2, max_chunk_bytes=4096) as writer:
+        answering = asyncio.ensure_future(writer.wait_until_ready())
+        handle = msgspec.structs.replace(writer.export_handle(), **change)
+        async with MessageQueue.create_from_handle(handle, 1) as reader:
+            with pytest.raises(HandleError, match=why):
+                await reader.wait_until_ready(5)
+            with pytest.raises(HandleError):
+                await reader.dequeue(5)
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+
+
+async def test_a_rank_is_admitted_once() -> None:
+    async with attached(1) as (writer, (reader,)):
+        async with MessageQueue.create_from_handle(writer.export_handle(), 0) as second:
+            with pytest.raises(HandleError, match="rank 0 is taken"):
+                await second.wait_until_ready(5)
+        await writer.enqueue("x")
+        assert await reader.dequeue(5) == "x"
+
+
+# Strangers
+
+
+async def test_strangers_on_the_lifeline_harm_nobody() -> None:
+    rng = random.Random(6)
+    async with attached(2) as (writer, readers):
+        address = writer.export_handle().lifeline
+        strangers = []
+        for number in range(150):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            try:
+                sock.connect(sockaddr(address))
+                if number % 3:
+                    sock.send(rng.randbytes(rng.randrange(1, 5000)))
+                if number % 5 == 0:
+                    sock.close()
+            except OSError:
+                pass  # refused, which is fine
+            strangers.append(sock)
+            await writer.enqueue(number, 5)
+            for reader in readers:
+                assert await reader.dequeue(5) == number
+        for sock in strangers:
+            sock.close()
+        await writer.enqueue("still fine", 5)
+        assert [await reader.dequeue(5) for reader in readers] == ["still fine"] * 2
+
+
+async def test_strangers_on_the_overflow_socket_get_and_inject_nothing() -> None:
+    async with attached(1) as (writer, (reader,)):
+        context = zmq.asyncio.Context()
+        try:
+            endpoint = f"ipc://{reader._lifeline.welcome.overflow}"  # type: ignore[attr-defined]
+            publisher = context.socket(zmq.XPUB)
+            with pytest.raises(zmq.ZMQError):
+                publisher.bind(endpoint)  # the name is taken
+            strangers = [context.socket(kind) for kind in (zmq.PUSH, zmq.DEALER, zmq.XSUB)]
+            for stranger in strangers:
+                stranger.connect(endpoint)
+            await strangers[1].send(b"garbage")
+            await writer.enqueue(b"L" * 20_000, 5)
+            assert await reader.dequeue(5) == b"L" * 20_000
+        finally:
+            for sock in (publisher, *strangers):
+                sock.close(linger=0)
+            context.term()
+
+
+async def test_a_payload_without_the_secret_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async with attached(1) as (writer, (reader,)):
+        sender: Any = writer._overflow  # type: ignore[attr-defined]
+        for frames in ([b"x"], [b"x" * 24, pickle.dumps("evil")], [b"", b"", b""]):
+            await sender._socket.send_multipart(frames)
+        await writer.enqueue(b"L" * 20_000, 5)
+        assert await reader.dequeue(5) == b"L" * 20_000
+    assert caplog.text.count("dropped a large message") == 3
+
+
+async def test_too_little_shared_memory_says_what_to_do() -> None:
+    with pytest.raises(SharedMemoryError, match=r"needs .* MiB, .* free: use fewer or smaller chunks"):
+        MessageQueue(1, 1, max_chunk_bytes=1 << 40)
