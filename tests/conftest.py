@@ -7,7 +7,6 @@ import functools
 import gc
 import inspect
 import os
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,13 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
+from support import eventually
 
 from aioshm.ring.segment import orphans
 
 
-
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-
-
-def eventually(condition: Callable[[], object], what: str = "the condition", within_s: float = 10.0) -> None:
-    """Wait until something holds; fail, naming it, if it does not in time."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come about within {within_s} s"
-        time.sleep(0.005)
 
 
 def _own_traces() -> set[str]:

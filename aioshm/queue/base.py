@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from aioshm.config import Options
 from aioshm.errors import QueueClosed, RoleError
@@ -19,8 +18,10 @@ if TYPE_CHECKING:
 MAX_CHUNK_BYTES = 24 * 1024 * 1024
 MAX_CHUNKS = 10
 
+_UNMADE: Final = "MessageQueue is made as one of its ends, each of which has this method"
 
-class MessageQueue(ABC):
+
+class MessageQueue:
     """A queue from one writer to many readers.
 
     ``MessageQueue(...)`` makes the writer's end, `create_from_handle` a reader's. Either may be made before any event
@@ -41,6 +42,8 @@ class MessageQueue(ABC):
         SharedMemoryError: There is not enough memory, or no socket can be bound.
     """
 
+    _side: ClassVar[str]
+
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         if cls is MessageQueue:
             from aioshm.queue.writer import Writer
@@ -60,7 +63,7 @@ class MessageQueue(ABC):
         codec: str = "pickle",
         options: Options | None = None,
     ) -> None:
-        raise AssertionError("an end of a queue initialises itself")
+        raise AssertionError(_UNMADE)
 
     @staticmethod
     def create_from_handle(handle: Handle | str | bytes, rank: int, *, options: Options | None = None) -> MessageQueue:
@@ -83,7 +86,6 @@ class MessageQueue(ABC):
         """Return what readers need in order to attach: picklable, and JSON by its ``to_json``."""
         raise self._wrong_end("export_handle", "writer")
 
-    @abstractmethod
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every reader is attached and large messages are known to reach it. Every end calls this.
 
@@ -97,6 +99,7 @@ class MessageQueue(ABC):
             PeerDied: The writer, or a reader whose death is not tolerated, died.
             HandleError: The writer refused this reader.
         """
+        raise AssertionError(_UNMADE)
 
     async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Send an object to every reader, waiting for a free slot.
@@ -177,13 +180,13 @@ class MessageQueue(ABC):
         """
         raise self._wrong_end("acquire_read", "reader")
 
-    @abstractmethod
     async def broadcast_object(self, obj: Any = None) -> Any:
         """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""
+        raise AssertionError(_UNMADE)
 
-    @abstractmethod
     def stats(self) -> QueueStats:
         """Return what this end has done so far. Works at any time, also after closing."""
+        raise AssertionError(_UNMADE)
 
     # Iterating, closing
 
@@ -204,13 +207,12 @@ class MessageQueue(ABC):
     ) -> None:
         await self.aclose()
 
-    @abstractmethod
     async def aclose(self) -> None:
         """Close this end: the other side is told, waiting calls raise `QueueClosed`. Idempotent.
 
         A writer's readers can still read everything that was sent. Cancelling this does not stop it.
         """
+        raise AssertionError(_UNMADE)
 
-    @abstractmethod
     def _wrong_end(self, call: str, end: str) -> RoleError:
-        """Return the error of a call that belongs to the other end."""
+        return RoleError(f"{call}() belongs to the queue's {end}; this is a {self._side}: {self!r}")

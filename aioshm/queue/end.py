@@ -6,11 +6,11 @@ import asyncio
 import os
 import warnings
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from aioshm.config import Options
 from aioshm.errors import AioshmError, QueueClosed, RoleError
@@ -31,15 +31,13 @@ TURN_NS = 1_000_000
 _ends: weakref.WeakSet[End] = weakref.WeakSet()
 
 
-class End(MessageQueue):
+class End(MessageQueue, ABC):
     """One end of a queue.
 
     The hot calls look at four things and nothing else: ``_open`` (this end is ready, healthy, and nobody waits in
     line), ``_turn`` (messages left before the loop must have its turn), the thread, and whether the loop runs.
     Whatever is wrong closes ``_open``, and the slow path says what it is.
     """
-
-    _side: ClassVar[str]
 
     def __init__(self, queue_id: bytes, options: Options) -> None:
         self._name = queue_id.hex()[:8]
@@ -151,9 +149,6 @@ class End(MessageQueue):
         self._check_usable()
         if not self._ready:
             raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
-
-    def _wrong_end(self, call: str, end: str) -> RoleError:
-        return RoleError(f"{call}() belongs to the queue's {end}; this is a {self._side}: {self!r}")
 
     # Turns and lines
 

@@ -1,0 +1,40 @@
+"""Every example runs, prints what it promises, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+EXPECTED = {
+    "quickstart.py": ["received {'number': 0}", "received {'number': 1}", "received {'number': 2}"],
+    "decode_steps.py": [
+        "scheduler: reader 1 (pid",
+        "worker 0: 50 steps, and the loop went on: True",
+        "worker 1: 50 steps, and the loop went on: True",
+    ],
+}
+
+
+def _run(script: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / script], capture_output=True, text=True, timeout=90, check=True
+    )
+    assert done.stderr == ""
+    return sorted(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_example(script: str) -> None:
+    lines = _run(script)
+    assert len(lines) == len(EXPECTED[script])
+    for line, beginning in zip(lines, EXPECTED[script], strict=True):
+        assert line.startswith(beginning)
+
+
+def test_the_readme_shows_the_quickstart_as_it_is() -> None:
+    assert (ROOT / "examples" / "quickstart.py").read_text() in (ROOT / "README.md").read_text()
