@@ -17,7 +17,7 @@ def is_loaded(name: str) -> bool:
     One that is still being imported, perhaps by another thread, does not count: importing it too would wait for that.
     """
     module = sys.modules.get(name)
-    return module is not None and not getattr(module.__spec__, "_initializing", False)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def own_copy(view: memoryview) -> bytearray | memoryview:

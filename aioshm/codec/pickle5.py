@@ -26,8 +26,9 @@ _Stream: TypeAlias = tuple[Callable[[Any], None], Callable[[], None], list[bytes
 class PickleCodec:
     """Carries whatever pickle does; NumPy arrays, CPU tensors and other large buffers without copies in the stream.
 
-    Every buffer arrives as writable memory of its own. (Only what a read-only ``PickleBuffer`` of the caller's showed
-    arrives read-only, as with pickle itself.) Decoding can run any code that the sender chooses.
+    Every buffer arrives as writable memory of its own. A ``PickleBuffer`` of the caller's arrives as pickle has it: as
+    some bytes-like object, and read-only if it showed read-only memory. Decoding can run any code that the sender
+    chooses.
     """
 
     name = "pickle"
@@ -88,6 +89,9 @@ class PickleCodec:
 
     def _find_reducers(self) -> None:
         """Learn how arrays and tensors travel once the program has imported their libraries, never before."""
+        # Both noted first: another thread may be importing, and what it does after this moment is looked at next time.
+        seen = len(_modules)
+        half_imported = any(_modules.get(name) is not None and not is_loaded(name) for name in ("numpy", "torch"))
         if is_loaded("numpy"):
             from aioshm.codec import arrays
 
@@ -97,8 +101,7 @@ class PickleCodec:
                 from aioshm.codec import tensors
 
                 _reducers.update(tensors.REDUCERS)
-        half_imported = any(name in _modules and not is_loaded(name) for name in ("numpy", "torch"))
-        self._modules_seen = -1 if half_imported else len(_modules)
+        self._modules_seen = -1 if half_imported else seen
         self._kept = None
 
 

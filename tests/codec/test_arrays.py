@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.codec import Codec, get_codec, pickle5
+from aioshm.codec.buffers import HUGE_PAGE_BYTES, OUT_OF_BAND_BYTES
+
+Carry = Callable[[Codec, Any], Any]
+PICKLE = get_codec("pickle")
+SMALL, LARGE = 24, 4096  # elements
+
+
+class Tagged(np.ndarray):
+    """A subclass: its own reduction."""
+
+
+def check_equal(result: Any, source: Any) -> None:
+    assert type(result) is type(source)
+    assert result.dtype == source.dtype
+    assert result.dtype.metadata == source.dtype.metadata
+    assert result.shape == source.shape
+    assert result.tobytes() == source.tobytes() or (result == source).all()
+    if not source.dtype.hasobject:
+        assert result.flags.writeable
+
+
+DTYPES = [
+    *("?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "g", "c8", "c16", ">f4", ">i8", "S5", "U3", "V6"),
+    *("M8[ns]", "m8[us]", "M8[D]"),
+]
+STRUCTURED = [
+    np.dtype([("a", "i4"), ("b", "f8")]),
+    np.dtype([("a", "u1"), ("b", ">f8")], align=True),
+    np.dtype([("when", "M8[s]"), ("inner", [("x", "f4", (2, 3)), ("name", "U4")])]),
+    np.dtype("f4", metadata={"unit": "m"}),
+]
+
+
+def filled(size: int, dtype: Any) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(dtype)
+    return np.frombuffer((np.arange(size * dtype.itemsize) % 2).astype("u1").tobytes(), dtype).copy()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+class TestValues:
+    @pytest.mark.parametrize("dtype", DTYPES + STRUCTURED, ids=str)
+    @pytest.mark.filterwarnings("ignore:metadata on a dtype:UserWarning")
+    def test_dtypes(self, carry: Carry, dtype: Any, size: int) -> None:
+        source = filled(size, "u1").astype("i8").astype(dtype) if dtype in ("S5", "U3") else filled(size, dtype)
+        check_equal(carry(PICKLE, source), source)
+
+    @pytest.mark.parametrize(
+        "view",
+        [
+            lambda a: a.reshape(2, -1),
+            lambda a: a.reshape(4, -1).T,
+            lambda a: np.asfortranarray(a.reshape(2, 3, -1)),
+            lambda a: a.reshape(2, 2, -1).transpose(1, 2, 0),
+            lambda a: a[::2],
+            lambda a: a[::-1],
+            lambda a: a.reshape(4, -1)[:, 1:3],
+            lambda a: a[3:],
+            lambda a: np.broadcast_to(a, (3, a.size)),
+        ],
+        ids=["reshaped", "F", "F 3d", "permuted", "strided", "reversed", "columns", "tail", "broadcast"],
+    )
+    def test_layouts(self, carry: Carry, view: Callable[[Any], Any], size: int) -> None:
+        source = view(np.arange(size * 6, dtype="f8"))
+        check_equal(carry(PICKLE, source), source)
+        dates = view(np.arange(size * 6).astype("M8[s]"))
+        check_equal(carry(PICKLE, dates), dates)
+
+    def test_read_only(self, carry: Carry, size: int) -> None:
+        for source in (np.arange(size), np.arange(size).astype("M8[s]"), np.asfortranarray(np.ones((2, size)))):
+            source.flags.writeable = False
+            check_equal(carry(PICKLE, source), source)
+        check_equal(carry(PICKLE, np.frombuffer(bytes(size), "u1")), np.zeros(size, "u1"))
+
+    def test_objects(self, carry: Carry, size: int) -> None:
+        source = np.array([{"a": 1}, None, "text", [1]] * size, dtype=object)
+        result = carry(PICKLE, source)
+        assert result.dtype == object
+        assert result.tolist() == source.tolist()
+        records = np.array([(1, "x")] * size, [("n", "i4"), ("o", object)])
+        assert carry(PICKLE, records).tolist() == records.tolist()
+
+    def test_strings_of_any_length(self, carry: Carry, size: int) -> None:
+        string_type = getattr(np.dtypes, "StringDType", None)
+        if string_type is None:
+            pytest.skip("this NumPy has no StringDType")
+        source = np.array(["short", "long" * 100] * size, dtype=string_type())
+        assert carry(PICKLE, source).tolist() == source.tolist()
+
+    def test_subclasses(self, carry: Carry, size: int) -> None:
+        source = np.arange(size).view(Tagged)
+        check_equal(carry(PICKLE, source), source)
+        masked = np.ma.masked_less(np.arange(size), 5)
+        result = carry(PICKLE, masked)
+        assert type(result) is type(masked)
+        assert result.tolist() == masked.tolist()
+
+
+class TestShapes:
+    @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0, 2), (1,), (1, 1, 1)])
+    @pytest.mark.parametrize("dtype", ["f4", "M8[s]", ">i2", "O"])
+    def test_empty_and_single(self, carry: Carry, shape: tuple[int, ...], dtype: str) -> None:
+        source = np.zeros(shape, dtype)
+        check_equal(carry(PICKLE, source), source)
+
+    @pytest.mark.parametrize("dtype", ["S0", "U0", "V0"])
+    def test_elements_without_size(self, carry: Carry, dtype: str) -> None:
+        source = np.zeros(3, np.dtype(dtype))
+        result = carry(PICKLE, source)
+        assert (result.dtype, result.shape) == (source.dtype, source.shape)
+
+    def test_scalars(self, carry: Carry) -> None:
+        for source in (np.float32(1.5), np.int64(3), np.datetime64("2024-02-29"), np.bool_(True)):
+            result = carry(PICKLE, source)
+            assert type(result) is type(source)
+            assert result == source
+
+    @given(
+        st.sampled_from(["i1", "f4", "c16", "M8[s]", ">u2"]),
+        st.lists(st.integers(0, 9), max_size=4),
+        st.randoms(use_true_random=False),
+    )
+    def test_any_shape_and_order(self, dtype: str, shape: list[int], random: Any) -> None:
+        axes = list(range(len(shape)))
+        random.shuffle(axes)
+        steps = tuple(slice(None, None, random.choice((1, 2, -1))) for _ in shape)
+        source = filled(int(np.prod(shape)), dtype).reshape(shape).transpose(axes)[steps]
+        main, buffers = PICKLE.encode(np.asarray(source))
+        check_equal(PICKLE.decode(memoryview(main), buffers), np.asarray(source))
+
+
+class TestHowTheyTravel:
+    @pytest.mark.parametrize(
+        "source",
+        [
+            np.zeros(LARGE),
+            np.zeros((64, 64)).T,
+            np.zeros((64, 64))[::2],
+            np.zeros(LARGE, "M8[s]"),
+            np.zeros(LARGE, ">f4"),
+            np.zeros(LARGE, [("a", "M8[s]"), ("b", "u1")]),
+            np.broadcast_to(np.zeros(64), (64, 64)),
+            np.arange(10_000.0)[100:1000],
+        ],
+        ids=["C", "F", "strided", "dates", "swapped", "structured", "broadcast", "slice"],
+    )
+    def test_beside_the_stream(self, source: Any) -> None:
+        main, [buffer] = PICKLE.encode(source)
+        assert len(main) < 400
+        assert buffer.nbytes == source.nbytes
+        assert (buffer.format, buffer.ndim) == ("B", 1)
+
+    @pytest.mark.parametrize("source", [np.zeros(LARGE), np.zeros((64, 64)).T, np.zeros(LARGE, "M8[s]")])
+    def test_contiguous_memory_is_not_copied(self, source: Any) -> None:
+        _, [buffer] = PICKLE.encode(source)
+        source.view("i8" if source.dtype.kind == "M" else source.dtype)[...] = 1
+        assert any(buffer)
+
+    def test_small_ones_in_the_stream(self) -> None:
+        size = OUT_OF_BAND_BYTES // 8
+        assert len(PICKLE.encode(np.zeros(size))[1]) == 1
+        assert len(PICKLE.encode(np.zeros(size - 1))[1]) == 0
+        assert len(PICKLE.encode(np.zeros(8, "f8"))[0]) < len(pickle.dumps(np.zeros(8, "f8"), 5))
+
+    def test_more_than_a_body_takes_stay_in_the_stream(self, carry: Carry, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pickle5, "MAX_BUFFERS", 1)
+        sources = [np.full(LARGE, number) for number in range(3)]
+        sources[2].flags.writeable = False
+        assert len(PICKLE.encode(sources)[1]) == 1
+        for result, source in zip(carry(PICKLE, sources), sources, strict=True):
+            check_equal(result, source)
+
+    def test_same_array_twice(self, carry: Carry) -> None:
+        for source in (np.zeros(SMALL), np.zeros(LARGE)):
+            first, second, view = carry(PICKLE, (source, source, source[:]))
+            assert first is second
+            assert not np.shares_memory(first, view)
+
+    @pytest.mark.parametrize("size", [SMALL, LARGE, HUGE_PAGE_BYTES])
+    def test_writing_to_the_result_leaves_the_source_alone(self, size: int) -> None:
+        main, buffers = PICKLE.encode(np.zeros(size, "u1"))
+        slot = [bytearray(buffer) for buffer in buffers]
+        before = bytes(main)
+        result = PICKLE.decode(memoryview(main), [memoryview(part) for part in slot])
+        result[:] = 1
+        assert not any(map(any, slot))
+        assert main == before
+
+    def test_the_buffer_keeps_its_memory_alive(self) -> None:
+        _, [buffer] = PICKLE.encode(np.full((300, 300), 7, "u1")[:, ::2])
+        np.zeros((300, 150), "u1")
+        assert bytes(buffer) == b"\7" * 45_000

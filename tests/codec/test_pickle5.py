@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import array
+import collections
+import copyreg
+import dataclasses
+import datetime
+import decimal
+import enum
+import pickle
+import weakref
+from collections.abc import Callable
+from pickle import PickleBuffer
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.codec import Codec, get_codec, pickle5
+from aioshm.codec.buffers import HUGE_PAGE_BYTES, OUT_OF_BAND_BYTES
+from aioshm.errors import CodecError
+
+Carry = Callable[[Codec, Any], Any]
+PICKLE = get_codec("pickle")
+LARGE = 3 * OUT_OF_BAND_BYTES
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    max_leaves=20,
+)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Request:
+    name: str
+    payload: Any = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Refuses:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not today")
+
+
+class Nested:
+    """Encodes something of its own while it is being encoded."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __reduce__(self) -> Any:
+        try:
+            main, buffers = PICKLE.encode(self.inner)
+        except CodecError:
+            return str, ("refused",)
+        return _decode_nested, (main, [bytes(buffer) for buffer in buffers])
+
+
+def _decode_nested(main: bytes, buffers: list[bytes]) -> Any:
+    return PICKLE.decode(memoryview(main), [memoryview(buffer) for buffer in buffers])
+
+
+class Carrier:
+    """Shows its memory as pickle's own documentation proposes."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Carrier, (PickleBuffer(self.memory),)
+
+
+class TestRoundTrip:
+    @given(plain)
+    def test_plain_objects(self, obj: Any) -> None:
+        main, buffers = PICKLE.encode(obj)
+        assert type(main) is bytes
+        assert buffers == ()
+        assert PICKLE.decode(memoryview(main), buffers) == obj
+
+    @pytest.mark.parametrize(
+        "obj",
+        [
+            Request("a", Request("b", [1, 2]), {"k": (1, 2.5, None)}),
+            Colour.RED,
+            Point(1, 2),
+            datetime.datetime(2024, 2, 29, tzinfo=datetime.UTC),
+            decimal.Decimal("1.10"),
+            collections.OrderedDict(b=1, a=2),
+            {1, 2, 3},
+            frozenset("abc"),
+            range(5),
+            2**5000,
+            "\ud800 lone surrogate",
+            Request,
+            len,
+            array.array("i", [1, 2, 3]),
+            pickle.PicklingError("an error"),
+        ],
+        ids=repr,
+    )
+    def test_other_objects(self, carry: Carry, obj: Any) -> None:
+        result = carry(PICKLE, obj)
+        assert type(result) is type(obj)
+        assert result == obj or repr(result) == repr(obj)
+
+    @pytest.mark.parametrize("size", [0, 10, 4095, 4096, 65_535, 65_536, 300_000])
+    def test_bytes_stay_bytes(self, carry: Carry, size: int) -> None:
+        data = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+        text = "ä" * size
+        result = carry(PICKLE, [data, bytearray(data), text, 1, data])
+        assert [type(part) for part in result] == [bytes, bytearray, str, int, bytes]
+        assert result == [data, data, text, 1, data]
+        assert result[0] is result[4]
+
+    def test_many_large_parts_keep_their_order(self, carry: Carry) -> None:
+        obj = [bytes([number]) * 100_000 for number in range(20)] + list(range(100_000))
+        assert carry(PICKLE, obj) == obj
+
+    def test_identity_within_a_message(self, carry: Carry) -> None:
+        shared = [1]
+        loop: list[Any] = [shared, shared]
+        loop.append(loop)
+        result = carry(PICKLE, loop)
+        assert result[0] is result[1]
+        assert result[2] is result
+
+    def test_no_identity_between_messages(self) -> None:
+        shared = ["the same", {"object": 1}]
+        first, _ = PICKLE.encode(shared)
+        second, _ = PICKLE.encode(shared)
+        assert first == second
+        assert PICKLE.decode(memoryview(second), ()) == shared
+
+    def test_the_caller_may_change_it_afterwards(self) -> None:
+        obj = {"data": bytearray(b"x" * 200_000)}
+        main, _ = PICKLE.encode(obj)
+        obj["data"][:] = b"y" * 200_000
+        assert PICKLE.decode(memoryview(main), ()) == {"data": b"x" * 200_000}
+
+    def test_copyreg_is_asked_also_when_registered_later(self, carry: Carry, monkeypatch: pytest.MonkeyPatch) -> None:
+        import numpy  # noqa: F401  # so that there is a table of our own
+
+        table = copyreg.dispatch_table
+        carry(PICKLE, Request("before"))
+        monkeypatch.setitem(table, Request, lambda request: (Request, ("registered",)))
+        assert carry(PICKLE, Request("after")) == Request("registered")
+
+
+class TestBuffers:
+    @pytest.mark.parametrize("size", [0, 1, OUT_OF_BAND_BYTES - 1])
+    def test_small_ones_stay_in_the_stream(self, size: int) -> None:
+        main, buffers = PICKLE.encode(PickleBuffer(bytearray(size)))
+        assert buffers == ()
+        assert len(main) >= size
+
+    @pytest.mark.parametrize("size", [OUT_OF_BAND_BYTES, 1_000_000, HUGE_PAGE_BYTES])
+    def test_large_ones_travel_beside_it(self, size: int) -> None:
+        source = bytearray(b"x" * size)
+        main, buffers = PICKLE.encode([PickleBuffer(source), "and more"])
+        assert len(main) < 100
+        [buffer] = buffers
+        assert (buffer.format, buffer.ndim, buffer.c_contiguous, buffer.nbytes) == ("B", 1, True, size)
+        assert buffer.obj is source  # not a copy
+
+    @pytest.mark.parametrize("size", [10, LARGE, HUGE_PAGE_BYTES])
+    def test_writable(self, carry: Carry, size: int) -> None:
+        result = carry(PICKLE, PickleBuffer(bytearray(b"x" * size)))
+        with memoryview(result) as view:
+            assert not view.readonly
+            assert view == b"x" * size
+
+    @pytest.mark.parametrize("size", [10, LARGE, HUGE_PAGE_BYTES])
+    def test_read_only(self, carry: Carry, size: int) -> None:
+        result = carry(PICKLE, PickleBuffer(b"x" * size))
+        with memoryview(result) as view:
+            assert view.readonly
+            assert view == b"x" * size
+
+    def test_writing_to_the_result_leaves_the_source_alone(self) -> None:
+        main, _ = PICKLE.encode(PickleBuffer(bytearray(LARGE)))
+        source = bytearray(LARGE)
+        result = PICKLE.decode(memoryview(main), [memoryview(source)])
+        result[:] = b"x" * LARGE
+        assert source == bytes(LARGE)
+
+    def test_two_results_of_one_slot_are_independent(self) -> None:
+        main, _ = PICKLE.encode(PickleBuffer(bytearray(LARGE)))
+        slot = memoryview(bytearray(LARGE))
+        first, second = (PICKLE.decode(memoryview(main), [slot]) for _ in range(2))
+        first[0] = 1
+        assert second[0] == 0
+
+    def test_order_and_kinds_mixed(self, carry: Carry) -> None:
+        sources = [bytearray([number]) * (LARGE if number % 3 else 10) for number in range(12)]
+        result = carry(PICKLE, [Carrier(source) for source in sources])
+        assert [bytes(carrier.memory) for carrier in result] == [bytes(source) for source in sources]
+
+    def test_any_contiguous_memory(self, carry: Carry) -> None:
+        numbers = array.array("d", range(5000))
+        assert carry(PICKLE, PickleBuffer(numbers)) == numbers.tobytes()
+        assert carry(PICKLE, PickleBuffer(memoryview(numbers).cast("B").cast("d", (50, 100)))) == numbers.tobytes()
+
+    def test_memory_with_gaps_is_refused(self) -> None:
+        with pytest.raises(CodecError, match=r"PickleBuffer.*contiguous"):
+            PICKLE.encode(PickleBuffer(memoryview(bytearray(LARGE))[::2]))
+
+    def test_later_messages_leave_the_returned_buffers_alone(self) -> None:
+        first = PICKLE.encode(PickleBuffer(bytearray(b"1" * LARGE)))
+        second = PICKLE.encode([PickleBuffer(bytearray(b"2" * LARGE))] * 2)
+        PICKLE.encode("plain")
+        assert [bytes(buffer[:1]) for buffer in first[1]] == [b"1"]
+        assert [bytes(buffer[:1]) for buffer in second[1]] == [b"2", b"2"]
+
+    def test_more_than_a_body_takes_stay_in_the_stream(self, monkeypatch: pytest.MonkeyPatch, carry: Carry) -> None:
+        monkeypatch.setattr(pickle5, "MAX_BUFFERS", 3)
+        sources = [bytearray([number]) * LARGE for number in range(5)]
+        assert len(PICKLE.encode([PickleBuffer(source) for source in sources])[1]) == 3
+        assert carry(PICKLE, [PickleBuffer(source) for source in sources]) == sources
+
+    def test_nothing_is_kept_after_the_message(self) -> None:
+        class Memory(bytearray):
+            pass
+
+        codec = get_codec("pickle")
+        memory = Memory(LARGE)
+        gone = weakref.ref(memory)
+        main, buffers = codec.encode([PickleBuffer(memory)])
+        del memory
+        assert gone() is not None  # the buffers keep it alive until they have been copied
+        del main, buffers
+        assert gone() is None
+
+
+class TestReentrancy:
+    def test_encoding_while_encoding(self, carry: Carry) -> None:
+        inner = {"numbers": list(range(100)), "memory": PickleBuffer(bytearray(b"i" * LARGE))}
+        outer = ["before", PickleBuffer(bytearray(b"o" * LARGE)), Nested(inner), "before", b"y" * 100_000]
+        result = carry(PICKLE, outer)
+        assert result[0] is result[3]
+        assert result[1] == b"o" * LARGE
+        assert result[2] == {"numbers": list(range(100)), "memory": b"i" * LARGE}
+        assert result[4] == outer[4]
+
+    def test_three_deep(self, carry: Carry) -> None:
+        assert carry(PICKLE, [Nested(Nested(Nested([1, 2]))), Nested("b")]) == [[1, 2], "b"]
+
+    def test_failing_while_encoding(self, carry: Carry) -> None:
+        assert carry(PICKLE, ["before", Nested(Refuses()), "after"]) == ["before", "refused", "after"]
+        assert carry(PICKLE, "next") == "next"

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensor_helpers import CARRIER, bits, check_equal, filled
+
+from aioshm.codec import Codec, get_codec
+from aioshm.errors import CodecError
+
+Carry = Callable[[Codec, Any], Any]
+PICKLE = get_codec("pickle")
+SMALL, LARGE = 24, 9600  # elements
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} - QUANTIZED, key=str)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def check_writable(result: torch.Tensor) -> None:
+    if result.numel():
+        before = bits(result).clone()
+        with torch.no_grad():
+            result.view(CARRIER[result.dtype.itemsize]).zero_()
+        assert not torch.equal(bits(result), before) or not before.any()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+class TestValues:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+    def test_dtypes(self, carry: Carry, dtype: torch.dtype, size: int) -> None:
+        for source in (filled(size, dtype), filled(size, dtype).view(4, -1).T, filled(size, dtype)[::3]):
+            result = carry(PICKLE, source)
+            check_equal(result, source)
+            check_writable(result)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
+    @pytest.mark.parametrize(
+        "view",
+        [
+            lambda t: t.view(2, 3, -1),
+            lambda t: t.view(4, -1).t(),
+            lambda t: t.view(2, 3, -1).permute(2, 0, 1),
+            lambda t: t[::2],
+            lambda t: t.view(4, -1)[:, 1:-1],
+            lambda t: t[3:],
+            lambda t: t[:1].expand(t.numel()),
+            lambda t: t.view(2, 1, -1).expand(2, 5, -1),
+            lambda t: t.unfold(0, 4, 1),
+            lambda t: t.view(1, 2, 3, -1).contiguous(memory_format=torch.channels_last),
+            lambda t: t.as_strided((3, 3), (1, 1)),
+        ],
+        ids=[
+            *("reshaped", "transposed", "permuted", "strided", "columns", "tail"),
+            *("expanded 1d", "expanded 3d", "overlapping", "channels last", "as_strided"),
+        ],
+    )
+    def test_layouts(self, carry: Carry, dtype: torch.dtype, view: Callable[[Any], Any], size: int) -> None:
+        source = view(filled(size, dtype))
+        result = carry(PICKLE, source)
+        check_equal(result, source)
+        check_writable(result)
+
+    def test_conjugate_and_negative_views(self, carry: Carry, size: int) -> None:
+        numbers = torch.complex(torch.arange(size, dtype=torch.float32), torch.ones(size))
+        for source in (numbers.conj(), numbers.conj().imag, numbers.conj().view(4, -1).T, numbers.conj()[::2].imag):
+            assert source.is_conj() or source.is_neg()
+            result = carry(PICKLE, source)
+            check_equal(result, source)
+            assert torch.equal(result, source)
+            check_writable(result.resolve_conj())
+
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+    def test_conjugate_views_of_what_numpy_lacks(self, carry: Carry, size: int) -> None:
+        source = torch.complex(torch.arange(size, dtype=torch.float32), torch.ones(size)).to(torch.complex32).conj()
+        result = carry(PICKLE, source)
+        assert torch.equal(result.to(torch.complex64), source.to(torch.complex64))
+        negative = torch._neg_view(torch.ones(size, dtype=torch.bfloat16))
+        assert torch.equal(carry(PICKLE, negative), negative)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+    def test_requires_grad(self, carry: Carry, dtype: torch.dtype, size: int) -> None:
+        leaf = filled(size, dtype).requires_grad_()
+        result = carry(PICKLE, leaf)
+        check_equal(result, leaf)
+        assert result.is_leaf
+        result.abs().sum().backward()
+        assert result.grad is not None
+        assert leaf.grad is None
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_the_middle_of_a_graph_arrives_as_a_leaf(self, carry: Carry, dtype: torch.dtype, size: int) -> None:
+        middle = filled(size, dtype).requires_grad_() * 2
+        assert not middle.is_leaf
+        result = carry(PICKLE, middle)
+        check_equal(result, middle)
+        assert result.is_leaf
+
+    @pytest.mark.parametrize("requires_grad", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_parameters(self, carry: Carry, dtype: torch.dtype, requires_grad: bool, size: int) -> None:
+        source = torch.nn.Parameter(filled(size, dtype).view(4, -1).T, requires_grad)
+        result = carry(PICKLE, source)
+        check_equal(result, source)
+        check_writable(result.detach())
+
+    def test_under_a_default_device(self, carry: Carry, size: int) -> None:
+        source = filled(size, torch.bfloat16)
+        main, buffers = PICKLE.encode(source)
+        with torch.device("meta"):
+            check_equal(PICKLE.decode(memoryview(main), buffers), source)
+            assert len(PICKLE.encode(source)[0]) == len(main)
+
+    def test_in_inference_mode(self, carry: Carry, size: int) -> None:
+        with torch.inference_mode():
+            source = torch.arange(size).bfloat16() + 1
+            check_equal(carry(PICKLE, source), source)
+        check_equal(carry(PICKLE, source), source)
+
+    def test_attributes(self, carry: Carry, size: int) -> None:
+        for source in (filled(size, torch.float32), torch.nn.Parameter(filled(size, torch.float32))):
+            source.note = {"layer": 3}
+            source.itself = source
+            result = carry(PICKLE, source)
+            check_equal(result, source)
+            assert result.note == {"layer": 3}
+            assert result.itself is result
+
+    def test_attributes_that_cannot_travel(self, size: int) -> None:
+        source = filled(size, torch.float32)
+        source.note = lambda: None
+        with pytest.raises(CodecError, match="Tensor"):
+            PICKLE.encode(source)
+
+    def test_hooks_stay_behind(self, carry: Carry, size: int) -> None:
+        source = filled(size, torch.float32).requires_grad_()
+        source.register_hook(lambda grad: grad)
+        with pytest.warns(UserWarning, match="will not be serialized"):
+            result = carry(PICKLE, source)
+        check_equal(result, source)
+        assert not result._backward_hooks
+        parameter = torch.nn.Parameter(filled(size, torch.float32))
+        parameter.register_hook(lambda grad: grad)
+        check_equal(carry(PICKLE, parameter), parameter)
+
+    def test_subclasses(self, carry: Carry, size: int) -> None:
+        source = filled(size, torch.float32).as_subclass(Subclass)
+        source.note = "kept"
+        result = carry(PICKLE, source)
+        check_equal(result, source)
+        assert result.note == "kept"
+
+
+class TestShapes:
+    @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0, 2), (1,), (1, 1, 1)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.bool, torch.uint16])
+    def test_empty_and_single(self, carry: Carry, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        source = torch.zeros(shape, dtype=dtype)
+        result = carry(PICKLE, source)
+        check_equal(result, source)
+        check_equal(carry(PICKLE, torch.nn.Parameter(source, False)), torch.nn.Parameter(source, False))
+
+    @given(
+        st.sampled_from([torch.int8, torch.float64, torch.bfloat16, torch.complex64]),
+        st.lists(st.integers(0, 9), max_size=4),
+        st.randoms(use_true_random=False),
+    )
+    def test_any_shape_and_order(self, dtype: torch.dtype, shape: list[int], random: Any) -> None:
+        axes = list(range(len(shape)))
+        random.shuffle(axes)
+        source = filled(int(torch.Size(shape).numel()), dtype).view(shape).permute(axes)
+        source = source[tuple(slice(random.randrange(2), None, random.choice((1, 2))) for _ in shape)]
+        main, buffers = PICKLE.encode(source)
+        check_equal(PICKLE.decode(memoryview(main), buffers), source)
+
+
+class TestOwnReductions:
+    """What is not a dense CPU tensor goes through torch's own pickling."""
+
+    def test_meta(self, carry: Carry) -> None:
+        for source in (
+            torch.empty(3, 4, dtype=torch.bfloat16, device="meta"),
+            torch.empty(0, device="meta", requires_grad=True),
+            torch.nn.Parameter(torch.empty(100_000, device="meta")),
+        ):
+            result = carry(PICKLE, source)
+            assert type(result) is type(source)
+            assert (result.device, result.shape, result.dtype) == (source.device, source.shape, source.dtype)
+            assert result.requires_grad == source.requires_grad
+
+    def test_other_devices_are_asked_for_their_own_reduction(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = []
+
+        def reduce(tensor: Any, protocol: int) -> Any:
+            asked.append((tensor.device.type, protocol))
+            return str, ("reduced by torch",)
+
+        monkeypatch.setattr(torch.Tensor, "__reduce_ex__", reduce)
+        main, _ = PICKLE.encode([torch.empty(3, device="meta"), torch.zeros(3)])
+        assert asked == [("meta", 5)]
+        assert PICKLE.decode(memoryview(main), ())[0] == "reduced by torch"
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+    def test_cuda(self, carry: Carry) -> None:
+        for source in (torch.arange(LARGE, device="cuda"), torch.nn.Parameter(torch.ones(3, device="cuda"))):
+            result = carry(PICKLE, source)
+            assert type(result) is type(source)
+            assert result.device == source.device
+            assert torch.equal(result, source)
+
+    @pytest.mark.parametrize("size", [4, 200])
+    @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+    def test_sparse(self, carry: Carry, size: int) -> None:
+        dense = torch.arange(size * size, dtype=torch.float32).view(size, size) % 3
+        for source in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
+            _, buffers = PICKLE.encode(source)
+            assert bool(buffers) == (size > 100)  # the parts are dense tensors
+            result = carry(PICKLE, source)
+            assert result.layout == source.layout
+            assert result.dtype == source.dtype
+            assert torch.equal(result.to_dense(), dense)
+
+    @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+    def test_quantized(self, carry: Carry) -> None:
+        numbers = torch.linspace(-1, 1, LARGE).view(4, -1)
+        for source in (
+            torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint8),
+            torch.quantize_per_channel(numbers, torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.zeros(4), 0, torch.quint8),
+        ):
+            result = carry(PICKLE, source)
+            assert (result.dtype, result.qscheme()) == (source.dtype, source.qscheme())
+            assert torch.equal(result.int_repr(), source.int_repr())
+            assert torch.equal(result.dequantize(), source.dequantize())
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+    def test_nested(self, carry: Carry) -> None:
+        source = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)])
+        result = carry(PICKLE, source)
+        assert result.is_nested
+        assert [part.tolist() for part in result.unbind()] == [[1, 1], [0, 1, 2]]
+
+    def test_what_torch_cannot_pickle(self) -> None:
+        with pytest.raises(CodecError, match="Tensor"):
+            PICKLE.encode(torch.zeros(4, 4).to_mkldnn())
+
+    def test_other_things_of_torch(self, carry: Carry) -> None:
+        source = (torch.float32, torch.Size([1, 2]), torch.device("cpu"), torch.bfloat16)
+        assert carry(PICKLE, source) == source
+        layer = torch.nn.Linear(64, 64)
+        result = carry(PICKLE, layer)
+        assert torch.equal(result.weight, layer.weight)
+        assert isinstance(result.weight, torch.nn.Parameter)
