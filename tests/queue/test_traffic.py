@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import random
+import subprocess
+import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,7 @@ import pytest
 from pairs import attached
 
 from aioshm import Handle, MessageQueue, Options
+from aioshm.ring.segment import orphans
 
 MESSAGES = 10_000
 READERS = 4
@@ -145,14 +150,46 @@ async def test_every_backing_and_address(backing: str, lifeline: str, tmp_path: 
 
 
 async def test_a_named_segment_loses_its_name_once_all_have_attached() -> None:
-    from aioshm.ring.segment import orphans
-
     async with attached(1, backing="named") as (writer, (reader,)):
         name = writer.export_handle().segment
         assert name is not None
         assert name not in orphans()
-        from pathlib import Path
-
         assert not (Path("/dev/shm") / name).exists()
         await writer.enqueue("x")
         assert await reader.dequeue(5) == "x"
+
+
+_PORTABLE = """
+import os
+for name in ("memfd_create", "eventfd", "sched_getaffinity", "posix_fallocate"):
+    delattr(os, name)
+import asyncio
+from aioshm import MessageQueue
+
+async def main():
+    writer = MessageQueue(1, 1, max_chunk_bytes=4096)
+    handle = writer.export_handle()
+    assert handle.segment is not None
+    async with writer, MessageQueue.create_from_handle(handle, 0) as reader:
+        await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+        waiting = asyncio.ensure_future(reader.dequeue(10))
+        await asyncio.sleep(0.01)
+        await writer.enqueue("woken over the socket")
+        print(await waiting)
+        await writer.enqueue(b"o" * 10_000)
+        print(len(await reader.dequeue(10)))
+
+asyncio.run(main())
+"""
+
+
+def test_everything_works_without_what_only_linux_has(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PORTABLE],
+        env={**os.environ, "AIOSHM_LIFELINE": "directory", "AIOSHM_RUNTIME_DIR": str(tmp_path / "run")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.stdout, done.stderr) == ("woken over the socket\n10000\n", "")
+    assert list((tmp_path / "run").iterdir()) == []
