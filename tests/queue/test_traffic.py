@@ -161,7 +161,7 @@ async def test_a_named_segment_loses_its_name_once_all_have_attached() -> None:
 
 _PORTABLE = """
 import os
-for name in ("memfd_create", "eventfd", "sched_getaffinity", "posix_fallocate"):
+for name in ("memfd_create", "eventfd", "posix_fallocate"):
     delattr(os, name)
 import asyncio
 from aioshm import MessageQueue
