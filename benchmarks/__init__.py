@@ -1,0 +1,10 @@
+"""What aioshm promises, measured against what Python programs use today, on this machine, in one run.
+
+Each of these prints a table, or JSON with ``--json``, and fails with ``--check`` if a promise was missed:
+
+    python -m benchmarks.throughput     messages/s to one reader
+    python -m benchmarks.fanout         messages/s to 1 to 4 readers
+    python -m benchmarks.latency        round trips, and waking a reader that is just going to sleep
+    python -m benchmarks.idle           what a waiting reader costs
+    python -m benchmarks.fairness       what a busy queue does to another task on its loop
+"""

@@ -1,0 +1,168 @@
+"""The other processes of a benchmark: each plays a role, takes orders, and never outlives this one."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from benchmarks.waiting import readable
+
+REPLY_TIMEOUT_S = 120.0
+EXIT_TIMEOUT_S = 5.0
+
+Role: TypeAlias = Callable[..., Coroutine[Any, Any, None]]
+"""``async def role(boss, *args)``, importable by its name."""
+
+
+class BenchmarkError(Exception):
+    """A benchmark could not be finished; the text says why."""
+
+
+class Boss:
+    """The benchmark, as a role sees it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def order(self) -> Any:
+        """Wait for the next order; None asks the role to end."""
+        await readable(self._connection.fileno())
+        return self._connection.recv()
+
+    def reply(self, answer: Any) -> None:
+        """Answer an order."""
+        self._connection.send(answer)
+
+
+class Hand:
+    """One process, as the benchmark sees it."""
+
+    def __init__(self, process: BaseProcess, connection: Connection) -> None:
+        self.process = process
+        self._connection = connection
+
+    def order(self, order: Any) -> None:
+        """Tell it what to do; None asks it to end."""
+        self._connection.send(order)
+
+    def has_replied(self) -> bool:
+        """Return whether `reply` would not have to wait."""
+        return self._connection.poll()
+
+    async def reply(self) -> Any:
+        """Wait for its answer.
+
+        Raises:
+            BenchmarkError: It failed or died, or says nothing for `REPLY_TIMEOUT_S`.
+        """
+        name = self.process.name
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                await readable(self._connection.fileno())  # also when it died: the other end is closed then
+            answer = self._connection.recv()
+        except TimeoutError:
+            raise BenchmarkError(f"{name} has said nothing for {REPLY_TIMEOUT_S:g} s") from None
+        except (EOFError, ConnectionError):
+            self.process.join(EXIT_TIMEOUT_S)
+            raise BenchmarkError(f"{name} died with exit code {self.process.exitcode}") from None
+        if isinstance(answer, _Failure):
+            raise BenchmarkError(f"{name} failed:\n{answer.text}")
+        return answer
+
+
+class Crew:
+    """The processes of one run; leaving the block ends them, kindly if it succeeded.
+
+    Args:
+        loop_factory: What makes the event loop that each role runs on.
+    """
+
+    def __init__(self, loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+        self._loop_factory = loop_factory
+        self._context = multiprocessing.get_context("spawn")
+        self._hands: list[Hand] = []
+
+    def start(self, name: str, role: Role, *args: Any) -> Hand:
+        """Start a process that plays a role."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_play, args=(theirs, self._loop_factory, role, args), name=name, daemon=True
+        )
+        process.start()
+        theirs.close()
+        hand = Hand(process, ours)
+        self._hands.append(hand)
+        return hand
+
+    async def dismiss(self, hands: Sequence[Hand]) -> None:
+        """Ask these to end, and wait until they have.
+
+        Raises:
+            BenchmarkError: One does not, or fails.
+        """
+        for hand in hands:
+            hand.order(None)
+        for hand in hands:
+            try:
+                async with asyncio.timeout(EXIT_TIMEOUT_S):
+                    await readable(hand.process.sentinel)
+            except TimeoutError:
+                raise BenchmarkError(f"{hand.process.name} does not end") from None
+            hand.process.join()
+            if hand.process.exitcode != 0:
+                await hand.reply()  # raises
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for hand in self._hands:
+            hand.process.kill()  # not terminate(): they have nothing to put in order
+        for hand in self._hands:
+            hand.process.join(EXIT_TIMEOUT_S)
+
+
+class _Failure:
+    """What a role ended with."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _play(
+    connection: Connection, loop_factory: Callable[[], asyncio.AbstractEventLoop], role: Role, args: tuple[Any, ...]
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the benchmark ends us
+    threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        sys.exit(runner.run(_perform(connection, role, args)))
+
+
+async def _perform(connection: Connection, role: Role, args: tuple[Any, ...]) -> int:
+    try:
+        await role(Boss(connection), *args)
+    except Exception:
+        # Before the ends close, so that whoever notices that finds the reason.
+        connection.send(_Failure(traceback.format_exc()))
+        return 1
+    return 0
+
+
+def _die_with_parent() -> None:
+    """End this process with its parent, however that ends and whatever we are blocked in. Sleeps until then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,102 @@
+"""aioshm, with its default options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from aioshm import MessageQueue
+from benchmarks.payloads import Payload
+from benchmarks.rivals.base import Line, ReaderEnd, Receiver, Rival, Sender, WriterEnd
+from benchmarks.waiting import readable
+
+READY_TIMEOUT_S = 30.0
+
+
+class QueueSender(Sender):
+    """The writer's end of a queue."""
+
+    def __init__(self, queue: MessageQueue) -> None:
+        self._queue = queue
+
+    async def send(self, message: Any) -> None:
+        await self._queue.enqueue(message)
+
+    async def aclose(self) -> None:
+        await self._queue.aclose()
+
+
+class QueueReceiver(Receiver):
+    """A reader's end of a queue."""
+
+    def __init__(self, queue: MessageQueue) -> None:
+        self._queue = queue
+
+    async def receive(self) -> Any:
+        return await self._queue.dequeue()
+
+    def parks(self) -> int:
+        return self._queue.stats().parks
+
+    async def aclose(self) -> None:
+        await self._queue.aclose()
+
+
+@dataclass(frozen=True)
+class QueueWriterEnd(WriterEnd):
+    """Creates the queue, and gives its handle to the readers."""
+
+    handles: list[Connection]
+    payload: Payload
+
+    async def open(self) -> QueueSender:
+        n_reader = len(self.handles)
+        queue = MessageQueue(
+            n_reader, n_reader, max_chunk_bytes=self.payload.chunk_bytes, max_chunks=self.payload.slots
+        )
+        try:
+            for connection in self.handles:
+                connection.send(queue.export_handle())
+            await queue.wait_until_ready(READY_TIMEOUT_S)
+        except BaseException:
+            await queue.aclose()
+            raise
+        self.leave()
+        return QueueSender(queue)
+
+    def leave(self) -> None:
+        for connection in self.handles:
+            connection.close()
+
+
+@dataclass(frozen=True)
+class QueueReaderEnd(ReaderEnd):
+    """Attaches to the queue."""
+
+    handle: Connection
+    rank: int
+
+    async def open(self) -> QueueReceiver:
+        await readable(self.handle.fileno())
+        queue = MessageQueue.create_from_handle(self.handle.recv(), self.rank)
+        try:
+            await queue.wait_until_ready(READY_TIMEOUT_S)
+        except BaseException:
+            await queue.aclose()
+            raise
+        self.leave()
+        return QueueReceiver(queue)
+
+    def leave(self) -> None:
+        self.handle.close()
+
+
+def _line(payload: Payload, n_reader: int) -> Line:
+    pipes = [Pipe(duplex=False) for _ in range(n_reader)]
+    readers = [QueueReaderEnd(receiver, rank) for rank, (receiver, _) in enumerate(pipes)]
+    return Line(QueueWriterEnd([sender for _, sender in pipes], payload), readers)
+
+
+RIVAL = Rival("aioshm", _line, blocks=False)

@@ -1,0 +1,127 @@
+"""Each benchmark runs, reports what it should, and ends its processes; how fast anything is, is not looked at."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support import eventually
+
+ROOT = Path(__file__).parents[2]
+RIVALS = {"aioshm", "zmq.asyncio", "mp.Queue", "mp.Pipe"}
+SIZES = {"small dict", "1 MiB"}
+TIMEOUT_S = 100
+
+both_loops = pytest.mark.parametrize("loop_name", ["asyncio", "uvloop"])
+
+
+def command(benchmark: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"benchmarks.{benchmark}", *arguments]
+
+
+def run(benchmark: str, *arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        command(benchmark, "--quick", *arguments), cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+    return done.stdout
+
+
+def run_json(benchmark: str, *arguments: str) -> Any:
+    report = json.loads(run(benchmark, "--json", *arguments))
+    assert report["benchmark"] == benchmark
+    assert report["settings"] == {"repeat": 1, "seconds": 0.05, "quick": True}
+    for key in ["cpu", "usable_cpus", "system", "python", "loop", "aioshm", "pyzmq", "libzmq", "uvloop", "numpy"]:
+        assert report["machine"][key]
+    for result in report["results"]:
+        assert result["figures"]
+        for figure in result["figures"].values():
+            assert len(figure["repetitions"]) == 1
+            assert figure["min"] <= figure["median"] <= figure["max"]
+    for promise in report["promises"]:
+        assert isinstance(promise["kept"], bool)
+        assert promise.keys() == {"promise", "measured", "unit", "bound", "at_least", "kept"}
+    return report
+
+
+def measured(report: Any) -> set[tuple[str, str, int]]:
+    return {(result["case"], result["contestant"], result["readers"]) for result in report["results"]}
+
+
+@both_loops
+def test_throughput(loop_name: str) -> None:
+    report = run_json("throughput", "--loop", loop_name)
+    assert report["machine"]["loop"] == loop_name
+    assert measured(report) == {(size, rival, 1) for size in SIZES for rival in RIVALS}
+    assert all(result["figures"]["messages_per_s"]["median"] > 0 for result in report["results"])
+    assert len(report["promises"]) == 1
+
+
+def test_fanout() -> None:
+    report = run_json("fanout")
+    assert measured(report) == {(size, rival, n) for size in SIZES for rival in RIVALS for n in (1, 2)}
+
+
+@both_loops
+def test_latency(loop_name: str) -> None:
+    report = run_json("latency", "--loop", loop_name)
+    cases = {"64 B", "parking reader"} | SIZES
+    assert measured(report) == {(case, rival, 1) for case in cases for rival in RIVALS}
+    for result in report["results"]:
+        figures = {name: figure["median"] for name, figure in result["figures"].items()}
+        assert 0 < figures["p50_us"] <= figures["p99_us"] <= figures["max_us"]
+    assert len(report["promises"]) == 2
+
+
+def test_idle() -> None:
+    report = run_json("idle")
+    cases = {"idle", "idle after a burst"}
+    assert measured(report) == {(case, rival, 1) for case in cases for rival in RIVALS}
+    assert len(report["promises"]) == 4
+
+
+def test_fairness() -> None:
+    report = run_json("fairness")
+    assert measured(report) == {
+        ("idle loop", "-", 1),
+        ("busy loop, no queue", "-", 1),
+        ("saturated reader", "aioshm", 1),
+        ("saturated reader", "zmq.asyncio", 1),
+        ("reader keeps up", "aioshm", 1),
+        ("reader keeps up", "zmq.asyncio", 1),
+    }
+    assert len(report["promises"]) == 2
+
+
+def test_a_table_for_people_and_only_the_rivals_asked_for() -> None:
+    text = run("throughput", "--rivals", "aioshm", "zmq.asyncio")
+    assert "zmq.asyncio" in text
+    assert "mp.Pipe" not in text
+    assert "against zmq.asyncio (at least 5x)" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("benchmark", ["throughput", "idle"])
+def test_its_processes_end_with_it(benchmark: str, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        command(benchmark, "--seconds", "30"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            parent = psutil.Process(process.pid)
+            expected = len(RIVALS) + 1  # multiprocessing's resource tracker
+            eventually(lambda: len(parent.children()) == expected, "the start of every reader", TIMEOUT_S)
+            children = parent.children(recursive=True)
+            process.send_signal(number)
+            process.wait(TIMEOUT_S)
+            _, alive = psutil.wait_procs(children, TIMEOUT_S)
+            assert not alive
+        finally:
+            process.kill()
