@@ -153,15 +153,19 @@ class End(MessageQueue, ABC):
     # Turns and lines
 
     def _reopen(self) -> None:
-        """Begin a new turn, and open the fast path if nothing forbids it."""
+        """Open the fast path, if nothing forbids it."""
+        self._open = self._ready and not self._in_line and self._refusal is None
+
+    def _new_turn(self) -> None:
+        """Count from here: the other tasks of the loop have just had theirs."""
         self._turn = TURN_MESSAGES
         self._turn_ends_ns = monotonic_ns() + TURN_NS
-        self._open = self._ready and not self._in_line and self._refusal is None
 
     async def _yield_turn(self) -> None:
         """Let the other tasks run, if this end has had its turn."""
-        if self._turn <= 0:
+        if self._turn <= 0 or monotonic_ns() >= self._turn_ends_ns:
             await asyncio.sleep(0)
+            self._new_turn()
         self._reopen()
 
     async def _enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:

@@ -74,7 +74,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         """
         try:
             return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
             raise HandleError(f"not a handle: {error}") from None
 
     def check(self) -> None:

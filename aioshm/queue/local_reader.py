@@ -220,8 +220,11 @@ class LocalReader(End):
             ):
                 return self._decode(slot.chunk[:size], ())
             return self._take_unusual(slot, kind, code, n_buffers, seq, size)
-        finally:
-            self._release(at)
+        finally:  # what _release does, without the call
+            self._published_ns = at
+            self._turn = self._turn - 1 if monotonic_ns() < self._turn_ends_ns else 0
+            if ring.release():
+                self._wake_writer()
 
     def _take_unusual(self, slot: Slot, kind: int, code: int, n_buffers: int, seq: int, size: int) -> Any:
         if seq != self._seq:
@@ -254,8 +257,11 @@ class LocalReader(End):
             self._published_ns = published_ns
         self._turn = self._turn - 1 if monotonic_ns() < self._turn_ends_ns else 0
         if self._ring.release():
-            self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
-            self._lifeline.ring()
+            self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
+        self._lifeline.ring()
 
     def _is_marker(self, slot: Slot, seq: int) -> bool:
         return seq == self._seq and slot.header[SECRET] == self._lifeline.welcome.secret
@@ -289,9 +295,10 @@ class LocalReader(End):
                 raise gone()
             stall = None if indefinite else self._stall(self._report_writer)
             try:
-                await self._poller.wait(
+                if await self._poller.wait(
                     self._may_go_on, self._seq, self._published_ns, deadline=deadline, cancel=cancel, stall=stall
-                )
+                ):
+                    self._new_turn()
             except TimeoutError:
                 raise TimeoutError(f"{self!r}: message {self._seq} did not come in time") from None
 

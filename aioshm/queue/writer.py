@@ -220,13 +220,14 @@ class Writer(End):
     async def _wait_for_slot(self, deadline: float | None) -> None:
         assert self._poller is not None
         try:
-            await self._poller.wait(
+            if await self._poller.wait(
                 self._may_go_on,
                 self._ring.seq,
                 self._published_ns,
                 deadline=deadline,
                 stall=self._stall(self._report_laggards),
-            )
+            ):
+                self._new_turn()
         except TimeoutError:
             raise TimeoutError(f"{self!r}: no slot became free: {self._roster.laggards()}") from None
 

@@ -20,9 +20,12 @@ class Slot:
         flags: The written flag, then one flag per reader.
         header: The slot's 64-byte header.
         chunk: Room for a message.
+        next: The slot that comes after this one, the first after the last.
     """
 
-    __slots__ = ("chunk", "flags", "header", "reader_flags")
+    __slots__ = ("chunk", "flags", "header", "next", "reader_flags")
+
+    next: Slot
 
     def __init__(self, layout: Layout, view: memoryview, index: int) -> None:
         start = layout.flags(index)
@@ -45,9 +48,9 @@ class _Cursor:
     def __init__(self, layout: Layout, view: memoryview) -> None:
         self.layout = layout
         self.seq = 0  # of the next message
-        self._index = 0
-        self._last = layout.max_chunks - 1
         self._slots = [Slot(layout, view, index) for index in range(layout.max_chunks)]
+        for slot, following in zip(self._slots, [*self._slots[1:], self._slots[0]], strict=True):
+            slot.next = following
         self._slot = self._slots[0]
         # memory_fence() inline, at half of its cost. Nobody else has this lock; it is not waited for because an
         # exception that a signal handler raises between the two calls leaves it taken, and release() alone is a fence.
@@ -111,8 +114,7 @@ class RingWriter(_Cursor):
         slot.reader_flags[:] = self._unread
         slot.flags[0] = 1  # last: readers may look the moment this is visible
         self.seq = self._count[0] = self.seq + 1
-        self._index = index = self._index + 1 if self._index < self._last else 0
-        self._slot = self._slots[index]
+        self._slot = slot.next
         fence = self._fence
         fence.acquire(False)
         fence.release()
@@ -178,10 +180,10 @@ class RingReader(_Cursor):
 
     def release(self) -> bool:
         """Finish with the slot; return whether the writer is parked and has to be woken."""
-        self._slot.flags[self._flag] = 1
+        slot = self._slot
+        slot.flags[self._flag] = 1
         self.seq = self._count[0] = self.seq + 1
-        self._index = index = self._index + 1 if self._index < self._last else 0
-        self._slot = self._slots[index]
+        self._slot = slot.next
         fence = self._fence
         fence.acquire(False)
         fence.release()

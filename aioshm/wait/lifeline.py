@@ -24,6 +24,8 @@ logger = logging.getLogger("aioshm.lifeline")
 
 HELLO_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64
+"""Connections that have not greeted yet; one more, and the oldest is dropped."""
+
 _ACCEPT_PAUSE_S = 0.2  # after a failed accept, where the socket stays readable
 
 
@@ -163,13 +165,16 @@ class LifelineListener:
             )
             return
         sock.setblocking(False)
-        strangers = sum(1 for connection in self._connections.values() if connection.peer is None)
         pid, uid = peer_credentials(sock)
-        if uid != os.geteuid() or strangers >= MAX_STRANGERS:
-            logger.debug("refused a connection of uid %d (pid %d, %d strangers)", uid, pid, strangers)
+        if uid != os.geteuid():
+            logger.debug("refused a connection of uid %d (pid %d)", uid, pid)
             sock.close()
             return
-        self._connections[sock] = _Connection(self, self._loop, self._host, sock, pid)
+        strangers = [connection for connection in self._connections.values() if connection.peer is None]
+        if len(strangers) >= MAX_STRANGERS:
+            strangers[0].close()  # the oldest: a reader greets at once, so it is none
+        self._connections[sock] = connection = _Connection(self, self._loop, self._host, sock, pid)
+        connection.read()  # a reader's greeting came with it
 
     def check(self, hello: Hello) -> None:
         protocol.check_hello(hello, VERSION, self._queue_id, self._token)
@@ -199,7 +204,7 @@ class _Connection:
         self._bell: Bell | None = None
         self.peer: Peer | None = None
         self._deadline = loop.call_later(HELLO_TIMEOUT_S, self.close)
-        loop.add_reader(sock.fileno(), self._readable)
+        loop.add_reader(sock.fileno(), self.read)
 
     def close(self, goodbye: bool = False) -> None:
         if self._sock.fileno() < 0:
@@ -214,7 +219,7 @@ class _Connection:
         if self._bell is not None:
             self._bell.close()
 
-    def _readable(self) -> None:
+    def read(self) -> None:
         try:
             data = self._sock.recv(protocol.MAX_GREETING_BYTES)
         except BlockingIOError:

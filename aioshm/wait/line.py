@@ -31,12 +31,14 @@ async def settle(
         TimeoutError: The deadline has passed.
         QueueCancelled: ``cancel`` is set.
     """
+    if cancel is not None and cancel.is_set() and not any(future.done() for future in futures):
+        raise QueueCancelled("the cancel event is set")
     watcher = None if cancel is None else asyncio.ensure_future(cancel.wait())
     awaited: set[asyncio.Future[object]] = {*futures} if watcher is None else {*futures, watcher}  # type: ignore[arg-type]
     try:
         while not any(future.done() for future in futures):
             now = monotonic()
-            if cancel is not None and cancel.is_set():
+            if watcher is not None and watcher.done():  # however soon the event was cleared again
                 raise QueueCancelled("the cancel event is set")
             if deadline is not None and now >= deadline:
                 raise TimeoutError

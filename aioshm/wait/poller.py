@@ -20,6 +20,9 @@ from aioshm.wait.predictor import Predictor
 INLINE_SPIN_NS = 20_000
 """How long a spin holds the event loop before it lets other tasks run between its looks."""
 
+SPIN_ROUND_NS = 1_000_000_000
+"""How often a spin that never gives up looks whether a report is due."""
+
 _LOOKS = 8  # between two readings of the clock
 
 
@@ -71,6 +74,7 @@ class Poller:
         self._predictor = predictor
         self._mode = mode
         self._sleeper: asyncio.Future[None] | None = None
+        self._yielded = False
         self.stats = WaitStats()
 
     def wake(self) -> None:
@@ -88,8 +92,10 @@ class Poller:
         deadline: float | None = None,
         cancel: asyncio.Event | None = None,
         stall: Stall | None = None,
-    ) -> None:
-        """Return as soon as ``look()`` is true. One wait at a time; cancelling it leaves nothing behind.
+    ) -> bool:
+        """Return as soon as ``look()`` is true: whether the loop's other tasks have run meanwhile.
+
+        One wait at a time; cancelling it leaves nothing behind.
 
         Args:
             look: Cheap, without side effects.
@@ -103,21 +109,36 @@ class Poller:
             TimeoutError: The deadline has passed.
             QueueCancelled: ``cancel`` is set.
         """
+        self._yielded = False
         if look():
-            return
-        if self._mode == "adaptive":
-            budget = self._predictor.budget_ns(count, at_ns)
-            if budget:
-                hit = await self._spin(look, monotonic_ns() + budget, deadline, cancel)
-                self._predictor.spun(hit)
-                if hit:
-                    return
-        elif self._mode == "spin":
-            while not await self._spin(look, monotonic_ns() + 1_000_000_000, deadline, cancel):
+            return False
+        if not await self._spin_first(look, count, at_ns, deadline, cancel, stall):
+            await self._park(look, deadline, cancel, stall)
+        return self._yielded
+
+    async def _spin_first(
+        self,
+        look: Callable[[], object],
+        count: int,
+        at_ns: int,
+        deadline: float | None,
+        cancel: asyncio.Event | None,
+        stall: Stall | None,
+    ) -> bool:
+        """Spin as the mode wants it; return whether that was enough."""
+        if self._mode == "park":
+            return False
+        if self._mode == "spin":
+            while not await self._spin(look, monotonic_ns() + SPIN_ROUND_NS, deadline, cancel):
                 if stall is not None:
                     stall.check(monotonic())
-            return
-        await self._park(look, deadline, cancel, stall)
+            return True
+        budget_ns = self._predictor.budget_ns(count, at_ns)
+        if not budget_ns:
+            return False
+        hit = await self._spin(look, monotonic_ns() + budget_ns, deadline, cancel)
+        self._predictor.spun(hit)
+        return hit
 
     async def _spin(
         self,
@@ -141,6 +162,7 @@ class Poller:
                 if now >= until_ns:
                     return False
                 if now >= inline_until:
+                    self._yielded = True
                     await asyncio.sleep(0)
         finally:
             stats.spin_ns += monotonic_ns() - began
@@ -152,7 +174,9 @@ class Poller:
         cancel: asyncio.Event | None,
         stall: Stall | None,
     ) -> None:
-        cancelled = None if cancel is None else self._loop.create_task(_until_set(cancel, self.wake))
+        cancelled = None if cancel is None else self._loop.create_task(cancel.wait())
+        if cancelled is not None:
+            cancelled.add_done_callback(lambda _: self.wake())
         try:
             while True:
                 self._sleeper = sleeper = self._loop.create_future()
@@ -162,10 +186,13 @@ class Poller:
                     return
                 now = monotonic()
                 _give_up(now, deadline, cancel)
+                if cancelled is not None and cancelled.done():
+                    raise QueueCancelled("the cancel event was set")  # however soon it was cleared again
                 if stall is not None:
                     stall.check(now)
                 alarm = self._alarm(now, deadline, stall)
                 self.stats.parks += 1
+                self._yielded = True
                 try:
                     await sleeper
                 finally:
@@ -192,8 +219,3 @@ def _give_up(now: float, deadline: float | None, cancel: asyncio.Event | None) -
         raise QueueCancelled("the cancel event is set")
     if deadline is not None and now >= deadline:
         raise TimeoutError
-
-
-async def _until_set(cancel: asyncio.Event, wake: Callable[[], None]) -> None:
-    await cancel.wait()
-    wake()

@@ -3,7 +3,7 @@
 A sleep costs a kernel wake-up, tens of microseconds on virtual machines; a spin costs the core for as long as it
 lasts. So an end spins while messages come faster than about two wake-ups apart, and parks otherwise. Two ends that
 answer each other and both park see each other two wake-ups apart for ever, although spinning they would be far
-closer: so the first waits always try a spin, and only spins that keep failing switch it off.
+closer: so the first waits always try a spin, only spins that keep failing switch it off, and even then a few go on.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ HOT_GAP_NS = 4 * WAKE_UP_NS
 """Messages further apart than this are not worth a spin."""
 
 FAILURES = 3
-"""So many spins in vain in a row, and only every `PROBE`-th wait still tries one."""
+"""After so many spins in vain in a row, waits park."""
 
 PROBE = 64
+"""Every so many waits one spins whatever is expected, or two ends that park would never find out how close they are."""
 
 _WEIGHT = 0.25  # of the newest gap in the running mean
 
@@ -52,18 +53,16 @@ class Predictor:
         passed = count - self._count
         if passed > 0:
             if self._count:
-                gap = (at_ns - self._at_ns) / passed
+                # Clipped: one pause says no more than that this one message was late.
+                gap = min((at_ns - self._at_ns) / passed, 2 * HOT_GAP_NS)
                 self._gap_ns += _WEIGHT * (gap - self._gap_ns)
                 if gap < HOT_GAP_NS / 4:  # a burst has begun: follow at once, a stale mean would park through it
                     self._gap_ns = min(self._gap_ns, gap)
                     self._failures = 0
             self._count, self._at_ns = count, at_ns
         self._waits += 1
-        if self._gap_ns > HOT_GAP_NS:
-            return 0
-        if self._failures >= FAILURES and self._waits % PROBE:
-            return 0
-        return SPIN_NS
+        promising = self._gap_ns <= HOT_GAP_NS and self._failures < FAILURES
+        return SPIN_NS if promising or self._waits % PROBE == 0 else 0
 
     def spun(self, hit: bool) -> None:
         """Learn whether the spin that `budget_ns` granted ended with a message."""

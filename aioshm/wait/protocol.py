@@ -73,6 +73,9 @@ _encode = msgspec.msgpack.encode
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 _answer_decoder: msgspec.msgpack.Decoder[Welcome | Refusal] = msgspec.msgpack.Decoder(Welcome | Refusal)
 
+# What msgspec raises on arbitrary bytes: besides its own errors, those of UTF-8 and of nesting without end.
+_GARBAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 
 def pack(greeting: Hello | Welcome | Refusal) -> bytes:
     """Return a greeting as it goes over the wire."""
@@ -107,7 +110,7 @@ def unpack_hello(body: bytes) -> Hello:
     """
     try:
         return _hello_decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except _GARBAGE as error:
         raise HandleError(f"undecodable greeting: {error}") from None
 
 
@@ -119,7 +122,7 @@ def unpack_answer(body: bytes) -> Welcome:
     """
     try:
         answer = _answer_decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except _GARBAGE as error:
         raise HandleError(f"undecodable answer from the writer: {error}") from None
     if isinstance(answer, Refusal):
         raise HandleError(f"the writer refused this reader: {answer.reason}")
