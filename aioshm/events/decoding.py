@@ -139,9 +139,7 @@ class BatchDecoder:
 
 
 def decode_event(raw: msgspec.Raw | bytes) -> KVEvent:
-    """Return the event in ``raw``, which must be well-formed msgpack; never raises for what the event
-    says.
-    """
+    """Return the event in ``raw``, well-formed msgpack; never raises for what the event says."""
     event: KVEvent | None = _attempt(_array_event, raw)
     if event is not None:
         return event
@@ -162,7 +160,14 @@ def _from_anything(data: Any, raw: msgspec.Raw | bytes) -> KVEvent:
         if isinstance(tag, str) and _FIRST_LENGTHS.get(tag) == len(data):
             first = _attempt(_first_event, raw)
             if isinstance(first, _FirstStored):
-                return BlockStored(*astuple(first), None)
+                return BlockStored(
+                    first.block_hashes,
+                    first.parent_block_hash,
+                    first.token_ids,
+                    first.block_size,
+                    first.lora_id,
+                    None,
+                )
             if first is not None:
                 return BlockRemoved(first.block_hashes, None)
     elif isinstance(data, dict):

@@ -21,9 +21,7 @@ ENCODINGS = ("array", "map")
 
 
 class _StoredHead(msgspec.Struct, array_like=True, gc=False, tag="BlockStored"):
-    """A ``BlockStored`` that ends after the sixth field: msgspec writes it in one go, where trimming would
-    not.
-    """
+    """A ``BlockStored`` that ends after the sixth field, which msgspec writes in one go."""
 
     block_hashes: Any
     parent_block_hash: Any

@@ -53,9 +53,7 @@ def for_rank(endpoint: str, rank: int) -> str:
 
 
 def publisher_binds(endpoint: str) -> bool:
-    """Tell whether a publisher binds here by the field's rule: wildcards, ``::``, ipc and inproc; others
-    connect.
-    """
+    """Tell whether a publisher binds here by the field's rule: wildcards, ``::``, ipc and inproc."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 

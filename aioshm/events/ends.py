@@ -112,7 +112,7 @@ class PublisherEnds:
         open_to_all = [endpoint for endpoint in endpoints if endpoint is not None and is_wildcard(endpoint)]
         if open_to_all:
             logger.warning(
-                "events are published on every interface without encryption (%s): pass curve=, or bind one address",
+                "events are published on every interface, unencrypted (%s): pass curve=, or bind one address",
                 ", ".join(open_to_all),
             )
 

@@ -37,8 +37,7 @@ class EventPublisherFactory:
 
     @classmethod
     def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
-        """Let configurations name ``ctor``; it is called with ``data_parallel_rank`` and the configuration's
-        fields.
+        """Let configurations name ``ctor``, called with ``data_parallel_rank`` and their fields.
 
         Raises:
             KeyError: The name is taken.

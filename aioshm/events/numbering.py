@@ -1,6 +1,4 @@
-"""One publisher's numbers: which comes next, and whether an old number is a copy or a new publisher. No
-I/O.
-"""
+"""One publisher's numbers: which comes next, and is an old one a copy or a new publisher? No I/O."""
 
 from __future__ import annotations
 

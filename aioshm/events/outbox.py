@@ -19,9 +19,7 @@ OVERFLOWS = ("drop", "raise")
 
 
 class Ticket(NamedTuple):
-    """What ``put`` says: the number given, whether the batch was kept, whether somebody must wake the
-    sender.
-    """
+    """What ``put`` says: the number given, whether it was kept, whether to wake the sender."""
 
     seq: int
     kept: bool
@@ -54,9 +52,7 @@ class Outbox:
         return len(self._waiting)
 
     def waiting_before(self, seq: int) -> int:
-        """Return how many batches with a number below ``seq`` wait to be sent (at most: dropped ones may
-        count).
-        """
+        """Return how many batches with a number below ``seq`` wait; dropped ones may count."""
         with self._lock:
             if not self._waiting:
                 return 0

@@ -10,9 +10,7 @@ import warnings
 from contextlib import suppress
 from types import TracebackType
 
-import zmq
-
-from aioshm.errors import CodecError, RoleError
+from aioshm.errors import RoleError
 from aioshm.events import wire
 from aioshm.events.base import EventPublisher, PublisherClosed
 from aioshm.events.config import (
@@ -29,15 +27,14 @@ from aioshm.events.messages import EventBatch
 from aioshm.events.outbox import Outbox, Overflow
 from aioshm.events.replay_buffer import ReplayBuffer
 from aioshm.events.replay_server import ReplayServer
-from aioshm.events.sockets import CurveKeys, LogLimiter
+from aioshm.events.sender import Sender
+from aioshm.events.sockets import CurveKeys
 from aioshm.events.stats import PublisherStats
 
 logger = logging.getLogger("aioshm.events")
 
 # How long the sender works before it lets the loop do something else.
 _SLICE_S = 0.0005
-_REPLAY_POLL_S = 0.002
-_MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
 class ZmqEventPublisher(EventPublisher):
@@ -97,25 +94,22 @@ class ZmqEventPublisher(EventPublisher):
             raise ValueError(f"replay_format must be one of {wire.REPLAY_FORMATS}, not {replay_format!r}")
         if hwm < 0:
             raise ValueError(f"hwm must not be negative, not {hwm}")
-        self._encoder = BatchEncoder(encoding)
+        encoder = BatchEncoder(encoding)
         self._outbox = Outbox(max_queue_size, overflow)
-        self._buffer = ReplayBuffer(buffer_steps)
-        self._topic = topic.encode()
-        self._sent = 0
-        self._unencodable = 0
-        self._overflowed = False
+        buffer = ReplayBuffer(buffer_steps)
+        topic_frame = topic.encode()
         self._abandoned_from = wire.MAX_SEQ
-        self._limiter = LogLimiter(10.0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
         self._turns: list[asyncio.Future[None]] = []
         self._ends = PublisherEnds(
             data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve
         )
+        self._sender = Sender(self._outbox, encoder, buffer, self._ends, topic_frame, data_parallel_rank)
         self._server: ReplayServer | None = None
         if self._ends.replay is not None:
             where = self._ends.replay_endpoint or ""
-            self._server = ReplayServer(self._ends.replay, self._buffer, self._topic, replay_format, where)
+            self._server = ReplayServer(self._ends.replay, buffer, topic_frame, replay_format, where)
         self._config = KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
@@ -158,7 +152,8 @@ class ZmqEventPublisher(EventPublisher):
             raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
         if self._thread_id != threading.get_ident():
             self._attach_to_loop(required=True)
-        self._enqueue(events)
+        if self._sender.put(events):
+            self._wake()
 
     async def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published so far has been handed to ZeroMQ.
@@ -196,8 +191,8 @@ class ZmqEventPublisher(EventPublisher):
             self._closed = True
             with suppress(TimeoutError):  # ``_stop`` says what is left
                 await self._wait_sent(timeout)
-            while self._server is not None and self._server.busy and time.monotonic() < deadline:
-                await asyncio.sleep(_REPLAY_POLL_S)
+            if self._server is not None:
+                await self._server.wait_idle(max(0.0, deadline - time.monotonic()))
             linger = max(0.0, deadline - time.monotonic())
         finally:
             released = self._stop(linger)
@@ -212,7 +207,7 @@ class ZmqEventPublisher(EventPublisher):
         if self._closed:
             return
         self._closed = True
-        self._drain_until(time.perf_counter() + CLOSE_TIMEOUT_S)
+        self._sender.send_until(time.perf_counter() + CLOSE_TIMEOUT_S)
         self._stop(CLOSE_TIMEOUT_S)
 
     def stats(self) -> PublisherStats:
@@ -220,10 +215,10 @@ class ZmqEventPublisher(EventPublisher):
         server = self._server
         return PublisherStats(
             published=self._outbox.published,
-            sent=self._sent,
+            sent=self._sender.sent,
             queued=len(self._outbox),
             dropped=self._outbox.dropped,
-            unencodable=self._unencodable,
+            unencodable=self._sender.unencodable,
             replay_requests=server.requests if server else 0,
             replayed=server.replayed if server else 0,
             malformed_requests=server.malformed if server else 0,
@@ -251,20 +246,7 @@ class ZmqEventPublisher(EventPublisher):
             self._closed = True
             self._stop(0.0)
 
-    # Numbering and sending
-
-    def _enqueue(self, batch: EventBatch) -> None:
-        """Queue and wake the sender; from any thread if ``_wake`` can be called there."""
-        ticket = self._outbox.put(batch)
-        if not ticket.kept and not self._overflowed:
-            self._overflowed = True
-            logger.warning(
-                "publisher %s: %d batches wait to be sent, batch %d and maybe later ones are dropped; "
-                "their numbers stay unused, so subscribers see the gap",
-                self.endpoint, len(self._outbox), ticket.seq,
-            )  # fmt: skip
-        if ticket.wake:
-            self._wake()
+    # Sending
 
     def _wake(self) -> None:
         assert self._loop is not None
@@ -275,7 +257,7 @@ class ZmqEventPublisher(EventPublisher):
         if self._stopped:
             return
         assert self._loop is not None
-        if not self._drain_until(time.perf_counter() + _SLICE_S):
+        if not self._sender.send_until(time.perf_counter() + _SLICE_S):
             self._loop.call_soon(self._drain)
         self._end_turns()
 
@@ -285,44 +267,6 @@ class ZmqEventPublisher(EventPublisher):
         for turn in turns:
             if not turn.done() and not turn.get_loop().is_closed():
                 turn.set_result(None)
-
-    def _drain_until(self, deadline: float) -> bool:
-        """Send until the deadline (``perf_counter``); True if nothing is left."""
-        while True:
-            item = self._outbox.take()
-            if item is None:
-                return True
-            self._send(*item)
-            if time.perf_counter() > deadline:
-                return False
-
-    def _send(self, seq: int, batch: EventBatch | None) -> None:
-        if batch is None:
-            batch = EventBatch(time.time(), [])
-        try:
-            payload = self._encoder.encode(batch, self._data_parallel_rank)
-        except CodecError as error:
-            self._unencodable += 1
-            self._complain("publisher %s: batch %d is lost: %s (%d others)", seq, error)
-            return
-        # Buffer first: whoever sees the live message and asks for its predecessors must find it there.
-        self._buffer.append(seq, payload)
-        self._outbox.sent(seq)
-        pub = self._ends.pub
-        try:
-            pub.send(self._topic, _MORE)
-            pub.send(wire.pack_seq(seq), _MORE)
-            pub.send(payload, zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # the context was ended by somebody else
-            self._outbox.dropped += 1
-            self._complain("publisher %s: batch %d cannot be sent: %s (%d others)", seq, error)
-        else:
-            self._sent += 1
-
-    def _complain(self, text: str, seq: int, error: Exception) -> None:
-        held_back = self._limiter.admit()
-        if held_back is not None:
-            logger.error(text, self.endpoint, seq, error, held_back)
 
     async def _wait_sent(self, timeout: float | None) -> None:
         assert self._loop is not None

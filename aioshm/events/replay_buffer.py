@@ -41,9 +41,7 @@ class ReplayBuffer:
             self._count -= len(self._chunks.popleft())
 
     def since(self, start: int) -> Iterator[Entry]:
-        """Return what the buffer holds now of the batches from ``start`` on; later appends do not change
-        it.
-        """
+        """Return what the buffer holds now from ``start`` on; later appends do not change it."""
         chunks = list(self._chunks)
         if not chunks:
             return iter(())

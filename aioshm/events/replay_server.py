@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 
 import zmq
 
@@ -86,6 +87,7 @@ class ReplayServer:
         self._watch: Watch | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._again = False
+        self._idle = asyncio.Event()
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
 
@@ -93,6 +95,14 @@ class ReplayServer:
     def busy(self) -> bool:
         """Whether somebody still waits for the rest of an answer."""
         return bool(self._ready or self._blocked)
+
+    async def wait_idle(self, timeout: float) -> None:
+        """Wait until everybody has been answered, or ``timeout`` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.busy:
+                    self._idle.clear()
+                    await self._idle.wait()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Serve on ``loop`` from now on."""
@@ -117,9 +127,7 @@ class ReplayServer:
             self._run()
 
     def _run(self) -> None:
-        """Take requests and send for one slice of time; whatever is left continues on the next turn of the
-        loop.
-        """
+        """Take requests and send for one slice of time; the rest continues on the loop's next turn."""
         assert self._loop is not None
         if self._retry is not None:
             self._retry.cancel()
@@ -134,7 +142,9 @@ class ReplayServer:
             if not self._again:
                 self._again = True
                 self._loop.call_soon(self._run_again)
-        elif self._blocked:
+        elif not self._blocked:
+            self._idle.set()
+        else:
             # Room for one client can be noticed while another is served, and then the descriptor stays
             # silent.
             self._retry = self._loop.call_later(_RETRY_S, self._run)

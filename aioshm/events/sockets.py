@@ -91,9 +91,7 @@ def open_socket(
     hwm: int,
     curve: CurveKeys | None,
 ) -> zmq.Socket[bytes]:
-    """Make a socket for ``endpoint`` that neither binds nor connects yet and forgets everything when
-    closed.
-    """
+    """Make a socket for ``endpoint`` that is not bound or connected yet and forgets all when closed."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, hwm)
@@ -166,9 +164,7 @@ class Watch:
 
 
 class Monitor:
-    """What a socket says about its connections: read it without waiting, before trusting what the socket
-    received.
-    """
+    """What a socket says about its connections: read it before trusting what the socket received."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.reconnects = 0

@@ -261,7 +261,10 @@ class EventSource:
         self._replay_failures += 1
         allowed = 1 if self._replay_silent else REPLAY_ATTEMPTS
         if self._attempts >= allowed:
-            reason = f"{self._replay_endpoint} did not answer {self._attempts} times within {self._replay_timeout} s"
+            reason = (
+                f"{self._replay_endpoint} did not answer {self._attempts} times "
+                f"within {self._replay_timeout} s"
+            )
             self._attempts = 0
             if not self._replay_silent:
                 logger.warning("subscriber %s: replay: %s", self.endpoint, reason)

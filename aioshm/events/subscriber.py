@@ -107,9 +107,7 @@ class EventSubscriber:
 
     @property
     def endpoints(self) -> list[str]:
-        """The addresses really in use, in the order given; those of ports that were bound once reading has
-        begun.
-        """
+        """The addresses in use, in the order given; bound ports are known once reading has begun."""
         return [source.endpoint for source in self._sources] or [pair[0] for pair in self._pairs]
 
     def open(self) -> None:
@@ -202,9 +200,7 @@ class EventSubscriber:
         )
 
     async def aclose(self) -> None:
-        """Close the sockets; iterations end, and what was not read is dropped. Calling it again does
-        nothing.
-        """
+        """Close the sockets; iterations end, what was not read is dropped; idempotent."""
         self._closed = True
         self._close_sources()
         self._inbox.wake()

@@ -38,7 +38,8 @@ class _HostedPublisher(ZmqEventPublisher):
     """A ``ZmqEventPublisher`` whose ``enqueue`` may be called from any thread."""
 
     def enqueue(self, batch: EventBatch) -> None:
-        self._enqueue(batch)
+        if self._sender.put(batch):
+            self._wake()
 
     def _wake(self) -> None:
         assert self._loop is not None
