@@ -127,6 +127,7 @@ def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> asyncio.Future[None] 
     done: asyncio.Future[None] = loop.create_future()
 
     def finish() -> None:
+        thread.join()  # this callback was the last thing it did
         if not done.done():
             done.set_result(None)
 
@@ -137,5 +138,6 @@ def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> asyncio.Future[None] 
         except RuntimeError:  # the loop was closed meanwhile: nobody waits any more
             logger.debug("an event loop was closed before its publisher's context ended")
 
-    threading.Thread(target=work, name="aioshm-events-close", daemon=True).start()
+    thread = threading.Thread(target=work, name="aioshm-events-close", daemon=True)
+    thread.start()
     return done

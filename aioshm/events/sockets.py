@@ -7,6 +7,7 @@ called must read until there is nothing left, or come back by itself (``zmq_gets
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def open_socket(
 
 
 def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
-    """Bind or connect, and return the endpoint that it really is; on failure the socket is closed.
+    """Bind or connect, and return the endpoint that it really is.
 
     Raises:
         OSError: The address is taken, forbidden or malformed; the text names it.
@@ -126,9 +127,8 @@ def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
         socket.bind(endpoint)
         actual = socket.getsockopt(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
-        socket.close()
         verb = "bind" if bind else "connect to"
-        raise OSError(error.errno, f"cannot {verb} {endpoint}: {error.strerror}") from error
+        raise OSError(error.errno, f"cannot {verb} {endpoint}: {os.strerror(error.errno or 0)}") from error
     return actual.rstrip(b"\0").decode() if isinstance(actual, bytes) else endpoint
 
 

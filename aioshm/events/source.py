@@ -77,6 +77,7 @@ class EventSource:
         self._attempts = 0
         self._replay_silent = False
         self._timer: asyncio.TimerHandle | None = None
+        self._overdue: float | None = None
         self._quiet_checks = 0
 
         self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve)
@@ -86,9 +87,11 @@ class EventSource:
             self.endpoint = attach(self._sub, endpoint, bind=bind)
         except OSError:
             self._monitor.close()
+            self._sub.close()
             raise
         self._tracker = SourceTracker(self.endpoint, start, can_replay=replay_endpoint is not None)
-        self._watches = [Watch(loop, socket, self._run) for socket in (self._sub, self._monitor.pair)]
+        self._sub_watch = Watch(loop, self._sub, self._run)
+        self._monitor_watch = Watch(loop, self._monitor.pair, self._run)
 
     def stats(self) -> SubscriberStats:
         """Return this source's counters."""
@@ -111,17 +114,26 @@ class EventSource:
         if self._paused:
             self._paused = False
             self._asked_at = self._loop.time()  # the publisher could not have sent while nobody read
-            self._come_back()
+            self._monitor_watch.resume()
+            self._sub_watch.resume()
+            if self._dealer_watch is not None:
+                self._dealer_watch.resume()
 
     def close(self) -> None:
         """Close the sockets and forget what was not delivered."""
-        self._paused = True
-        for watch in self._watches:
-            watch.pause()
-        self._set_timer(None)
+        self._pause()
         self._end_request()
         self._monitor.close()
         self._sub.close(linger=0)
+
+    def _pause(self) -> None:
+        """Leave every socket alone; one that is watched but not read would wake the loop for ever."""
+        self._paused = True
+        self._set_timer(None)
+        self._sub_watch.pause()
+        self._monitor_watch.pause()
+        if self._dealer_watch is not None:
+            self._dealer_watch.pause()
 
     # The loop calls
 
@@ -159,7 +171,9 @@ class EventSource:
             return True
         self._read_monitor()
         if self._tracker.asking is None:
+            self._sub_watch.resume()
             return self._read_live()
+        self._sub_watch.pause()
         if self._dealer is None:
             self._request()
         return self._read_reply()
@@ -173,8 +187,7 @@ class EventSource:
                 self._delivered += 1
                 self._replayed += delivery.replayed
             if not self._deliver(delivery):
-                self._paused = True
-                self._set_timer(None)
+                self._pause()
                 return True
         return False
 
@@ -216,9 +229,9 @@ class EventSource:
         dealer = open_socket(
             self._context, zmq.DEALER, self._replay_endpoint, bind=False, hwm=_REPLY_HWM, curve=self._curve
         )
+        self._dealer = dealer
         attach(dealer, self._replay_endpoint, bind=False)
         dealer.send_multipart(wire.request(start), zmq.NOBLOCK)
-        self._dealer = dealer
         self._dealer_watch = Watch(self._loop, dealer, self._run)
         self._asked_at = self._loop.time()
 
@@ -275,27 +288,35 @@ class EventSource:
     # Time
 
     def _arm(self) -> None:
-        """Set the one timer: for an answer that does not come, or for a publisher that says nothing."""
+        """Set when something is overdue: an answer, or a word from a publisher."""
         if self._tracker.asking is not None:
-            self._set_timer(max(0.0, self._asked_at + self._replay_timeout - self._loop.time()))
+            self._overdue = self._asked_at + self._replay_timeout
         elif self._check_interval is not None:
-            self._set_timer(min(CHECK_MAX_S, self._check_interval * 2 ** min(self._quiet_checks, 16)))
+            pause = min(CHECK_MAX_S, self._check_interval * 2 ** min(self._quiet_checks, 16))
+            self._overdue = self._loop.time() + pause
         else:
-            self._set_timer(None)
+            self._overdue = None
+            return
+        # The timer is left alone if it is early, and asks again: setting it anew for every message is dear.
+        if self._timer is None or self._timer.when() > self._overdue:
+            self._set_timer(self._overdue)
 
-    def _set_timer(self, delay: float | None) -> None:
+    def _set_timer(self, when: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if delay is not None:
-            self._timer = self._loop.call_later(delay, self._tick)
+        self._timer = None if when is None else self._loop.call_at(when, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
+        if self._overdue is None or self._paused:
+            return
+        if self._loop.time() < self._overdue:
+            self._set_timer(self._overdue)
+            return
         if self._tracker.asking is None:
             self._quiet_checks += 1
             self._tracker.check()
-        elif self._loop.time() >= self._asked_at + self._replay_timeout:
+        else:
             self._replay_overdue()
         self._run()
 
