@@ -276,7 +276,8 @@ class ZmqEventPublisher(EventPublisher):
             turn: asyncio.Future[None] = self._loop.create_future()
             self._turns.append(turn)
             try:
-                # Not ``wait_for``: before 3.12 it swallows a cancellation that comes together with the result.
+                # Not ``wait_for``: before 3.12 it swallows a cancellation that comes together with the
+                # result.
                 async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
                     await turn
             except TimeoutError:

@@ -121,6 +121,8 @@ class EventSource:
 
     def close(self) -> None:
         """Close the sockets and forget what was not delivered."""
+        if self._sub.closed:
+            return
         self._pause()
         self._end_request()
         self._monitor.close()

@@ -194,8 +194,7 @@ class SourceTracker:
             if len(of_rank) == 1:
                 return of_rank[0]
         elif (None, rank) in self._streams:
-            stream = self._streams.pop((None, rank))
-            stream.source = Source(self._endpoint, *key)
+            stream = self._streams.pop((None, rank))  # its source stays as it is: consumers know it by that
         if stream is None:
             first = message.seq if self._start == "live" else self._start or 0
             stream = _Stream(Source(self._endpoint, *key), Numbering(first))

@@ -1,4 +1,5 @@
-"""Every async test runs on asyncio and on uvloop, and none leaves a task, a thread or an open socket behind."""
+"""Every async test runs on asyncio and on uvloop, and none leaves a task, a thread or an open socket
+behind."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import pytest
 import pytest_asyncio
 import uvloop
 
@@ -24,7 +24,9 @@ ANY = "tcp://127.0.0.1:0"
 PATIENCE_S = 20.0
 
 
-def pytest_asyncio_loop_factories(config: Any, item: Any) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+def pytest_asyncio_loop_factories(
+    config: Any, item: Any
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
@@ -73,7 +75,9 @@ async def ends(nothing_left: None) -> AsyncIterator[Ends]:
 
 def batch(number: int, events: int = 1) -> EventBatch:
     """Return a batch that says which one it is."""
-    return EventBatch(float(number), [BlockStored([number * 1000 + i], None, [i], 1, None, "GPU") for i in range(events)])
+    return EventBatch(
+        float(number), [BlockStored([number * 1000 + i], None, [i], 1, None, "GPU") for i in range(events)]
+    )
 
 
 def removed(number: int) -> EventBatch:

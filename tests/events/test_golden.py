@@ -1,7 +1,8 @@
 """Frames recorded from the real publishers of every schema generation of vLLM.
 
-``golden.json`` was recorded by loading ``vllm/distributed/kv_events.py`` of each version from its wheel, publishing the
-same events through its own ``ZmqEventPublisher`` (topic ``kv``) and storing what its PUB and replay sockets sent.
+``golden.json`` was recorded by loading ``vllm/distributed/kv_events.py`` of each version from its wheel,
+publishing the same events through its own ``ZmqEventPublisher`` (topic ``kv``) and storing what its PUB and
+replay sockets sent.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
-from aioshm.events import wire
+from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch, wire
 from aioshm.events.decoding import BatchDecoder
 from aioshm.events.encoding import BatchEncoder
 

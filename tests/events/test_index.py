@@ -44,7 +44,12 @@ class TestBlockIndex:
 
     def test_media_and_groups_are_kept_apart(self) -> None:
         index: BlockIndex[int] = BlockIndex()
-        index.apply(0, EventBatch(0, [stored(1, 2), stored(1, medium="CPU"), stored(1, group=3), BlockRemoved([1], "GPU")]))
+        index.apply(
+            0,
+            EventBatch(
+                0, [stored(1, 2), stored(1, medium="CPU"), stored(1, group=3), BlockRemoved([1], "GPU")]
+            ),
+        )
         assert index.blocks(0) == {Shelf("GPU", None): {2}, Shelf("CPU", None): {1}, Shelf("GPU", 3): {1}}
         assert index.longest_prefix([1, 2, 3]) == {0: 2}
         assert index.longest_prefix([1, 2], media=["CPU"]) == {0: 1}
@@ -79,7 +84,11 @@ class TestBlockIndex:
         index.remove(source)
         assert index.publishers == []
 
-    @given(st.lists(st.tuples(st.sampled_from("src"), st.integers(0, 5), st.sampled_from(["GPU", "CPU"])), max_size=60))
+    @given(
+        st.lists(
+            st.tuples(st.sampled_from("src"), st.integers(0, 5), st.sampled_from(["GPU", "CPU"])), max_size=60
+        )
+    )
     def test_it_equals_a_set_of_pairs(self, steps: list[tuple[str, int, str]]) -> None:
         index: BlockIndex[int] = BlockIndex()
         model: set[tuple[str, int]] = set()

@@ -31,8 +31,8 @@ from aioshm.events import (
     ThreadedEventPublisher,
     ZmqEventPublisher,
     replay_server,
+    wire,
 )
-from aioshm.events import wire
 from aioshm.events.decoding import BatchDecoder
 from tests.events.conftest import ANY, PATIENCE_S, Ends, batch, take, until, within
 
@@ -179,7 +179,9 @@ async def test_a_slow_client_is_served_fully_while_others_go_on(ends: Ends, raw:
     assert seen == list(range(3000))
 
 
-async def test_a_client_that_stops_reading_is_given_up(ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_stops_reading_is_given_up(
+    ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replay_server, "STALLED_S", 0.1)
     publisher = ends.publisher()
     for n in range(5000):
@@ -202,7 +204,9 @@ async def test_a_client_that_leaves_is_forgotten(ends: Ends, raw: Any) -> None:
     await until(lambda: publisher.stats().abandoned_replays == 1)
 
 
-async def test_overflow_is_counted_logged_once_and_visible(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+async def test_overflow_is_counted_logged_once_and_visible(
+    ends: Ends, caplog: pytest.LogCaptureFixture
+) -> None:
     publisher = ends.publisher(max_queue_size=3)
     subscriber = ends.subscriber(publisher)
     with caplog.at_level(logging.WARNING, "aioshm.events"):
@@ -211,7 +215,12 @@ async def test_overflow_is_counted_logged_once_and_visible(ends: Ends, caplog: p
     assert publisher.stats().dropped == 3
     assert len(caplog.records) == 1
     items = await take(subscriber, 5)
-    assert [item.seq for item in items if isinstance(item, Received)] == [0, 1, 2, 6]  # 6 is empty and shows the gap
+    assert [item.seq for item in items if isinstance(item, Received)] == [
+        0,
+        1,
+        2,
+        6,
+    ]  # 6 is empty and shows the gap
     assert [(item.first, item.last) for item in items if isinstance(item, Lost)] == [(3, 5)]
 
 
@@ -295,7 +304,9 @@ async def test_cancelling_flush_loses_nothing(ends: Ends) -> None:
     flushing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await flushing
-    assert [item.seq for item in await take(subscriber, 1000) if isinstance(item, Received)] == list(range(1000))
+    assert [item.seq for item in await take(subscriber, 1000) if isinstance(item, Received)] == list(
+        range(1000)
+    )
 
 
 async def test_sync_shutdown_sends_what_is_queued(nothing_left: None) -> None:
@@ -306,7 +317,9 @@ async def test_sync_shutdown_sends_what_is_queued(nothing_left: None) -> None:
         publisher.shutdown()
         publisher.shutdown()
         assert publisher.stats().sent == 100
-        assert [item.seq for item in await take(subscriber, 100) if isinstance(item, Received)] == list(range(100))
+        assert [item.seq for item in await take(subscriber, 100) if isinstance(item, Received)] == list(
+            range(100)
+        )
 
 
 async def test_wrong_place_and_wrong_argument(ends: Ends) -> None:
@@ -386,7 +399,9 @@ async def test_publishers_can_connect_to_a_subscriber_that_binds(nothing_left: N
             await publisher.aclose()
 
 
-async def test_wildcards_without_curve_warn_once(nothing_left: None, caplog: pytest.LogCaptureFixture) -> None:
+async def test_wildcards_without_curve_warn_once(
+    nothing_left: None, caplog: pytest.LogCaptureFixture
+) -> None:
     async with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0"):
         assert len(caplog.records) == 1
         assert "every interface" in caplog.text
@@ -430,7 +445,8 @@ class TestThreaded:
     def test_any_thread_may_publish(self) -> None:
         with ThreadedEventPublisher(1, ANY, ANY, bind=True) as publisher:
             threads = [
-                threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(500)]) for _ in range(4)
+                threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(500)])
+                for _ in range(4)
             ]
             for thread in threads:
                 thread.start()
@@ -445,7 +461,10 @@ class TestThreaded:
 
             assert asyncio.run(read()) == list(range(2000))
             config = publisher.get_publisher_config()
-            assert (config.endpoint, config.replay_endpoint) == (publisher.endpoint, publisher.replay_endpoint)
+            assert (config.endpoint, config.replay_endpoint) == (
+                publisher.endpoint,
+                publisher.replay_endpoint,
+            )
         publisher.shutdown()
         with pytest.raises(PublisherClosed):
             publisher.publish(batch(0))
@@ -488,7 +507,12 @@ class TestFactory:
     def test_defaults_are_the_fields(self) -> None:
         config = KVEventsConfig(enable_kv_cache_events=True)
         assert (config.publisher, config.endpoint, config.replay_endpoint) == ("zmq", "tcp://*:5557", None)
-        assert (config.buffer_steps, config.hwm, config.max_queue_size, config.topic) == (10_000, 100_000, 100_000, "")
+        assert (config.buffer_steps, config.hwm, config.max_queue_size, config.topic) == (
+            10_000,
+            100_000,
+            100_000,
+            "",
+        )
         assert KVEventsConfig().publisher == "null"
 
     async def test_on_a_loop(self, nothing_left: None) -> None:
