@@ -15,8 +15,8 @@ class Source:
 
     Attributes:
         endpoint: Where its batches come from.
-        topic: The first frame of its messages; None as long as only an old replay port, which sends none,
-            spoke.
+        topic: The first frame of its messages; None, for good, where an old replay port, which sends
+            none, spoke first.
         rank: Its data-parallel rank, or None where it names none.
     """
 

@@ -20,22 +20,6 @@ Encoding: TypeAlias = Literal["array", "map"]
 ENCODINGS = ("array", "map")
 
 
-class _StoredHead(msgspec.Struct, array_like=True, gc=False, tag="BlockStored"):
-    """A ``BlockStored`` that ends after the sixth field, which msgspec writes in one go."""
-
-    block_hashes: Any
-    parent_block_hash: Any
-    token_ids: Any
-    block_size: Any
-    lora_id: Any
-    medium: Any
-
-
-class _RemovedHead(msgspec.Struct, array_like=True, gc=False, tag="BlockRemoved"):
-    block_hashes: Any
-    medium: Any
-
-
 class _StoredMap(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored"):
     """The map form. ``lora_name`` is always written: the consumers that read maps require the key."""
 
@@ -106,7 +90,8 @@ def _to_array(event: Any) -> Any:
             and event.ownership is None
             and event.session_id is None
         ):
-            return _StoredHead(
+            return (
+                "BlockStored",
                 event.block_hashes,
                 event.parent_block_hash,
                 event.token_ids,
@@ -117,7 +102,7 @@ def _to_array(event: Any) -> Any:
         return _trimmed("BlockStored", astuple(event), 6)
     if kind is BlockRemoved:
         if event.group_idx is None and event.locality is None and event.ownership is None:
-            return _RemovedHead(event.block_hashes, event.medium)
+            return ("BlockRemoved", event.block_hashes, event.medium)
         return _trimmed("BlockRemoved", astuple(event), 2)
     if kind is UnknownEvent:
         return event.data

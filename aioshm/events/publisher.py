@@ -97,6 +97,8 @@ class ZmqEventPublisher(EventPublisher):
         encoder = BatchEncoder(encoding)
         self._outbox = Outbox(max_queue_size, overflow)
         buffer = ReplayBuffer(buffer_steps)
+        if replay_endpoint is None:  # nobody can ask for what it would hold
+            buffer = ReplayBuffer(0)
         topic_frame = topic.encode()
         self._abandoned_from = wire.MAX_SEQ
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -108,7 +109,7 @@ def test_any_mixture_is_understood() -> None:
         [
             1,
             [
-                stored + [None, "a field from the future", {"x": 1}],
+                [*stored, None, "a field from the future", {"x": 1}],
                 {"type": "BlockRemoved", "block_hashes": [b"h"], "medium": "CPU", "future": [1]},
                 ["BlockMoved", [1], "CPU"],
                 {"type": "BlockMoved", "to": "CPU"},
@@ -153,10 +154,8 @@ def test_what_is_no_batch_raises(payload: bytes) -> None:
 @given(st.binary(max_size=200))
 @settings(max_examples=400, deadline=None)
 def test_garbage_is_refused_or_understood(payload: bytes) -> None:
-    try:
+    with suppress(CodecError):
         BatchDecoder().decode(payload)
-    except CodecError:
-        pass
 
 
 JSONISH = st.recursive(
@@ -185,18 +184,14 @@ def test_wellformed_nonsense_never_loses_the_good_events(events: list[Any], tail
     assert [hash(event) for event in decoded] == [
         hash(event) for event in BatchDecoder().decode(whole).events
     ]
-    try:
+    with suppress(CodecError):
         BatchDecoder().decode(whole[: len(whole) * cut // 100] + tail)
-    except CodecError:
-        pass
 
 
 def test_deep_nesting_is_refused_or_unknown() -> None:
     payload = b"\x93" + pack(1.0) + b"\x91" + b"\x91" * 100_000 + b"\xc0" + b"\xc0"
-    try:
+    with suppress(CodecError):
         assert isinstance(BatchDecoder().decode(payload).events[0], UnknownEvent)
-    except CodecError:
-        pass
 
 
 @pytest.mark.parametrize("bad", [BlockRemoved([2**64], "GPU"), BlockRemoved([object()], "GPU"), object()])  # type: ignore[list-item]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
 import threading
@@ -34,7 +33,8 @@ from aioshm.events import (
     wire,
 )
 from aioshm.events.decoding import BatchDecoder
-from tests.events.conftest import ANY, PATIENCE_S, Ends, batch, take, until, within
+
+from .helpers import ANY, PATIENCE_S, Ends, batch, take, until, within
 
 
 class Raw:
@@ -435,7 +435,6 @@ async def test_a_forgotten_publisher_warns_and_closes(nothing_left: None) -> Non
     endpoint = publisher.endpoint
     with pytest.warns(ResourceWarning, match="never closed"):
         del publisher
-        gc.collect()
     await until(lambda: not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")])
     async with ZmqEventPublisher(0, endpoint, bind=True):  # the port is free again
         pass
@@ -479,7 +478,6 @@ class TestThreaded:
         publisher = ThreadedEventPublisher(0, ANY, bind=True)
         with pytest.warns(ResourceWarning, match="never shut down"):
             del publisher
-            gc.collect()
         deadline = time.monotonic() + PATIENCE_S
         while [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]:
             assert time.monotonic() < deadline

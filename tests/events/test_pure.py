@@ -18,7 +18,8 @@ from aioshm.events.endpoints import (
 )
 from aioshm.events.outbox import Outbox
 from aioshm.events.replay_buffer import ReplayBuffer
-from tests.events.conftest import batch
+
+from .helpers import batch
 
 
 class TestEndpoints:
