@@ -1,11 +1,11 @@
 """What publishing costs, to the caller and in batches per second, against a threaded publisher.
 
-The rival is what one writes first: ``queue.Queue``, a thread, ``msgspec`` and a PUB socket. Both publish the same
-batches in the same bytes, to one connected subscriber in another process; both count as done when the last batch
-is handed to ZeroMQ. Nobody serves replay.
+The rival is what one writes first: ``queue.Queue``, a thread, ``msgspec`` and a PUB socket. Both publish the
+same batches in the same bytes, to one connected subscriber in another process; both count as done when the
+last batch is handed to ZeroMQ. Nobody serves replay.
 
-Two loads: *burst*, as fast as the caller can, nothing else to do; and *decode*, an engine's loop that computes in
-Python for a while (``--work-us``), publishes, and goes on.
+Two loads: *burst*, as fast as the caller can, nothing else to do; and *decode*, an engine's loop that computes
+in Python for a while (``--work-us``), publishes, and goes on.
 
     python -m benchmarks.events_publish [--json]
 """

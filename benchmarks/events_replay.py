@@ -33,7 +33,9 @@ print("ready", flush=True)
 while True:
     topic, seq, payload = sub.recv_multipart()
     age = time.time() - struct.unpack(">d", payload[2:10])[0]
-    print(int.from_bytes(seq, "big"), age, flush=True)
+    print(int.from_bytes(seq, "big"), age)
+    if age > 1e9:
+        break
 """
 
 SLOW = """
@@ -48,7 +50,7 @@ def replay():
     while client.recv_multipart()[-2] != b"\\xff" * 8 and count < int(sys.argv[3]):
         count += 1
         time.sleep(0.001)
-    print(count, flush=True)
+    print(f"{count}\\n", end="", flush=True)
     client.close(0)
 threads = [threading.Thread(target=replay) for _ in range(int(sys.argv[4]))]
 [thread.start() for thread in threads]
@@ -75,40 +77,41 @@ async def publish_for(publisher: ZmqEventPublisher, rate: float, seconds: float,
 
 async def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the ages of live batches on arrival, in seconds, without and with clients that replay."""
-    ages: dict[str, list[float]] = {"without": [], "with": []}
+    phases: list[tuple[str, range]] = []
     async with ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True) as publisher:
         live = await start(LIVE, publisher.endpoint)
         assert live.stdout is not None
         await live.stdout.readline()
         await asyncio.sleep(0.3)
-        phase = "warm-up"
+        received = asyncio.create_task(live.stdout.read())
 
-        async def collect() -> None:
-            assert live.stdout is not None
-            while line := await live.stdout.readline():
-                if phase in ages:
-                    ages[phase].append(float(line.split()[1]))
+        async def phase(name: str, seconds: float) -> None:
+            begin = publisher.stats().published
+            await publish_for(publisher, options.rate, seconds, options.events)
+            phases.append((name, range(begin, publisher.stats().published)))
 
-        collecting = asyncio.create_task(collect())
-        await publish_for(publisher, options.rate, REPLAYED / options.rate + 0.5, options.events)
+        await phase("warm-up", REPLAYED / options.rate + 0.5)
         for _ in range(options.rounds):
-            phase = "without"
-            await publish_for(publisher, options.rate, options.seconds, options.events)
-            phase = "between"
+            await phase("without", options.seconds)
             begin = publisher.stats().published - REPLAYED
             assert publisher.replay_endpoint is not None
-            slow = await start(SLOW, publisher.replay_endpoint, str(begin), str(REPLAYED), str(CLIENTS))
             requests = publisher.stats().replay_requests
+            slow = await start(SLOW, publisher.replay_endpoint, str(begin), str(REPLAYED), str(CLIENTS))
             while publisher.stats().replay_requests < requests + CLIENTS:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            phase = "with"
-            await publish_for(publisher, options.rate, options.seconds, options.events)
-            phase = "between"
+            await phase("with", options.seconds)
             done, _ = await slow.communicate()
-            assert [int(count) for count in done.split()] == [REPLAYED] * CLIENTS, "not served fully"
-        live.kill()
+            counts = [int(count) for count in done.split()]
+            assert counts == [REPLAYED] * CLIENTS, f"not served fully: {counts}"
+        publisher.publish(EventBatch(-1.0, []))  # the subscriber ends
+        await publisher.flush()
+        lines = (await received).splitlines()
         await live.wait()
-        await collecting
+    age_of = {int(seq): float(age) for seq, age in (line.split() for line in lines)}
+    ages: dict[str, list[float]] = {"without": [], "with": [], "warm-up": []}
+    for name, numbers in phases:
+        ages[name] += [age_of[number] for number in numbers]
+    del ages["warm-up"]
     return ages
 
 

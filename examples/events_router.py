@@ -1,5 +1,4 @@
-"""A KV-aware router in miniature: two engines publish what they cache, the router sends a prompt where it is
-warm.
+"""A KV-aware router in miniature: prompts go to the engine that has most of them in its cache.
 
 python examples/events_router.py
 """
@@ -50,11 +49,13 @@ async def main() -> None:
     async with EventSubscriber(endpoints, replays) as subscriber:  # a late joiner: the past is replayed
         for _ in engines:
             follow(index, await subscriber.receive(timeout=10))
-        print("conversation goes to rank %s, %s blocks are warm" % best(index, CONVERSATION))
+        rank, warm = best(index, CONVERSATION)
+        print(f"the conversation goes to rank {rank}, {warm} blocks are warm")
 
         engines[1].publish(EventBatch(time.time(), [AllBlocksCleared()]))
         follow(index, await subscriber.receive(timeout=10))
-        print("rank 1 was cleared: now to rank %s, %s blocks are warm" % best(index, CONVERSATION))
+        rank, warm = best(index, CONVERSATION)
+        print(f"rank 1 was cleared: now to rank {rank}, {warm} blocks are warm")
 
     for engine in engines:
         await engine.aclose()

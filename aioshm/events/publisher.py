@@ -34,7 +34,7 @@ from aioshm.events.stats import PublisherStats
 logger = logging.getLogger("aioshm.events")
 
 # How long the sender works before it lets the loop do something else.
-_SLICE_S = 0.0005
+_SLICE_S = 0.001
 
 
 class ZmqEventPublisher(EventPublisher):
