@@ -4,8 +4,8 @@ The rival is what one writes first: ``queue.Queue``, a thread, ``msgspec`` and a
 same batches in the same bytes, to one connected subscriber in another process; both count as done when the
 last batch is handed to ZeroMQ. Nobody serves replay.
 
-Two loads: *burst*, as fast as the caller can, nothing else to do; and *decode*, an engine's loop that computes
-in Python for a while (``--work-us``), publishes, and goes on.
+Two loads: *burst*, as fast as the caller can, nothing else to do; and *decode*, an engine's event loop that
+computes in Python for a while (``--work-us``), publishes, and ends its turn.
 
     python -m benchmarks.events_publish [--json]
 """
@@ -152,7 +152,7 @@ async def on_the_loop(batch: EventBatch, batches: int, work: float) -> dict[str,
     return summary(costs, batches, seconds)
 
 
-def in_a_thread(batch: EventBatch, batches: int, work: float) -> dict[str, float]:
+async def in_a_thread(batch: EventBatch, batches: int, work: float) -> dict[str, float]:
     """Measure the publisher with its own thread."""
     costs: list[float] = []
     with ThreadedEventPublisher(0, "tcp://127.0.0.1:0", bind=True) as publisher:
@@ -161,6 +161,8 @@ def in_a_thread(batch: EventBatch, batches: int, work: float) -> dict[str, float
         for _ in range(batches):
             compute(work)
             timed(publisher.publish, batch, costs)
+            if work:
+                await asyncio.sleep(0)
         publisher.flush()
         seconds = time.perf_counter() - begin
         process.kill()
@@ -168,7 +170,7 @@ def in_a_thread(batch: EventBatch, batches: int, work: float) -> dict[str, float
     return summary(costs, batches, seconds)
 
 
-def straightforward(batch: EventBatch, batches: int, work: float) -> dict[str, float]:
+async def straightforward(batch: EventBatch, batches: int, work: float) -> dict[str, float]:
     """Measure the rival."""
     costs: list[float] = []
     publisher = StraightforwardPublisher()
@@ -177,6 +179,8 @@ def straightforward(batch: EventBatch, batches: int, work: float) -> dict[str, f
     for _ in range(batches):
         compute(work)
         timed(publisher.publish, batch, costs)
+        if work:
+            await asyncio.sleep(0)
     publisher.finish()
     seconds = time.perf_counter() - begin
     process.kill()
@@ -224,9 +228,11 @@ def main() -> None:
         for _ in range(options.rounds):  # taking turns, so that a slow moment of the machine meets everybody
             loop_result = asyncio.run(on_the_loop(batch, options.batches, work))
             rounds.setdefault("ZmqEventPublisher", []).append(loop_result)
-            rounds.setdefault("ThreadedEventPublisher", []).append(in_a_thread(batch, options.batches, work))
+            rounds.setdefault("ThreadedEventPublisher", []).append(
+                asyncio.run(in_a_thread(batch, options.batches, work))
+            )
             rounds.setdefault("queue + thread + PUB", []).append(
-                straightforward(batch, options.batches, work)
+                asyncio.run(straightforward(batch, options.batches, work))
             )
         results[load] = {
             name: sorted(found, key=lambda one: one["batches_per_s"])[len(found) // 2]

@@ -485,8 +485,9 @@ class TestThreaded:
 
     def test_flush_and_shutdown_say_what_is_left(self, caplog: pytest.LogCaptureFixture) -> None:
         publisher = ThreadedEventPublisher(0, ANY, bind=True)
-        for n in range(3000):
-            publisher.publish(batch(n, 100))
+        large = batch(0, 1000)  # takes the thread far longer to encode than this one to publish
+        for _ in range(3000):
+            publisher.publish(large)
         with pytest.raises(TimeoutError, match="still wait"):
             publisher.flush(0)
         publisher.shutdown(0)
