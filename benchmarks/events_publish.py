@@ -226,14 +226,12 @@ def main() -> None:
     for load, work in (("burst", 0.0), ("decode", options.work_us * 1e-6)):
         rounds: dict[str, list[dict[str, float]]] = {}
         for _ in range(options.rounds):  # taking turns, so that a slow moment of the machine meets everybody
-            loop_result = asyncio.run(on_the_loop(batch, options.batches, work))
-            rounds.setdefault("ZmqEventPublisher", []).append(loop_result)
-            rounds.setdefault("ThreadedEventPublisher", []).append(
-                asyncio.run(in_a_thread(batch, options.batches, work))
-            )
-            rounds.setdefault("queue + thread + PUB", []).append(
-                asyncio.run(straightforward(batch, options.batches, work))
-            )
+            for name, run in (
+                ("ZmqEventPublisher", on_the_loop),
+                ("ThreadedEventPublisher", in_a_thread),
+                ("queue + thread + PUB", straightforward),
+            ):
+                rounds.setdefault(name, []).append(asyncio.run(run(batch, options.batches, work)))
         results[load] = {
             name: sorted(found, key=lambda one: one["batches_per_s"])[len(found) // 2]
             for name, found in rounds.items()

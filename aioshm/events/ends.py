@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from contextlib import suppress
 
 import zmq
 
@@ -80,6 +81,7 @@ class PublisherEnds:
         for monitor in self._monitors:
             monitor.close()
         for socket in self._sockets:
+            _give_back_name(socket)
             socket.close(linger=int(linger * 1000))
         self._sockets.clear()
         if not self._owns_context or self._context.closed:
@@ -115,6 +117,14 @@ class PublisherEnds:
                 "events are published on every interface, unencrypted (%s): pass curve=, or bind one address",
                 ", ".join(open_to_all),
             )
+
+
+def _give_back_name(socket: zmq.Socket[bytes]) -> None:
+    """Let an inproc name be bound again at once; ZeroMQ closes sockets some time later, in another thread."""
+    name = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    if name.startswith("inproc://"):
+        with suppress(zmq.ZMQError):  # it only connected
+            socket.unbind(name)
 
 
 def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> asyncio.Future[None] | None:

@@ -309,6 +309,12 @@ async def test_cancelling_flush_loses_nothing(ends: Ends) -> None:
     )
 
 
+async def test_an_inproc_name_is_free_again_at_once(nothing_left: None) -> None:
+    for _ in range(20):
+        async with ZmqEventPublisher(0, "inproc://again", "inproc://again-replay"):
+            pass
+
+
 async def test_sync_shutdown_sends_what_is_queued(nothing_left: None) -> None:
     publisher = ZmqEventPublisher(0, "inproc://shutdown", bind=True)
     async with EventSubscriber("inproc://shutdown", start="live") as subscriber:
