@@ -1,0 +1,329 @@
+"""``aioshm events``: look at, record, replay and measure KV-cache events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from aioshm.errors import AioshmError
+from aioshm.events import (
+    Delivery,
+    EventSubscriber,
+    KVEvent,
+    Lost,
+    Received,
+    Restarted,
+    UnknownEvent,
+    ZmqEventPublisher,
+)
+from aioshm.events.config import DEFAULT_MAX_QUEUE_SIZE
+from aioshm.events.decoding import BatchDecoder
+from aioshm.events.recording import Record, Recorder, read_records
+
+Endpoints = Annotated[list[str], typer.Argument(help="Where publishers send, such as tcp://host:5557.")]
+ReplayEndpoints = Annotated[
+    list[str] | None, typer.Option("--replay", help="Replay endpoint; once for every endpoint, in order.")
+]
+Topic = Annotated[str, typer.Option(help="Only topics that begin with this.")]
+FromStart = Annotated[
+    bool, typer.Option("--from-start", help="Begin with batch 0, by replay, instead of with what comes.")
+]
+Count = Annotated[int | None, typer.Option(min=1, help="Stop after so many batches.")]
+Duration = Annotated[float | None, typer.Option(min=0.0, help="Stop after so many seconds.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+
+events_app = typer.Typer(no_args_is_help=True, help="KV-cache events: tail, record, replay, stats.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``events`` commands to ``app``."""
+    app.add_typer(events_app, name="events")
+
+
+@events_app.command()
+def tail(
+    endpoints: Endpoints,
+    replay: ReplayEndpoints = None,
+    topic: Topic = "",
+    rank: Annotated[list[int] | None, typer.Option(help="Only these ranks.")] = None,
+    kind: Annotated[list[str] | None, typer.Option("--type", help="Only events of these types.")] = None,
+    from_start: FromStart = False,
+    count: Count = None,
+    duration: Duration = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print events as they happen; gaps and restarts too."""
+
+    async def run() -> None:
+        shown = 0
+        async with _opened(endpoints, replay, topic, from_start) as subscriber:
+            async for item in _deliveries(subscriber, duration):
+                if rank and item.source.rank not in rank:
+                    continue
+                for line in _lines(item, set(kind or ()), as_json):
+                    _print(line)
+                shown += isinstance(item, Received)
+                if shown == count:
+                    return
+
+    _run(run())
+
+
+@events_app.command()
+def record(
+    endpoints: Endpoints,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
+    replay: ReplayEndpoints = None,
+    topic: Topic = "",
+    from_start: FromStart = False,
+    count: Count = None,
+    duration: Duration = None,
+) -> None:
+    """Write batches to a file, as they were on the wire."""
+
+    async def run() -> None:
+        written = lost = 0
+        with output.open("wb") as file:
+            recorder = Recorder(file)
+            async with _opened(endpoints, replay, topic, from_start) as subscriber:
+                async for item in _deliveries(subscriber, duration):
+                    if isinstance(item, Received):
+                        source = item.source
+                        recorder.write(
+                            Record(time.time(), source.endpoint, source.topic or b"", item.seq, item.payload)
+                        )
+                        written += 1
+                    else:
+                        lost += isinstance(item, Lost)
+                        _complain(item)
+                    if written == count:
+                        break
+        _print(f"{written} batches recorded in {output}, {lost} gaps")
+
+    _run(run())
+
+
+@events_app.command()
+def replay(
+    recording: Annotated[Path, typer.Argument(help="A file that `record` wrote.")],
+    endpoint: Annotated[str, typer.Option(help="Where to publish.")] = "tcp://127.0.0.1:5557",
+    replay_endpoint: Annotated[str | None, typer.Option("--replay", help="Where to serve replay.")] = None,
+    topic: Annotated[str, typer.Option(help="The topic to publish under.")] = "",
+    bind: Annotated[bool, typer.Option(help="Bind the endpoint rather than connect to it.")] = True,
+    speed: Annotated[
+        float, typer.Option(min=0.0, help="1 is as recorded, 2 twice as fast, 0 at once.")
+    ] = 1.0,
+    wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for subscribers first.")] = 0.5,
+    hold: Annotated[float, typer.Option(min=0.0, help="Seconds to go on serving replay afterwards.")] = 0.0,
+) -> None:
+    """Publish a recording again, with new numbers, in the rhythm in which it was received."""
+
+    async def run() -> None:
+        decoder = BatchDecoder()
+        published = 0
+        with recording.open("rb") as file:
+            records = read_records(file)
+            async with ZmqEventPublisher(
+                0, endpoint, replay_endpoint, max_queue_size=DEFAULT_MAX_QUEUE_SIZE, topic=topic, bind=bind
+            ) as publisher:
+                _print(f"publishing at {publisher.endpoint}, replay at {publisher.replay_endpoint}")
+                await asyncio.sleep(wait)
+                begin, first = time.monotonic(), None
+                for one in records:
+                    first = one.received_at if first is None else first
+                    if speed:
+                        due = begin + (one.received_at - first) / speed
+                        await asyncio.sleep(max(0.0, due - time.monotonic()))
+                    publisher.publish(decoder.decode(one.payload))
+                    published += 1
+                    if not published % 100:
+                        await publisher.flush()
+                await publisher.flush()
+                await asyncio.sleep(hold)
+        _print(f"{published} batches published")
+
+    _run(run())
+
+
+@events_app.command()
+def stats(
+    endpoints: Endpoints,
+    replay: ReplayEndpoints = None,
+    topic: Topic = "",
+    from_start: FromStart = False,
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between reports.")] = 1.0,
+    duration: Duration = None,
+    as_json: AsJson = False,
+) -> None:
+    """Report rates, gaps and lag of every publisher, again and again."""
+
+    async def run() -> None:
+        async with _opened(endpoints, replay, topic, from_start) as subscriber:
+            meters: dict[str, _Meter] = {}
+            reporting = asyncio.create_task(_report(subscriber, meters, interval, as_json))
+            try:
+                async for item in _deliveries(subscriber, duration):
+                    meters.setdefault(str(item.source), _Meter()).count(item)
+            finally:
+                reporting.cancel()
+                await asyncio.gather(reporting, return_exceptions=True)
+            _print_report(subscriber, meters, interval, as_json)
+
+    _run(run())
+
+
+class _Meter:
+    """What one publisher did since the last report, and in all."""
+
+    def __init__(self) -> None:
+        self.batches = self.events = self.total = self.gaps = self.lost = self.restarts = 0
+        self.lag_s: float | None = None
+        self.kinds: Counter[str] = Counter()
+
+    def count(self, item: Delivery) -> None:
+        if isinstance(item, Lost):
+            self.gaps += 1
+            self.lost += item.last - item.first + 1
+        elif isinstance(item, Restarted):
+            self.restarts += 1
+        else:
+            self.batches += 1
+            self.total += 1
+            self.events += len(item.batch.events)
+            self.kinds.update(_kind(event) for event in item.batch.events)
+            if not item.replayed:
+                lag = time.time() - item.batch.ts
+                self.lag_s = lag if self.lag_s is None else max(self.lag_s, lag)
+
+    def report(self, seconds: float) -> dict[str, Any]:
+        line = {
+            "batches_per_s": round(self.batches / seconds, 1),
+            "events_per_s": round(self.events / seconds, 1),
+            "max_lag_ms": None if self.lag_s is None else round(self.lag_s * 1000, 3),
+            "batches": self.total,
+            "gaps": self.gaps,
+            "lost": self.lost,
+            "restarts": self.restarts,
+            "types": dict(self.kinds),
+        }
+        self.batches = self.events = 0
+        self.lag_s = None
+        return line
+
+
+async def _report(
+    subscriber: EventSubscriber, meters: dict[str, _Meter], interval: float, as_json: bool
+) -> None:
+    while True:
+        await asyncio.sleep(interval)
+        _print_report(subscriber, meters, interval, as_json)
+
+
+def _print_report(
+    subscriber: EventSubscriber, meters: dict[str, _Meter], interval: float, as_json: bool
+) -> None:
+    reports = {name: meter.report(interval) for name, meter in meters.items()}
+    if as_json:
+        totals = msgspec.to_builtins(subscriber.stats())
+        _print(json.dumps({"at": time.time(), "publishers": reports, "subscriber": totals}))
+        return
+    for name, line in reports.items() or {"no publisher yet": {}}.items():
+        _print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in line.items()))
+
+
+@asynccontextmanager
+async def _opened(
+    endpoints: list[str], replays: list[str] | None, topic: str, from_start: bool
+) -> AsyncIterator[EventSubscriber]:
+    async with EventSubscriber(
+        endpoints, replays or None, topic, start=None if from_start else "live"
+    ) as subscriber:
+        yield subscriber
+
+
+async def _deliveries(subscriber: EventSubscriber, duration: float | None) -> AsyncIterator[Delivery]:
+    """Yield what comes until the time is over."""
+    end = None if duration is None else time.monotonic() + duration
+    while end is None or time.monotonic() < end:
+        try:
+            yield await subscriber.receive(None if end is None else max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            return
+
+
+def _lines(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
+    source = {"endpoint": item.source.endpoint, "rank": item.source.rank}
+    if isinstance(item, Lost):
+        found = {**source, "type": "lost", "first": item.first, "last": item.last, "reason": item.reason}
+        return [
+            json.dumps(found)
+            if as_json
+            else f"{item.source}: {item.first} to {item.last} lost: {item.reason}"
+        ]
+    if isinstance(item, Restarted):
+        found = {**source, "type": "restarted", "expected": item.expected}
+        return [json.dumps(found) if as_json else f"{item.source}: began again, {item.expected} was next"]
+    lines = []
+    for event in item.batch.events:
+        kind = _kind(event)
+        if kinds and kind not in kinds:
+            continue
+        if as_json:
+            head = {**source, "seq": item.seq, "ts": item.batch.ts, "replayed": item.replayed, "type": kind}
+            lines.append(json.dumps(head | _fields(event)))
+        else:
+            shown = " ".join(f"{name}={value}" for name, value in _fields(event).items())
+            lines.append(f"{item.source} #{item.seq} {kind} {shown}".rstrip())
+    return lines
+
+
+def _kind(event: KVEvent) -> str:
+    return event.type or "unknown" if isinstance(event, UnknownEvent) else type(event).__name__
+
+
+def _fields(event: KVEvent) -> dict[str, Any]:
+    """Return what is set, with bytes as hex."""
+    if isinstance(event, UnknownEvent):
+        return {"data": _plain(event.data), "reason": event.reason}
+    fields = msgspec.structs.asdict(event)
+    return {name: _plain(value) for name, value in fields.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def _complain(item: Lost | Restarted) -> None:
+    for line in _lines(item, set(), as_json=False):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _run(work: Any) -> None:
+    """Run to the end; what the user did wrong is one line, not a traceback."""
+    try:
+        asyncio.run(work)
+    except (AioshmError, OSError, ValueError) as error:
+        print(f"aioshm events: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

@@ -1,0 +1,49 @@
+"""What every publisher can do, and the one that does nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from aioshm.errors import QueueClosed
+from aioshm.events.config import KVEventsConfig
+from aioshm.events.messages import EventBatch
+
+
+class PublisherClosed(QueueClosed, RuntimeError):
+    """``publish`` was called after the publisher was closed."""
+
+
+class EventPublisher(ABC):
+    """Takes event batches and sends them, in order, to whoever listens.
+
+    Every data-parallel rank has its own publisher, which writes its rank into the batches that name none.
+    """
+
+    def __init__(self, data_parallel_rank: int = 0) -> None:
+        if isinstance(data_parallel_rank, bool) or not isinstance(data_parallel_rank, int):
+            raise TypeError(f"data_parallel_rank must be an int, not {type(data_parallel_rank).__name__}")
+        if data_parallel_rank < 0:
+            raise ValueError(f"data_parallel_rank must not be negative, not {data_parallel_rank}")
+        self._data_parallel_rank = data_parallel_rank
+
+    @abstractmethod
+    def publish(self, events: EventBatch) -> None:
+        """Number the batch and see to it that it goes out; never waits for the network."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Send what is queued, then close; calling it again does nothing."""
+
+    def get_publisher_config(self) -> KVEventsConfig | None:
+        """Return what this publisher really runs with, or None if it has no configuration."""
+        return None
+
+
+class NullEventPublisher(EventPublisher):
+    """Drops everything: what runs when events are switched off."""
+
+    def publish(self, events: EventBatch) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,139 @@
+"""Batches to bytes, in either of the two encodings that the field reads.
+
+``"array"``: an event is ``[tag, field, field, ...]``; the fields that the first consumers knew always, later
+ones up to the last that is set. ``"map"``: an event is ``{"type": tag, name: field, ...}`` with unset fields
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec.structs import astuple
+
+from aioshm.errors import CodecError
+from aioshm.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, UnknownEvent
+
+Encoding: TypeAlias = Literal["array", "map"]
+ENCODINGS = ("array", "map")
+
+
+class _StoredMap(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored"):
+    """The map form. ``lora_name`` is always written: the consumers that read maps require the key."""
+
+    block_hashes: Any
+    parent_block_hash: Any
+    token_ids: Any
+    block_size: Any
+    lora_id: Any
+    medium: Any
+    lora_name: Any
+    extra_keys: Any = None
+    group_idx: Any = None
+    kv_cache_spec_kind: Any = None
+    kv_cache_spec_sliding_window: Any = None
+    locality: Any = None
+    ownership: Any = None
+    session_id: Any = None
+    lookahead_token_ids: Any = None
+
+
+class _RemovedMap(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockRemoved"):
+    block_hashes: Any
+    medium: Any
+    group_idx: Any = None
+    locality: Any = None
+    ownership: Any = None
+
+
+_CLEARED_MAP = {"type": "AllBlocksCleared"}
+
+
+class BatchEncoder:
+    """Turns batches into payloads; not for several threads at once."""
+
+    def __init__(self, encoding: Encoding = "array") -> None:
+        if encoding not in ENCODINGS:
+            raise ValueError(f"encoding must be one of {ENCODINGS}, not {encoding!r}")
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._convert: Callable[[list[Any]], list[Any]] = _to_arrays if encoding == "array" else _to_maps
+
+    def encode(self, batch: EventBatch, rank: int | None) -> bytes:
+        """Return the payload of ``batch``; ``rank`` stands in where the batch names none.
+
+        Raises:
+            CodecError: An event holds something that msgpack cannot express, such as a number above 64 bits.
+        """
+        own = batch.data_parallel_rank
+        try:
+            events = self._convert(batch.events)
+            return self._encode([batch.ts, events, rank if own is None else own, *astuple(batch)[3:]])
+        except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+            raise CodecError(f"cannot encode this event batch: {error}") from error
+
+
+def _to_arrays(events: list[Any]) -> list[Any]:
+    # The usual event is handled in the comprehension itself: a call for each would double what this costs,
+    # and nine plain comparisons are half as dear as building a tuple of the tail and comparing that.
+    return [
+        (
+            "BlockStored",
+            event.block_hashes,
+            event.parent_block_hash,
+            event.token_ids,
+            event.block_size,
+            event.lora_id,
+            event.medium,
+        )
+        if type(event) is BlockStored
+        and event.lookahead_token_ids is None
+        and event.lora_name is None
+        and event.extra_keys is None
+        and event.group_idx is None
+        and event.kv_cache_spec_kind is None
+        and event.kv_cache_spec_sliding_window is None
+        and event.locality is None
+        and event.ownership is None
+        and event.session_id is None
+        else _to_array(event)
+        for event in events
+    ]
+
+
+def _to_array(event: Any) -> Any:
+    kind = type(event)
+    if kind is BlockStored:
+        return _trimmed("BlockStored", astuple(event), 6)
+    if kind is BlockRemoved:
+        if event.group_idx is None and event.locality is None and event.ownership is None:
+            return ("BlockRemoved", event.block_hashes, event.medium)
+        return _trimmed("BlockRemoved", astuple(event), 2)
+    if kind is UnknownEvent:
+        return event.data
+    return event  # AllBlocksCleared, and whatever else the caller made: msgspec knows how
+
+
+def _trimmed(tag: str, fields: tuple[Any, ...], always: int) -> tuple[Any, ...]:
+    end = len(fields)
+    while end > always and fields[end - 1] is None:
+        end -= 1
+    return (tag, *fields[:end])
+
+
+def _to_maps(events: list[Any]) -> list[Any]:
+    return [_to_map(event) for event in events]
+
+
+def _to_map(event: Any) -> Any:
+    kind = type(event)
+    if kind is BlockStored:
+        return _StoredMap(*astuple(event))
+    if kind is BlockRemoved:
+        return _RemovedMap(*astuple(event))
+    if kind is AllBlocksCleared:
+        return _CLEARED_MAP
+    if kind is UnknownEvent:
+        return event.data
+    return event

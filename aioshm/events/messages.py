@@ -1,0 +1,142 @@
+"""What is published: batches of KV-cache events, as the engines of the field write them.
+
+The classes keep the field's names, order and defaults, because the order *is* the wire format of the array
+encoding. They are plain data: how they become bytes is in ``encoding.py``, how bytes become them in
+``decoding.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec.structs import astuple
+
+BlockHash: TypeAlias = int | bytes
+
+MEDIUM_GPU = "GPU"
+MEDIUM_CPU = "CPU"
+MEDIUM_STORAGE = "STORAGE"
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Events that one scheduler step produced; always an array on the wire.
+
+    Attributes:
+        ts: When the batch was made, in seconds since the epoch, by the publisher's clock.
+        events: The events, in the order in which they happened.
+        data_parallel_rank: Which rank published it; the publisher fills it in when it is None.
+    """
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+    """The base of every KV-cache event; hashable, tagged with the name of its class."""
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, *map(hashable, astuple(self))))
+
+
+class BlockStored(KVCacheEvent):
+    """Blocks are now held by the publisher's cache, one after the other on the same path.
+
+    Attributes:
+        block_hashes: The blocks, first to last; each an unsigned 64-bit number or bytes.
+        parent_block_hash: The block before the first one, or None at the start of a prompt.
+        token_ids: The tokens of all the blocks, ``block_size`` a block.
+        block_size: Tokens in a block.
+        lora_id: Superseded by ``lora_name``.
+        medium: Where the blocks lie: ``"GPU"``, ``"CPU"``, ``"STORAGE"``; None from publishers that do not
+            say.
+        lora_name: The adapter that the blocks belong to.
+        extra_keys: What else went into each block's hash (images, salt), one entry a block.
+        group_idx: The cache group of a hybrid model.
+        kv_cache_spec_kind: What kind of attention the group serves.
+        kv_cache_spec_sliding_window: The group's window, in tokens.
+        locality: ``"LOCAL"`` or ``"REMOTE"``, as the publisher sees it.
+        ownership: Which offloading tier holds the blocks.
+        session_id: The session whose request stored or reused them.
+        lookahead_token_ids: Tokens beyond each block that went into its hash, one list a block.
+    """
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    """Blocks are no longer held in ``medium`` by the cache group ``group_idx``.
+
+    Attributes:
+        block_hashes: The blocks.
+        medium: Where they lay.
+        group_idx: The cache group of a hybrid model.
+        locality: ``"LOCAL"`` or ``"REMOTE"``, as the publisher sees it.
+        ownership: Which offloading tier held the blocks.
+    """
+
+    block_hashes: list[BlockHash]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    """The publisher's cache is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownEvent:
+    """An event of a type that this version does not know, or one of a known type that is malformed.
+
+    Published again, it goes out as it came in.
+
+    Attributes:
+        type: Its tag, or None where even that is unreadable.
+        data: The event as it was on the wire: a list or a dict, tag included.
+        reason: Why it is not one of the known events.
+    """
+
+    type: str | None
+    data: Any
+    reason: str = "unknown type"
+
+    def __hash__(self) -> int:
+        return hash((self.type, hashable(self.data)))
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent
+
+
+class KVEventBatch(EventBatch):
+    """A batch whose events are KV-cache events; what a subscriber yields."""
+
+    events: list[KVEvent]
+
+
+def hashable(value: Any) -> Any:
+    """Return a hashable stand-in for ``value``; equal values have equal ones."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(hashable, value))
+    if isinstance(value, dict):
+        return frozenset((key, hashable(item)) for key, item in value.items())
+    if isinstance(value, bytearray):
+        return bytes(value)
+    return value

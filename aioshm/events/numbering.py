@@ -1,0 +1,75 @@
+"""One publisher's numbers: which comes next, and is an old one a copy or a new publisher? No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum, auto
+
+# Old numbers of which the payload's fingerprint is remembered.
+REMEMBERED = 2**14
+_FINGERPRINT_MASK = 2**64 - 1
+
+
+class Verdict(Enum):
+    """What a number means."""
+
+    NEXT = auto()  # the one that was expected
+    GAP = auto()  # some before it are missing
+    COPY = auto()  # delivered before
+    BACK = auto()  # an old number with new content: the publisher began again
+    UNSURE = auto()  # an old number, too old to remember its content
+
+
+def fingerprint(payload: bytes) -> int:
+    """Return a number that tells payloads apart within this process."""
+    return hash(payload) & _FINGERPRINT_MASK
+
+
+class Numbering:
+    """Where a consumer stands in one publisher's numbers.
+
+    Attributes:
+        expected: The number that comes next.
+        last: The number delivered last, and its fingerprint; None before the first.
+    """
+
+    def __init__(self, expected: int) -> None:
+        self.expected = expected
+        self.last: tuple[int, int] | None = None
+        # Of the numbers just before ``expected``, without a hole.
+        self._fingerprints: deque[int] = deque(maxlen=REMEMBERED)
+
+    def judge(self, seq: int, mark: int) -> Verdict:
+        """Say what number ``seq`` with fingerprint ``mark`` means; changes nothing."""
+        if seq == self.expected:
+            return Verdict.NEXT
+        if seq > self.expected:
+            return Verdict.GAP
+        if self.last is None:
+            return Verdict.BACK
+        age = self.expected - seq
+        if age > len(self._fingerprints):
+            return Verdict.UNSURE
+        return Verdict.COPY if self._fingerprints[-age] == mark else Verdict.BACK
+
+    def accept(self, seq: int, mark: int) -> None:
+        """Note that ``seq``, which was expected, has been delivered."""
+        assert seq == self.expected
+        self._fingerprints.append(mark)
+        self.last = (seq, mark)
+        self.expected = seq + 1
+
+    def skip_to(self, seq: int) -> tuple[int, int]:
+        """Give up the numbers before ``seq``; return the first and the last of them."""
+        first = self.expected
+        assert seq > first
+        self._fingerprints.clear()  # older numbers are UNSURE from now on, never wrongly a copy
+        self.expected = seq
+        return first, seq - 1
+
+    def begin_again(self) -> int:
+        """Expect 0, from a new publisher; return what was expected before."""
+        expected, self.expected = self.expected, 0
+        self.last = None
+        self._fingerprints.clear()
+        return expected

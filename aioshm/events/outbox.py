@@ -1,0 +1,110 @@
+"""Batches on their way out: numbered when they are published, counted when there is no room. No I/O.
+
+A batch that finds no room keeps the number it was given, and nobody else gets that number: the hole is what
+tells the subscribers. If nothing is published after a hole, nobody would see it; the sender is then given one
+more number, for an empty batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Literal, NamedTuple, TypeAlias
+
+from aioshm.errors import QueueFull
+from aioshm.events.messages import EventBatch
+
+Overflow: TypeAlias = Literal["drop", "raise"]
+OVERFLOWS = ("drop", "raise")
+
+
+class Ticket(NamedTuple):
+    """What ``put`` says: the number given, whether it was kept, whether to wake the sender."""
+
+    seq: int
+    kept: bool
+    wake: bool
+
+
+class Outbox:
+    """A bounded queue between publishers, in any thread, and the one who sends.
+
+    Attributes:
+        dropped: Batches that found no room.
+        published: Numbers given out.
+    """
+
+    def __init__(self, max_size: int, overflow: Overflow = "drop") -> None:
+        if max_size < 1:
+            raise ValueError(f"max_queue_size must be at least 1, not {max_size}")
+        if overflow not in OVERFLOWS:
+            raise ValueError(f"overflow must be one of {OVERFLOWS}, not {overflow!r}")
+        self.dropped = 0
+        self.published = 0
+        self._max_size = max_size
+        self._raises = overflow == "raise"
+        self._waiting: deque[tuple[int, EventBatch]] = deque()
+        self._lock = threading.Lock()
+        self._sender_idle = True
+        self._last_sent = -1
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def waiting_before(self, seq: int) -> int:
+        """Return how many batches with a number below ``seq`` wait; dropped ones may count."""
+        with self._lock:
+            if not self._waiting:
+                return 0
+            return max(0, min(len(self._waiting), seq - self._waiting[0][0]))
+
+    def put(self, batch: EventBatch) -> Ticket:
+        """Give ``batch`` the next number and keep it if there is room.
+
+        Raises:
+            QueueFull: No room, and ``overflow`` is ``"raise"``; no number was given.
+        """
+        with self._lock:
+            kept = len(self._waiting) < self._max_size
+            if not kept and self._raises:
+                raise QueueFull(
+                    f"{len(self._waiting)} event batches wait to be sent, max_queue_size allows no more"
+                )
+            seq = self.published
+            self.published = seq + 1
+            if kept:
+                self._waiting.append((seq, batch))
+            else:
+                self.dropped += 1
+            wake = self._sender_idle
+            self._sender_idle = False
+            return Ticket(seq, kept, wake)
+
+    def take(self) -> tuple[int, EventBatch | None] | None:
+        """Return the next number to send and its batch; None in place of the batch means: send an empty one.
+
+        On None there is nothing to do: the sender is idle, and the next ``put`` asks to wake it.
+        """
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            if self._last_sent == self.published - 1:
+                self._sender_idle = True
+                return None
+            self._last_sent = self.published
+            self.published += 1
+            return self._last_sent, None
+
+    def sent(self, seq: int) -> None:
+        """Note that ``seq`` went out."""
+        self._last_sent = seq
+
+    def abandon(self) -> tuple[int, int] | None:
+        """Drop what waits; return its first and last number."""
+        with self._lock:
+            if not self._waiting:
+                return None
+            first, last = self._waiting[0][0], self._waiting[-1][0]
+            self.dropped += len(self._waiting)
+            self._waiting.clear()
+            return first, last

@@ -1,0 +1,323 @@
+"""The publisher on an event loop: PUB for what happens now, ROUTER for what somebody missed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import warnings
+from contextlib import suppress
+from types import TracebackType
+
+from aioshm.errors import RoleError
+from aioshm.events import wire
+from aioshm.events.base import EventPublisher, PublisherClosed
+from aioshm.events.config import (
+    CLOSE_TIMEOUT_S,
+    DEFAULT_BUFFER_STEPS,
+    DEFAULT_ENDPOINT,
+    DEFAULT_HWM,
+    DEFAULT_MAX_QUEUE_SIZE,
+    KVEventsConfig,
+)
+from aioshm.events.encoding import BatchEncoder, Encoding
+from aioshm.events.ends import PublisherEnds
+from aioshm.events.messages import EventBatch
+from aioshm.events.outbox import Outbox, Overflow
+from aioshm.events.replay_buffer import ReplayBuffer
+from aioshm.events.replay_server import ReplayServer
+from aioshm.events.sender import Sender
+from aioshm.events.sockets import CurveKeys
+from aioshm.events.stats import PublisherStats
+
+logger = logging.getLogger("aioshm.events")
+
+# How long the sender works before it lets the loop do something else.
+_SLICE_S = 0.001
+
+
+class ZmqEventPublisher(EventPublisher):
+    """Publishes on the running event loop; ``publish`` costs about a microsecond and never waits.
+
+    Sockets are bound when it is made, also outside a loop; sending and replay begin on the loop that runs
+    then, or else at the first call from one. All calls must come from that loop's thread; callers without a
+    loop, or in many threads, take ``ThreadedEventPublisher``.
+
+    A batch belongs to the publisher once it is published: it is encoded later, when the caller's step is
+    over, so changing it afterwards changes what is sent.
+
+    A queue that is full (``max_queue_size``) drops the new batch: its number is used up, the drop is counted
+    and logged once, and subscribers see the hole. With ``overflow="raise"`` ``publish`` raises ``QueueFull``
+    instead and gives no number. A batch that cannot be encoded leaves such a hole, too.
+
+    Args:
+        data_parallel_rank: Written into batches that name no rank; also moves the endpoints (``for_rank``).
+        endpoint: Where batches go out.
+        replay_endpoint: Where missed batches can be asked for; None for no replay. Always bound.
+        buffer_steps: Batches kept for replay.
+        hwm: Batches that ZeroMQ queues for one slow subscriber; beyond that it misses some, and can replay
+            them.
+        max_queue_size: Batches that may wait to be sent.
+        topic: The first frame of every message.
+        bind: Bind the endpoint, or connect to it; None is the field's rule: wildcards, ``::``, ipc and inproc
+            bind.
+        encoding: ``"array"`` or ``"map"``.
+        replay_format: ``"topic"``, or ``"legacy"`` for subscribers that expect no topic frame in replies.
+        overflow: ``"drop"`` or ``"raise"``.
+        curve: Keys for an encrypted connection.
+
+    Raises:
+        OSError: An endpoint cannot be bound; the text names it.
+        ValueError: An argument makes no sense; the text names it.
+    """
+
+    def __init__(
+        self,
+        data_parallel_rank: int,
+        endpoint: str = DEFAULT_ENDPOINT,
+        replay_endpoint: str | None = None,
+        buffer_steps: int = DEFAULT_BUFFER_STEPS,
+        hwm: int = DEFAULT_HWM,
+        max_queue_size: int = DEFAULT_MAX_QUEUE_SIZE,
+        topic: str = "",
+        *,
+        bind: bool | None = None,
+        encoding: Encoding = "array",
+        replay_format: wire.ReplayFormat = "topic",
+        overflow: Overflow = "drop",
+        curve: CurveKeys | None = None,
+    ) -> None:
+        self._closed = self._stopped = True  # until everything below has worked
+        super().__init__(data_parallel_rank)
+        if replay_format not in wire.REPLAY_FORMATS:
+            raise ValueError(f"replay_format must be one of {wire.REPLAY_FORMATS}, not {replay_format!r}")
+        if hwm < 0:
+            raise ValueError(f"hwm must not be negative, not {hwm}")
+        encoder = BatchEncoder(encoding)
+        self._outbox = Outbox(max_queue_size, overflow)
+        buffer = ReplayBuffer(buffer_steps)
+        if replay_endpoint is None:  # nobody can ask for what it would hold
+            buffer = ReplayBuffer(0)
+        topic_frame = topic.encode()
+        self._abandoned_from = wire.MAX_SEQ
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread_id = 0
+        self._turns: list[asyncio.Future[None]] = []
+        self._ends = PublisherEnds(
+            data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve
+        )
+        self._sender = Sender(self._outbox, encoder, buffer, self._ends, topic_frame, data_parallel_rank)
+        self._server: ReplayServer | None = None
+        if self._ends.replay is not None:
+            where = self._ends.replay_endpoint or ""
+            self._server = ReplayServer(self._ends.replay, buffer, topic_frame, replay_format, where)
+        self._config = KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=self.endpoint,
+            replay_endpoint=self.replay_endpoint,
+            buffer_steps=buffer_steps,
+            hwm=hwm,
+            max_queue_size=max_queue_size,
+            topic=topic,
+        )
+        self._closed = self._stopped = False
+        self._attach_to_loop(required=False)
+
+    @property
+    def endpoint(self) -> str:
+        """Where batches really go out: rank added, port 0 replaced by the port that was bound."""
+        return self._ends.endpoint
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where replay requests are really served, or None."""
+        return self._ends.replay_endpoint
+
+    def get_publisher_config(self) -> KVEventsConfig:
+        """Return the configuration with the endpoints that are really in use."""
+        return self._config
+
+    def publish(self, events: EventBatch) -> None:
+        """Number the batch and queue it; it is encoded and sent on a later turn of the loop.
+
+        Raises:
+            PublisherClosed: The publisher was closed.
+            QueueFull: No room, and ``overflow`` is ``"raise"``.
+            RoleError: Called outside the publisher's event loop or from another thread.
+            TypeError: Not an ``EventBatch``.
+        """
+        if self._closed:
+            raise PublisherClosed("this event publisher is closed")
+        if not isinstance(events, EventBatch):
+            raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
+        if self._thread_id != threading.get_ident():
+            self._attach_to_loop(required=True)
+        if self._sender.put(events):
+            self._wake()
+
+    async def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything published so far has been handed to ZeroMQ.
+
+        Cancelling this loses nothing. Whether a subscriber has it cannot be known: PUB has no answers.
+
+        Args:
+            timeout: Seconds to wait; None waits as long as it takes.
+
+        Raises:
+            TimeoutError: Some batches still wait; the text says how many.
+            PublisherClosed: The publisher was closed meanwhile, before they were sent.
+            RoleError: Called in another loop than the publisher's.
+        """
+        if self._closed:
+            return
+        self._attach_to_loop(required=True)
+        await self._wait_sent(timeout)
+
+    async def aclose(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
+        """Send what is queued, finish replays in progress, and close.
+
+        What could not be sent within the timeout is named in a warning and counted as dropped. Cancelled, it
+        closes at once. ``publish`` raises from the first call on; calling it again does nothing.
+
+        Args:
+            timeout: Seconds for all of it, ZeroMQ's own delivery to connected subscribers included.
+        """
+        if self._closed:
+            return
+        deadline = time.monotonic() + timeout
+        linger = 0.0
+        try:
+            self._attach_to_loop(required=True)
+            self._closed = True
+            with suppress(TimeoutError):  # ``_stop`` says what is left
+                await self._wait_sent(timeout)
+            if self._server is not None:
+                await self._server.wait_idle(max(0.0, deadline - time.monotonic()))
+            linger = max(0.0, deadline - time.monotonic())
+        finally:
+            released = self._stop(linger)
+        if released is not None:
+            await released
+
+    def shutdown(self) -> None:
+        """Send everything that is queued now, here and at once, and close; for callers that cannot await.
+
+        ZeroMQ delivers what it holds in the background, up to a second, as long as the process lives.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._sender.send_until(time.perf_counter() + CLOSE_TIMEOUT_S)
+        self._stop(CLOSE_TIMEOUT_S)
+
+    def stats(self) -> PublisherStats:
+        """Return what was done so far."""
+        server = self._server
+        return PublisherStats(
+            published=self._outbox.published,
+            sent=self._sender.sent,
+            queued=len(self._outbox),
+            dropped=self._outbox.dropped,
+            unencodable=self._sender.unencodable,
+            replay_requests=server.requests if server else 0,
+            replayed=server.replayed if server else 0,
+            malformed_requests=server.malformed if server else 0,
+            abandoned_replays=server.abandoned if server else 0,
+            handshake_failures=self._ends.handshake_failures,
+        )
+
+    async def __aenter__(self) -> ZmqEventPublisher:
+        self._attach_to_loop(required=True)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._closed:
+            warnings.warn(
+                f"{type(self).__name__} {self.endpoint} was never closed",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            self._closed = True
+            self._stop(0.0)
+
+    # Sending
+
+    def _wake(self) -> None:
+        assert self._loop is not None
+        self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Send for one slice of time, then let the loop do something else."""
+        if self._stopped:
+            return
+        assert self._loop is not None
+        if not self._sender.send_until(time.perf_counter() + _SLICE_S):
+            self._loop.call_soon(self._drain)
+        self._end_turns()
+
+    def _end_turns(self) -> None:
+        """Let everybody who waits for progress look again."""
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            if not turn.done() and not turn.get_loop().is_closed():
+                turn.set_result(None)
+
+    async def _wait_sent(self, timeout: float | None) -> None:
+        assert self._loop is not None
+        target = self._outbox.published
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (waiting := self._outbox.waiting_before(target)) > 0:
+            turn: asyncio.Future[None] = self._loop.create_future()
+            self._turns.append(turn)
+            try:
+                # Not ``wait_for``: before 3.12 it swallows a cancellation that comes together with the
+                # result.
+                async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+                    await turn
+            except TimeoutError:
+                raise TimeoutError(
+                    f"{waiting} event batches still wait to be sent after {timeout} s"
+                ) from None
+        if self._stopped and self._abandoned_from < target:
+            raise PublisherClosed(f"closed before batch {self._abandoned_from} and later ones were sent")
+
+    # Beginning and end
+
+    def _attach_to_loop(self, *, required: bool) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            if not required:
+                return
+            raise RoleError(
+                "ZmqEventPublisher publishes on its event loop; without a loop, or from other threads, "
+                "use ThreadedEventPublisher"
+            ) from None
+        if self._loop is None:
+            self._loop = loop
+            self._thread_id = threading.get_ident()
+            self._ends.start(loop)
+            if self._server is not None:
+                self._server.start(loop)
+        elif self._loop is not loop:
+            raise RoleError("this event publisher belongs to another event loop")
+
+    def _stop(self, linger: float) -> asyncio.Future[None] | None:
+        """Close everything and say what was not sent."""
+        self._closed = self._stopped = True
+        left = self._outbox.abandon()
+        if left is not None:
+            self._abandoned_from = left[0]
+            logger.warning("publisher %s closed before batches %d to %d were sent", self.endpoint, *left)
+        if self._server is not None:
+            self._server.close()
+        self._end_turns()
+        return self._ends.close(linger)

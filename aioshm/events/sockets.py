@@ -1,0 +1,210 @@
+"""ZeroMQ sockets on an event loop, without zmq.asyncio: a callback when there may be something to do.
+
+A ZeroMQ descriptor turns readable when the socket's state *may* have changed, and only once: whoever is
+called must read until there is nothing left, or come back by itself (``zmq_getsockopt(3)``, ZMQ_FD).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from aioshm.events.endpoints import is_ipv6
+
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1000
+
+_HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveKeys:
+    """Keys for an encrypted connection (ZeroMQ CURVE), each 40 characters of Z85.
+
+    The end that binds is the server and needs only its own pair; the end that connects also needs the
+    server's public key. Whoever has that public key gets in.
+
+    Attributes:
+        public: This end's public key.
+        secret: This end's secret key.
+        server: The public key of the end that binds; None at that end.
+    """
+
+    public: bytes
+    secret: bytes
+    server: bytes | None = None
+
+    @classmethod
+    def generate(cls, server: bytes | None = None) -> CurveKeys:
+        """Make a new pair, for an end that connects to ``server`` or, without it, for one that binds."""
+        public, secret = zmq.curve_keypair()
+        return cls(public=public, secret=secret, server=server)
+
+    def __repr__(self) -> str:
+        return f"CurveKeys(public={self.public!r}, secret=<hidden>, server={self.server!r})"
+
+
+class LogLimiter:
+    """Lets one message through every ``interval`` seconds and counts the others."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._next = 0.0
+        self._held_back = 0
+
+    def admit(self) -> int | None:
+        """Return None to say nothing now, else how many were held back since the last one."""
+        now = time.monotonic()
+        if now < self._next:
+            self._held_back += 1
+            return None
+        self._next = now + self._interval
+        held, self._held_back = self._held_back, 0
+        return held
+
+
+def context_for(*endpoints: str | None) -> tuple[zmq.Context[zmq.Socket[bytes]], bool]:
+    """Return a context for these endpoints and whether it is the caller's own.
+
+    inproc endpoints meet only inside one context, so they share the process's.
+    """
+    if any(endpoint is not None and endpoint.startswith("inproc://") for endpoint in endpoints):
+        return zmq.Context.instance(), False
+    return zmq.Context(), True
+
+
+def open_socket(
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    endpoint: str,
+    *,
+    bind: bool,
+    hwm: int,
+    curve: CurveKeys | None,
+) -> zmq.Socket[bytes]:
+    """Make a socket for ``endpoint`` that is not bound or connected yet and forgets all when closed."""
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, hwm)
+    socket.setsockopt(zmq.RCVHWM, hwm)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    if is_ipv6(endpoint):
+        socket.setsockopt(zmq.IPV6, 1)
+    if curve is not None:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
+        if bind:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+        elif curve.server is None:
+            socket.close()
+            raise ValueError(f"curve.server must name the public key of the end that binds {endpoint!r}")
+        else:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server)
+    return socket
+
+
+def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
+    """Bind or connect, and return the endpoint that it really is.
+
+    Raises:
+        OSError: The address is taken, forbidden or malformed; the text names it.
+    """
+    try:
+        if not bind:
+            socket.connect(endpoint)
+            return endpoint
+        socket.bind(endpoint)
+        actual = socket.getsockopt(zmq.LAST_ENDPOINT)
+    except zmq.ZMQError as error:
+        verb = "bind" if bind else "connect to"
+        raise OSError(error.errno, f"cannot {verb} {endpoint}: {os.strerror(error.errno or 0)}") from error
+    return actual.rstrip(b"\0").decode() if isinstance(actual, bytes) else endpoint
+
+
+class Watch:
+    """Calls ``callback`` on the loop whenever the socket may have something to do."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, socket: zmq.Socket[bytes], callback: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._callback = callback
+        self._watching = False
+        self.resume()
+
+    def resume(self) -> None:
+        """Watch again, beginning with one call: the descriptor tells nothing about what came meanwhile."""
+        if not self._watching:
+            self._watching = True
+            self._loop.add_reader(self._descriptor, self._callback)
+            self._loop.call_soon(self._call)
+
+    def pause(self) -> None:
+        """Stop calling; safe on a closed loop."""
+        if self._watching:
+            self._watching = False
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
+
+    def _call(self) -> None:
+        if self._watching:
+            self._callback()
+
+
+class Monitor:
+    """What a socket says about its connections: read it before trusting what the socket received."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.reconnects = 0
+        self.handshake_failures = 0
+        self._monitored = socket
+        self._pair: zmq.Socket[bytes] = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES
+        )
+        self._lost = False
+
+    @property
+    def pair(self) -> zmq.Socket[bytes]:
+        """The socket to watch."""
+        return self._pair
+
+    def read(self) -> tuple[int, list[str]]:
+        """Return how many connections came back since the last call, and the peers whose handshake failed."""
+        came_back = 0
+        failed: list[str] = []
+        while True:
+            try:
+                frames = self._pair.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:  # nothing there, or closed
+                break
+            event = parse_monitor_message(frames)
+            kind = event["event"]
+            if kind & _HANDSHAKE_FAILURES:
+                failed.append(event["endpoint"].decode(errors="replace"))
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._lost = True
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._lost:
+                self._lost = False
+                came_back += 1
+        self.reconnects += came_back
+        self.handshake_failures += len(failed)
+        return came_back, failed
+
+    def close(self) -> None:
+        """Stop listening; call it before the monitored socket is closed."""
+        try:
+            self._monitored.disable_monitor()
+        finally:
+            self._pair.close(linger=0)

@@ -1,0 +1,113 @@
+"""The frames around a payload: what PUB sends, what the replay port asks and answers. No I/O.
+
+    PUB            [topic, seq, payload]
+    request        [b"", start]                          (a ROUTER sees the client's identity in front)
+    replies        [b"", topic, seq, payload] ...        or without topic ("legacy")
+    end of replies [b"", b"", 8 x 0xff, b""]             or without the empty topic
+
+Numbers are 8 bytes, big-endian, unsigned; 8 x 0xff is never the number of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from aioshm.errors import CodecError
+
+ReplayFormat: TypeAlias = Literal["topic", "legacy"]
+REPLAY_FORMATS = ("topic", "legacy")
+
+SEQ_BYTES = 8
+END_SEQ = b"\xff" * SEQ_BYTES
+MAX_SEQ = 2**64 - 2
+
+
+class LiveFrames(NamedTuple):
+    """One message from a PUB socket."""
+
+    topic: bytes
+    seq: int
+    payload: bytes
+
+
+class ReplayFrames(NamedTuple):
+    """One reply from a replay port; ``topic`` is None where the publisher does not send it."""
+
+    topic: bytes | None
+    seq: int
+    payload: bytes
+
+
+def pack_seq(seq: int) -> bytes:
+    """Return ``seq`` as it travels."""
+    return seq.to_bytes(SEQ_BYTES, "big")
+
+
+def parse_live(frames: Sequence[bytes]) -> LiveFrames:
+    """Take a PUB message apart.
+
+    Raises:
+        CodecError: Not three frames, or the second is not a number of a batch.
+    """
+    if len(frames) != 3:
+        raise CodecError(f"a live message has 3 frames, this one has {len(frames)}")
+    topic, seq, payload = frames
+    return LiveFrames(topic, _unpack_seq(seq), payload)
+
+
+def parse_request(frames: Sequence[bytes]) -> int:
+    """Return the start number of a replay request, the client's identity already taken off.
+
+    Raises:
+        CodecError: Not an empty frame and 8 bytes.
+    """
+    if len(frames) != 2 or frames[0] != b"":
+        raise CodecError(
+            f"a replay request is an empty frame and a number, this one has {len(frames)} frames"
+        )
+    if len(frames[1]) != SEQ_BYTES:
+        raise CodecError(f"a start number has {SEQ_BYTES} bytes, this one has {len(frames[1])}")
+    return int.from_bytes(frames[1], "big")
+
+
+def request(start: int) -> list[bytes]:
+    """Return the frames that ask for batch ``start`` and all that follow."""
+    return [b"", pack_seq(start)]
+
+
+def reply(topic: bytes, seq: int, payload: bytes, form: ReplayFormat) -> list[bytes]:
+    """Return the frames that answer with one batch."""
+    if form == "topic":
+        return [b"", topic, pack_seq(seq), payload]
+    return [b"", pack_seq(seq), payload]
+
+
+def end_reply(form: ReplayFormat) -> list[bytes]:
+    """Return the frames that end an answer."""
+    return [b"", b"", END_SEQ, b""] if form == "topic" else [b"", END_SEQ, b""]
+
+
+def parse_reply(frames: Sequence[bytes]) -> ReplayFrames | None:
+    """Take one reply apart; None is the end marker.
+
+    Raises:
+        CodecError: Neither form of reply.
+    """
+    if len(frames) not in (3, 4) or frames[0] != b"":
+        raise CodecError(
+            f"a replay reply is an empty frame and 2 or 3 more, this one has {len(frames)} frames"
+        )
+    topic = frames[1] if len(frames) == 4 else None
+    seq, payload = frames[-2:]
+    if seq == END_SEQ:
+        return None
+    return ReplayFrames(topic, _unpack_seq(seq), payload)
+
+
+def _unpack_seq(raw: bytes) -> int:
+    if len(raw) != SEQ_BYTES:
+        raise CodecError(f"a sequence number has {SEQ_BYTES} bytes, this one has {len(raw)}")
+    if raw == END_SEQ:
+        raise CodecError("8 x 0xff ends a replay, it is not the number of a batch")
+    return int.from_bytes(raw, "big")

@@ -1,0 +1,64 @@
+"""What the tests of events share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aioshm.events import BlockRemoved, BlockStored, Delivery, EventBatch, EventSubscriber, ZmqEventPublisher
+
+ANY = "tcp://127.0.0.1:0"
+PATIENCE_S = 20.0
+
+
+class Ends:
+    """Publishers and subscribers that are closed when the test is over."""
+
+    def __init__(self) -> None:
+        self._all: list[ZmqEventPublisher | EventSubscriber] = []
+
+    def publisher(self, rank: int = 0, endpoint: str = ANY, replay: str | None = ANY, **options: Any) -> Any:
+        options.setdefault("bind", True)
+        made = ZmqEventPublisher(rank, endpoint, replay, **options)
+        self._all.append(made)
+        return made
+
+    def subscriber(self, publisher: Any, *args: Any, replay: bool = True, **options: Any) -> EventSubscriber:
+        options.setdefault("check_interval", 0.1)
+        options.setdefault("replay_timeout", 2.0)
+        made = EventSubscriber(
+            publisher.endpoint, publisher.replay_endpoint if replay else None, *args, **options
+        )
+        self._all.append(made)
+        return made
+
+    async def close(self) -> None:
+        for end in reversed(self._all):
+            await end.aclose()
+
+
+def batch(number: int, events: int = 1) -> EventBatch:
+    """Return a batch that says which one it is."""
+    return EventBatch(
+        float(number), [BlockStored([number * 1000 + i], None, [i], 1, None, "GPU") for i in range(events)]
+    )
+
+
+def removed(number: int) -> EventBatch:
+    return EventBatch(float(number), [BlockRemoved([number * 1000], "GPU")])
+
+
+async def until(condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
+    """Wait for a condition that no event announces."""
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.002)
+
+
+async def take(subscriber: EventSubscriber, count: int) -> list[Delivery]:
+    return [await subscriber.receive(PATIENCE_S) for _ in range(count)]
+
+
+async def within(work: Awaitable[Any], timeout: float = PATIENCE_S) -> Any:
+    return await asyncio.wait_for(work, timeout)

@@ -1,0 +1,195 @@
+"""``aioshm events``: each command against a live publisher."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from aioshm.cli.events import register
+from aioshm.errors import CodecError
+from aioshm.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    ThreadedEventPublisher,
+    UnknownEvent,
+)
+from aioshm.events.recording import MAGIC, Record, Recorder, read_records
+
+from .helpers import ANY
+
+ROOT = Path(__file__).parents[2]
+app = typer.Typer()
+register(app)
+runner = CliRunner()
+
+
+def invoke(*arguments: str) -> Any:
+    return runner.invoke(app, ["events", *arguments])
+
+
+@pytest.fixture
+def publisher() -> Iterator[ThreadedEventPublisher]:
+    with ThreadedEventPublisher(1, ANY, ANY, bind=True) as made:
+        for n in range(3):
+            made.publish(
+                EventBatch(
+                    float(n),
+                    [
+                        BlockStored([n, b"\x01"], None, [7], 1, None, "GPU", extra_keys=[(b"k", 1)]),
+                        BlockRemoved([n], "GPU"),
+                        AllBlocksCleared(),
+                        UnknownEvent("Later", {"type": "Later", "x": b"\x02"}),
+                    ],
+                )
+            )
+        made.flush(10)
+        yield made
+
+
+def where(publisher: ThreadedEventPublisher) -> list[str]:
+    return [
+        publisher.endpoint,
+        "--replay",
+        str(publisher.replay_endpoint),
+        "--from-start",
+        "--duration",
+        "20",
+    ]
+
+
+def test_tail(publisher: ThreadedEventPublisher) -> None:
+    result = invoke("tail", *where(publisher), "--count", "3")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert len(lines) == 12
+    assert "rank 1 #0 BlockStored block_hashes=[0, '01']" in lines[0]
+
+
+def test_tail_filters_and_speaks_json(publisher: ThreadedEventPublisher) -> None:
+    result = invoke(
+        "tail", *where(publisher), "--count", "3", "--json", "--type", "BlockStored", "--type", "Later"
+    )
+    found = [json.loads(line) for line in result.output.splitlines()]
+    assert [(one["seq"], one["type"]) for one in found] == [
+        (n, t) for n in range(3) for t in ("BlockStored", "Later")
+    ]
+    assert found[0]["block_hashes"] == [0, "01"]
+    assert found[0]["rank"] == 1
+    assert found[0]["replayed"] is True
+    nobody = invoke("tail", publisher.endpoint, "--rank", "7", "--duration", "0.05")
+    assert (nobody.exit_code, nobody.output) == (0, "")
+
+
+def test_tail_shows_losses(tmp_path: Path) -> None:
+    with ThreadedEventPublisher(0, ANY, ANY, 1, bind=True) as publisher:
+        for n in range(3):
+            publisher.publish(EventBatch(float(n), []))
+        publisher.flush(10)
+        result = invoke("tail", *where(publisher), "--count", "1", "--json")
+        assert json.loads(result.output.splitlines()[0])["type"] == "lost"
+        assert "0 to 1 lost" in invoke("tail", *where(publisher), "--count", "1").output
+
+
+def test_record_and_replay(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
+    file = tmp_path / "events.rec"
+    result = invoke("record", *where(publisher), "--count", "3", "-o", str(file))
+    assert result.exit_code == 0, result.output
+    assert "3 batches recorded" in result.output
+    replayed = f"ipc://{tmp_path}/replayed"
+    again = tmp_path / "again.rec"
+    player = subprocess.Popen(
+        [
+            sys.executable, "-c",
+            "import typer, aioshm.cli.events as e; app = typer.Typer(); e.register(app); app()",
+            "events", "replay", str(file), "--endpoint", f"ipc://{tmp_path}/live", "--replay", replayed,
+            "--speed", "0", "--wait", "0", "--hold", "60",
+        ],
+        cwd=ROOT,
+    )  # fmt: skip
+    try:
+        result = invoke(
+            "record", f"ipc://{tmp_path}/live", "--replay", replayed, "--from-start", "--duration", "20",
+            "--count", "3", "-o", str(again),
+        )  # fmt: skip
+    finally:
+        player.kill()
+        player.wait()
+    with file.open("rb") as first, again.open("rb") as second:
+        assert [one.payload for one in read_records(first)] == [one.payload for one in read_records(second)]
+
+
+def test_replay_to_the_end(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
+    file = tmp_path / "events.rec"
+    invoke("record", *where(publisher), "--count", "3", "-o", str(file))
+    result = invoke(
+        "replay", str(file), "--endpoint", f"ipc://{tmp_path}/x", "--speed", "1000", "--wait", "0"
+    )
+    assert "3 batches published" in result.output
+
+
+def test_stats(publisher: ThreadedEventPublisher) -> None:
+    result = invoke("stats", *where(publisher)[:-1], "0.5", "--interval", "0.2", "--json")
+    last = json.loads(result.output.splitlines()[-1])
+    (line,) = last["publishers"].values()
+    assert line["batches"] == 3
+    assert line["types"] == {"BlockStored": 3, "BlockRemoved": 3, "AllBlocksCleared": 3, "Later": 3}
+    assert last["subscriber"]["delivered"] == 3
+    text = invoke("stats", *where(publisher)[:-1], "0.5", "--interval", "0.2").output
+    assert "batches_per_s" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tail", "nowhere"],
+        ["replay", "/dev/null"],
+        ["replay", "/no/such/file"],
+        ["record", "x", "-o", "/no/such/f"],
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+@given(st.binary(max_size=60), st.integers(0, 80))
+def test_damaged_recordings_are_refused(tmp_path_factory: Any, junk: bytes, cut: int) -> None:
+    file = tmp_path_factory.mktemp("rec") / "f"
+    with file.open("wb") as out:
+        Recorder(out).write(Record(1.0, "tcp://x:1", b"", 3, b"payload"))
+    whole = file.read_bytes()
+    for data in (MAGIC + junk, whole[:cut], whole + junk, junk):
+        file.write_bytes(data)
+        with file.open("rb") as damaged:
+            try:
+                for one in read_records(damaged):
+                    assert isinstance(one, Record)
+            except CodecError:
+                continue
+
+
+def test_the_example_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/events_router.py"],
+        cwd=ROOT,
+        env={"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1, 5 blocks" in done.stdout
+    assert "rank 0, 3 blocks" in done.stdout

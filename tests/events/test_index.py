@@ -1,0 +1,144 @@
+"""Who holds what, and what all workers have seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.events import (
+    AllBlocksCleared,
+    BlockIndex,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVEventAggregator,
+    KVEventBatch,
+    Lost,
+    Received,
+    Restarted,
+    Shelf,
+    Source,
+    UnknownEvent,
+    follow,
+)
+
+
+def stored(*hashes: int | bytes, medium: str | None = "GPU", group: int | None = None) -> BlockStored:
+    return BlockStored(list(hashes), None, [], 1, None, medium, group_idx=group)
+
+
+class TestBlockIndex:
+    def test_stored_removed_cleared(self) -> None:
+        index: BlockIndex[str] = BlockIndex()
+        index.apply("a", EventBatch(0, [stored(1, 2, b"x"), BlockRemoved([2], "GPU")]))
+        index.apply("b", EventBatch(0, [stored(1)]))
+        assert index.blocks("a") == {Shelf("GPU", None): {1, b"x"}}
+        assert len(index) == 3
+        index.apply("a", EventBatch(0, [AllBlocksCleared()]))
+        assert index.blocks("a") == {}
+        assert index.publishers == ["a", "b"]
+        assert index.holders(1) == {"b": [Shelf("GPU", None)]}
+
+    def test_media_and_groups_are_kept_apart(self) -> None:
+        index: BlockIndex[int] = BlockIndex()
+        index.apply(
+            0,
+            EventBatch(
+                0, [stored(1, 2), stored(1, medium="CPU"), stored(1, group=3), BlockRemoved([1], "GPU")]
+            ),
+        )
+        assert index.blocks(0) == {Shelf("GPU", None): {2}, Shelf("CPU", None): {1}, Shelf("GPU", 3): {1}}
+        assert index.longest_prefix([1, 2, 3]) == {0: 2}
+        assert index.longest_prefix([1, 2], media=["CPU"]) == {0: 1}
+        assert index.longest_prefix([1, 2], group_idx=3) == {0: 1}
+        assert index.longest_prefix([1, 2], media=["STORAGE"]) == {0: 0}
+
+    def test_the_prefix_ends_at_the_first_hole(self) -> None:
+        index: BlockIndex[str] = BlockIndex()
+        index.apply("a", EventBatch(0, [stored(1, 2, 4)]))
+        index.apply("b", EventBatch(0, [stored(2)]))
+        assert index.longest_prefix([1, 2, 3, 4]) == {"a": 2, "b": 0}
+        assert index.longest_prefix([]) == {"a": 0, "b": 0}
+
+    def test_unknown_events_are_counted(self) -> None:
+        index: BlockIndex[str] = BlockIndex()
+        index.apply("a", EventBatch(0, [UnknownEvent("X", ["X"]), stored(1)]))
+        assert (index.unknown_events, len(index)) == (1, 1)
+
+    @pytest.mark.parametrize("forget", [False, True])
+    def test_losses_and_restarts(self, forget: bool) -> None:
+        source = Source("tcp://x:1", b"", 0)
+        index: BlockIndex[Source] = BlockIndex(forget_on_loss=forget)
+        assert not index.complete(source)
+        follow(index, Received(source, 0, KVEventBatch(0, [stored(1)]), b"", False))
+        assert index.complete(source)
+        follow(index, Lost(source, 1, 2, "gone"))
+        assert not index.complete(source)
+        assert len(index) == (0 if forget else 1)
+        follow(index, Restarted(source, 3))
+        assert index.complete(source)
+        assert len(index) == 0
+        index.remove(source)
+        assert index.publishers == []
+
+    @given(
+        st.lists(
+            st.tuples(st.sampled_from("src"), st.integers(0, 5), st.sampled_from(["GPU", "CPU"])), max_size=60
+        )
+    )
+    def test_it_equals_a_set_of_pairs(self, steps: list[tuple[str, int, str]]) -> None:
+        index: BlockIndex[int] = BlockIndex()
+        model: set[tuple[str, int]] = set()
+        for action, block, medium in steps:
+            event: Any
+            if action == "s":
+                event = stored(block, medium=medium)
+                model.add((medium, block))
+            elif action == "r":
+                event = BlockRemoved([block], medium)
+                model.discard((medium, block))
+            else:
+                event = AllBlocksCleared()
+                model.clear()
+            index.apply(0, EventBatch(0, [event]))
+        assert {(shelf.medium, block) for shelf, held in index.blocks(0).items() for block in held} == model
+        prefix = next((n for n in range(6) if not {("GPU", n), ("CPU", n)} & model), 6)
+        assert index.longest_prefix(range(6)) == ({0: prefix} if steps else {})
+
+
+class TestAggregator:
+    def test_common_and_all(self) -> None:
+        workers: KVEventAggregator[BlockStored] = KVEventAggregator(2)
+        workers.add_events([stored(1), stored(2), stored(2)])
+        workers.add_events([stored(1)])
+        assert workers.get_common_events() == [stored(1)]
+        assert workers.get_all_events() == [stored(1), stored(1), stored(2), stored(2)]
+        workers.clear_events()
+        assert workers.get_all_events() == workers.get_common_events() == []
+        assert workers.get_number_of_workers() == 2
+
+    def test_workers_up_and_down(self) -> None:
+        workers: KVEventAggregator[BlockStored] = KVEventAggregator(1)
+        workers.add_events([stored(1)])
+        workers.increment_workers(2)
+        assert workers.get_common_events() == []
+        workers.decrement_workers()
+        assert workers.get_number_of_workers() == 2
+        workers.reset_workers()
+        assert workers.get_common_events() == [stored(1)]
+        assert "workers=1" in repr(workers)
+
+    def test_bad_arguments(self) -> None:
+        with pytest.raises(ValueError, match="num_workers"):
+            KVEventAggregator(0)
+        workers: KVEventAggregator[BlockStored] = KVEventAggregator(1)
+        for bad in (workers.increment_workers, workers.decrement_workers):
+            with pytest.raises(ValueError, match="count"):
+                bad(0)
+        with pytest.raises(ValueError, match="count"):
+            workers.decrement_workers(1)
+        with pytest.raises(TypeError, match="tuple"):
+            workers.add_events((stored(1),))  # type: ignore[arg-type]

@@ -1,0 +1,196 @@
+"""Endpoint arithmetic, frames, outbox and replay buffer: no sockets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioshm.errors import CodecError, QueueFull
+from aioshm.events import wire
+from aioshm.events.endpoints import (
+    check_endpoint,
+    for_rank,
+    is_ipv6,
+    is_wildcard,
+    publisher_binds,
+    subscriber_binds,
+)
+from aioshm.events.outbox import Outbox
+from aioshm.events.replay_buffer import ReplayBuffer
+
+from .helpers import batch
+
+
+class TestEndpoints:
+    @pytest.mark.parametrize(
+        ("endpoint", "rank", "expected"),
+        [
+            ("tcp://*:5557", 0, "tcp://*:5557"),
+            ("tcp://*:5557", 3, "tcp://*:5560"),
+            ("tcp://[::1]:5557", 1, "tcp://[::1]:5558"),
+            ("tcp://host:0", 4, "tcp://host:0"),
+            ("tcp://host:*", 4, "tcp://host:*"),
+            ("inproc://kv", 2, "inproc://kv_dp2"),
+            ("ipc:///run/tcp.sock", 2, "ipc:///run/tcp.sock_dp2"),
+        ],
+    )
+    def test_ranks_move_endpoints(self, endpoint: str, rank: int, expected: str) -> None:
+        assert for_rank(endpoint, rank) == expected
+
+    @pytest.mark.parametrize(
+        "endpoint",
+        [
+            "",
+            "kv",
+            "tcp://",
+            "tcp://host",
+            "tcp://:1",
+            "tcp://host:x",
+            "tcp://h:65536",
+            "udp://h:1",
+            "tcp://h:²",
+        ],
+    )
+    def test_nonsense_is_named(self, endpoint: str) -> None:
+        with pytest.raises(ValueError, match="endpoint"):
+            check_endpoint(endpoint)
+
+    def test_ports_end_at_65535(self) -> None:
+        with pytest.raises(ValueError, match="65536"):
+            for_rank("tcp://host:65535", 1)
+
+    def test_ranks_are_not_negative_and_endpoints_are_text(self) -> None:
+        with pytest.raises(ValueError, match="-1"):
+            for_rank("tcp://host:1", -1)
+        with pytest.raises(TypeError, match="bytes"):
+            check_endpoint(b"tcp://host:1")  # type: ignore[arg-type]
+
+    @given(st.text(max_size=20), st.integers(0, 100))
+    def test_any_text_is_an_endpoint_or_a_value_error(self, text: str, rank: int) -> None:
+        try:
+            moved = for_rank(text, rank)
+        except ValueError:
+            return
+        check_endpoint(moved)
+
+    def test_who_binds(self) -> None:
+        binding = ["tcp://*:1", "tcp://[::]:1", "ipc:///x", "inproc://x"]
+        assert [publisher_binds(endpoint) for endpoint in [*binding, "tcp://host:1"]] == [True] * 4 + [False]
+        assert [subscriber_binds(endpoint) for endpoint in binding] == [True, False, False, False]
+
+    def test_wildcards_and_ipv6(self) -> None:
+        assert all(map(is_wildcard, ["tcp://*:1", "tcp://0.0.0.0:1", "tcp://[::]:1"]))
+        assert not any(map(is_wildcard, ["tcp://127.0.0.1:1", "ipc://*", "tcp://[::1]:1"]))
+        assert is_ipv6("tcp://[::1]:1")
+        assert not is_ipv6("tcp://*:1")
+
+
+class TestFrames:
+    def test_round_trips(self) -> None:
+        assert wire.parse_live([b"t", wire.pack_seq(5), b"p"]) == (b"t", 5, b"p")
+        assert wire.parse_request(wire.request(7)) == 7
+        assert wire.parse_reply(wire.reply(b"t", 5, b"p", "topic")) == (b"t", 5, b"p")
+        assert wire.parse_reply(wire.reply(b"t", 5, b"p", "legacy")) == (None, 5, b"p")
+        assert wire.parse_reply(wire.end_reply("topic")) is None
+        assert wire.parse_reply(wire.end_reply("legacy")) is None
+
+    def test_the_bytes_of_the_field(self) -> None:
+        assert wire.request(258) == [b"", b"\0\0\0\0\0\0\x01\x02"]
+        assert wire.reply(b"kv", 1, b"p", "topic") == [b"", b"kv", b"\0\0\0\0\0\0\0\x01", b"p"]
+        assert wire.end_reply("topic") == [b"", b"", b"\xff" * 8, b""]
+        assert wire.end_reply("legacy") == [b"", b"\xff" * 8, b""]
+
+    @given(st.lists(st.binary(max_size=10), max_size=5))
+    def test_garbage_is_refused_or_understood(self, frames: list[bytes]) -> None:
+        for parse in (wire.parse_live, wire.parse_request, wire.parse_reply):
+            try:
+                parse(frames)
+            except CodecError:
+                continue
+
+
+class TestOutbox:
+    def test_numbers_are_given_when_published_and_a_drop_uses_one_up(self) -> None:
+        box = Outbox(2)
+        tickets = [box.put(batch(n)) for n in range(4)]
+        assert [ticket.seq for ticket in tickets] == [0, 1, 2, 3]
+        assert [ticket.kept for ticket in tickets] == [True, True, False, False]
+        assert [ticket.wake for ticket in tickets] == [True, False, False, False]
+        assert box.dropped == 2
+        sent = []
+        while (item := box.take()) is not None:
+            sent.append((item[0], item[1] is None))
+            box.sent(item[0])
+        assert sent == [(0, False), (1, False), (4, True)]  # the empty batch 4 shows the hole 2 to 3
+        assert box.put(batch(5)) == (5, True, True)
+
+    def test_without_a_hole_there_is_no_empty_batch(self) -> None:
+        box = Outbox(1)
+        box.put(batch(0))
+        item = box.take()
+        assert item is not None
+        box.sent(item[0])
+        assert box.take() is None
+
+    def test_a_batch_that_could_not_be_sent_is_a_hole_too(self) -> None:
+        box = Outbox(1)
+        box.put(batch(0))
+        box.take()  # and never ``sent``
+        assert box.take() == (1, None)
+        assert box.take() is None
+
+    def test_raising_gives_no_number(self) -> None:
+        box = Outbox(1, "raise")
+        box.put(batch(0))
+        with pytest.raises(QueueFull, match="1 event batches wait"):
+            box.put(batch(1))
+        assert box.published == 1
+
+    def test_what_is_abandoned_is_named(self) -> None:
+        box = Outbox(10)
+        assert box.abandon() is None
+        for n in range(3):
+            box.put(batch(n))
+        assert box.waiting_before(2) == 2
+        assert box.abandon() == (0, 2)
+        assert box.dropped == 3
+
+    @pytest.mark.parametrize(("size", "overflow"), [(0, "drop"), (1, "sulk")])
+    def test_bad_arguments(self, size: int, overflow: str) -> None:
+        with pytest.raises(ValueError, match="must be"):
+            Outbox(size, overflow)  # type: ignore[arg-type]
+
+
+class TestReplayBuffer:
+    @given(
+        size=st.integers(0, 700),
+        steps=st.lists(st.integers(1, 3), max_size=1500),
+        start=st.integers(0, 5000),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_it_holds_the_last_ones(self, size: int, steps: list[int], start: int) -> None:
+        buffer = ReplayBuffer(size)
+        model: list[tuple[int, bytes]] = []
+        seq = -1
+        for step in steps:
+            seq += step
+            buffer.append(seq, b"%d" % seq)
+            model.append((seq, b"%d" % seq))
+        model = model[len(model) - min(size, len(model)) :]
+        assert len(buffer) == len(model)
+        assert list(buffer.since(start)) == [entry for entry in model if entry[0] >= start]
+
+    def test_an_answer_in_progress_is_not_changed_by_what_follows(self) -> None:
+        buffer = ReplayBuffer(1000)
+        for seq in range(1000):
+            buffer.append(seq, b"")
+        answer = buffer.since(10)
+        for seq in range(1000, 4000):
+            buffer.append(seq, b"")
+        assert [seq for seq, _ in answer] == list(range(10, 1000))
+        assert [seq for seq, _ in buffer.since(0)] == list(range(3000, 4000))
+
+    def test_size_is_not_negative(self) -> None:
+        with pytest.raises(ValueError, match="buffer_steps"):
+            ReplayBuffer(-1)

@@ -1,0 +1,316 @@
+"""Sequence tracking and gap filling, with publishers, networks and replays that exist only on paper."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioshm.events import KVEventBatch, Lost, Received, Restarted
+from aioshm.events.numbering import REMEMBERED, Numbering, Verdict
+from aioshm.events.tracker import Message, SourceTracker, Start
+
+
+def message(seq: int, body: str = "", rank: int = 0, topic: bytes | None = b"") -> Message:
+    return Message(topic, seq, KVEventBatch(float(seq), [], rank), f"{seq} {body}".encode())
+
+
+def said(tracker: SourceTracker) -> list[object]:
+    """Take what came out, in short: numbers, (first, last) of a loss, "restarted"."""
+    out: list[object] = []
+    while tracker.out:
+        item = tracker.out.popleft()
+        if isinstance(item, Received):
+            out.append(item.seq)
+        elif isinstance(item, Lost):
+            out.append((item.first, item.last))
+        else:
+            out.append("restarted")
+    return out
+
+
+def make(start: Start = None, *, can_replay: bool = True) -> SourceTracker:
+    tracker = SourceTracker("tcp://x:1", start, can_replay=can_replay)
+    if can_replay and start != "live":
+        assert tracker.asking == (start or 0)
+        tracker.replay_ended()
+    assert tracker.asking is None
+    return tracker
+
+
+def answer(tracker: SourceTracker, *messages: Message) -> None:
+    for one in messages:
+        tracker.replayed(one)
+    tracker.replay_ended()
+
+
+class TestNumbering:
+    def test_verdicts(self) -> None:
+        numbers = Numbering(5)
+        assert numbers.judge(5, 1) is Verdict.NEXT
+        assert numbers.judge(6, 1) is Verdict.GAP
+        assert numbers.judge(4, 1) is Verdict.BACK
+        numbers.accept(5, 1)
+        numbers.accept(6, 2)
+        assert numbers.judge(5, 1) is Verdict.COPY
+        assert numbers.judge(5, 9) is Verdict.BACK
+        assert numbers.judge(4, 9) is Verdict.UNSURE
+        assert numbers.skip_to(9) == (7, 8)
+        assert numbers.judge(6, 2) is Verdict.UNSURE
+        assert numbers.begin_again() == 9
+        assert numbers.judge(0, 0) is Verdict.NEXT
+
+    def test_memory_is_bounded(self) -> None:
+        numbers = Numbering(0)
+        for seq in range(REMEMBERED + 10):
+            numbers.accept(seq, seq)
+        assert numbers.judge(9, 9) is Verdict.UNSURE
+        assert numbers.judge(10, 10) is Verdict.COPY
+
+
+class TestWithoutReplay:
+    def test_every_gap_is_lost_from_the_first_message_on(self) -> None:
+        tracker = make(can_replay=False)
+        for seq in (2, 3, 7):
+            tracker.live(message(seq))
+        assert said(tracker) == [(0, 1), 2, 3, (4, 6), 7]
+        assert (tracker.gaps, tracker.lost) == (2, 5)
+
+    def test_numbers_that_go_back_are_a_restart(self) -> None:
+        tracker = make(can_replay=False)
+        for seq in (0, 1, 2, 1, 2):
+            tracker.live(message(seq))
+        assert said(tracker) == [0, 1, 2, "restarted", (0, 0), 1, 2]
+
+    def test_live_begins_with_whatever_comes(self) -> None:
+        tracker = make("live", can_replay=False)
+        for seq in (5, 7):
+            tracker.live(message(seq))
+        assert said(tracker) == [5, (6, 6), 7]
+
+    def test_every_rank_and_topic_counts_for_itself(self) -> None:
+        tracker = make(can_replay=False)
+        for rank, topic in ((0, b"a"), (1, b"a"), (0, b"b"), (0, b"a")):
+            tracker.live(
+                message(0 if (rank, topic) != (0, b"a") or not tracker.out else 1, rank=rank, topic=topic)
+            )
+        assert said(tracker) == [0, 0, 0, 1]
+
+
+class TestWithReplay:
+    def test_a_gap_is_filled_in_order_and_copies_are_dropped(self) -> None:
+        tracker = make()
+        tracker.live(message(0))
+        tracker.live(message(3))
+        assert tracker.asking == 0  # the last one delivered: shows that it is still the same publisher
+        answer(tracker, *[message(seq) for seq in range(5)])
+        tracker.live(message(4))
+        tracker.live(message(5))
+        assert said(tracker) == [0, 1, 2, 3, 4, 5]
+        assert tracker.duplicates == 2  # 3 and 4, live and replayed
+
+    def test_what_the_buffer_no_longer_has_is_lost(self) -> None:
+        tracker = make()
+        tracker.live(message(0))
+        tracker.live(message(9))
+        answer(tracker, message(7), message(8), message(9))
+        assert said(tracker) == [0, (1, 6), 7, 8, 9]
+
+    def test_a_hole_in_the_buffer_is_lost(self) -> None:
+        tracker = make()
+        tracker.live(message(0))
+        tracker.live(message(4))
+        answer(tracker, message(0), message(1), message(3), message(4))
+        assert said(tracker) == [0, 1, (2, 2), 3, 4]
+
+    def test_a_late_joiner_gets_what_was_before(self) -> None:
+        tracker = SourceTracker("tcp://x:1", None, can_replay=True)
+        assert tracker.asking == 0
+        answer(tracker, message(0), message(1))
+        tracker.live(message(2))
+        assert said(tracker) == [0, 1, 2]
+
+    def test_a_late_joiner_from_a_number(self) -> None:
+        tracker = SourceTracker("tcp://x:1", 5, can_replay=True)
+        assert tracker.asking == 5
+        answer(tracker, message(5), message(6))
+        assert said(tracker) == [5, 6]
+
+    def test_an_answer_that_never_comes_ends_in_a_loss(self) -> None:
+        tracker = make()
+        tracker.live(message(3))
+        tracker.replay_failed("nobody there")
+        item = tracker.out.popleft()
+        assert isinstance(item, Lost)
+        assert (item.first, item.last, item.reason) == (0, 2, "nobody there")
+        assert said(tracker) == [3]
+
+    def test_a_restart_behind_a_gap_is_found_out(self) -> None:
+        tracker = make()
+        for seq in range(3):
+            tracker.live(message(seq, "old"))
+        tracker.live(message(5, "new"))
+        assert tracker.asking == 2
+        answer(tracker, *[message(seq, "new") for seq in range(2, 7)])
+        assert tracker.asking == 0
+        answer(tracker, *[message(seq, "new") for seq in range(7)])
+        assert tracker.asking is None
+        assert said(tracker) == [0, 1, 2, "restarted", 0, 1, 2, 3, 4, 5, 6]
+
+    def test_a_restart_that_continues_with_the_expected_number_is_found_out(self) -> None:
+        tracker = make()
+        for seq in range(3):
+            tracker.live(message(seq, "old"))
+        tracker.reconnected()
+        answer(tracker)  # the new publisher has nothing yet
+        answer(tracker)
+        tracker.live(message(3, "new"))
+        assert tracker.asking == 2
+        answer(tracker, *[message(seq, "new") for seq in (2, 3)])
+        answer(tracker, *[message(seq, "new") for seq in range(4)])
+        assert said(tracker) == [0, 1, 2, "restarted", 0, 1, 2, 3]
+
+    def test_a_restarted_publisher_with_fewer_batches_is_found_out_by_checking(self) -> None:
+        tracker = make()
+        for seq in range(3):
+            tracker.live(message(seq, "old"))
+        tracker.check()
+        answer(tracker)
+        assert tracker.asking == 0
+        answer(tracker, message(0, "new"))
+        assert said(tracker) == [0, 1, 2, "restarted", 0]
+
+    def test_a_restart_seen_live(self) -> None:
+        tracker = make()
+        for seq in range(3):
+            tracker.live(message(seq, "old"))
+        tracker.live(message(0, "new"))
+        tracker.live(message(1, "new"))
+        assert said(tracker) == [0, 1, 2, "restarted", 0, 1]
+
+    def test_a_lost_end_is_found_by_checking(self) -> None:
+        tracker = make()
+        tracker.live(message(0))
+        tracker.check()
+        answer(tracker, message(0), message(1))
+        assert said(tracker) == [0, 1]
+
+    def test_a_stranger_with_a_wild_number_moves_nothing(self) -> None:
+        tracker = make()
+        tracker.live(message(0))
+        tracker.live(message(2**60))
+        answer(tracker, message(0), message(1))
+        tracker.live(message(2))
+        assert said(tracker) == [0, 1, 2]
+        assert tracker.unconfirmed == 1
+
+    def test_a_publisher_that_keeps_nothing_still_gets_through(self) -> None:
+        tracker = make()
+        tracker.live(message(0))
+        tracker.live(message(2))
+        answer(tracker)
+        answer(tracker)
+        tracker.live(message(3))
+        assert said(tracker) == [0, (1, 1), 2, 3]
+
+    def test_old_replay_ports_send_no_topic(self) -> None:
+        tracker = SourceTracker("tcp://x:1", None, can_replay=True)
+        answer(tracker, message(0, topic=None), message(1, topic=None))
+        tracker.live(message(3, topic=b"kv"))
+        answer(tracker, *[message(seq, topic=None) for seq in (1, 2, 3)])
+        assert said(tracker) == [0, 1, 2, 3]
+
+
+class World:
+    """A publisher that is replaced now and then, a network that drops, a replay port that may be silent."""
+
+    def __init__(self, buffer: int) -> None:
+        self.tracker = SourceTracker("tcp://x:1", None, can_replay=True)
+        self.buffer = buffer
+        self.life = 0
+        self.published: list[Message] = []
+        self.net: deque[Message | None] = deque()
+        self.have: list[int] = []
+        self.reported = False
+
+    def publish(self, *, arrives: bool) -> None:
+        one = message(len(self.published), f"life {self.life}")
+        self.published.append(one)
+        if arrives:
+            self.net.append(one)
+
+    def restart(self) -> None:
+        self.life += 1
+        self.published = []
+        self.net.append(None)
+
+    def step(self, *, silent: bool = False) -> None:
+        if (start := self.tracker.asking) is not None:
+            if silent:
+                self.tracker.replay_failed("silent")
+            else:
+                held = self.published[-self.buffer :]
+                answer(self.tracker, *[one for one in held if one.seq >= start])
+        elif self.net:
+            one = self.net.popleft()
+            if one is None:
+                self.tracker.reconnected()
+            else:
+                self.tracker.live(one)
+        self.read()
+
+    def read(self) -> None:
+        while self.tracker.out:
+            item = self.tracker.out.popleft()
+            if isinstance(item, Restarted):
+                self.have = []
+                self.reported = False
+            elif isinstance(item, Lost):
+                assert not self.have or item.first == self.have[-1] + 1
+                self.reported = True
+                self.have.append(item.last)
+            else:
+                assert item.seq == (self.have[-1] + 1 if self.have else 0), "out of order or twice"
+                self.have.append(item.seq)
+                self.payload = item.payload
+
+
+ACTIONS = st.lists(
+    st.sampled_from(["publish"] * 6 + ["drop"] * 3 + ["step"] * 8 + ["silent", "restart"]), max_size=120
+)
+
+
+@given(actions=ACTIONS, buffer=st.sampled_from([1, 3, 1000]))
+@settings(max_examples=400, deadline=None)
+def test_the_consumer_has_everything_or_was_told(actions: list[str], buffer: int) -> None:
+    world = World(buffer)
+    for action in actions:
+        if action in ("publish", "drop"):
+            world.publish(arrives=action == "publish")
+        elif action == "restart":
+            world.restart()
+        else:
+            world.step(silent=action == "silent")
+    while world.net or world.tracker.asking is not None:
+        world.step()
+    world.publish(arrives=False)  # so that there is something to find
+    world.tracker.check()
+    while world.tracker.asking is not None:
+        world.step()
+    expected = len(world.published) - 1
+    assert world.have
+    assert world.have[-1] == expected
+    assert world.payload == world.published[-1].payload
+    if not world.reported:
+        assert world.have == list(range(expected + 1))
+    if buffer == 1000 and "silent" not in actions:
+        assert not world.reported, "nothing had to be lost"
+
+
+@pytest.mark.parametrize("seq", [0, 3, 2**64 - 2])
+def test_any_first_number(seq: int) -> None:
+    tracker = make("live", can_replay=False)
+    tracker.live(message(seq))
+    assert said(tracker) == [seq]
