@@ -1,0 +1,100 @@
+"""What the demo shows: progress while it runs, and its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Protocol
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from aioshm.cli.demo.orders import Figures, Result
+
+NOTES = (
+    'Latency is from just before enqueue to just after dequeue, in the phase "paced", where no message waits behind '
+    "another; the other phases run flat out. CPU is of one core, with the making and checking of the messages."
+)
+
+
+class Progressed(Protocol):
+    """Shows how many messages every reader has read."""
+
+    def __call__(self, done: int, /) -> None: ...
+
+
+@contextmanager
+def shown_progress(console: Console, phases: Mapping[str, int]) -> Iterator[Progressed]:
+    """Show progress inside the block: a bar for each phase, or, where nobody watches, a line for each that is over."""
+    if not console.is_interactive:
+        yield _PlainLines(console, phases)
+        return
+    columns = (TextColumn("{task.description:<8}"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,}"))
+    with Progress(*columns, console=console) as progress:
+        yield _Bars(progress, phases)
+
+
+def show_results(console: Console, writer: Result, readers: Sequence[Result]) -> None:
+    """Print the table of what each process measured."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("")
+    table.add_column("phase")
+    for column in ("messages", "messages/s", "GB/s", "p50 µs", "p99 µs", "CPU"):
+        table.add_column(column, justify="right")
+    names = [*(f"reader {rank}" for rank in range(len(readers))), "writer"]
+    for name, result in zip(names, [*readers, writer], strict=True):
+        for index, figures in enumerate(result.phases):
+            table.add_row("" if index else name, *_row(figures), end_section=index == len(result.phases) - 1)
+    console.print(table)
+    console.print(Text(NOTES, style="dim"))
+
+
+def _row(figures: Figures) -> Iterator[str]:
+    yield figures.phase
+    yield f"{figures.messages:,}"
+    yield _number(figures.messages_per_s, ",.0f")
+    yield _number(figures.gb_per_s, ".2f" if figures.phase == "tensors" else None)
+    yield _number(figures.p50_us, ",.0f")
+    yield _number(figures.p99_us, ",.0f")
+    yield _number(figures.cpu_share, ".0%")
+
+
+def _number(value: float | None, form: str | None) -> str:
+    return "" if value is None or form is None else format(value, form)
+
+
+class _PlainLines:
+    def __init__(self, console: Console, phases: Mapping[str, int]) -> None:
+        self._console = console
+        self._coming = list(_with_ends(phases))
+
+    def __call__(self, done: int, /) -> None:
+        while self._coming and done >= self._coming[0][2]:
+            name, count, _ = self._coming.pop(0)
+            self._console.print(f"{name}: {count:,} messages read by every reader")
+
+
+class _Bars:
+    def __init__(self, progress: Progress, phases: Mapping[str, int]) -> None:
+        self._progress = progress
+        # A bar that has not been started pulses: the first one does, until the processes are up.
+        self._bars = [
+            (progress.add_task(name, total=count, start=count < end), count, end)
+            for name, count, end in _with_ends(phases)
+        ]
+
+    def __call__(self, done: int, /) -> None:
+        for bar, count, end in self._bars:
+            if done > end - count:
+                self._progress.start_task(bar)
+                self._progress.update(bar, completed=min(count, done - end + count))
+
+
+def _with_ends(phases: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+    """Yield each phase's name and count, and how many messages have been read when it is over."""
+    ends = accumulate(phases.values())
+    return ((name, count, end) for (name, count), end in zip(phases.items(), ends, strict=True))

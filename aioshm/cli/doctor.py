@@ -1,0 +1,219 @@
+"""The ``doctor`` command: what this machine offers to aioshm, what to do about the rest, and what was left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+import typer
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+import aioshm
+from aioshm.cli.outcome import CommandFailed
+from aioshm.config import Options
+from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
+from aioshm.ring.atomics import RECHECK_S, STRONG_ORDER
+from aioshm.ring.layout import Layout
+from aioshm.ring.segment import orphans, remove_orphan
+from aioshm.wait.cpus import usable_cpus
+
+Verdict: TypeAlias = Literal["good", "note", "bad"]
+
+_SHM_DIR = Path("/dev/shm")
+_MIB = 1 << 20
+_STYLES: dict[Verdict, str] = {"good": "green", "note": "yellow", "bad": "bold red"}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at.
+
+    Attributes:
+        name: What.
+        verdict: "note" means that aioshm works, but less well than it could; "bad", that something will not work.
+        found: What is there.
+        advice: What that means and what to do; empty where there is nothing to do.
+    """
+
+    name: str
+    verdict: Verdict
+    found: str
+    advice: str = ""
+
+
+class Orphan(msgspec.Struct, frozen=True):
+    """A named segment that no process holds.
+
+    Attributes:
+        name: Without its slash.
+        bytes: Its size.
+        removed: Whether it is gone now.
+    """
+
+    name: str
+    bytes: int
+    removed: bool
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``aioshm doctor``."""
+    app.command("doctor")(_doctor)
+
+
+def _doctor(
+    clean: Annotated[bool, typer.Option("--clean", help="Remove the segments that no process holds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Say what this machine offers, and which shared memory was left behind."""
+    findings = list(examine())
+    left = [_orphan(name, remove=clean) for name in orphans()]
+    if as_json:
+        report = {"aioshm": aioshm.__version__, "findings": findings, "orphans": left}
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        console = Console(highlight=False)
+        _show(console, findings)
+        _show_orphans(console, left)
+    bad = [finding.name for finding in findings if finding.verdict == "bad"]
+    if bad:
+        raise CommandFailed(f"not in order: {', '.join(bad)}")
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything in turn; changes nothing."""
+    yield _python()
+    yield _platform()
+    yield _settings()
+    yield _cpus()
+    yield _memory_order()
+    yield _tried("eventfd", "eventfd", lambda: os.eventfd(0), "a byte on a socket wakes the other end; that is slower")
+    yield _tried(
+        "memfd",
+        "memfd_create",
+        lambda: os.memfd_create("aioshm-doctor"),
+        "rings are named segments, which a crash at the wrong moment leaves behind: aioshm doctor --clean",
+    )
+    yield _named_memory()
+    yield _zeromq()
+    yield _package("uvloop", "a faster event loop: pip install 'aioshm[uvloop]'")
+    yield _package("numpy", "needed for arrays and tensors only: pip install 'aioshm[torch]'")
+    yield _package("torch", "needed for tensors only: pip install 'aioshm[torch]'")
+
+
+def _python() -> Finding:
+    return Finding("python", "good", f"{platform.python_implementation()} {platform.python_version()}")
+
+
+def _platform() -> Finding:
+    found = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    if sys.platform in ("linux", "darwin"):
+        return Finding("platform", "good", found)
+    return Finding("platform", "bad", found, "aioshm runs on Linux and macOS")
+
+
+def _settings() -> Finding:
+    names = sorted(name for name in os.environ if name.startswith("AIOSHM_"))
+    try:
+        Options.from_env()
+    except ValueError as error:
+        return Finding("settings", "bad", str(error), "correct or unset the variable")
+    return Finding("settings", "good", ", ".join(f"{name}={os.environ[name]}" for name in names) or "the defaults")
+
+
+def _cpus() -> Finding:
+    cpus = usable_cpus()
+    if cpus == 1:
+        return Finding("usable CPUs", "note", "1", "nothing spins, every wait sleeps: allow two or more CPUs")
+    return Finding("usable CPUs", "good", str(cpus))
+
+
+def _memory_order() -> Finding:
+    if STRONG_ORDER:
+        return Finding("memory order", "good", "strong")
+    return Finding(
+        "memory order",
+        "note",
+        "weak",
+        f"without the native core, a {RECHECK_S * 1000:.0f} ms recheck timer bounds every parked wait; nothing to do",
+    )
+
+
+def _tried(name: str, function: str, make: Callable[[], int], without: str) -> Finding:
+    if not hasattr(os, function):
+        return Finding(name, "note", f"not on {platform.system()}", without)
+    try:
+        os.close(make())
+    except OSError as error:  # a seccomp filter may forbid what the kernel knows
+        return Finding(name, "bad", f"{function}: {error.strerror}", "let the container's seccomp profile allow it")
+    return Finding(name, "good", "works")
+
+
+def _named_memory() -> Finding:
+    name = str(_SHM_DIR)
+    try:
+        fs = os.statvfs(_SHM_DIR)
+    except OSError as error:
+        return Finding(name, "note", error.strerror or "missing", "backing='named' works only where there is one")
+    free = fs.f_bavail * fs.f_frsize
+    found = f"{free / _MIB:,.0f} MiB free"
+    needed = Layout(1, MAX_CHUNK_BYTES, MAX_CHUNKS).total_bytes
+    if free < needed:
+        return Finding(
+            name,
+            "note",
+            found,
+            f"a ring of the default size with backing='named' needs {needed / _MIB:,.0f} MiB: "
+            "enlarge it (docker: --shm-size) or use smaller chunks; backing='memfd' does not need it",
+        )
+    return Finding(name, "good", found)
+
+
+def _zeromq() -> Finding:
+    found = f"pyzmq {zmq.__version__}, libzmq {zmq.zmq_version()}"
+    if not zmq.has("ipc"):
+        return Finding("zeromq", "bad", f"{found} without ipc", "large messages need ipc: install another pyzmq")
+    return Finding("zeromq", "good", found)
+
+
+def _package(name: str, without: str) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding(name, "note", "not installed", without)
+    try:
+        return Finding(name, "good", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name, "good", "installed, of unknown version")
+
+
+def _orphan(name: str, *, remove: bool) -> Orphan:
+    try:
+        size = (_SHM_DIR / name).stat().st_size
+    except FileNotFoundError:
+        size = 0
+    return Orphan(name, size, remove and remove_orphan(name))
+
+
+def _show(console: Console, findings: list[Finding]) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for finding in findings:
+        verdict = f"[{_STYLES[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(verdict, finding.name, " - ".join(filter(None, (finding.found, finding.advice))))
+    console.print(table)
+
+
+def _show_orphans(console: Console, left: list[Orphan]) -> None:
+    console.print()
+    if not left:
+        console.print("no shared memory was left behind")
+    for orphan in left:
+        what = "removed" if orphan.removed else "left behind"
+        console.print(f"{what}: {_SHM_DIR / orphan.name} ({orphan.bytes / _MIB:,.1f} MiB), which no process holds")
+    if any(not orphan.removed for orphan in left):
+        console.print("remove with: aioshm doctor --clean")

@@ -1,0 +1,60 @@
+"""How a command ends when it does not end well: one line on stderr, and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+FAILED = 1
+UNUSABLE = 2
+"""Bad arguments, or surroundings in which the command cannot start."""
+
+
+class CommandFailed(Exception):
+    """Ends the command.
+
+    Attributes:
+        exit_code: Of the process.
+    """
+
+    def __init__(self, message: str, exit_code: int = FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+async def until_interrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` to its end; SIGINT and SIGTERM cancel it, and it is given the time to clean up.
+
+    Raises:
+        CommandFailed: It was interrupted; the exit code is the one that shells give to that signal.
+    """
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+    caught: list[int] = []
+
+    def interrupt(signum: int) -> None:
+        caught.append(signum)
+        if len(caught) == 1:  # whoever is impatient must not interrupt the cleaning up
+            task.cancel()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for signum in signals:
+        loop.add_signal_handler(signum, interrupt, signum)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+        raise interrupted(caught[0]) from None
+    finally:
+        for signum in signals:
+            loop.remove_signal_handler(signum)
+
+
+def interrupted(signum: int = signal.SIGINT) -> CommandFailed:
+    """Return the end of a command that a signal has interrupted."""
+    return CommandFailed("interrupted" if signum == signal.SIGINT else "terminated", 128 + signum)

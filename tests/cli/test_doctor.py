@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aioshm import ShmRingBuffer
+from aioshm.cli import doctor
+from aioshm.cli.app import run
+
+SHM = Path("/dev/shm")
+
+needs_named_segments = pytest.mark.skipif(not SHM.is_dir(), reason="named segments cannot be listed here")
+
+ORPHAN = """
+import os
+from aioshm import ShmRingBuffer
+print(ShmRingBuffer(1, 4096, 2, backing="named").name, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture
+def orphan():
+    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True)
+    path = SHM / done.stdout.strip()
+    assert path.exists()
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def held():
+    ring = ShmRingBuffer(1, 4096, 2, backing="named")
+    yield SHM / ring.name
+    ring.close()
+
+
+def examined(capsys, *args):
+    run(["doctor", "--json", *args])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_tells_what_is_there(capsys):
+    assert run(["doctor", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    findings = {finding["name"]: finding for finding in json.loads(out)["findings"]}
+    for name in ("python", "platform", "usable CPUs", "memory order", "eventfd", "memfd", "/dev/shm", "zeromq"):
+        assert findings[name]["found"]
+        assert findings[name]["verdict"] in ("good", "note")
+    for name in ("uvloop", "torch"):
+        assert findings[name]["verdict"] == "good"
+
+
+def test_text_has_a_verdict_on_each_line(capsys):
+    assert run(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line in lines[: lines.index("")]:
+        assert line.split()[0] in ("good", "note", "bad")
+
+
+@needs_named_segments
+def test_orphan_is_told_and_removed(capsys, orphan, held):
+    names = [entry["name"] for entry in examined(capsys)["orphans"] if not entry["removed"]]
+    assert orphan.name in names
+    assert held.name not in names
+    assert orphan.exists()
+
+    removed = {entry["name"]: entry for entry in examined(capsys, "--clean")["orphans"]}
+    assert removed[orphan.name]["removed"]
+    assert removed[orphan.name]["bytes"] > 8192
+    assert held.name not in removed
+    assert not orphan.exists()
+    assert held.exists()
+
+
+@needs_named_segments
+def test_text_says_how_to_remove(capsys, orphan):
+    assert run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"left behind: {orphan}" in out
+    assert "aioshm doctor --clean" in out
+    assert run(["doctor", "--clean"]) == 0
+    assert f"removed: {orphan}" in capsys.readouterr().out
+
+
+def test_bad_settings_are_bad(capsys, monkeypatch):
+    monkeypatch.setenv("AIOSHM_STALL_WARNING_S", "soon")
+    assert run(["doctor", "--json"]) == 1
+    out, err = capsys.readouterr()
+    finding = next(finding for finding in json.loads(out)["findings"] if finding["name"] == "settings")
+    assert finding["verdict"] == "bad"
+    assert "AIOSHM_STALL_WARNING_S" in finding["found"]
+    assert err == "aioshm: not in order: settings\n"
+
+
+def verdict_of(name):
+    return next(finding for finding in doctor.examine() if finding.name == name)
+
+
+def test_weak_memory_order_is_explained(monkeypatch):
+    monkeypatch.setattr(doctor, "STRONG_ORDER", False)
+    finding = verdict_of("memory order")
+    assert (finding.verdict, finding.found) == ("note", "weak")
+    assert "without the native core, a 5 ms recheck timer bounds every parked wait" in finding.advice
+
+
+def test_single_cpu_is_explained(monkeypatch):
+    monkeypatch.setattr(doctor, "usable_cpus", lambda: 1)
+    assert verdict_of("usable CPUs").verdict == "note"
+
+
+def test_forbidden_memfd_is_bad(monkeypatch):
+    def forbidden(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.memfd_create", forbidden, raising=False)
+    finding = verdict_of("memfd")
+    assert (finding.verdict, finding.found) == ("bad", "memfd_create: Operation not permitted")
+
+
+def test_what_other_systems_lack_is_noted(monkeypatch):
+    monkeypatch.delattr("os.eventfd", raising=False)
+    assert verdict_of("eventfd").verdict == "note"
+
+
+def test_full_shm_is_noted(monkeypatch, tmp_path):
+    class Full:
+        f_bavail, f_frsize = 16, 4096
+
+    monkeypatch.setattr("os.statvfs", lambda _: Full)
+    finding = verdict_of("/dev/shm")
+    assert finding.verdict == "note"
+    assert "--shm-size" in finding.advice
+
+
+def test_missing_package_is_noted(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    finding = verdict_of("torch")
+    assert (finding.verdict, finding.found) == ("note", "not installed")
+    assert "aioshm[torch]" in finding.advice
