@@ -75,6 +75,8 @@ class LocalReader(End):
         self._attaching: asyncio.Task[None] | None = None
         self._going: asyncio.Future[None] | None = None
         self._attachment: Attachment | None = None
+        self._waking = False
+        self._wake_at = 0
         # Set once the writer is gone: what to raise when everything it published has been read.
         self._writer_gone: Callable[[], AioshmError] | None = None
         super().__init__(handle.queue_id, handle.options if options is None else options)
@@ -224,7 +226,7 @@ class LocalReader(End):
             self._published_ns = at
             self._turn = self._turn - 1 if monotonic_ns() < self._turn_ends_ns else 0
             if ring.release():
-                self._wake_writer()
+                self._writer_waits()
 
     def _take_unusual(self, slot: Slot, kind: int, code: int, n_buffers: int, seq: int, size: int) -> Any:
         if seq != self._seq:
@@ -257,11 +259,26 @@ class LocalReader(End):
             self._published_ns = published_ns
         self._turn = self._turn - 1 if monotonic_ns() < self._turn_ends_ns else 0
         if self._ring.release():
+            self._writer_waits()
+
+    def _writer_waits(self) -> None:
+        """Wake the writer, but not for each slot: it would fill that one and go to sleep again.
+
+        Within one turn of the loop it is woken once, or when half of the ring has become free.
+        """
+        assert self._loop is not None
+        if not self._waking:
+            self._waking = True
+            self._wake_at = self._ring.seq - 1 + self._handle.max_chunks // 2
+            self._loop.call_soon(self._wake_writer)
+        if self._ring.seq >= self._wake_at:
             self._wake_writer()
 
     def _wake_writer(self) -> None:
-        self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
-        self._lifeline.ring()
+        self._waking = False
+        if not self._dismantled and self._ring.writer_can_go_on():
+            self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
+            self._lifeline.ring()
 
     def _is_marker(self, slot: Slot, seq: int) -> bool:
         return seq == self._seq and slot.header[SECRET] == self._lifeline.welcome.secret

@@ -163,6 +163,7 @@ class RingReader(_Cursor):
         self.parked = self.readers_parked[reader : reader + 1]
         self.reader = reader
         self._flag = 1 + reader
+        self._read_by_all = bytes([1]) * layout.flag_bytes
         self._count = self._words[layout.reader_line(reader) // 8 :]
 
     def ready(self) -> bool:
@@ -188,6 +189,14 @@ class RingReader(_Cursor):
         fence.acquire(False)
         fence.release()
         return self.writer_parked[0] != 0
+
+    def writer_can_go_on(self) -> bool:
+        """Return whether the writer is parked although the slot that it waits for has been read by all.
+
+        Each reader asks this after its own release, so that the last one to read the slot sees it read by all.
+        """
+        awaited = self._slots[self.messages_written() % self.layout.max_chunks]
+        return self.writer_parked[0] != 0 and awaited.flags == self._read_by_all
 
     def writer_closed(self) -> bool:
         """Return whether the writer has said that it will write no more."""
