@@ -38,9 +38,20 @@ HEADER = struct.Struct("<BBHIQQQ")
 pack_header = HEADER.pack_into
 unpack_header = HEADER.unpack_from
 
+# The same bytes as four numbers, which is quicker: the first one is `plain` for a message without buffers.
+_WORDS = struct.Struct("<4Q")
+pack_words = _WORDS.pack_into  # what, sequence, published, main_bytes
+unpack_words = _WORDS.unpack_from
+
 INLINE = 1  # the body is in the chunk
 OVERFLOW = 2  # the body did not fit the chunk and travels over ZeroMQ
 RAW = 3  # the chunk was written with acquire_write: no codec
+
+
+def plain(code: int) -> int:
+    """Return the first word of the header of an inline message of this codec that has no out-of-band buffers."""
+    return INLINE | code << 8
+
 
 MAX_BUFFERS = 65_536
 """Most out-of-band buffers of one message. An empty buffer takes no room in a body, so without this bound a chunk of

@@ -13,7 +13,7 @@ from time import monotonic_ns
 from typing import Any, Final
 
 from aioshm.codec import get_codec
-from aioshm.codec.frames import INLINE, OVERFLOW, RAW, split_body, unpack_header
+from aioshm.codec.frames import INLINE, OVERFLOW, RAW, plain, split_body, unpack_header, unpack_words
 from aioshm.config import Options, check_int
 from aioshm.errors import (
     AioshmError,
@@ -69,6 +69,7 @@ class LocalReader(End):
         self._codec = get_codec(handle.codec)
         self._decode = self._codec.decode
         self._code = self._codec.code
+        self._plain = plain(self._code)
         self._chunk_bytes = handle.max_chunk_bytes
         self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid())
         self._sock = dial(handle.lifeline, self._hello)
@@ -209,35 +210,33 @@ class LocalReader(End):
         slot = ring.peek()
         if slot is None:
             return _NOTHING
-        kind, code, _, n_buffers, seq, at, size = unpack_header(slot.header)
-        if kind == OVERFLOW and self._is_marker(slot, seq):
-            return _ELSEWHERE
+        what, seq, at, size = unpack_words(slot.header)
+        if what != self._plain or seq != ring.seq or size > self._chunk_bytes:
+            return self._take_unusual(slot)
         try:
-            if (
-                kind == INLINE
-                and seq == ring.seq
-                and code == self._code
-                and not n_buffers
-                and size <= self._chunk_bytes
-            ):
-                return self._decode(slot.chunk[:size], ())
-            return self._take_unusual(slot, kind, code, n_buffers, seq, size)
+            return self._decode(slot.chunk[:size], ())
         finally:  # what _release does, without the call
             self._published_ns = at
             self._turn = self._turn - 1 if monotonic_ns() < self._turn_ends_ns else 0
             if ring.release():
                 self._writer_waits()
 
-    def _take_unusual(self, slot: Slot, kind: int, code: int, n_buffers: int, seq: int, size: int) -> Any:
-        if seq != self._seq:
-            raise CorruptSlot(seq, self._seq)
-        if kind == RAW:
-            return bytearray(slot.chunk[:size])
-        if kind != INLINE:
-            raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
-        if code != self._code:
-            raise CodecError(f"message {seq} has codec {code}, the queue has {self._code} ({self._codec.name!r})")
-        return self._decoded(slot.chunk, n_buffers, size)
+    def _take_unusual(self, slot: Slot) -> Any:
+        kind, code, _, n_buffers, seq, at, size = unpack_header(slot.header)
+        if kind == OVERFLOW and self._is_marker(slot, seq):
+            return _ELSEWHERE
+        try:
+            if seq != self._seq:
+                raise CorruptSlot(seq, self._seq)
+            if kind == RAW:
+                return bytearray(slot.chunk[:size])
+            if kind != INLINE:
+                raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
+            if code != self._code:
+                raise CodecError(f"message {seq} has codec {code}, the queue has {self._code} ({self._codec.name!r})")
+            return self._decoded(slot.chunk, n_buffers, size)
+        finally:
+            self._release(at)
 
     def _take_body(self, body: memoryview) -> Any:
         """Decode the next message from a body that came over the socket."""

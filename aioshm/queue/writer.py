@@ -13,7 +13,7 @@ from time import monotonic_ns
 from typing import Any
 
 from aioshm.codec import get_codec
-from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, pack_header, write_body
+from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, pack_header, pack_words, plain, write_body
 from aioshm.config import Options, check_int
 from aioshm.errors import MessageTooLarge, QueueFull
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
@@ -59,6 +59,7 @@ class Writer(End):
         self._codec = get_codec(codec)
         self._encode = self._codec.encode
         self._code = self._codec.code
+        self._plain = plain(self._code)
         options = Options.from_env() if options is None else options
         if not isinstance(options, Options):
             raise TypeError(f"options must be an Options, not {options!r}")
@@ -246,7 +247,7 @@ class Writer(End):
             return True
         slot.chunk[:size] = main
         self._published_ns = now = monotonic_ns()
-        pack_header(slot.header, 0, INLINE, self._code, 0, 0, ring.seq, now, size)
+        pack_words(slot.header, 0, self._plain, ring.seq, now, size)
         self._turn = self._turn - 1 if now < self._turn_ends_ns else 0
         if ring.commit():
             self._roster.ring_bells()

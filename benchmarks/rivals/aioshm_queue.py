@@ -20,9 +20,7 @@ class QueueSender(Sender):
 
     def __init__(self, queue: MessageQueue) -> None:
         self._queue = queue
-
-    async def send(self, message: Any) -> None:
-        await self._queue.enqueue(message)
+        self.send = queue.enqueue
 
     async def aclose(self) -> None:
         await self._queue.aclose()
@@ -33,9 +31,7 @@ class QueueReceiver(Receiver):
 
     def __init__(self, queue: MessageQueue) -> None:
         self._queue = queue
-
-    async def receive(self) -> Any:
-        return await self._queue.dequeue()
+        self.receive = queue.dequeue
 
     def parks(self) -> int:
         return self._queue.stats().parks

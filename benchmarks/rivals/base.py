@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,14 @@ from benchmarks.payloads import Payload
 
 
 class Sender(ABC):
-    """The sending end of a line."""
+    """The sending end of a line.
 
-    @abstractmethod
-    async def send(self, message: Any) -> None:
-        """Send to every reader; the message is not changed afterwards."""
+    Attributes:
+        send: Sends to every reader. The message is not changed afterwards. A method, or the contestant's own call
+            where that needs nothing around it.
+    """
+
+    send: Callable[[Any], Awaitable[None]]
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -23,11 +26,13 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """A receiving end of a line."""
+    """A receiving end of a line.
 
-    @abstractmethod
-    async def receive(self) -> Any:
-        """Return the next message."""
+    Attributes:
+        receive: Returns the next message. A method, or the contestant's own call where that needs nothing around it.
+    """
+
+    receive: Callable[[], Awaitable[Any]]
 
     @abstractmethod
     async def aclose(self) -> None:

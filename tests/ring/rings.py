@@ -1,0 +1,97 @@
+"""What the tests do with rings, here and in other processes: spawned children import it, so nothing of pytest here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
+
+
+class Ends(NamedTuple):
+    """A ring and all of its cursors."""
+
+    ring: ShmRingBuffer
+    writer: RingWriter
+    readers: list[RingReader]
+
+
+NewRing = Callable[..., ShmRingBuffer]
+NewEnds = Callable[..., Ends]
+
+_PATTERN = bytes(range(256)) * 20
+
+
+def fds() -> set[str]:
+    """Return this process' open descriptors."""
+    return set(os.listdir("/proc/self/fd"))
+
+
+def content(number: int, room: int) -> bytes:
+    """Return what message ``number`` holds: a mix-up of slots, lengths or laps shows."""
+    stamp = number.to_bytes(8, "little")
+    start = number % 251
+    return stamp + _PATTERN[start : start + number * 37 % (room - len(stamp) + 1)]
+
+
+def put(writer: RingWriter, message: bytes) -> bool | None:
+    """Publish one message; return what `commit` says, or None while no slot is free."""
+    slot = writer.claim()
+    if slot is None:
+        return None
+    slot.header[:8] = len(message).to_bytes(8, "little")
+    slot.chunk[: len(message)] = message
+    return writer.commit()
+
+
+def look(reader: RingReader) -> bytes | None:
+    """Return a copy of the next message, or None."""
+    slot = reader.peek()
+    if slot is None:
+        return None
+    return bytes(slot.chunk[: int.from_bytes(slot.header[:8], "little")])
+
+
+def receive(reader: RingReader) -> bytes | None:
+    """Take the next message, or return None."""
+    message = look(reader)
+    if message is not None:
+        reader.release()
+    return message
+
+
+def write_all(ring: ShmRingBuffer, writer_type: type[RingWriter], amount: int) -> None:
+    writer = writer_type(ring.layout, ring.view)
+    for number in range(amount):
+        message = content(number, ring.layout.max_chunk_bytes)
+        while put(writer, message) is None:
+            os.sched_yield()
+    writer.close()
+    ring.close()
+
+
+def read_all(ring: ShmRingBuffer, reader_type: type[RingReader], index: int, amount: int) -> None:
+    reader = reader_type(ring.layout, ring.view, index)
+    for number in range(amount):
+        while (message := look(reader)) is None:
+            os.sched_yield()
+        assert message == content(number, ring.layout.max_chunk_bytes), f"message {number}"
+        reader.release()
+    assert look(reader) is None
+    reader.close()
+    ring.close()
+
+
+def answer(ring: ShmRingBuffer) -> None:
+    """Write what one sees at the beginning of chunk 0, turned round, into chunk 1."""
+    ring.chunk(1)[:5] = bytes(ring.chunk(0)[:5])[::-1]
+    ring.close()
+
+
+def python(code: str, *args: object) -> subprocess.Popen[str]:
+    """Start a Python process that reports every warning."""
+    command = [sys.executable, "-W", "always", "-c", code, *map(str, args)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

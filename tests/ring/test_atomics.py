@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import platform
+import threading
+
+import pytest
+from rings import python
+
+from aioshm.ring import atomics
+from aioshm.ring.atomics import memory_fence
+
+CURSORS_ON = """
+import platform, sys
+platform.machine = lambda: sys.argv[1]
+from aioshm.ring import ShmRingBuffer, atomics
+ring = ShmRingBuffer(1, 64, 1)
+print(atomics.STRONG_ORDER, type(ring.writer()).__name__, type(ring.reader(0)).__name__)
+ring.close()
+"""
+
+
+def test_this_machine() -> None:
+    x86 = platform.machine().lower() in {"x86_64", "amd64", "i686", "i386", "x86"}
+    assert atomics.STRONG_ORDER is x86
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64", "riscv64", "ppc64le", ""])
+def test_a_machine_not_known_to_keep_order_gets_the_fenced_cursors(machine: str) -> None:
+    out, err = python(CURSORS_ON, machine).communicate()
+    strong = machine in {"x86_64", "AMD64"}
+    assert out.split() == (
+        ["True", "RingWriter", "RingReader"] if strong else ["False", "OrderedWriter", "OrderedReader"]
+    )
+    assert err == ""
+
+
+def test_a_fence_is_passed_by_many_threads_at_once() -> None:
+    passed = []
+
+    def pass_many() -> None:
+        for _ in range(2000):
+            memory_fence()
+        passed.append(True)
+
+    threads = [threading.Thread(target=pass_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert passed == [True] * 4
+
+
+def test_the_recheck_bounds_a_wait_to_milliseconds() -> None:
+    assert 0 < atomics.RECHECK_S <= 0.05

@@ -1,0 +1,148 @@
+"""Any order of claim, commit, abandon, peek, release and evict, against a plain list."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from rings import look
+
+from aioshm.ring import Layout, RingReader, RingWriter, ShmRingBuffer
+from aioshm.ring.cursors import OrderedReader, OrderedWriter
+
+contents = st.binary(max_size=64)
+places = st.integers(0, 3)
+
+
+class RingAgainstAList(RuleBasedStateMachine):
+    """The model: every message sent so far, and how many of them each reader has finished with."""
+
+    writer_type: ClassVar[type[RingWriter]] = RingWriter
+    reader_type: ClassVar[type[RingReader]] = RingReader
+
+    @initialize(n_reader=st.integers(1, 4), room=st.integers(1, 64), chunks=st.integers(1, 4))
+    def create(self, n_reader: int, room: int, chunks: int) -> None:
+        sizes = Layout(n_reader, room, chunks)
+        self.ring = ShmRingBuffer(n_reader, room, chunks)
+        self.seen_by_readers = ShmRingBuffer.from_fd(sizes, os.dup(self.ring.fd), self.ring.queue_id)
+        self.writer = self.writer_type(sizes, self.ring.view)
+        self.readers = [self.reader_type(sizes, self.seen_by_readers.view, index) for index in range(n_reader)]
+        self.room, self.chunks = room, chunks
+        self.sent: list[bytes] = []
+        self.finished = [0] * n_reader
+        self.evicted: set[int] = set()
+        self.claimed = False
+
+    def teardown(self) -> None:
+        if hasattr(self, "ring"):
+            for end in (self.writer, *self.readers, self.ring, self.seen_by_readers):
+                end.close()
+
+    def behind(self) -> list[int]:
+        """Return the readers that still have the slot which comes next."""
+        oldest = len(self.sent) - self.chunks
+        return [i for i, count in enumerate(self.finished) if i not in self.evicted and count <= oldest]
+
+    def waits(self, reader: int) -> bool:
+        return reader not in self.evicted and self.finished[reader] < len(self.sent)
+
+    def parked_readers(self) -> list[int]:
+        return [i for i, flag in enumerate(self.writer.readers_parked) if flag]
+
+    @rule(garbage=st.integers(0, 255))
+    def claim(self, garbage: int) -> None:
+        slot = self.writer.claim()
+        assert (slot is None) == bool(self.behind())
+        if slot is not None:
+            self.claimed = True
+            slot.header[:] = bytes([garbage]) * 64
+            slot.chunk[:] = bytes([garbage]) * self.room
+
+    @precondition(lambda self: self.claimed)
+    @rule(content=contents)
+    def fill_and_commit(self, content: bytes) -> None:
+        content = content[: self.room]
+        slot = self.writer.claim()
+        assert slot is not None, "a slot that was claimed can be claimed again"
+        slot.header[:8] = len(content).to_bytes(8, "little")
+        slot.chunk[: len(content)] = content
+        assert self.writer.commit() == bool(self.parked_readers())
+        self.sent.append(content)
+        self.claimed = False
+
+    @precondition(lambda self: self.claimed)
+    @rule()
+    def abandon(self) -> None:
+        self.claimed = False
+
+    @rule(place=places)
+    def peek(self, place: int) -> None:
+        reader = place % len(self.readers)
+        expected = self.sent[self.finished[reader]] if self.waits(reader) else None
+        assert look(self.readers[reader]) == expected
+
+    @rule(place=places)
+    def release(self, place: int) -> None:
+        reader = place % len(self.readers)
+        if self.waits(reader):
+            assert look(self.readers[reader]) == self.sent[self.finished[reader]]
+            assert self.readers[reader].release() == bool(self.writer.parked[0])
+            self.finished[reader] += 1
+
+    @rule(place=places, flag=st.booleans())
+    def park_reader(self, place: int, flag: bool) -> None:
+        reader = place % len(self.readers)
+        if reader not in self.evicted:
+            self.readers[reader].parked[0] = flag
+
+    @rule(flag=st.booleans())
+    def park_writer(self, flag: bool) -> None:
+        self.writer.parked[0] = flag
+
+    @precondition(lambda self: len(self.sent) > 3)
+    @rule(place=places)
+    def evict(self, place: int) -> None:
+        reader = place % len(self.readers)
+        self.writer.evict(reader)
+        self.evicted.add(reader)
+        assert reader not in self.parked_readers()
+
+    @invariant()
+    def the_ends_agree_with_the_model(self) -> None:
+        if not hasattr(self, "ring"):
+            return
+        assert self.writer.free() == (not self.behind())
+        if not self.claimed:
+            assert self.writer.laggards() == self.behind()
+        assert [reader.ready() for reader in self.readers] == [self.waits(i) for i in range(len(self.readers))]
+        assert self.writer.seq == self.readers[0].messages_written() == len(self.sent)
+        assert [self.writer.messages_read(i) for i in range(len(self.readers))] == self.finished
+
+
+class WeakRingAgainstAList(RingAgainstAList):
+    writer_type = OrderedWriter
+    reader_type = OrderedReader
+
+
+@pytest.mark.parametrize("machine", [RingAgainstAList, WeakRingAgainstAList])
+def test_any_order_of_calls(machine: type[RingAgainstAList]) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=60,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )

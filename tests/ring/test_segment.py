@@ -1,0 +1,249 @@
+"""Segments of both kinds: made, mapped, refused, closed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+from rings import fds, python
+
+from aioshm.errors import HandleError, SharedMemoryError
+from aioshm.ring import ShmRingBuffer
+from aioshm.ring.segment import NAME_PREFIX, Segment, orphans
+
+SHM = Path("/dev/shm")
+GIB = 1 << 30
+
+
+class TestMemfd:
+    def test_starts_as_zeros_and_goes_with_its_mapping(self) -> None:
+        before = fds()
+        segment = Segment.create(10_000, "memfd")
+        assert (segment.name, segment.size, len(segment.view)) == (None, 10_000, 10_000)
+        assert bytes(segment.view) == bytes(10_000)
+        segment.view[9_999] = 1
+        segment.unlink()
+        segment.close()
+        segment.close()
+        assert fds() == before
+
+    def test_leaves_no_name(self) -> None:
+        before = set(SHM.glob(f"{NAME_PREFIX}*"))
+        segment = Segment.create(4096, "memfd")
+        assert str(os.readlink(f"/proc/self/fd/{segment.fd}")).startswith("/memfd:")
+        assert not {path for path in set(SHM.glob(f"{NAME_PREFIX}*")) - before if path.stat().st_size == 4096}
+        segment.close()
+
+    def test_no_holder_can_change_its_size(self) -> None:
+        segment = Segment.create(8192, "memfd")
+        for resize in (0, 4096, 16384):
+            with pytest.raises(PermissionError):
+                os.ftruncate(segment.fd, resize)
+        out, _ = python(
+            "import os, sys\n"
+            "fd = os.open(sys.argv[1], os.O_RDWR)\n"
+            "try: os.ftruncate(fd, 0)\n"
+            "except PermissionError: print('refused')",
+            f"/proc/{os.getpid()}/fd/{segment.fd}",
+        ).communicate()
+        assert out == "refused\n"
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        segment.view[8191] = 1
+        segment.close()
+
+    def test_is_not_inherited(self) -> None:
+        segment = Segment.create(4096, "memfd")
+        assert not os.get_inheritable(segment.fd)
+        segment.close()
+
+    def test_opened_through_its_process(self) -> None:
+        segment = Segment.create(4096, "memfd")
+        other = Segment.open_memfd(os.getpid(), segment.fd, 4096)
+        other.view[:5] = b"hello"
+        assert bytes(segment.view[:5]) == b"hello"
+        assert not os.get_inheritable(other.fd)
+        segment.close()
+        assert bytes(other.view[:5]) == b"hello"
+        other.close()
+
+
+class TestNamed:
+    def test_has_a_file_of_its_users_own(self) -> None:
+        segment = Segment.create(10_000, "named")
+        assert segment.name is not None
+        path = SHM / segment.name
+        found = path.stat()
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert (found.st_uid, found.st_size) == (os.geteuid(), 10_000)
+        assert found.st_blocks * 512 >= 10_000, "its space is reserved"
+        assert segment.name.startswith(NAME_PREFIX)
+        assert not os.get_inheritable(segment.fd)
+        assert bytes(segment.view) == bytes(10_000)
+        segment.close()
+        segment.close()
+        assert not path.exists()
+
+    def test_whatever_the_umask(self) -> None:
+        before = os.umask(0)
+        try:
+            segment = Segment.create(4096, "named")
+        finally:
+            os.umask(before)
+        assert segment.name is not None
+        assert stat.S_IMODE((SHM / segment.name).stat().st_mode) == 0o600
+        segment.close()
+
+    def test_two_mappings(self) -> None:
+        segment = Segment.create(8192, "named")
+        assert segment.name is not None
+        other = Segment.open(segment.name, 8192)
+        other.view[4096:4101] = b"hello"
+        assert bytes(segment.view[4096:4101]) == b"hello"
+        other.close()
+        assert (SHM / segment.name).exists(), "closing never unlinks somebody else's"
+        other.unlink()
+        assert (SHM / segment.name).exists(), "nor does unlinking"
+        segment.close()
+
+    def test_unlinked_while_mapped(self) -> None:
+        segment = Segment.create(4096, "named")
+        assert segment.name is not None
+        other = Segment.open(segment.name, 4096)
+        segment.unlink()
+        segment.unlink()
+        assert not (SHM / segment.name).exists()
+        with pytest.raises(HandleError, match="No such file"):
+            Segment.open(segment.name, 4096)
+        other.view[0] = 7
+        assert segment.view[0] == 7
+        segment.close()
+        other.close()
+
+    def test_unlinked_by_somebody_else(self) -> None:
+        segment = Segment.create(4096, "named")
+        assert segment.name is not None
+        (SHM / segment.name).unlink()
+        segment.close()
+        assert segment.fd == -1
+
+    def test_a_successor_of_the_same_name_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        segment = Segment.create(4096, "named")
+        assert segment.name is not None
+        segment.unlink()
+        monkeypatch.setattr(secrets, "token_hex", lambda _: str(segment.name).removeprefix(NAME_PREFIX))
+        successor = Segment.create(4096, "named")
+        segment.close()
+        assert (SHM / segment.name).exists()
+        successor.close()
+
+    def test_a_forked_child_does_not_unlink_its_parents(self) -> None:
+        out, err = python(
+            "import os\n"
+            "from aioshm.ring.segment import Segment\n"
+            "segment = Segment.create(4096, 'named')\n"
+            "pid = os.fork()\n"
+            "if pid == 0:\n"
+            "    segment.close()\n"
+            "    os._exit(0)\n"
+            "os.waitpid(pid, 0)\n"
+            "print(os.path.exists(f'/dev/shm/{segment.name}'))\n"
+            "segment.close()\n"
+            "print(os.path.exists(f'/dev/shm/{segment.name}'))\n"
+        ).communicate()
+        assert (out, err) == ("True\nFalse\n", "")
+
+    def test_another_users(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        segment = Segment.create(4096, "named")
+        assert segment.name is not None
+        before = fds()
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(HandleError, match=f"'{segment.name}' belongs to another user"):
+            Segment.open(segment.name, 4096)
+        assert orphans() == []
+        monkeypatch.undo()
+        assert fds() == before
+        segment.close()
+
+    def test_smaller_than_its_layout(self) -> None:
+        segment = Segment.create(4096, "named")
+        assert segment.name is not None
+        before = fds()
+        with pytest.raises(HandleError, match="the segment has 4096 bytes, its layout needs 4097"):
+            Segment.open(segment.name, 4097)
+        assert fds() == before
+        segment.close()
+
+
+TEXT = r"the ring needs (?P<needed>[\d.]+) MiB, (?P<where>.*) has (?P<free>[\d.]+) MiB free: (?P<remedy>.+)"
+
+
+def told(error: SharedMemoryError) -> tuple[float, str, float, str]:
+    """Return what was needed, where, how much is free there, in MiB, and the remedy."""
+    match = re.fullmatch(TEXT, error.strerror or "")
+    assert match is not None, error
+    return float(match["needed"]), match["where"], float(match["free"]), match["remedy"]
+
+
+class TestTooLarge:
+    def test_for_this_machine(self) -> None:
+        before = fds()
+        too_much = psutil.virtual_memory().total + psutil.swap_memory().total + GIB
+        with pytest.raises(SharedMemoryError) as caught:
+            ShmRingBuffer(1, too_much, 1, backing="memfd")
+        needed, where, free, remedy = told(caught.value)
+        assert caught.value.errno == errno.ENOSPC
+        assert needed == pytest.approx(too_much / 2**20, abs=1)
+        assert where == "this machine"
+        assert 0 < free * 2**20 < too_much
+        assert "fewer or smaller chunks" in remedy
+        assert fds() == before
+
+    def test_for_dev_shm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = fds()
+        monkeypatch.setattr(secrets, "token_hex", lambda _: f"too-large-{os.getpid()}")
+        fs = os.statvfs(SHM)
+        too_much = fs.f_blocks * fs.f_frsize + GIB
+        with pytest.raises(SharedMemoryError) as caught:
+            ShmRingBuffer(1, too_much, 1, backing="named")
+        needed, where, free, remedy = told(caught.value)
+        assert caught.value.errno == errno.ENOSPC
+        assert needed == pytest.approx(too_much / 2**20, abs=1)
+        assert where == "/dev/shm"
+        assert 0 <= free <= fs.f_blocks * fs.f_frsize / 2**20 + 0.1
+        for what in ("fewer or smaller chunks", "--shm-size", "backing='memfd'"):
+            assert what in remedy
+        assert not (SHM / f"{NAME_PREFIX}too-large-{os.getpid()}").exists(), "a failed creation leaves no file"
+        assert fds() == before
+
+    @pytest.mark.parametrize("backing", ["memfd", "named"])
+    @pytest.mark.parametrize("chunk", [2**62, 2**70])
+    def test_for_any_machine(self, backing: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = fds()
+        monkeypatch.setattr(secrets, "token_hex", lambda _: f"too-large-{os.getpid()}")
+        with pytest.raises(SharedMemoryError) as caught:
+            ShmRingBuffer(1, chunk, 3, backing=backing)  # type: ignore[arg-type]
+        assert told(caught.value)[0] == pytest.approx(3 * chunk / 2**20)
+        assert not (SHM / f"{NAME_PREFIX}too-large-{os.getpid()}").exists()
+        assert fds() == before
+
+    @pytest.mark.parametrize("backing", ["memfd", "named"])
+    def test_for_this_process_limit(self, backing: str) -> None:
+        out, err = python(
+            "import resource, sys\n"
+            "from aioshm.ring import ShmRingBuffer\n"
+            "from aioshm.errors import SharedMemoryError\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+            "try: ShmRingBuffer(1, 2 << 20, 1, backing=sys.argv[1])\n"
+            "except SharedMemoryError as error: print(error)",
+            backing,
+        ).communicate()
+        assert "2.0 MiB" in out, err
+        assert backing not in out, "what failed is no remedy"

@@ -1,0 +1,176 @@
+"""Named segments that outlive their processes: found and removed, and never one that somebody holds."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from rings import NewRing, python
+from support import eventually
+
+from aioshm.ring.segment import NAME_PREFIX, Segment, orphans, remove_orphan
+
+SHM = Path("/dev/shm")
+
+HOLD = """
+import sys
+from aioshm.ring.segment import Segment
+segment = Segment.create(8192, "named") if len(sys.argv) == 1 else Segment.open(sys.argv[1], 8192)
+print(segment.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(*name: str) -> Iterator[tuple[str, int]]:
+    """Let another process create a named segment, or open one; give its name and the process' pid to the block."""
+    process = python(HOLD, *name)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip(), process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def kill(pid: int) -> None:
+    process = psutil.Process(pid)
+    process.kill()
+    eventually(lambda: process.status() == psutil.STATUS_ZOMBIE, f"the end of {pid}")
+
+
+class TestOrphans:
+    def test_a_killed_creator_leaves_one(self) -> None:
+        with holder() as (name, pid):
+            assert (SHM / name).exists()
+            assert name not in orphans()
+            assert not remove_orphan(name)
+            assert (SHM / name).exists()
+            kill(pid)
+            assert name in orphans()
+            assert remove_orphan(name)
+            assert not (SHM / name).exists()
+            assert name not in orphans()
+            assert not remove_orphan(name)
+
+    def test_one_that_is_only_open_somewhere_is_none(self) -> None:
+        with holder() as (name, creator):
+            with holder(name) as (_, reader):
+                kill(creator)
+                assert name not in orphans()
+                assert not remove_orphan(name)
+                assert (SHM / name).exists()
+                kill(reader)
+                assert name in orphans()
+            assert remove_orphan(name)
+
+    def test_one_of_this_process_is_none(self) -> None:
+        segment = Segment.create(4096, "named")
+        assert segment.name is not None
+        assert segment.name not in orphans()
+        assert not remove_orphan(segment.name)
+        chunk = segment.view[:8]
+        segment.unlink()
+        segment.close()
+        chunk[:] = b"mapped.."
+        chunk.release()
+
+    def test_a_name_of_nothing(self) -> None:
+        assert not remove_orphan(f"{NAME_PREFIX}nothing")
+
+
+class TestSweepingAtTheWrongMoment:
+    """Whoever looks for orphans locks each segment for an instant; one that is being created just then is none."""
+
+    def test_between_making_the_file_and_holding_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        flock, swept = fcntl.flock, threading.Event()
+
+        def sweep_first(fd: int, operation: int) -> None:
+            if operation & fcntl.LOCK_SH and not swept.is_set():
+                swept.set()
+                remove_orphan(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+            flock(fd, operation)
+
+        monkeypatch.setattr(fcntl, "flock", sweep_first)
+        segment = Segment.create(4096, "named")
+        assert segment.name is not None
+        exists = (SHM / segment.name).exists()
+        segment.close()
+        assert swept.is_set()
+        assert exists
+
+    def test_while_taking_hold_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        flock, swept = fcntl.flock, threading.Event()
+
+        def look_until(tried: threading.Event, looking: int) -> None:
+            eventually(lambda: tried.is_set() or "->" in Path("/proc/locks").read_text(), "an attempt to lock")
+            os.close(looking)
+
+        def lock_while_looked_at(fd: int, operation: int) -> None:
+            if not operation & fcntl.LOCK_SH or swept.is_set():
+                flock(fd, operation)
+                return
+            swept.set()
+            looking = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+            flock(looking, fcntl.LOCK_EX)
+            tried = threading.Event()
+            looker = threading.Thread(target=look_until, args=(tried, looking))
+            looker.start()
+            try:
+                flock(fd, operation)
+            finally:
+                tried.set()
+                looker.join()
+
+        monkeypatch.setattr(fcntl, "flock", lock_while_looked_at)
+        segment = Segment.create(4096, "named")
+        lost = segment.name in orphans()
+        segment.close()
+        assert swept.is_set()
+        assert not lost
+
+
+class TestResourceTracker:
+    CREATE = """
+import subprocess, sys
+from aioshm.ring import ShmRingBuffer
+for backing in ("memfd", "named"):
+    ring = ShmRingBuffer(1, 64, 2, backing=backing)
+    ring.writer().commit()
+    if ring.name:
+        other = ShmRingBuffer(1, 64, 2, ring.name)
+        subprocess.run([sys.executable, "-W", "always", "-c", sys.argv[1], ring.name], check=True)
+        print(ring.reader(0).messages_read(0))
+        other.close()
+    ring.close()
+"""
+    ATTACH = """
+import sys
+from aioshm.ring import ShmRingBuffer
+ring = ShmRingBuffer(1, 64, 2, sys.argv[1])
+reader = ring.reader(0)
+assert reader.peek() is not None
+reader.release()
+reader.close()
+ring.close()
+"""
+
+    def test_says_nothing(self) -> None:
+        process = python(self.CREATE, self.ATTACH)
+        out, err = process.communicate()
+        assert (out, err, process.returncode) == ("1\n", "", 0)
+
+    def test_says_nothing_where_the_reader_outlives_the_writer(self, new_ring: NewRing) -> None:
+        ring = new_ring(1, 64, 2, backing="named")
+        assert ring.name is not None
+        ring.writer().commit()
+        out, err = python(self.ATTACH, ring.name).communicate()
+        assert (out, err) == ("", "")
+        assert (SHM / ring.name).exists(), "nobody but its creator unlinks it"
+        assert ring.writer().messages_read(0) == 1

@@ -1,0 +1,208 @@
+"""Options: their defaults, what the environment changes, and what is refused by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm import config
+from aioshm.config import Options, check_int, check_seconds, default_runtime_dir
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Replace the check of the other tests: nothing is opened or started here."""
+
+
+BAD: list[tuple[str, Any, type[Exception]]] = [
+    ("backing", "disk", ValueError),
+    ("backing", None, ValueError),
+    ("backing", "", ValueError),
+    ("lifeline", "tcp", ValueError),
+    ("lifeline", 1, ValueError),
+    ("wait", "busy", ValueError),
+    ("wait", "Spin", ValueError),
+    ("on_reader_death", "ignore", ValueError),
+    ("on_reader_death", True, ValueError),
+    ("prefault_bytes", -1, ValueError),
+    ("prefault_bytes", 1.5, TypeError),
+    ("prefault_bytes", "1", TypeError),
+    ("prefault_bytes", True, TypeError),
+    ("prefault_bytes", None, TypeError),
+    ("max_message_bytes", 0, ValueError),
+    ("max_message_bytes", -5, ValueError),
+    ("max_message_bytes", 1e9, TypeError),
+    ("stall_warning_s", 0, ValueError),
+    ("stall_warning_s", -1.0, ValueError),
+    ("stall_warning_s", float("nan"), ValueError),
+    ("stall_warning_s", float("inf"), ValueError),
+    ("stall_warning_s", "60", TypeError),
+    ("stall_warning_s", True, TypeError),
+    ("stall_warning_s", None, TypeError),
+    ("runtime_dir", "", ValueError),
+    ("runtime_dir", None, (TypeError, ValueError)),  # type: ignore[list-item]
+    ("runtime_dir", Path("/tmp"), (TypeError, ValueError)),  # type: ignore[list-item]
+]
+
+
+class TestOptions:
+    def test_defaults(self) -> None:
+        options = Options()
+        linux = sys.platform == "linux"
+        assert options.backing == ("memfd" if linux else "named")
+        assert options.lifeline == ("abstract" if linux else "directory")
+        assert (options.wait, options.on_reader_death) == ("adaptive", "raise")
+        assert options.stall_warning_s == 60
+        assert 0 < options.prefault_bytes <= 16 << 20
+        assert options.max_message_bytes >= 1 << 30
+        assert options.runtime_dir == default_runtime_dir()
+
+    def test_are_frozen_and_given_by_name(self) -> None:
+        with pytest.raises(AttributeError):
+            Options().wait = "spin"  # type: ignore[misc]
+        with pytest.raises(TypeError):
+            Options("memfd")  # type: ignore[misc]
+        with pytest.raises(TypeError, match="wiat"):
+            Options(wiat="spin")  # type: ignore[call-arg]
+
+    @pytest.mark.parametrize(("name", "value", "error"), BAD)
+    def test_a_bad_value_is_named(self, name: str, value: object, error: type[Exception]) -> None:
+        with pytest.raises(error, match=name) as caught:
+            Options(**{name: value})  # type: ignore[arg-type]
+        assert str(value) in str(caught.value)
+
+    def test_every_option_was_tried(self) -> None:
+        assert {field for field, _, _ in BAD} == set(Options.__struct_fields__)
+
+    @pytest.mark.parametrize(
+        ("missing", "options"), [("memfd_create", {"backing": "memfd"}), (None, {"lifeline": "abstract"})]
+    )
+    def test_what_only_linux_has_is_refused_elsewhere(
+        self, missing: str | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(config, "_ON_LINUX", False)
+        if missing is not None:
+            monkeypatch.delattr(os, missing, raising=False)
+        ((name, value),) = options.items()
+        with pytest.raises(ValueError, match=f"{name}='{value}' needs Linux; use {name}="):
+            Options(**{"backing": "named", "lifeline": "directory", **options})
+
+    @pytest.mark.parametrize("encoding", ["json", "msgpack"])
+    @given(
+        st.builds(
+            Options,
+            backing=st.sampled_from(["memfd", "named"]),
+            lifeline=st.sampled_from(["abstract", "directory"]),
+            wait=st.sampled_from(["adaptive", "spin", "park"]),
+            on_reader_death=st.sampled_from(["raise", "evict"]),
+            prefault_bytes=st.integers(0, 2**40),
+            max_message_bytes=st.integers(1, 2**50),
+            stall_warning_s=st.floats(1e-9, 1e9),
+            runtime_dir=st.text(min_size=1, max_size=30),
+        )
+    )
+    def test_pass_through_a_handle(self, encoding: str, options: Options) -> None:
+        codec = getattr(msgspec, encoding)
+        assert codec.decode(codec.encode(options), type=Options) == options
+
+    def test_a_handle_cannot_smuggle_in_a_bad_one(self) -> None:
+        for text in ('{"wait": "busy"}', '{"prefault_bytes": -1}', '{"stall_warning_s": 0}', '{"runtime_dir": ""}'):
+            with pytest.raises(msgspec.ValidationError):
+                msgspec.json.decode(text, type=Options)
+
+
+class TestEnvironment:
+    def test_none_changes_nothing(self) -> None:
+        assert Options.from_env({}) == Options()
+        assert Options.from_env({"AIOSHM_WAIT": "", "AIOSHM_STALL_WARNING_S": "", "OTHER": "1"}) == Options()
+
+    def test_each_variable_sets_its_option(self) -> None:
+        options = Options.from_env(
+            {
+                "AIOSHM_BACKING": "named",
+                "AIOSHM_LIFELINE": "directory",
+                "AIOSHM_RUNTIME_DIR": "/run/mine",
+                "AIOSHM_WAIT": "park",
+                "AIOSHM_STALL_WARNING_S": "2.5",
+            }
+        )
+        assert options == Options(
+            backing="named", lifeline="directory", runtime_dir="/run/mine", wait="park", stall_warning_s=2.5
+        )
+
+    @pytest.mark.parametrize(
+        ("variable", "value"),
+        [
+            ("AIOSHM_BACKING", "disk"),
+            ("AIOSHM_LIFELINE", "tcp"),
+            ("AIOSHM_WAIT", "SPIN"),
+            ("AIOSHM_WAIT", " spin"),
+            ("AIOSHM_STALL_WARNING_S", "soon"),
+            ("AIOSHM_STALL_WARNING_S", "0"),
+            ("AIOSHM_STALL_WARNING_S", "-1"),
+            ("AIOSHM_STALL_WARNING_S", "nan"),
+            ("AIOSHM_STALL_WARNING_S", "inf"),
+        ],
+    )
+    def test_a_bad_value_names_its_variable(self, variable: str, value: str) -> None:
+        with pytest.raises(ValueError, match=f"^{variable}={value!r}: "):
+            Options.from_env({variable: value})
+
+    def test_it_is_the_process_environment_by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AIOSHM_WAIT", "spin")
+        assert Options.from_env().wait == "spin"
+
+    def test_every_variable_is_on_the_page(self) -> None:
+        rows = re.findall(r"^\| `(AIOSHM_\w+)` +\| `(\w+)`", config.__doc__ or "", re.MULTILINE)
+        assert dict(rows) == {variable: field for variable, (field, _) in config._VARIABLES.items()}
+
+    def test_nobody_else_reads_any(self) -> None:
+        package = Path(config.__file__).parent
+        reading = re.compile(r"""(environ(\.get\(|\[)|getenv\()["']AIOSHM_""")
+        readers = [path for path in package.rglob("*.py") if reading.search(path.read_text())]
+        assert readers == []
+        assert re.search(r'^    "AIOSHM_', Path(config.__file__).read_text(), re.MULTILINE)
+
+
+class TestRuntimeDirectory:
+    def test_is_the_users_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+        assert default_runtime_dir() == "/run/user/1000/aioshm"
+        assert Options().runtime_dir == "/run/user/1000/aioshm"
+
+    @pytest.mark.parametrize("value", [None, ""])
+    def test_or_one_below_the_temporary_one(self, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+        if value is None:
+            monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        else:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", value)
+        monkeypatch.setattr(config.tempfile, "gettempdir", lambda: "/var/tmp")
+        assert default_runtime_dir() == f"/var/tmp/aioshm-{os.getuid()}"
+
+
+class TestChecks:
+    def test_of_integers(self) -> None:
+        assert check_int("n", 3, minimum=3) == 3
+        with pytest.raises(ValueError, match="n must be at least 3, not 2"):
+            check_int("n", 2, minimum=3)
+        for value in (3.0, "3", True, None):
+            with pytest.raises(TypeError, match=f"n must be an int, not {value!r}"):
+                check_int("n", value, minimum=3)
+
+    def test_of_seconds(self) -> None:
+        assert check_seconds("s", 3) == 3.0
+        assert isinstance(check_seconds("s", 3), float)
+        for number in (0, -1, float("nan"), float("inf"), 0.0):
+            with pytest.raises(ValueError, match=f"s must be a finite number of seconds above 0, not {number}"):
+                check_seconds("s", number)
+        for value in ("3", True, None, 1j):
+            with pytest.raises(TypeError, match="s must be a number of seconds"):
+                check_seconds("s", value)

@@ -1,0 +1,143 @@
+"""The error tree: who is whose kind, what each one tells, and that this survives pickling and copying."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import errno
+import inspect
+import pickle
+
+import pytest
+
+import aioshm
+from aioshm import errors
+from aioshm.errors import (
+    AioshmError,
+    CodecError,
+    CorruptSlot,
+    EngineDead,
+    EngineStartupError,
+    EventsLost,
+    HandleError,
+    HandshakeError,
+    MessagesLost,
+    MessageTooLarge,
+    PeerDied,
+    QueueCancelled,
+    QueueClosed,
+    QueueEmpty,
+    QueueFull,
+    RoleError,
+    SharedMemoryError,
+    UnsafePayload,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Replace the check of the other tests: nothing is opened or started here."""
+
+
+PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
+    QueueClosed: (AioshmError,),
+    QueueCancelled: (AioshmError,),
+    QueueEmpty: (AioshmError, asyncio.QueueEmpty),
+    QueueFull: (AioshmError, asyncio.QueueFull),
+    RoleError: (AioshmError, RuntimeError),
+    PeerDied: (AioshmError,),
+    MessagesLost: (AioshmError,),
+    HandleError: (AioshmError, ValueError),
+    CorruptSlot: (AioshmError,),
+    CodecError: (AioshmError, ValueError),
+    MessageTooLarge: (CodecError,),
+    UnsafePayload: (CodecError,),
+    SharedMemoryError: (AioshmError, OSError),
+    EngineStartupError: (AioshmError, RuntimeError),
+    HandshakeError: (EngineStartupError,),
+    EngineDead: (AioshmError,),
+    EventsLost: (AioshmError,),
+}
+
+EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
+    *((kind("text"), {}, "text") for kind in PARENTS if kind not in {PeerDied, MessagesLost, CorruptSlot, EventsLost}),
+    (
+        SharedMemoryError(errno.ENOSPC, "the ring needs 9 MiB"),
+        {"errno": errno.ENOSPC, "strerror": "the ring needs 9 MiB"},
+        f"[Errno {errno.ENOSPC}] the ring needs 9 MiB",
+    ),
+    (PeerDied(3, 77, "reader"), {"rank": 3, "pid": 77, "side": "reader"}, "reader 3 (pid 77) died"),
+    (PeerDied(-1, 5, "writer"), {"rank": -1, "pid": 5, "side": "writer"}, "the writer (pid 5) died"),
+    (
+        PeerDied(0, 1, "reader", "queue cafe"),
+        {"rank": 0, "pid": 1, "side": "reader"},
+        "reader 0 (pid 1) died: queue cafe",
+    ),
+    (
+        MessagesLost(4, 9),
+        {"first": 4, "last": 9},
+        "messages 4 to 9 are lost: they can no longer be sent again",
+    ),
+    (
+        EventsLost(1, 1),
+        {"first": 1, "last": 1},
+        "event batches 1 to 1 are lost: they can no longer be sent again",
+    ),
+    (CorruptSlot(7, 6), {"found": 7, "expected": 6}, "slot of message 6: found message 7"),
+    (CorruptSlot(6, 6, "no codec 9"), {"found": 6, "expected": 6}, "slot of message 6: damaged: no codec 9"),
+    (CorruptSlot(None, 6), {"found": None, "expected": 6}, "slot of message 6: damaged"),
+    (CorruptSlot(0, 6), {"found": 0, "expected": 6}, "slot of message 6: found message 0"),
+]
+
+
+def through_pickle(error: AioshmError) -> AioshmError:
+    return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", PARENTS, ids=lambda kind: kind.__name__)
+def test_the_tree(kind: type[AioshmError]) -> None:
+    assert issubclass(kind, AioshmError)
+    for parent in PARENTS[kind]:
+        assert issubclass(kind, parent)
+    others = set(PARENTS) - set(kind.__mro__)
+    assert not [other for other in others if issubclass(kind, other)]
+
+
+def test_the_tree_is_whole() -> None:
+    public = {
+        kind
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and issubclass(kind, AioshmError) and not name.startswith("_")
+    }
+    assert public == {AioshmError, *PARENTS}
+    assert all(kind.__doc__ for kind in public)
+
+
+def test_what_queues_raise_is_at_the_top() -> None:
+    for kind in (AioshmError, QueueClosed, QueueCancelled, QueueEmpty, QueueFull, RoleError, PeerDied, HandleError):
+        assert getattr(aioshm, kind.__name__) is kind
+
+
+def test_running_out_of_time_is_the_built_in() -> None:
+    assert not hasattr(errors, "TimeoutError")
+    assert not [kind for kind in PARENTS if issubclass(kind, TimeoutError)]
+
+
+@pytest.mark.parametrize(("error", "attributes", "text"), EXAMPLES, ids=lambda value: type(value).__name__)
+def test_texts_and_attributes(error: AioshmError, attributes: dict[str, object], text: str) -> None:
+    for arrived in (error, through_pickle(error), copy.copy(error), copy.deepcopy(error)):
+        assert type(arrived) is type(error)
+        assert str(arrived) == text
+        assert arrived.args == error.args
+        for name, value in attributes.items():
+            assert getattr(arrived, name) == value
+
+
+def test_a_subclass_of_a_users_own_is_passed_on_too() -> None:
+    arrived = through_pickle(_OurReaderDied(2, 3, "reader", "ours"))
+    assert isinstance(arrived, _OurReaderDied)
+    assert (arrived.rank, arrived.pid, str(arrived)) == (2, 3, "reader 2 (pid 3) died: ours")
+
+
+class _OurReaderDied(PeerDied):
+    pass

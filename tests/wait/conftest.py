@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aioshm.config import Options
+from aioshm.wait.address import new_address
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """Give a directory whose path is short enough for sockets, which pytest's need not be."""
+    path = Path(tempfile.mkdtemp(prefix="aioshm-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(params=["abstract", "directory"])
+def any_address(request: pytest.FixtureRequest, base: Path) -> str:
+    options = Options(lifeline=request.param, runtime_dir=str(base))
+    return new_address(options, secrets.token_bytes(16), "lifeline")
+
+
+@pytest.fixture
+def address() -> str:
+    return f"@aioshm-{secrets.token_hex(16)}.lifeline"

@@ -1,0 +1,176 @@
+"""A listener whose host notes what it is told, and readers that note what they hear; spawned children import it too."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from loops import until
+
+from aioshm.errors import HandleError
+from aioshm.ring.layout import VERSION
+from aioshm.wait.address import sockaddr
+from aioshm.wait.attach import Lifeline, attach, dial
+from aioshm.wait.lifeline import LifelineListener, Peer
+from aioshm.wait.protocol import Hello, Welcome
+
+QUEUE_ID = b"q" * 16
+TOKEN = b"t" * 32
+RANKS = range(300)
+
+
+def hello(rank: int = 0, **changes: Any) -> Hello:
+    return Hello(
+        **{"version": VERSION, "queue_id": QUEUE_ID, "token": TOKEN, "rank": rank, "pid": os.getpid(), **changes}
+    )
+
+
+class Door:
+    """The writer's side. What happens to it, in order, is in ``log``."""
+
+    def __init__(self, address: str, *, backlog: int = 300, segment: bool = True) -> None:
+        self.address = address
+        self.listener = LifelineListener(address, QUEUE_ID, TOKEN, backlog)
+        self.segment = os.memfd_create("segment") if segment else -1
+        if segment:
+            os.write(self.segment, b"the segment")
+        self.log: list[tuple[str, int]] = []
+        self.peers: dict[int, Peer] = {}
+        self.wakes = 0
+        self.go_once_proven = False
+        self.go_once_attached = False
+
+    def start(self) -> None:
+        self.listener.start(asyncio.get_running_loop(), self)
+
+    def close(self) -> None:
+        self.listener.close()
+        if self.segment >= 0:
+            os.close(self.segment)
+            self.segment = -1
+
+    # What a listener tells its host
+
+    def admit(self, greeting: Hello) -> tuple[Welcome, list[int]]:
+        if greeting.rank not in RANKS:
+            raise HandleError(f"no local reader has rank {greeting.rank}")
+        fds = [self.segment] if self.segment >= 0 else []
+        bells = self.listener.bell is not None
+        return Welcome(pid=4711, overflow="ipc://overflow", secret=b"secret", segment=bool(fds), bells=bells), fds
+
+    def attached(self, peer: Peer) -> None:
+        self.log.append(("attached", peer.rank))
+        self.peers[peer.rank] = peer
+        if self.go_once_attached:
+            peer.go()
+
+    def proven(self, peer: Peer) -> None:
+        self.log.append(("proven", peer.rank))
+        if self.go_once_proven:
+            peer.go()
+
+    def gone(self, peer: Peer, said_goodbye: bool) -> None:
+        self.log.append(("left" if said_goodbye else "died", peer.rank))
+
+    def woken(self) -> None:
+        self.wakes += 1
+
+
+class Reader:
+    """An admitted reader. What it hears, in order, is in ``heard``."""
+
+    def __init__(self, lifeline: Lifeline) -> None:
+        self.lifeline = lifeline
+        self.heard: list[str] = []
+        lifeline.start(
+            lambda: self.heard.append("go"),
+            lambda: self.heard.append("wake"),
+            lambda said_goodbye: self.heard.append("closed" if said_goodbye else "died"),
+        )
+
+    @classmethod
+    async def admitted(cls, address: str, rank: int = 0) -> Reader:
+        return cls(await asyncio.wait_for(attach(address, hello(rank), dial(address, hello(rank))), 20))
+
+    async def hears(self, what: str, times: int = 1) -> None:
+        await until(lambda: self.heard.count(what) >= times, f"{what!r}, having heard {self.heard},")
+
+
+@asynccontextmanager
+async def opened(address: str, **kwargs: Any) -> AsyncIterator[Door]:
+    """Give a listening door to the block; nothing may go wrong in the loop's callbacks meanwhile."""
+    loop = asyncio.get_running_loop()
+    failures: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: failures.append(context))
+    door = Door(address, **kwargs)
+    door.start()
+    try:
+        yield door
+    finally:
+        door.close()
+        loop.set_exception_handler(None)
+    assert failures == []
+
+
+def knock(address: str) -> socket.socket:
+    """Connect to a door and say nothing."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    sock.connect(sockaddr(address))
+    return sock
+
+
+async def until_hung_up(sock: socket.socket) -> bytes:
+    """Return what still comes over a connection before its end."""
+    said = b""
+    while True:
+        try:
+            data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 65536), 10)
+        except ConnectionResetError:
+            return said
+        if not data:
+            return said
+        said += data
+
+
+# What other processes do
+
+
+def read_for_ever(pipe: Connection, address: str, rank: int, fork: bool) -> None:
+    """Attach, and stay; say so, with the pid of a forked child that stays as well."""
+
+    async def read() -> None:
+        reader = await Reader.admitted(address, rank)
+        pipe.send(_forked(reader.lifeline, pipe) if fork else 0)
+        await asyncio.Event().wait()
+
+    asyncio.run(read())
+
+
+def listen_for_ever(pipe: Connection, address: str, fork: bool) -> None:
+    """Open a door, and stay; say so once a reader has come, with the pid of a forked child that stays as well."""
+
+    async def listen() -> None:
+        async with opened(address) as door:
+            pipe.send(0)
+            await until(lambda: door.peers, "a reader")
+            pipe.send(_forked(door.listener, pipe) if fork else 0)
+            await asyncio.Event().wait()
+
+    asyncio.run(listen())
+
+
+def _forked(end: Lifeline | LifelineListener, pipe: Connection) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            end.abandon()
+            pipe.recv()  # until the test hangs up
+        finally:
+            os._exit(0)
+    return pid

@@ -1,0 +1,190 @@
+"""Where sockets are bound: whose directory it must be, how long a path may be, what is swept away."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from aioshm.config import Options
+from aioshm.errors import SharedMemoryError
+from aioshm.wait.address import new_address, peer_credentials, remove, sockaddr
+
+QUEUE_ID = bytes(range(16))
+LONG_AGO = time.time() - 3600
+
+
+def address_in(directory: Path) -> str:
+    return new_address(Options(lifeline="directory", runtime_dir=str(directory)), QUEUE_ID, "lifeline")
+
+
+def bound(path: Path, *, listening: bool, age_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.bind(str(path))
+    if listening:
+        sock.listen(1)
+    when = time.time() - age_s
+    os.utime(path, (when, when))
+    return sock
+
+
+class TestAbstract:
+    def test_addresses_name_queue_and_kind(self) -> None:
+        options = Options(lifeline="abstract", runtime_dir="/nonexistent")
+        address = new_address(options, QUEUE_ID, "lifeline")
+        assert address == f"@aioshm-{QUEUE_ID.hex()}.lifeline"
+        assert new_address(options, QUEUE_ID, "overflow") != address
+        assert new_address(options, bytes(16), "lifeline") != address
+        assert sockaddr(address) == "\0" + address[1:]
+
+    def test_nothing_is_to_be_removed(self) -> None:
+        remove("@aioshm-nothing")
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(sockaddr("@aioshm-test-address"))
+            remove("@aioshm-test-address")
+            assert sock.getsockname() == b"\0aioshm-test-address"
+
+
+class TestDirectory:
+    def test_is_made_for_its_user_alone(self, base: Path) -> None:
+        directory = base / "a" / "b"
+        address = address_in(directory)
+        assert address == str(directory / f"{QUEUE_ID.hex()}.lifeline")
+        assert sockaddr(address) == address
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert address_in(directory) == address
+
+    def test_whatever_the_umask(self, base: Path) -> None:
+        before = os.umask(0)
+        try:
+            address_in(base / "open")
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((base / "open").stat().st_mode) == 0o700
+
+    @pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o701, 0o710, 0o702, 0o777])
+    def test_is_refused_if_others_get_in(self, base: Path, mode: int) -> None:
+        base.chmod(mode)
+        with pytest.raises(SharedMemoryError, match="must be a directory of this user's with mode 0700") as caught:
+            address_in(base)
+        assert caught.value.errno == errno.EACCES
+        assert "AIOSHM_RUNTIME_DIR" in str(caught.value)
+        base.chmod(0o700)
+
+    def test_is_refused_if_it_is_a_link(self, base: Path) -> None:
+        (base / "real").mkdir(mode=0o700)
+        (base / "link").symlink_to(base / "real")
+        with pytest.raises(SharedMemoryError, match="must be a directory"):
+            address_in(base / "link")
+
+    def test_is_refused_if_it_is_somebody_elses(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(SharedMemoryError, match="of this user's"):
+            address_in(base)
+
+    @pytest.mark.parametrize("what", ["file", "dangling link", "below a file"])
+    def test_is_refused_if_it_is_none(self, base: Path, what: str) -> None:
+        path = base / "it"
+        if what == "dangling link":
+            path.symlink_to(base / "nothing")
+        else:
+            path.write_text("mine")
+        with pytest.raises(SharedMemoryError, match="AIOSHM_RUNTIME_DIR"):
+            address_in(path / "below" if what == "below a file" else path)
+
+    def test_may_not_be_too_deep(self, base: Path) -> None:
+        directory = base / ("d" * 80)
+        with pytest.raises(SharedMemoryError, match="longer than 107 bytes: set AIOSHM_RUNTIME_DIR") as caught:
+            address_in(directory)
+        assert caught.value.errno == errno.ENAMETOOLONG
+
+    @pytest.mark.parametrize("letter", ["d", "ä"])
+    def test_may_be_as_deep_as_a_socket_can_be_bound(self, base: Path, letter: str) -> None:
+        room = 107 - len(os.fsencode(address_in(base / "x"))) + 1
+        directory = base / (letter * (room // len(letter.encode())))
+        address = address_in(directory)
+        assert 106 <= len(os.fsencode(address)) <= 107
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(sockaddr(address))
+        remove(address)
+        assert not os.path.exists(address)
+        remove(address)
+        with pytest.raises(SharedMemoryError, match="longer than"):
+            address_in(directory.with_name(directory.name + letter))
+
+
+class TestSweep:
+    def test_takes_old_sockets_that_nobody_listens_on(self, base: Path) -> None:
+        bound(base / "dead", listening=True, age_s=3600).close()
+        bound(base / "never-listened", listening=False, age_s=3600).close()
+        address_in(base)
+        assert list(base.iterdir()) == []
+
+    def test_leaves_those_that_live(self, base: Path) -> None:
+        with bound(base / "alive", listening=True, age_s=3600) as listener:
+            address_in(base)
+            assert (base / "alive").exists()
+            listener.accept()[0].close()
+
+    def test_leaves_those_whose_backlog_is_full(self, base: Path) -> None:
+        callers = []
+        with bound(base / "busy", listening=True, age_s=3600):
+            while True:
+                caller = socket.socket(socket.AF_UNIX)
+                caller.setblocking(False)
+                callers.append(caller)
+                try:
+                    caller.connect(str(base / "busy"))
+                except BlockingIOError:
+                    break
+            address_in(base)
+            assert (base / "busy").exists()
+        for caller in callers:
+            caller.close()
+
+    def test_leaves_young_ones(self, base: Path) -> None:
+        with bound(base / "just-bound", listening=False, age_s=0):
+            address_in(base)
+            assert (base / "just-bound").exists()
+
+    def test_leaves_what_is_no_socket(self, base: Path) -> None:
+        (base / "file").write_text("mine")
+        (base / "directory").mkdir()
+        (base / "link").symlink_to("nothing")
+        os.mkfifo(base / "fifo")
+        for path in base.iterdir():
+            os.utime(path, (LONG_AGO, LONG_AGO), follow_symlinks=False)
+        address_in(base)
+        assert {path.name for path in base.iterdir()} == {"file", "directory", "link", "fifo"}
+
+    def test_is_not_led_astray_by_a_link(self, base: Path) -> None:
+        elsewhere = base / "elsewhere"
+        elsewhere.mkdir()
+        bound(elsewhere / "theirs", listening=True, age_s=3600).close()
+        (base / "run").mkdir(mode=0o700)
+        (base / "run" / "link").symlink_to(elsewhere / "theirs")
+        address_in(base / "run")
+        assert (elsewhere / "theirs").exists()
+
+
+class TestCredentials:
+    def test_of_this_process(self) -> None:
+        here, there = socket.socketpair(socket.AF_UNIX)
+        with here, there:
+            assert peer_credentials(here) == (os.getpid(), os.geteuid())
+
+    @pytest.mark.parametrize("uid", [0, 1000, 2**31 - 1, 2**31, 2**32 - 2])
+    def test_of_any_user(self, uid: int) -> None:
+        """A uid has 32 bits and no sign (credentials(7))."""
+
+        class Kernel:
+            def getsockopt(self, *_: object) -> bytes:
+                return struct.pack("=iII", 42, uid, 7)
+
+        assert peer_credentials(Kernel()) == (42, uid)  # type: ignore[arg-type]

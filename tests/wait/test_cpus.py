@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from aioshm.wait import cpus
+from aioshm.wait.cpus import usable_cpus
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Replace the check of the other tests: nothing is opened or started here."""
+
+
+@pytest.fixture(autouse=True)
+def eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+
+
+def v2(root: Path, text: str) -> Path:
+    (root / "cpu.max").write_text(text)
+    return root
+
+
+def v1(root: Path, quota: str, period: str) -> Path:
+    (root / "cpu").mkdir()
+    (root / "cpu" / "cpu.cfs_quota_us").write_text(quota)
+    (root / "cpu" / "cpu.cfs_period_us").write_text(period)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max 100000\n", 8),
+        ("400000 100000\n", 4),
+        ("100000 100000\n", 1),
+        ("150000 100000\n", 1),
+        ("299999 100000\n", 2),
+        ("50000 100000\n", 1),
+        ("1 100000\n", 1),
+        ("6400000 100000\n", 8),
+        ("20000 10000", 2),
+    ],
+)
+def test_the_quota_of_cgroup_v2(tmp_path: Path, text: str, expected: int) -> None:
+    assert usable_cpus(v2(tmp_path, text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "period", "expected"),
+    [("-1\n", "100000\n", 8), ("300000\n", "100000\n", 3), ("50000\n", "100000\n", 1), ("9999999\n", "100000\n", 8)],
+)
+def test_the_quota_of_cgroup_v1(tmp_path: Path, quota: str, period: str, expected: int) -> None:
+    assert usable_cpus(v1(tmp_path, quota, period)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "max", "100000", "a b", "1 2 3", "100000 0", "100000 max", "nan 1", "\x00 \x00"]
+)
+def test_a_quota_that_is_none(tmp_path: Path, text: str) -> None:
+    assert usable_cpus(v2(tmp_path, text)) == 8
+
+
+@pytest.mark.parametrize(("quota", "period"), [("", ""), ("x", "100000"), ("100000", "x"), ("100000", "0")])
+def test_an_old_quota_that_is_none(tmp_path: Path, quota: str, period: str) -> None:
+    assert usable_cpus(v1(tmp_path, quota, period)) == 8
+
+
+def test_half_a_cgroup(tmp_path: Path) -> None:
+    v1(tmp_path, "100000", "100000")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").unlink()
+    assert usable_cpus(tmp_path) == 8
+
+
+def test_no_cgroup(tmp_path: Path) -> None:
+    assert usable_cpus(tmp_path / "nothing") == 8
+
+
+def test_affinity_counts_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5}, raising=False)
+    assert usable_cpus(v2(tmp_path, "400000 100000\n")) == 1
+
+
+@pytest.mark.parametrize(("count", "expected"), [(6, 6), (None, 1)])
+def test_where_there_is_no_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int | None, expected: int
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    assert usable_cpus(tmp_path) == expected
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert Path("/sys/fs/cgroup") == cpus._CGROUP
+    assert 1 <= usable_cpus() <= (os.cpu_count() or 1)

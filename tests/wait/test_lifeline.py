@@ -1,0 +1,430 @@
+"""A reader and its writer on good terms: admission, signals, goodbyes; and death, noticed at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+import psutil
+import pytest
+from doors import (
+    TOKEN,
+    Door,
+    Reader,
+    hello,
+    knock,
+    listen_for_ever,
+    opened,
+    read_for_ever,
+    until_hung_up,
+)
+from loops import open_fds, turns, until
+
+from aioshm.errors import HandleError, SharedMemoryError
+from aioshm.ring.layout import VERSION
+from aioshm.wait import lifeline as listening
+from aioshm.wait.attach import attach, dial
+from aioshm.wait.lifeline import LifelineListener
+from aioshm.wait.protocol import BYE, GO, PROVEN, WAKE, Welcome, pack, take_frame, unpack_answer
+
+spawn = get_context("spawn")
+
+
+@pytest.fixture(params=[True, False], ids=["eventfd", "socket"])
+def bells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run a test with wake-ups through eventfds, and through the socket as where there are none."""
+    if not request.param:
+        monkeypatch.setattr(listening, "HAVE_EVENTFD", False)
+    return bool(request.param)
+
+
+class TestAdmission:
+    async def test_passes_what_a_reader_needs(self, any_address: str, bells: bool) -> None:
+        before = open_fds()
+        async with opened(any_address) as door:
+            assert (door.listener.bell is not None) is bells
+            reader = await Reader.admitted(any_address, 3)
+            lifeline = reader.lifeline
+            assert lifeline.welcome == door.admit(hello(3))[0]
+            assert lifeline.writer_pid == os.getpid()
+            assert not lifeline.said_goodbye
+            segment = lifeline.take_segment()
+            assert os.pread(segment, 100, 0) == b"the segment"
+            os.close(segment)
+            peer = door.peers[3]
+            assert (peer.rank, peer.pid, peer.seen_pid) == (3, os.getpid(), os.getpid())
+            assert door.log == [("attached", 3)]
+            lifeline.close()
+            await until(lambda: ("left", 3) in door.log, "the goodbye")
+        assert open_fds() == before
+
+    async def test_passes_nothing_on_to_other_programs(self, address: str) -> None:
+        """A descriptor that came over a socket is inherited by whatever is executed, unless that is forbidden."""
+        async with opened(address):
+            before = open_fds()
+            reader = await Reader.admitted(address)
+            came = [fd for fd, what in open_fds().items() if fd not in before or before[fd] != what]
+            assert len(came) >= 4, "the connection, the segment, and two bells"
+            assert [open_fds()[fd] for fd in came if os.get_inheritable(int(fd))] == []
+            reader.lifeline.close()
+
+    async def test_of_many_at_once(self, any_address: str) -> None:
+        before = open_fds()
+        async with opened(any_address) as door:
+            readers = await asyncio.gather(*(Reader.admitted(any_address, rank) for rank in range(30)))
+            assert sorted(door.peers) == list(range(30))
+            for rank, peer in door.peers.items():
+                if rank % 2:
+                    peer.go()
+            await asyncio.gather(*(reader.hears("go") for reader in readers[1::2]))
+            assert not any(reader.heard for reader in readers[::2])
+            for reader in readers:
+                reader.lifeline.close()
+            await until(lambda: len(door.log) == 60, "every goodbye")
+        assert open_fds() == before
+
+    async def test_of_many_through_a_narrow_door(self, any_address: str) -> None:
+        async with opened(any_address, backlog=1) as door:
+            greetings = [hello(rank) for rank in range(20)]
+            socks = [dial(any_address, greeting) for greeting in greetings]
+            assert None in socks, "the backlog is full"
+            lifelines = await asyncio.wait_for(
+                asyncio.gather(
+                    *(attach(any_address, greeting, sock) for greeting, sock in zip(greetings, socks, strict=True))
+                ),
+                20,
+            )
+            assert sorted(door.peers) == list(range(20))
+            for lifeline in lifelines:
+                lifeline.close()
+
+    async def test_waits_until_the_writer_runs_its_loop(self, any_address: str) -> None:
+        door = Door(any_address)
+        sock = dial(any_address, hello())
+        assert sock is not None
+        attaching = asyncio.ensure_future(attach(any_address, hello(), sock))
+        await turns(10)
+        assert not attaching.done()
+        door.start()
+        reader = Reader(await asyncio.wait_for(attaching, 10))
+        door.close()
+        await reader.hears("closed")
+        reader.lifeline.close()
+
+    async def test_without_a_segment(self, any_address: str, bells: bool) -> None:
+        before = open_fds()
+        async with opened(any_address, segment=False) as door:
+            reader = await Reader.admitted(any_address)
+            assert not reader.lifeline.welcome.segment
+            door.peers[0].ring()
+            await reader.hears("wake")
+            reader.lifeline.close()
+        assert open_fds() == before
+
+    @pytest.mark.parametrize(
+        ("greeting", "reason"),
+        [
+            (hello(token=b"x" * 32), "the handle's token is wrong"),
+            (hello(token=TOKEN[:-1]), "the handle's token is wrong"),
+            (hello(queue_id=b"x" * 16), "the handle is of another queue"),
+            (hello(version=VERSION + 1), f"the reader has layout version {VERSION + 1}, the writer {VERSION}"),
+            (hello(rank=1000), "no local reader has rank 1000"),
+        ],
+        ids=lambda value: None if isinstance(value, str) else "",
+    )
+    async def test_of_others_is_refused_with_the_reason(self, address: str, greeting: object, reason: str) -> None:
+        before = open_fds()
+        async with opened(address) as door:
+            with pytest.raises(HandleError, match=f"the writer refused this reader: {reason}"):
+                await attach(address, greeting, dial(address, greeting))  # type: ignore[arg-type]
+            assert door.log == []
+            reader = await Reader.admitted(address)
+            reader.lifeline.close()
+        assert open_fds() == before
+
+    async def test_of_another_user_is_refused_by_the_writer(
+        self, address: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with opened(address) as door:
+            monkeypatch.setattr(listening, "peer_credentials", lambda _: (1, os.geteuid() + 1))
+            sock = knock(address)
+            sock.send(pack(hello()))
+            assert await until_hung_up(sock) == b""
+            sock.close()
+            assert door.log == []
+
+    async def test_a_listener_of_another_user_is_told_nothing(
+        self, address: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with socket.socket(socket.AF_UNIX) as theirs:
+            theirs.bind("\0" + address[1:])
+            theirs.listen()
+            monkeypatch.setattr("aioshm.wait.attach.peer_credentials", lambda _: (1, os.geteuid() + 1))
+            with pytest.raises(HandleError, match=f"belongs to another user .uid {os.geteuid() + 1}"):
+                dial(address, hello())
+            connection, _ = theirs.accept()
+            assert connection.recv(100) == b"", "no token was sent"
+            connection.close()
+
+
+class TestSignals:
+    async def test_pass_both_ways(self, any_address: str, bells: bool) -> None:
+        async with opened(any_address) as door:
+            reader = await Reader.admitted(any_address)
+            peer = door.peers[0]
+            reader.lifeline.prove()
+            await until(lambda: ("proven", 0) in door.log, "the proof")
+            peer.go()
+            await reader.hears("go")
+            for number in range(1, 4):
+                peer.ring()
+                await reader.hears("wake", number)
+                reader.lifeline.ring()
+                await until(lambda expected=number: door.wakes >= expected, "the writer's wake-up")
+            reader.lifeline.close()
+            await until(lambda: ("left", 0) in door.log, "the goodbye")
+            assert reader.heard == ["go", "wake", "wake", "wake"]
+
+    async def test_a_bell_is_for_one_reader(self, address: str, bells: bool) -> None:
+        async with opened(address) as door:
+            readers = [await Reader.admitted(address, rank) for rank in range(3)]
+            door.peers[1].ring()
+            await readers[1].hears("wake")
+            await turns(10)
+            assert [reader.heard for reader in readers] == [[], ["wake"], []]
+            for reader in readers:
+                reader.lifeline.close()
+
+    async def test_that_come_together_with_the_greeting(self, address: str, bells: bool) -> None:
+        async with opened(address) as door:
+            door.go_once_proven = True
+            sock = knock(address)
+            sock.send(pack(hello(5)) + PROVEN + WAKE + BYE)
+            await until(lambda: door.log == [("attached", 5), ("proven", 5)], "admission and proof")
+            assert door.wakes == 1
+            sock.close()
+            await until(lambda: door.log[-1] == ("left", 5), "the goodbye")
+
+    @pytest.mark.parametrize("segment", [True, False])
+    async def test_that_come_together_with_the_answer(self, address: str, bells: bool, segment: bool) -> None:
+        async with opened(address, segment=segment) as door:
+            door.go_once_proven = True
+            sock = dial(address, hello())
+            assert sock is not None
+            sock.send(PROVEN)
+            await until(lambda: ("proven", 0) in door.log, "the proof")
+            door.close()  # now welcome, go and goodbye lie in the reader's socket
+            reader = Reader(await attach(address, hello(), sock))
+            await reader.hears("closed")
+            assert reader.heard == ["go", "closed"]
+            reader.lifeline.close()
+
+    async def test_that_a_host_sends_as_soon_as_a_reader_is_attached(self, address: str, bells: bool) -> None:
+        async with opened(address) as door:
+            door.go_once_attached = True
+            reader = await Reader.admitted(address)
+            await reader.hears("go")
+            reader.lifeline.close()
+
+    async def test_of_unknown_kinds_are_ignored(self, address: str) -> None:
+        async with opened(address) as door:
+            sock = knock(address)
+            sock.send(pack(hello()) + b"\x00\xff?")
+            sock.send(PROVEN)
+            await until(lambda: ("proven", 0) in door.log, "the proof")
+            sock.close()
+            await until(lambda: door.log[-1] == ("died", 0), "the end")
+
+    async def test_to_whoever_is_gone_are_harmless(self, address: str, bells: bool) -> None:
+        async with opened(address) as door:
+            reader = await Reader.admitted(address)
+            peer = door.peers[0]
+            reader.lifeline.close()
+            peer.ring()
+            peer.go()
+            await until(lambda: ("left", 0) in door.log, "the goodbye")
+            peer.ring()
+            peer.go()
+            reader = await Reader.admitted(address)
+            door.close()
+            reader.lifeline.ring()
+            reader.lifeline.prove()
+            await reader.hears("closed")
+            reader.lifeline.ring()
+            reader.lifeline.prove()
+            reader.lifeline.close()
+            reader.lifeline.close()
+            reader.lifeline.ring()
+            assert not [entry for entry in door.log if entry[0] == "died"]
+
+
+class TestLeaving:
+    async def test_a_reader_that_says_goodbye(self, any_address: str) -> None:
+        async with opened(any_address) as door:
+            reader = await Reader.admitted(any_address)
+            door.peers[0].go()  # and does not read what is on its way
+            reader.lifeline.close()
+            await until(lambda: len(door.log) == 2, "the end")
+            assert door.log == [("attached", 0), ("left", 0)]
+            assert reader.heard == []
+
+    async def test_a_reader_that_does_not(self, any_address: str) -> None:
+        async with opened(any_address) as door:
+            for rank, unread in enumerate((False, True)):
+                sock = knock(any_address)
+                sock.send(pack(hello(rank)))
+                received = bytearray()
+                while (body := take_frame(received)) is None:
+                    received += await asyncio.get_running_loop().sock_recv(sock, 4096)
+                assert unpack_answer(body).pid == 4711
+                if unread:
+                    door.peers[rank].go()
+                sock.close()
+                await until(lambda expected=rank: door.log[-1] == ("died", expected), "the end")
+
+    async def test_a_reader_that_goes_before_its_answer_comes(self, address: str) -> None:
+        async with opened(address) as door:
+            sock = knock(address)
+            sock.send(pack(hello()))
+            sock.close()
+            await until(lambda: len(door.log) == 2, "the end")
+            assert door.log == [("attached", 0), ("died", 0)]
+
+    @pytest.mark.parametrize("last_words", [b"", PROVEN, PROVEN + BYE], ids=["", "proven", "goodbye"])
+    async def test_a_reader_that_leaves_something_unread(self, address: str, last_words: bytes) -> None:
+        """The kernel then reports a reset, on top of what was said last (unix(7))."""
+        async with opened(address) as door:
+            sock = knock(address)
+            sock.send(pack(hello()))
+            await until(lambda: door.log, "the admission")
+            sock.send(last_words)
+            sock.close()
+            await until(lambda: door.log[-1][0] in {"left", "died"}, "the end")
+            said = ([("proven", 0)] if PROVEN in last_words else []) + [("left" if BYE in last_words else "died", 0)]
+            assert door.log == [("attached", 0), *said]
+
+    @pytest.mark.parametrize("last_words", [b"", GO, GO + BYE], ids=["", "go", "goodbye"])
+    async def test_a_writer_that_leaves_something_unread(self, address: str, last_words: bytes) -> None:
+        with socket.socket(socket.AF_UNIX) as writer:
+            writer.bind("\0" + address[1:])
+            writer.listen()
+            sock = dial(address, hello())
+            connection, _ = writer.accept()
+            with connection:
+                connection.recv(4096)
+                connection.send(pack(Welcome(1, "", b"", segment=False, bells=False)))
+                reader = Reader(await attach(address, hello(), sock))
+                reader.lifeline.prove()
+                connection.send(last_words)
+        await until(lambda: set(reader.heard) & {"closed", "died"}, "the end")
+        assert reader.heard == ["go"] * (GO in last_words) + ["closed" if BYE in last_words else "died"]
+        reader.lifeline.close()
+
+    async def test_a_writer_that_says_goodbye(self, any_address: str) -> None:
+        async with opened(any_address) as door:
+            readers = [await Reader.admitted(any_address, rank) for rank in range(3)]
+            door.close()
+            door.close()
+            for reader in readers:
+                await reader.hears("closed")
+                assert reader.lifeline.said_goodbye
+                assert reader.heard == ["closed"]
+                reader.lifeline.close()
+            with pytest.raises(HandleError, match="nobody listens"):
+                dial(any_address, hello())
+
+    async def test_one_reader_less_is_nothing_to_the_others(self, address: str) -> None:
+        async with opened(address) as door:
+            first, second = [await Reader.admitted(address, rank) for rank in range(2)]
+            first.lifeline.close()
+            await until(lambda: ("left", 0) in door.log, "the goodbye")
+            door.peers[1].go()
+            await second.hears("go")
+            assert second.heard == ["go"]
+            again = await Reader.admitted(address, 0)
+            assert door.log[-1] == ("attached", 0)
+            for reader in (second, again):
+                reader.lifeline.close()
+
+    async def test_an_address_is_free_again(self, any_address: str) -> None:
+        for _ in range(3):
+            async with opened(any_address):
+                with pytest.raises(SharedMemoryError, match=r"cannot listen on .*: Address already in use"):
+                    LifelineListener(any_address, bytes(16), TOKEN, 1)
+                reader = await Reader.admitted(any_address)
+                reader.lifeline.close()
+
+    def test_after_its_loop_has_gone(self, any_address: str) -> None:
+        before = open_fds()
+        ends: list[Door | Reader] = []
+
+        async def attach_one() -> None:
+            door = Door(any_address)
+            door.start()
+            ends.extend([door, await Reader.admitted(any_address)])
+
+        asyncio.run(attach_one())
+        for end in ends:
+            end.close() if isinstance(end, Door) else end.lifeline.close()
+        assert open_fds() == before
+
+
+class TestDeath:
+    @pytest.mark.parametrize("fork", [False, True], ids=["", "with a forked child"])
+    async def test_of_a_reader(self, address: str, fork: bool) -> None:
+        async with opened(address) as door:
+            with another_process(read_for_ever, address, 7, fork) as (process, pipe):
+                await until(pipe.poll, "the reader", 30)
+                child = pipe.recv()
+                assert door.log == [("attached", 7)]
+                assert door.peers[7].seen_pid == process.pid
+                process.kill()
+                await until(lambda: door.log[-1] == ("died", 7), "the news of its death")
+                assert not fork or psutil.pid_exists(child)
+
+    @pytest.mark.parametrize("fork", [False, True], ids=["", "with a forked child"])
+    async def test_of_the_writer(self, any_address: str, fork: bool) -> None:
+        with another_process(listen_for_ever, any_address, fork) as (process, pipe):
+            await until(pipe.poll, "the writer", 30)
+            pipe.recv()
+            reader = await Reader.admitted(any_address)
+            assert reader.lifeline.writer_pid == process.pid
+            await until(pipe.poll, "the writer's word that it knows the reader")
+            child = pipe.recv()
+            process.kill()
+            await reader.hears("died")
+            assert not reader.lifeline.said_goodbye
+            assert not fork or psutil.pid_exists(child)
+            await until(lambda: nobody_listens(any_address), "the end of the listener")
+            reader.lifeline.close()
+
+
+@contextmanager
+def another_process(work: Callable[..., None], *args: object) -> Iterator[tuple[SpawnProcess, Connection]]:
+    """Let another process work, with the other end of a pipe, during the block."""
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=work, args=(there, *args))
+    process.start()
+    there.close()
+    try:
+        yield process, here
+    finally:
+        here.close()
+        process.kill()
+        process.join(10)
+
+
+def nobody_listens(address: str) -> bool:
+    try:
+        sock = dial(address, hello())
+    except HandleError as error:
+        return str(error) == f"nobody listens at {address}: the queue's writer is gone"
+    if sock is not None:
+        sock.close()
+    return False

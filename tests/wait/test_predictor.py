@@ -1,0 +1,187 @@
+"""Synthetic arrivals: when an end should spin, and when it should not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.wait.predictor import FAILURES, HOT_GAP_NS, PROBE, SPIN_NS, WAKE_UP_NS, Predictor
+
+MS = 1_000_000
+START = 1_000_000_000
+FEW = 12
+"""So many messages are enough to learn that the stream has changed."""
+
+
+def waits(predictor: Predictor, gaps: Iterable[int]) -> list[bool]:
+    """Let one message after the other arrive, one wait for each; return which waits spun.
+
+    A spin hits if the next message comes while it lasts.
+    """
+    spun = []
+    at_ns = START
+    for count, gap in enumerate(gaps, 1):
+        budget = predictor.budget_ns(count, at_ns)
+        spun.append(budget > 0)
+        if budget:
+            predictor.spun(gap <= budget)
+        at_ns += gap
+    return spun
+
+
+def parks(spun: list[bool]) -> bool:
+    """Return whether none of these waits spins, but for the probes."""
+    return sum(spun) <= 1 + len(spun) // PROBE
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Replace the check of the other tests: this is arithmetic."""
+
+
+class TestStreams:
+    @pytest.mark.parametrize("gap", [1_000, 20_000, WAKE_UP_NS, SPIN_NS])
+    def test_a_hot_one_is_spun_for(self, gap: int) -> None:
+        assert all(waits(Predictor(may_spin=True), [gap] * 200))
+
+    @pytest.mark.parametrize("gap", [HOT_GAP_NS * 2, 5 * MS, 50 * MS, 10_000 * MS])
+    def test_a_slow_one_is_not(self, gap: int) -> None:
+        assert parks(waits(Predictor(may_spin=True), [gap] * 1000)[FEW:])
+
+    def test_a_slow_one_with_jitter_is_not(self) -> None:
+        rng = random.Random(1)
+        gaps = [int(rng.gauss(5 * MS, MS)) for _ in range(1000)]
+        assert parks(waits(Predictor(may_spin=True), gaps)[FEW:])
+
+    def test_a_hot_one_is_still_spun_for_after_a_hiccup(self) -> None:
+        spun = waits(Predictor(may_spin=True), [5_000] * 50 + [3 * MS] + [5_000] * 50)
+        assert all(spun[:51])
+        assert all(spun[53:]), "the wait that follows a late message may park, the next ones spin"
+
+    def test_a_slow_one_after_a_hot_one_is_no_longer_spun_for(self) -> None:
+        spun = waits(Predictor(may_spin=True), [5_000] * 50 + [5 * MS] * 200)
+        assert parks(spun[50 + FEW :])
+
+    def test_batches_count_message_by_message(self) -> None:
+        """Twenty messages that one wake-up drains are twenty short gaps, not one long one."""
+        predictor = Predictor(may_spin=True)
+        budgets = [predictor.budget_ns(1 + 20 * turn, START + 20 * 10_000 * turn) for turn in range(50)]
+        assert all(budgets)
+
+
+class TestBursts:
+    def test_idle_after_a_burst_is_one_spin_and_then_sleep(self) -> None:
+        predictor = Predictor(may_spin=True)
+        waits(predictor, [2_000] * 100)
+        assert predictor.budget_ns(101, START + 200_000) == SPIN_NS, "one budget for the whole wait"
+        predictor.spun(False)
+        spun = waits(predictor, [60_000 * MS] * 20)
+        assert sum(spun) <= FAILURES + 1
+
+    def test_one_after_a_long_silence_is_hot_at_once(self) -> None:
+        spun = waits(Predictor(may_spin=True), [60_000 * MS] * 20 + [2_000] * 20)
+        assert parks(spun[FEW:21])
+        assert all(spun[22:])
+
+    @pytest.mark.parametrize("silence", [10 * MS, 1_000 * MS, 3_600_000 * MS])
+    def test_ping_pong_after_a_silence_is_hot_after_a_few_messages(self, silence: int) -> None:
+        assert all(waits(Predictor(may_spin=True), [silence, *[2 * WAKE_UP_NS] * 100])[FEW:])
+
+    def test_ping_pong_after_a_slow_stream_is_found_out(self) -> None:
+        """Spins have failed often by then, so it may take until the next probe."""
+        spun = waits(Predictor(may_spin=True), [5 * MS] * 100 + [2 * WAKE_UP_NS] * 200)
+        assert all(spun[100 + PROBE + FEW :])
+
+
+class TestPingPong:
+    def test_two_parking_ends_find_to_each_other(self) -> None:
+        """Each answers as soon as it has the other's message, which takes a wake-up for one that is parked."""
+        ends = [Predictor(may_spin=True), Predictor(may_spin=True)]
+        now, latest, hits = START, [START, START], []
+        for turn in range(400):
+            me = ends[turn % 2]
+            budget = me.budget_ns(1 + turn // 2, latest[turn % 2])
+            other_wakes = 0 if turn > 1 and hits[-1] else WAKE_UP_NS
+            arrives_in = 5_000 + other_wakes
+            hit = budget >= arrives_in
+            if budget:
+                me.spun(hit)
+            hits.append(hit)
+            now += arrives_in + (0 if hit else WAKE_UP_NS)
+            latest[turn % 2] = now
+        assert all(hits[2 * FEW :])
+
+
+class TestFailures:
+    def failing(self, amount: int) -> list[bool]:
+        """Return which of so many waits spin where every gap promises a hit and every spin is in vain."""
+        predictor = Predictor(may_spin=True)
+        spun = []
+        for number in range(1, amount + 1):
+            budget = predictor.budget_ns(number, START + number * (SPIN_NS + HOT_GAP_NS) // 2)
+            spun.append(budget > 0)
+            if budget:
+                predictor.spun(False)
+        return spun
+
+    def test_switch_spinning_off_but_for_probes(self) -> None:
+        spun = self.failing(PROBE * 10)
+        assert spun[:FAILURES] == [True] * FAILURES
+        assert sum(spun[FAILURES:]) == 10
+        probes = [number for number, did in enumerate(spun, 1) if did][FAILURES:]
+        assert [number % PROBE for number in probes] == [0] * 10
+
+    def test_a_hit_switches_it_on_again(self) -> None:
+        predictor = Predictor(may_spin=True)
+        for _ in range(FAILURES):
+            predictor.spun(False)
+        spun = waits(predictor, [WAKE_UP_NS * 2] * (PROBE + 50))
+        assert not any(spun[: PROBE - 1])
+        assert all(spun[PROBE - 1 :]), "the probe hit"
+
+    def test_a_burst_switches_it_on_again(self) -> None:
+        predictor = Predictor(may_spin=True)
+        for _ in range(FAILURES):
+            predictor.spun(False)
+        assert all(waits(predictor, [1_000] * 20)[1:])
+
+    def test_waits_in_vain_without_any_message_park(self) -> None:
+        predictor = Predictor(may_spin=True)
+        spun = []
+        for _ in range(PROBE * 3):
+            budget = predictor.budget_ns(7, START)
+            spun.append(budget > 0)
+            if budget:
+                predictor.spun(False)
+        assert sum(spun) <= FAILURES + 3
+
+
+class TestWhereNothingMaySpin:
+    @given(st.lists(st.integers(0, 10**10), max_size=3 * PROBE))
+    def test_nothing_spins(self, gaps: list[int]) -> None:
+        assert not any(waits(Predictor(may_spin=False), gaps))
+
+    def test_not_even_a_probe(self) -> None:
+        assert not any(waits(Predictor(may_spin=False), [1_000] * PROBE * 3))
+
+
+class TestAnything:
+    @given(st.lists(st.tuples(st.integers(0, 50), st.integers(-(10**9), 10**12), st.booleans()), max_size=200))
+    def test_a_budget_is_nothing_or_one_spin(self, series: list[tuple[int, int, bool]]) -> None:
+        """Also for clocks that seem to go backwards, and counts that stand still."""
+        predictor = Predictor(may_spin=True)
+        count, at_ns = 0, START
+        for passed, gap, hit in series:
+            count += passed
+            at_ns += gap
+            budget = predictor.budget_ns(count, at_ns)
+            assert budget in (0, SPIN_NS)
+            if budget:
+                predictor.spun(hit)
+
+    def test_an_end_of_a_fresh_queue_spins_first(self) -> None:
+        assert Predictor(may_spin=True).budget_ns(0, 0) == SPIN_NS

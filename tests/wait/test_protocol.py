@@ -1,0 +1,197 @@
+"""What passes over a lifeline, and that nothing else than a greeting passes for one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from aioshm.errors import HandleError
+from aioshm.wait import protocol
+from aioshm.wait.protocol import (
+    MAX_GREETING_BYTES,
+    Hello,
+    Refusal,
+    Welcome,
+    check_hello,
+    pack,
+    take_frame,
+    unpack_answer,
+    unpack_hello,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Replace the check of the other tests: nothing is opened or started here."""
+
+
+pack_text = msgspec.msgpack.encode
+
+hellos = st.builds(
+    Hello,
+    version=st.integers(0, 2**31),
+    queue_id=st.binary(max_size=32),
+    token=st.binary(max_size=64),
+    rank=st.integers(-(2**31), 2**31),
+    pid=st.integers(0, 2**31),
+)
+welcomes = st.builds(
+    Welcome,
+    pid=st.integers(0, 2**31),
+    overflow=st.text(max_size=200),
+    secret=st.binary(max_size=64),
+    segment=st.booleans(),
+    bells=st.booleans(),
+)
+
+# Well-formed msgpack that a typed decoder may stumble over.
+DEEP = b"\x82" + pack_text("type") + pack_text("hello") + pack_text("more") + b"\x91" * 3500 + b"\xc0"
+DEEP_ANSWER = DEEP.replace(pack_text("hello"), pack_text("welcome"))
+NO_TEXT = b"\x81" + pack_text("type") + b"\xa2\xff\xfe"
+NO_TEXT_KEY = b"\x81\xa2\xff\xfe\xc0"
+NO_TEXT_REASON = b"\x82" + pack_text("type") + pack_text("refusal") + pack_text("reason") + b"\xa2\xff\xfe"
+
+
+class TestRoundTrips:
+    @given(hellos)
+    def test_of_a_hello(self, hello: Hello) -> None:
+        body = take_frame(bytearray(pack(hello)))
+        assert body is not None
+        assert unpack_hello(body) == hello
+
+    @given(welcomes)
+    def test_of_a_welcome(self, welcome: Welcome) -> None:
+        body = take_frame(bytearray(pack(welcome)))
+        assert body is not None
+        assert unpack_answer(body) == welcome
+
+    @given(st.text(max_size=300))
+    def test_of_a_refusal(self, reason: str) -> None:
+        body = take_frame(bytearray(pack(Refusal(reason))))
+        assert body is not None
+        with pytest.raises(HandleError) as caught:
+            unpack_answer(body)
+        assert str(caught.value) == f"the writer refused this reader: {reason}"
+
+    def test_signals_are_single_bytes_and_differ(self) -> None:
+        signals = {protocol.PROVEN, protocol.GO, protocol.WAKE, protocol.BYE}
+        assert len(signals) == 4
+        assert {len(signal) for signal in signals} == {1}
+
+
+class TestFrames:
+    @given(st.lists(hellos, min_size=1, max_size=3), st.data())
+    def test_arrive_in_any_pieces(self, greetings: list[Hello], data: st.DataObject) -> None:
+        stream = b"".join(map(pack, greetings)) + protocol.WAKE
+        received, found = bytearray(), []
+        while stream:
+            size = data.draw(st.integers(1, len(stream)))
+            received += stream[:size]
+            stream = stream[size:]
+            while len(found) < len(greetings) and (body := take_frame(received)) is not None:
+                found.append(unpack_hello(body))
+        assert found == greetings
+        assert received == protocol.WAKE, "what follows stays"
+
+    @pytest.mark.parametrize("length", [MAX_GREETING_BYTES + 1, 2**31, 2**32 - 1])
+    def test_of_impossible_lengths_are_refused_at_once(self, length: int) -> None:
+        with pytest.raises(HandleError, match=f"{length} bytes is no greeting"):
+            take_frame(bytearray(length.to_bytes(4, "big")))
+
+    def test_of_the_greatest_length(self) -> None:
+        received = bytearray(MAX_GREETING_BYTES.to_bytes(4, "big") + bytes(MAX_GREETING_BYTES - 1))
+        assert take_frame(received) is None
+        received += b"\1"
+        assert take_frame(received) == bytes(MAX_GREETING_BYTES - 1) + b"\1"
+        assert received == b""
+
+    @given(st.binary(max_size=64))
+    @example(bytes(4))
+    @example(bytes(3))
+    def test_of_garbage(self, garbage: bytes) -> None:
+        received = bytearray(garbage)
+        try:
+            body = take_frame(received)
+        except HandleError:
+            return
+        if body is None:
+            assert received == garbage, "an incomplete one is left alone"
+        else:
+            assert len(body) + 4 + len(received) == len(garbage)
+
+
+class TestGarbage:
+    @given(st.binary(max_size=500))
+    @example(b"")
+    @example(DEEP)
+    @example(DEEP_ANSWER)
+    @example(NO_TEXT)
+    @example(NO_TEXT_KEY)
+    @example(NO_TEXT_REASON)
+    @example(b"\x80")
+    @example(pack_text({"type": "welcome"}))
+    def test_bytes(self, garbage: bytes) -> None:
+        for unpack in (unpack_hello, unpack_answer):
+            with pytest.raises(HandleError):
+                unpack(garbage)
+
+    @given(
+        st.dictionaries(
+            st.sampled_from(["type", "version", "queue_id", "token", "rank", "pid", "overflow", "reason", "x"]),
+            st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5),
+        )
+    )
+    def test_maps(self, garbage: dict[str, object]) -> None:
+        body = msgspec.msgpack.encode(garbage)
+        for unpack, kind in ((unpack_hello, Hello), (unpack_answer, Welcome)):
+            try:
+                assert isinstance(unpack(body), kind)
+            except HandleError:
+                continue
+
+    @given(hellos, st.data())
+    def test_a_greeting_that_was_damaged_or_cut(self, hello: Hello, data: st.DataObject) -> None:
+        body = bytearray(msgspec.msgpack.encode(hello))
+        body[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(0, 255))
+        body = body[: data.draw(st.integers(0, len(body)))]
+        for unpack, kind in ((unpack_hello, Hello), (unpack_answer, Welcome)):
+            try:
+                assert isinstance(unpack(bytes(body)), kind)
+            except HandleError:
+                continue
+
+    def test_one_kind_of_greeting_is_not_the_other(self) -> None:
+        hello = msgspec.msgpack.encode(Hello(1, b"", b"", 0, 0))
+        welcome = msgspec.msgpack.encode(Welcome(1, "", b"", True, True))
+        with pytest.raises(HandleError, match="undecodable answer"):
+            unpack_answer(hello)
+        with pytest.raises(HandleError, match="undecodable greeting"):
+            unpack_hello(welcome)
+
+
+class TestAdmission:
+    HELLO = Hello(version=1, queue_id=b"q" * 16, token=b"t" * 32, rank=0, pid=1)
+
+    def test_of_a_holder_of_the_handle(self) -> None:
+        check_hello(self.HELLO, 1, b"q" * 16, b"t" * 32)
+
+    @pytest.mark.parametrize(
+        ("version", "queue_id", "token", "reason"),
+        [
+            (2, b"q" * 16, b"t" * 32, "the reader has layout version 1, the writer 2"),
+            (1, b"p" * 16, b"t" * 32, "the handle is of another queue"),
+            (1, b"q" * 16, b"s" * 32, "the handle's token is wrong"),
+            (1, b"q" * 16, b"t" * 31, "the handle's token is wrong"),
+            (1, b"q" * 16, b"", "the handle's token is wrong"),
+        ],
+    )
+    def test_of_nobody_else(self, version: int, queue_id: bytes, token: bytes, reason: str) -> None:
+        with pytest.raises(HandleError, match=f"^{reason}$"):
+            check_hello(self.HELLO, version, queue_id, token)
+
+    def test_the_reason_does_not_tell_the_token(self) -> None:
+        with pytest.raises(HandleError) as caught:
+            check_hello(self.HELLO, 1, b"q" * 16, b"secret" * 5)
+        assert "secret" not in str(caught.value)

@@ -1,0 +1,233 @@
+"""Whoever else connects to a writer: is dropped, and harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from doors import Reader, hello, knock, opened, until_hung_up
+from loops import open_fds, turns, until
+
+from aioshm.errors import AioshmError, HandleError
+from aioshm.wait import lifeline as listening
+from aioshm.wait.attach import attach, dial
+from aioshm.wait.protocol import MAX_GREETING_BYTES, PROVEN, WAKE, pack, take_frame, unpack_answer
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+DEEP = frame(b"\x82\xa4type\xa5hello\xa4more" + b"\x91" * 3500 + b"\xc0")
+NO_TEXT = frame(b"\x81\xa4type\xa2\xff\xfe")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "HELLO_TIMEOUT_S", 0.05)
+
+
+class TestOne:
+    @pytest.mark.parametrize(
+        "said",
+        [
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\xff" * 4,
+            (MAX_GREETING_BYTES + 1).to_bytes(4, "big"),
+            bytes(4),
+            frame(b"\xc1"),
+            frame(b"\x80"),
+            frame(bytes(1000)),
+            b"\x00\x00" * 5000,
+            DEEP,
+            NO_TEXT,
+            frame(msgspec.msgpack.encode({"type": "hello", "version": "1"})),
+            frame(msgspec.msgpack.encode({"type": "welcome"})),
+            PROVEN + WAKE + bytes(10),
+        ],
+        ids=lambda said: said[:12].hex(),
+    )
+    async def test_that_says_something_else_is_refused(self, address: str, said: bytes) -> None:
+        before = open_fds()
+        async with opened(address) as door:
+            reader = await Reader.admitted(address)
+            sock = knock(address)
+            sock.send(said)
+            answer = await until_hung_up(sock)
+            sock.close()
+            if answer:  # it may have been reset before
+                body = take_frame(bytearray(answer))
+                assert body is not None
+                with pytest.raises(HandleError, match="refused this reader: "):
+                    unpack_answer(body)
+            assert door.log == [("attached", 0)]
+            assert door.wakes == 0
+            door.peers[0].go()
+            await reader.hears("go")
+            reader.lifeline.close()
+        assert open_fds() == before
+
+    @pytest.mark.parametrize(
+        "said", [b"", b"\0", bytes(3), pack(hello())[:4], pack(hello())[:-1]], ids=lambda said: f"{len(said)} bytes"
+    )
+    @pytest.mark.usefixtures("impatient")
+    async def test_that_never_says_it_all_is_hung_up_on(self, address: str, said: bytes) -> None:
+        before = open_fds()
+        async with opened(address) as door:
+            sock = knock(address)
+            if said:
+                sock.send(said)
+            assert await until_hung_up(sock) == b""
+            sock.close()
+            assert door.log == []
+            reader = await Reader.admitted(address)
+            reader.lifeline.close()
+        assert open_fds() == before
+
+    @pytest.mark.usefixtures("impatient")
+    async def test_that_became_a_reader_is_not_hung_up_on(self, address: str) -> None:
+        async with opened(address) as door:
+            reader = await Reader.admitted(address)
+            stranger = knock(address)
+            await until_hung_up(stranger)  # who came later, and whose time is over
+            stranger.close()
+            door.peers[0].go()
+            await reader.hears("go")
+            reader.lifeline.close()
+
+    @pytest.mark.parametrize("said", [b"", bytes(3), pack(hello())[:-1]], ids=lambda said: f"{len(said)} bytes")
+    async def test_that_goes_again_is_forgotten(self, address: str, said: bytes) -> None:
+        before = open_fds()
+        async with opened(address) as door:
+            inside = len(open_fds())
+            for _ in range(20):
+                sock = knock(address)
+                if said:
+                    sock.send(said)
+                sock.close()
+            reader = await Reader.admitted(address)
+            reader.lifeline.close()
+            await until(lambda: len(open_fds()) == inside, "the end of every connection")
+            assert door.log == [("attached", 0), ("left", 0)]
+        assert open_fds() == before
+
+    async def test_that_says_it_byte_by_byte_is_a_reader(self, address: str) -> None:
+        async with opened(address) as door:
+            sock = knock(address)
+            for byte in pack(hello(9)):
+                sock.send(bytes([byte]))
+                await turns(2)
+            await until(lambda: door.log == [("attached", 9)], "the admission")
+            sock.close()
+            await until(lambda: door.log[-1] == ("died", 9), "its end")
+
+
+@contextmanager
+def a_crowd(address: str) -> Iterator[list[socket.socket]]:
+    """Give 200 who say nothing to the block."""
+    strangers = [knock(address) for _ in range(200)]
+    try:
+        yield strangers
+    finally:
+        for sock in strangers:
+            sock.close()
+
+
+class TestMany:
+    async def test_do_not_keep_a_reader_out(self, address: str) -> None:
+        """They are there first; a reader, who says everything at once, comes after them."""
+        async with opened(address) as door:
+            with a_crowd(address):
+                reader = await Reader.admitted(address)
+                door.peers[0].go()
+                await reader.hears("go")
+                reader.lifeline.close()
+
+    @pytest.mark.usefixtures("impatient")
+    async def test_do_not_keep_one_out_who_tries_again(self, address: str) -> None:
+        async with opened(address):
+            with a_crowd(address):
+                for _ in range(200):
+                    try:
+                        reader = await Reader.admitted(address)
+                        break
+                    except AioshmError:
+                        await asyncio.sleep(0.01)
+                else:
+                    pytest.fail("no attempt was successful")
+                reader.lifeline.close()
+
+    async def test_are_not_all_held_at_once(self, address: str) -> None:
+        before = open_fds()
+        async with opened(address):
+            inside = len(open_fds())
+            with a_crowd(address) as strangers:
+                most = len(strangers) + listening.MAX_STRANGERS
+                for _ in range(500):
+                    await asyncio.sleep(0)
+                    assert len(os.listdir("/proc/self/fd")) - inside <= most + 1  # which is being accepted
+            await until(lambda: len(open_fds()) == inside, "the end of every connection")
+        assert open_fds() == before
+
+    async def test_that_talk_all_the_time_leave_the_others_their_turns(self, address: str) -> None:
+        async with opened(address) as door:
+            reader = await Reader.admitted(address)
+            stop = False
+
+            async def chatter() -> None:
+                while not stop:
+                    sock = knock(address)
+                    sock.send(b"\xff" * 100)
+                    await until_hung_up(sock)
+                    sock.close()
+
+            chatting = [asyncio.ensure_future(chatter()) for _ in range(20)]
+            for number in range(1, 51):
+                door.peers[0].ring()
+                await reader.hears("wake", number)
+            stop = True
+            await asyncio.wait_for(asyncio.gather(*chatting), 20)
+            reader.lifeline.close()
+
+
+async def test_running_out_of_descriptors_is_survived(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "aioshm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with opened(address) as door:
+        sock = dial(address, hello())
+        attaching = asyncio.ensure_future(attach(address, hello(), sock))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            await until(lambda: caplog.records, "the failure")
+            await turns(50)
+            assert len(caplog.records) == 1, "it does not turn in circles"
+            assert "cannot accept a reader" in caplog.text
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        reader = Reader(await asyncio.wait_for(attaching, 10))
+        assert door.log == [("attached", 0)]
+        reader.lifeline.close()
+
+
+async def test_closing_while_there_are_no_descriptors(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "aioshm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with opened(address) as door:
+        sock = knock(address)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            await until(lambda: caplog.records, "the failure")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        door.close()
+        assert await until_hung_up(sock) == b""
+        sock.close()
+        assert door.listener._resume is not None
+        assert door.listener._resume.cancelled(), "it does not go on after its pause"
