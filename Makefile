@@ -24,6 +24,7 @@ bench: .venv/.ready       ## every benchmark against its rivals, one after the o
 	$(BIN)/python -m benchmarks.latency $(ARGS)
 	$(BIN)/python -m benchmarks.fanout $(ARGS)
 	$(BIN)/python -m benchmarks.idle $(ARGS)
+	$(BIN)/python -m benchmarks.fairness $(ARGS)
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "aioshm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

@@ -212,9 +212,7 @@ def inline(batch: EventBatch, batches: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=5000)
     parser.add_argument("--events", type=int, default=EVENTS, help="events in a batch")
     parser.add_argument("--work-us", type=float, default=100.0, help="computing per step of the decode load")
@@ -233,8 +231,7 @@ def main() -> None:
             ):
                 rounds.setdefault(name, []).append(asyncio.run(run(batch, options.batches, work)))
         results[load] = {
-            name: sorted(found, key=lambda one: one["batches_per_s"])[len(found) // 2]
-            for name, found in rounds.items()
+            name: sorted(found, key=lambda one: one["batches_per_s"])[len(found) // 2] for name, found in rounds.items()
         }
     results["burst"]["encode and send in publish"] = inline(batch, options.batches)
     ratios = {

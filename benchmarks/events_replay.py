@@ -60,9 +60,7 @@ threads = [threading.Thread(target=replay) for _ in range(int(sys.argv[4]))]
 
 async def start(code: str, *arguments: str) -> asyncio.subprocess.Process:
     """Start a Python process whose output can be read."""
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, *arguments, stdout=asyncio.subprocess.PIPE
-    )
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", code, *arguments, stdout=asyncio.subprocess.PIPE)
 
 
 async def publish_for(publisher: ZmqEventPublisher, rate: float, seconds: float, events: int) -> None:
@@ -117,9 +115,7 @@ async def measure(options: argparse.Namespace) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=1000.0, help="live batches a second")
     parser.add_argument("--events", type=int, default=10, help="events in a batch")
     parser.add_argument("--seconds", type=float, default=2.5, help="length of a phase")
@@ -140,9 +136,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"machine": machine, "figures": figures, "p99_ratio": ratio}))
         return
-    print(
-        f"{options.rate:.0f} batches/s, {CLIENTS} slow clients replaying {REPLAYED} batches each; {machine}"
-    )
+    print(f"{options.rate:.0f} batches/s, {CLIENTS} slow clients replaying {REPLAYED} batches each; {machine}")
     for phase, one in figures.items():
         print(f"  {phase:8} replay: median {one['median_us']:8.1f} us, p99 {one['p99_us']:8.1f} us")
     print(f"  p99 with / without: {ratio:.2f}")

@@ -37,9 +37,7 @@ def best(index: BlockIndex[Source], prompt: list[int]) -> tuple[int | None, int]
 
 async def main() -> None:
     """Publish, follow, route."""
-    engines = [
-        ZmqEventPublisher(rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True) for rank in range(2)
-    ]
+    engines = [ZmqEventPublisher(rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True) for rank in range(2)]
     engines[0].publish(stored(*SYSTEM_PROMPT))
     engines[1].publish(stored(*CONVERSATION))
 

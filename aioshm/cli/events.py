@@ -120,9 +120,7 @@ def replay(
     replay_endpoint: Annotated[str | None, typer.Option("--replay", help="Where to serve replay.")] = None,
     topic: Annotated[str, typer.Option(help="The topic to publish under.")] = "",
     bind: Annotated[bool, typer.Option(help="Bind the endpoint rather than connect to it.")] = True,
-    speed: Annotated[
-        float, typer.Option(min=0.0, help="1 is as recorded, 2 twice as fast, 0 at once.")
-    ] = 1.0,
+    speed: Annotated[float, typer.Option(min=0.0, help="1 is as recorded, 2 twice as fast, 0 at once.")] = 1.0,
     wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for subscribers first.")] = 0.5,
     hold: Annotated[float, typer.Option(min=0.0, help="Seconds to go on serving replay afterwards.")] = 0.0,
 ) -> None:
@@ -221,17 +219,13 @@ class _Meter:
         return line
 
 
-async def _report(
-    subscriber: EventSubscriber, meters: dict[str, _Meter], interval: float, as_json: bool
-) -> None:
+async def _report(subscriber: EventSubscriber, meters: dict[str, _Meter], interval: float, as_json: bool) -> None:
     while True:
         await asyncio.sleep(interval)
         _print_report(subscriber, meters, interval, as_json)
 
 
-def _print_report(
-    subscriber: EventSubscriber, meters: dict[str, _Meter], interval: float, as_json: bool
-) -> None:
+def _print_report(subscriber: EventSubscriber, meters: dict[str, _Meter], interval: float, as_json: bool) -> None:
     reports = {name: meter.report(interval) for name, meter in meters.items()}
     if as_json:
         totals = msgspec.to_builtins(subscriber.stats())
@@ -245,9 +239,7 @@ def _print_report(
 async def _opened(
     endpoints: list[str], replays: list[str] | None, topic: str, from_start: bool
 ) -> AsyncIterator[EventSubscriber]:
-    async with EventSubscriber(
-        endpoints, replays or None, topic, start=None if from_start else "live"
-    ) as subscriber:
+    async with EventSubscriber(endpoints, replays or None, topic, start=None if from_start else "live") as subscriber:
         yield subscriber
 
 
@@ -265,11 +257,7 @@ def _lines(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
     source = {"endpoint": item.source.endpoint, "rank": item.source.rank}
     if isinstance(item, Lost):
         found = {**source, "type": "lost", "first": item.first, "last": item.last, "reason": item.reason}
-        return [
-            json.dumps(found)
-            if as_json
-            else f"{item.source}: {item.first} to {item.last} lost: {item.reason}"
-        ]
+        return [json.dumps(found) if as_json else f"{item.source}: {item.first} to {item.last} lost: {item.reason}"]
     if isinstance(item, Restarted):
         found = {**source, "type": "restarted", "expected": item.expected}
         return [json.dumps(found) if as_json else f"{item.source}: began again, {item.expected} was next"]

@@ -50,9 +50,7 @@ class PublisherEnds:
         try:
             self.pub, self.endpoint = self._open(zmq.PUB, endpoint, binds, hwm, curve)
             if replay_endpoint is not None:
-                self.replay, self.replay_endpoint = self._open(
-                    zmq.ROUTER, replay_endpoint, True, CLIENT_HWM, curve
-                )
+                self.replay, self.replay_endpoint = self._open(zmq.ROUTER, replay_endpoint, True, CLIENT_HWM, curve)
         except BaseException:
             self.close(0.0)
             raise

@@ -119,8 +119,7 @@ class BlockIndex(Generic[P]):
             counted = [
                 held
                 for shelf, held in shelves.items()
-                if (wanted is None or shelf.medium in wanted)
-                and (group_idx is None or shelf.group_idx == group_idx)
+                if (wanted is None or shelf.medium in wanted) and (group_idx is None or shelf.group_idx == group_idx)
             ]
             lengths[publisher] = _prefix(token_hashes, counted)
         return lengths

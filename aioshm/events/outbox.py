@@ -67,9 +67,7 @@ class Outbox:
         with self._lock:
             kept = len(self._waiting) < self._max_size
             if not kept and self._raises:
-                raise QueueFull(
-                    f"{len(self._waiting)} event batches wait to be sent, max_queue_size allows no more"
-                )
+                raise QueueFull(f"{len(self._waiting)} event batches wait to be sent, max_queue_size allows no more")
             seq = self.published
             self.published = seq + 1
             if kept:

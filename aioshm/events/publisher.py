@@ -104,9 +104,7 @@ class ZmqEventPublisher(EventPublisher):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
         self._turns: list[asyncio.Future[None]] = []
-        self._ends = PublisherEnds(
-            data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve
-        )
+        self._ends = PublisherEnds(data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve)
         self._sender = Sender(self._outbox, encoder, buffer, self._ends, topic_frame, data_parallel_rank)
         self._server: ReplayServer | None = None
         if self._ends.replay is not None:
@@ -283,9 +281,7 @@ class ZmqEventPublisher(EventPublisher):
                 async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
                     await turn
             except TimeoutError:
-                raise TimeoutError(
-                    f"{waiting} event batches still wait to be sent after {timeout} s"
-                ) from None
+                raise TimeoutError(f"{waiting} event batches still wait to be sent after {timeout} s") from None
         if self._stopped and self._abandoned_from < target:
             raise PublisherClosed(f"closed before batch {self._abandoned_from} and later ones were sent")
 

@@ -192,9 +192,7 @@ class ReplayServer:
         """Send one turn's worth; afterwards the client is ready, blocked or done."""
         for _ in range(_TURN):
             entry = client.head()
-            answer = (
-                wire.end_reply(self._form) if entry is None else wire.reply(self._topic, *entry, self._form)
-            )
+            answer = wire.end_reply(self._form) if entry is None else wire.reply(self._topic, *entry, self._form)
             try:
                 self._socket.send_multipart([client.identity, *answer], zmq.NOBLOCK)
             except zmq.Again:

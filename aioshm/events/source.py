@@ -152,9 +152,7 @@ class EventSource:
                     self._come_back()
                     return
             self._arm()
-        except (
-            Exception
-        ) as error:  # in a callback nobody would hear of it, and the consumer would wait for ever
+        except Exception as error:  # in a callback nobody would hear of it, and the consumer would wait for ever
             self.close()
             self._fail(error)
 
@@ -218,9 +216,7 @@ class EventSource:
             logger.debug("subscriber %s: connected again", self.endpoint)
             self._tracker.reconnected()
         if failed:
-            self._complain(
-                "live", ConnectionError(f"the handshake at {failed[-1]} failed: not ZeroMQ, or wrong keys")
-            )
+            self._complain("live", ConnectionError(f"the handshake at {failed[-1]} failed: not ZeroMQ, or wrong keys"))
 
     # Replay
 
@@ -276,10 +272,7 @@ class EventSource:
         self._replay_failures += 1
         allowed = 1 if self._replay_silent else REPLAY_ATTEMPTS
         if self._attempts >= allowed:
-            reason = (
-                f"{self._replay_endpoint} did not answer {self._attempts} times "
-                f"within {self._replay_timeout} s"
-            )
+            reason = f"{self._replay_endpoint} did not answer {self._attempts} times within {self._replay_timeout} s"
             self._attempts = 0
             if not self._replay_silent:
                 logger.warning("subscriber %s: replay: %s", self.endpoint, reason)

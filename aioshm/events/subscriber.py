@@ -195,9 +195,7 @@ class EventSubscriber:
         if self._final is not None:
             return self._final
         all_stats = [source.stats() for source in self._sources]
-        return SubscriberStats(
-            *(sum(getattr(one, f.name) for one in all_stats) for f in fields(SubscriberStats))
-        )
+        return SubscriberStats(*(sum(getattr(one, f.name) for one in all_stats) for f in fields(SubscriberStats)))
 
     async def aclose(self) -> None:
         """Close the sockets; iterations end, what was not read is dropped; idempotent."""
@@ -224,9 +222,7 @@ class EventSubscriber:
             )
             self._close_sources()
 
-    def _make_source(
-        self, loop: asyncio.AbstractEventLoop, endpoint: str, replay_endpoint: str | None
-    ) -> EventSource:
+    def _make_source(self, loop: asyncio.AbstractEventLoop, endpoint: str, replay_endpoint: str | None) -> EventSource:
         return EventSource(
             loop,
             zmq.Context.instance(),

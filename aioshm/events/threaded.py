@@ -203,9 +203,7 @@ class ThreadedEventPublisher(EventPublisher):
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
-            raise RoleError(
-                f"this event publisher lives in process {self._pid}, not in its child {os.getpid()}"
-            )
+            raise RoleError(f"this event publisher lives in process {self._pid}, not in its child {os.getpid()}")
 
 
 def _host(loop: asyncio.AbstractEventLoop) -> None:

@@ -63,9 +63,7 @@ def parse_request(frames: Sequence[bytes]) -> int:
         CodecError: Not an empty frame and 8 bytes.
     """
     if len(frames) != 2 or frames[0] != b"":
-        raise CodecError(
-            f"a replay request is an empty frame and a number, this one has {len(frames)} frames"
-        )
+        raise CodecError(f"a replay request is an empty frame and a number, this one has {len(frames)} frames")
     if len(frames[1]) != SEQ_BYTES:
         raise CodecError(f"a start number has {SEQ_BYTES} bytes, this one has {len(frames[1])}")
     return int.from_bytes(frames[1], "big")
@@ -95,9 +93,7 @@ def parse_reply(frames: Sequence[bytes]) -> ReplayFrames | None:
         CodecError: Neither form of reply.
     """
     if len(frames) not in (3, 4) or frames[0] != b"":
-        raise CodecError(
-            f"a replay reply is an empty frame and 2 or 3 more, this one has {len(frames)} frames"
-        )
+        raise CodecError(f"a replay reply is an empty frame and 2 or 3 more, this one has {len(frames)} frames")
     topic = frames[1] if len(frames) == 4 else None
     seq, payload = frames[-2:]
     if seq == END_SEQ:

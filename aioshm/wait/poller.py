@@ -8,6 +8,7 @@ it looks at the ring again, and infers nothing from how often it was woken.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, monotonic_ns
@@ -164,6 +165,7 @@ class Poller:
                 if now >= inline_until:
                     self._yielded = True
                     await asyncio.sleep(0)
+                    os.sched_yield()  # the other end may be waiting for this very CPU
         finally:
             stats.spin_ns += monotonic_ns() - began
 

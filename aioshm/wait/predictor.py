@@ -14,6 +14,16 @@ WAKE_UP_NS = 80_000
 SPIN_NS = 2 * WAKE_UP_NS + 40_000
 """One spin at most: long enough to outlast a parked peer that wakes and answers at once."""
 
+STREAM_GAP_NS = 20_000
+"""Messages closer than this are a stream that fills or empties the ring as fast as its ends can."""
+
+STREAM_SPIN_NS = 2_000_000
+"""One spin at most in a stream.
+
+Linux tends to wake a task on its waker's CPU, and two ends that sleep by turns then share it for ever, at half the
+speed, beside an idle one. While both stay runnable, the next scheduler tick or two (1 to 4 ms each) move one of them.
+"""
+
 HOT_GAP_NS = 4 * WAKE_UP_NS
 """Messages further apart than this are not worth a spin."""
 
@@ -62,7 +72,9 @@ class Predictor:
             self._count, self._at_ns = count, at_ns
         self._waits += 1
         promising = self._gap_ns <= HOT_GAP_NS and self._failures < FAILURES
-        return SPIN_NS if promising or self._waits % PROBE == 0 else 0
+        if promising:
+            return STREAM_SPIN_NS if self._gap_ns < STREAM_GAP_NS else SPIN_NS
+        return SPIN_NS if self._waits % PROBE == 0 else 0
 
     def spun(self, hit: bool) -> None:
         """Learn whether the spin that `budget_ns` granted ended with a message."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
 
 from aioshm import MessageQueue
 from benchmarks.payloads import Payload

@@ -1,23 +1,14 @@
-"""Every async test runs on asyncio and on uvloop, and none leaves a task, a thread or an open socket
-behind."""
+"""No test leaves a task, a thread or an open socket behind."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest_asyncio
-import uvloop
 
 from .helpers import Ends
-
-
-def pytest_asyncio_loop_factories(
-    config: Any, item: Any
-) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest_asyncio.fixture

@@ -27,9 +27,7 @@ class Ends:
     def subscriber(self, publisher: Any, *args: Any, replay: bool = True, **options: Any) -> EventSubscriber:
         options.setdefault("check_interval", 0.1)
         options.setdefault("replay_timeout", 2.0)
-        made = EventSubscriber(
-            publisher.endpoint, publisher.replay_endpoint if replay else None, *args, **options
-        )
+        made = EventSubscriber(publisher.endpoint, publisher.replay_endpoint if replay else None, *args, **options)
         self._all.append(made)
         return made
 
@@ -52,7 +50,7 @@ def removed(number: int) -> EventBatch:
 async def until(condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
     """Wait for a condition that no event announces."""
     async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - nothing announces it
+        while not condition():
             await asyncio.sleep(0.002)
 
 

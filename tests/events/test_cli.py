@@ -78,13 +78,9 @@ def test_tail(publisher: ThreadedEventPublisher) -> None:
 
 
 def test_tail_filters_and_speaks_json(publisher: ThreadedEventPublisher) -> None:
-    result = invoke(
-        "tail", *where(publisher), "--count", "3", "--json", "--type", "BlockStored", "--type", "Later"
-    )
+    result = invoke("tail", *where(publisher), "--count", "3", "--json", "--type", "BlockStored", "--type", "Later")
     found = [json.loads(line) for line in result.output.splitlines()]
-    assert [(one["seq"], one["type"]) for one in found] == [
-        (n, t) for n in range(3) for t in ("BlockStored", "Later")
-    ]
+    assert [(one["seq"], one["type"]) for one in found] == [(n, t) for n in range(3) for t in ("BlockStored", "Later")]
     assert found[0]["block_hashes"] == [0, "01"]
     assert found[0]["rank"] == 1
     assert found[0]["replayed"] is True
@@ -133,9 +129,7 @@ def test_record_and_replay(publisher: ThreadedEventPublisher, tmp_path: Path) ->
 def test_replay_to_the_end(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
     file = tmp_path / "events.rec"
     invoke("record", *where(publisher), "--count", "3", "-o", str(file))
-    result = invoke(
-        "replay", str(file), "--endpoint", f"ipc://{tmp_path}/x", "--speed", "1000", "--wait", "0"
-    )
+    result = invoke("replay", str(file), "--endpoint", f"ipc://{tmp_path}/x", "--speed", "1000", "--wait", "0")
     assert "3 batches published" in result.output
 
 

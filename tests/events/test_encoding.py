@@ -143,9 +143,7 @@ def test_unknown_events_go_out_as_they_came_in() -> None:
     assert BatchEncoder("map").encode(decoded, None) == payload
 
 
-@pytest.mark.parametrize(
-    "payload", [b"", b"\xc1", pack(1), pack([]), pack([1.0]), pack({"ts": 1}), pack(["x", []])]
-)
+@pytest.mark.parametrize("payload", [b"", b"\xc1", pack(1), pack([]), pack([1.0]), pack({"ts": 1}), pack(["x", []])])
 def test_what_is_no_batch_raises(payload: bytes) -> None:
     with pytest.raises(CodecError, match="not an event batch"):
         BatchDecoder().decode(payload)
@@ -181,9 +179,7 @@ def test_wellformed_nonsense_never_loses_the_good_events(events: list[Any], tail
     decoded = BatchDecoder().decode(whole).events
     assert len(decoded) == len(events) + 1
     assert decoded[-1] == BlockRemoved([77], "GPU")
-    assert [hash(event) for event in decoded] == [
-        hash(event) for event in BatchDecoder().decode(whole).events
-    ]
+    assert [hash(event) for event in decoded] == [hash(event) for event in BatchDecoder().decode(whole).events]
     with suppress(CodecError):
         BatchDecoder().decode(whole[: len(whole) * cut // 100] + tail)
 
@@ -207,16 +203,11 @@ def test_encoding_must_be_known() -> None:
 
 def test_events_are_hashable_by_value() -> None:
     def make() -> BlockStored:
-        return BlockStored(
-            [1], b"p", [1, 2], 2, None, "GPU", extra_keys=[("a", [1]), None], lookahead_token_ids=[[3]]
-        )
+        return BlockStored([1], b"p", [1, 2], 2, None, "GPU", extra_keys=[("a", [1]), None], lookahead_token_ids=[[3]])
 
     assert make() == make()
     assert hash(make()) == hash(make())
-    assert (
-        len({BlockRemoved([1], None), BlockRemoved([1], None), BlockRemoved([1], "GPU"), AllBlocksCleared()})
-        == 3
-    )
+    assert len({BlockRemoved([1], None), BlockRemoved([1], None), BlockRemoved([1], "GPU"), AllBlocksCleared()}) == 3
 
 
 def test_an_unset_tail_reads_like_nils() -> None:

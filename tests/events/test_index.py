@@ -46,9 +46,7 @@ class TestBlockIndex:
         index: BlockIndex[int] = BlockIndex()
         index.apply(
             0,
-            EventBatch(
-                0, [stored(1, 2), stored(1, medium="CPU"), stored(1, group=3), BlockRemoved([1], "GPU")]
-            ),
+            EventBatch(0, [stored(1, 2), stored(1, medium="CPU"), stored(1, group=3), BlockRemoved([1], "GPU")]),
         )
         assert index.blocks(0) == {Shelf("GPU", None): {2}, Shelf("CPU", None): {1}, Shelf("GPU", 3): {1}}
         assert index.longest_prefix([1, 2, 3]) == {0: 2}
@@ -84,11 +82,7 @@ class TestBlockIndex:
         index.remove(source)
         assert index.publishers == []
 
-    @given(
-        st.lists(
-            st.tuples(st.sampled_from("src"), st.integers(0, 5), st.sampled_from(["GPU", "CPU"])), max_size=60
-        )
-    )
+    @given(st.lists(st.tuples(st.sampled_from("src"), st.integers(0, 5), st.sampled_from(["GPU", "CPU"])), max_size=60))
     def test_it_equals_a_set_of_pairs(self, steps: list[tuple[str, int, str]]) -> None:
         index: BlockIndex[int] = BlockIndex()
         model: set[tuple[str, int]] = set()

@@ -179,9 +179,7 @@ async def test_a_slow_client_is_served_fully_while_others_go_on(ends: Ends, raw:
     assert seen == list(range(3000))
 
 
-async def test_a_client_that_stops_reading_is_given_up(
-    ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_stops_reading_is_given_up(ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_server, "STALLED_S", 0.1)
     publisher = ends.publisher()
     for n in range(5000):
@@ -204,9 +202,7 @@ async def test_a_client_that_leaves_is_forgotten(ends: Ends, raw: Any) -> None:
     await until(lambda: publisher.stats().abandoned_replays == 1)
 
 
-async def test_overflow_is_counted_logged_once_and_visible(
-    ends: Ends, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_overflow_is_counted_logged_once_and_visible(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     publisher = ends.publisher(max_queue_size=3)
     subscriber = ends.subscriber(publisher)
     with caplog.at_level(logging.WARNING, "aioshm.events"):
@@ -304,9 +300,7 @@ async def test_cancelling_flush_loses_nothing(ends: Ends) -> None:
     flushing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await flushing
-    assert [item.seq for item in await take(subscriber, 1000) if isinstance(item, Received)] == list(
-        range(1000)
-    )
+    assert [item.seq for item in await take(subscriber, 1000) if isinstance(item, Received)] == list(range(1000))
 
 
 async def test_an_inproc_name_is_free_again_at_once(nothing_left: None) -> None:
@@ -323,9 +317,7 @@ async def test_sync_shutdown_sends_what_is_queued(nothing_left: None) -> None:
         publisher.shutdown()
         publisher.shutdown()
         assert publisher.stats().sent == 100
-        assert [item.seq for item in await take(subscriber, 100) if isinstance(item, Received)] == list(
-            range(100)
-        )
+        assert [item.seq for item in await take(subscriber, 100) if isinstance(item, Received)] == list(range(100))
 
 
 async def test_wrong_place_and_wrong_argument(ends: Ends) -> None:
@@ -405,9 +397,7 @@ async def test_publishers_can_connect_to_a_subscriber_that_binds(nothing_left: N
             await publisher.aclose()
 
 
-async def test_wildcards_without_curve_warn_once(
-    nothing_left: None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_wildcards_without_curve_warn_once(nothing_left: None, caplog: pytest.LogCaptureFixture) -> None:
     async with ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0"):
         assert len(caplog.records) == 1
         assert "every interface" in caplog.text
@@ -421,9 +411,7 @@ async def test_curve_lets_in_only_those_with_the_key(nothing_left: None) -> None
     assert server.secret.decode() not in repr(server)
     async with ZmqEventPublisher(0, ANY, ANY, bind=True, curve=server) as publisher:
         publisher.publish(batch(0))
-        friend = EventSubscriber(
-            publisher.endpoint, publisher.replay_endpoint, curve=CurveKeys.generate(server.public)
-        )
+        friend = EventSubscriber(publisher.endpoint, publisher.replay_endpoint, curve=CurveKeys.generate(server.public))
         stranger = EventSubscriber(publisher.endpoint, publisher.replay_endpoint, replay_timeout=0.1)
         async with friend, stranger:
             (item,) = await take(friend, 1)
@@ -450,8 +438,7 @@ class TestThreaded:
     def test_any_thread_may_publish(self) -> None:
         with ThreadedEventPublisher(1, ANY, ANY, bind=True) as publisher:
             threads = [
-                threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(500)])
-                for _ in range(4)
+                threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(500)]) for _ in range(4)
             ]
             for thread in threads:
                 thread.start()

@@ -245,9 +245,7 @@ async def test_without_replay_a_gap_is_reported(ends: Ends) -> None:
                         item = await subscriber.receive(0.001)
                     except TimeoutError:
                         continue
-                    first, last = (
-                        (item.seq, item.seq) if isinstance(item, Received) else (item.first, item.last)
-                    )  # type: ignore[union-attr]
+                    first, last = (item.seq, item.seq) if isinstance(item, Received) else (item.first, item.last)  # type: ignore[union-attr]
                     assert first == at + 1
                     at = last
                     lost += isinstance(item, Lost)
@@ -264,9 +262,7 @@ async def test_thirty_percent_loss_leaves_no_trace(ends: Ends, form: Any, encodi
     truth = Truth(1)
     index: BlockIndex[Source] = BlockIndex()
     try:
-        async with EventSubscriber(
-            proxy.endpoint, publisher.replay_endpoint, "kv", check_interval=0.05
-        ) as subscriber:
+        async with EventSubscriber(proxy.endpoint, publisher.replay_endpoint, "kv", check_interval=0.05) as subscriber:
             for n in range(1500):
                 publisher.publish(truth.step())
                 if n % 50 == 0:
@@ -334,9 +330,7 @@ async def test_a_connection_that_breaks_is_resumed(ends: Ends) -> None:
     publisher = ends.publisher()
     proxy = LossyProxy(publisher.endpoint, 0.0)
     try:
-        async with EventSubscriber(
-            proxy.endpoint, publisher.replay_endpoint, check_interval=0.05
-        ) as subscriber:
+        async with EventSubscriber(proxy.endpoint, publisher.replay_endpoint, check_interval=0.05) as subscriber:
             for n in range(100):
                 publisher.publish(batch(n))
             first = await take(subscriber, 100)
@@ -372,9 +366,7 @@ async def test_a_consumer_that_is_slow_loses_nothing(ends: Ends) -> None:
     for n in range(3000):
         publisher.publish(batch(n))
     await publisher.flush()
-    assert [item.seq for item in await take(subscriber, 3000) if isinstance(item, Received)] == list(
-        range(3000)
-    )
+    assert [item.seq for item in await take(subscriber, 3000) if isinstance(item, Received)] == list(range(3000))
 
 
 async def test_cancelling_loses_nothing(ends: Ends) -> None:
@@ -458,9 +450,7 @@ async def test_a_replay_port_that_answers_garbage(ends: Ends, stranger: Any) -> 
     publisher = ends.publisher(replay=None)
     router = stranger(zmq.ROUTER, ANY, bind=True)
     replay = router.last_endpoint.rstrip(b"\0").decode()
-    async with EventSubscriber(
-        publisher.endpoint, replay, replay_timeout=0.2, check_interval=None
-    ) as subscriber:
+    async with EventSubscriber(publisher.endpoint, replay, replay_timeout=0.2, check_interval=None) as subscriber:
         subscriber.open()
 
         async def serve() -> None:

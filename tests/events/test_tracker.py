@@ -93,9 +93,7 @@ class TestWithoutReplay:
     def test_every_rank_and_topic_counts_for_itself(self) -> None:
         tracker = make(can_replay=False)
         for rank, topic in ((0, b"a"), (1, b"a"), (0, b"b"), (0, b"a")):
-            tracker.live(
-                message(0 if (rank, topic) != (0, b"a") or not tracker.out else 1, rank=rank, topic=topic)
-            )
+            tracker.live(message(0 if (rank, topic) != (0, b"a") or not tracker.out else 1, rank=rank, topic=topic))
         assert said(tracker) == [0, 0, 0, 1]
 
 
@@ -277,9 +275,7 @@ class World:
                 self.payload = item.payload
 
 
-ACTIONS = st.lists(
-    st.sampled_from(["publish"] * 6 + ["drop"] * 3 + ["step"] * 8 + ["silent", "restart"]), max_size=120
-)
+ACTIONS = st.lists(st.sampled_from(["publish"] * 6 + ["drop"] * 3 + ["step"] * 8 + ["silent", "restart"]), max_size=120)
 
 
 @given(actions=ACTIONS, buffer=st.sampled_from([1, 3, 1000]))

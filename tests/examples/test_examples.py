@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 EXPECTED = {
+    "events_router.py": ["rank 1 was cleared: now to rank 0", "the conversation goes to rank 1"],
     "quickstart.py": ["received {'number': 0}", "received {'number': 1}", "received {'number': 2}"],
     "decode_steps.py": [
         "scheduler: reader 1 (pid",
