@@ -64,6 +64,11 @@ def nothing_left_behind() -> Iterator[None]:
     eventually(lambda: not _own_traces() - traces, f"the end of {_own_traces() - traces}")
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what the imports made, so that looking for garbage after each test is quick
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):

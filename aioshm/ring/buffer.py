@@ -70,7 +70,10 @@ class ShmRingBuffer:
         if name is not None:
             self._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id=None)
             return
-        segment = Segment.create(sizes.total_bytes, backing or DEFAULT_BACKING)
+        backing = DEFAULT_BACKING if backing is None else backing
+        if backing not in ("memfd", "named"):
+            raise ValueError(f"backing must be 'memfd', 'named' or None, not {backing!r}")
+        segment = Segment.create(sizes.total_bytes, backing)
         queue_id = secrets.token_bytes(at.QUEUE_ID_BYTES)
         preamble = sizes.preamble(queue_id)
         segment.view[: len(preamble)] = preamble
@@ -133,12 +136,12 @@ class ShmRingBuffer:
 
     def chunk(self, index: int) -> memoryview:
         """Return the chunk of a slot, without its header."""
-        start = self.layout.slot(index) + at.SLOT_HEADER_BYTES
+        start = self.layout.slot(self._checked(index)) + at.SLOT_HEADER_BYTES
         return self.view[start : start + self.layout.max_chunk_bytes]
 
     def flags(self, index: int) -> memoryview:
         """Return the flags of a slot: written, then one per reader."""
-        start = self.layout.flags(index)
+        start = self.layout.flags(self._checked(index))
         return self.view[start : start + self.layout.flag_bytes]
 
     def prefault(self, total: int, *, write: bool) -> None:
@@ -193,6 +196,11 @@ class ShmRingBuffer:
             self._segment.close()
             self._segment = None
             self._why = "the ring was closed"
+
+    def _checked(self, index: int) -> int:
+        if not 0 <= check_int("a slot's index", index, minimum=0) < self.layout.max_chunks:
+            raise ValueError(f"a slot's index must be below {self.layout.max_chunks}, not {index}")
+        return index
 
     def _mapped(self) -> Segment:
         if self._segment is None:

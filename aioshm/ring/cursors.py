@@ -222,8 +222,15 @@ class OrderedWriter(RingWriter):
         return slot
 
     def commit(self) -> bool:
-        memory_fence()  # the written flag becomes visible after what it announces
-        return super().commit()
+        slot = self._slot
+        memory_fence()
+        slot.reader_flags[:] = self._unread
+        memory_fence()  # the written flag becomes visible after what it announces, the cleared flags included
+        slot.flags[0] = 1
+        self.seq = self._count[0] = self.seq + 1
+        self._slot = slot.next
+        memory_fence()
+        return self.readers_parked != self._nobody
 
 
 class OrderedReader(RingReader):

@@ -9,11 +9,13 @@ import mmap
 import os
 import secrets
 import stat
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from aioshm.config import Backing
 from aioshm.errors import HandleError, SharedMemoryError
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Segment:
         self.fd = fd
         self.size = size
         self.name = name
-        self._owned = False
+        self._owner_pid = 0  # of the process that removes the name
         try:
             actual = os.fstat(fd).st_size
             if actual < size:  # mapped beyond its end, a touch would be a SIGBUS
@@ -56,7 +58,7 @@ class Segment:
         self.view = memoryview(self._map)
 
     @classmethod
-    def create(cls, size: int, backing: str) -> Segment:
+    def create(cls, size: int, backing: Backing) -> Segment:
         """Create a segment of ``size`` zero bytes.
 
         Raises:
@@ -110,27 +112,22 @@ class Segment:
         try:
             fd = os.memfd_create("aioshm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            raise _cannot_create(size, error) from None
-        _or_close(fd, size, lambda: os.ftruncate(fd, size))
+            raise _cannot_create(size, "memfd", error) from None
+        _or_close(fd, size, "memfd", lambda: os.ftruncate(fd, size))
         # No reader can shrink it under the others, which would turn their next touch into a SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(fd, size, None)
 
     @classmethod
     def _create_named(cls, size: int) -> Segment:
-        name = NAME_PREFIX + secrets.token_hex(8)
+        name, fd = _new_name(size)
         try:
-            fd = _posixshmem.shm_open(f"/{name}", os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
-        except OSError as error:
-            raise _cannot_create(size, error) from None
-        try:
-            _hold(fd)
-            _or_close(fd, size, lambda: _reserve(fd, size))
+            _or_close(fd, size, "named", lambda: _reserve(fd, size))
             segment = cls(fd, size, name)
         except BaseException:
             _posixshmem.shm_unlink(f"/{name}")
             raise
-        segment._owned = True
+        segment._owner_pid = os.getpid()
         return segment
 
     def prefault(self, offset: int, length: int, *, write: bool) -> None:
@@ -149,12 +146,17 @@ class Segment:
 
     def unlink(self) -> None:
         """Remove the name, if this process created it; mappings live on. Idempotent."""
-        if self._owned and self.name is not None:
-            self._owned = False
+        if self._owner_pid == os.getpid() and self.name is not None:  # not in a forked child
+            self._owner_pid = 0
             try:
                 _posixshmem.shm_unlink(f"/{self.name}")
             except FileNotFoundError:
                 pass
+
+    def __del__(self) -> None:
+        if getattr(self, "view", None) is not None and self.fd >= 0:
+            warnings.warn(f"the segment {self.name or 'memfd'} was not closed", ResourceWarning, 2, self)
+            self.close()
 
     def close(self) -> None:
         """Unmap, as soon as no view of the memory is held any more. Idempotent."""
@@ -163,27 +165,35 @@ class Segment:
         self.unlink()
         os.close(self.fd)
         self.fd = -1
-        self.view.release()
         try:
+            self.view.release()
             self._map.close()
         except BufferError:
             pass  # somebody still holds a view; the mapping goes when that does
 
 
+def _new_name(size: int) -> tuple[str, int]:
+    """Create an empty named segment and hold it; return its name and descriptor."""
+    while True:
+        name = NAME_PREFIX + secrets.token_hex(8)
+        try:
+            fd = _posixshmem.shm_open(f"/{name}", os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+        except OSError as error:
+            raise _cannot_create(size, "named", error) from None
+        _hold(fd)
+        if os.fstat(fd).st_nlink:
+            return name, fd
+        os.close(fd)  # somebody who removes orphans was faster than the lock
+
+
 def orphans() -> list[str]:
     """Return the names of this user's named segments that no process holds."""
-    return [name for name in _named_segments() if not _is_held(name)]
+    return [name for name in _named_segments() if _if_orphan(name, lambda: None)]
 
 
 def remove_orphan(name: str) -> bool:
     """Unlink a segment unless some process holds it; return whether it was removed."""
-    if _is_held(name):
-        return False
-    try:
-        _posixshmem.shm_unlink(f"/{name}")
-    except FileNotFoundError:
-        return False
-    return True
+    return _if_orphan(name, lambda: _posixshmem.shm_unlink(f"/{name}"))
 
 
 def _named_segments() -> list[str]:
@@ -200,7 +210,8 @@ def _owner(path: Path) -> int | None:
         return None
 
 
-def _is_held(name: str) -> bool:
+def _if_orphan(name: str, action: Callable[[], None]) -> bool:
+    """Do something to a segment while nobody can take hold of it; return whether nobody held it."""
     # A lock rather than a pid: pids mean nothing across containers that share /dev/shm.
     try:
         fd = _posixshmem.shm_open(f"/{name}", os.O_RDWR, mode=0o600)
@@ -208,16 +219,17 @@ def _is_held(name: str) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        action()
+    except (BlockingIOError, FileNotFoundError):
+        return False
     finally:
         os.close(fd)
-    return False
+    return True
 
 
 def _hold(fd: int) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH)  # waits only for somebody who looks for orphans, and for an instant
     except OSError:
         pass  # macOS knows no lock on shared memory, and has no directory to sweep
 
@@ -229,23 +241,23 @@ def _reserve(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
-def _or_close(fd: int, size: int, step: Callable[[], None]) -> None:
+def _or_close(fd: int, size: int, backing: Backing, step: Callable[[], None]) -> None:
     try:
         step()
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         os.close(fd)
-        raise _cannot_create(size, error) from None
+        raise _cannot_create(size, backing, error) from None
 
 
-def _cannot_create(size: int, error: OSError) -> SharedMemoryError:
-    if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG) and _SHM_DIR.is_dir():
-        fs = os.statvfs(_SHM_DIR)
-        return _too_large(
-            size,
-            fs.f_bavail * fs.f_frsize,
-            str(_SHM_DIR),
-            "use fewer or smaller chunks, enlarge it (docker: --shm-size), or set backing='memfd'",
-        )
+def _cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -> SharedMemoryError:
+    if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        remedy = "use fewer or smaller chunks"
+        if backing == "named" and _SHM_DIR.is_dir():
+            fs = os.statvfs(_SHM_DIR)
+            remedy += ", enlarge it (docker: --shm-size), or set backing='memfd'"
+            return _too_large(size, fs.f_bavail * fs.f_frsize, str(_SHM_DIR), remedy)
+        remedy += ", or raise this process' limits (ulimit -f, -v)"
+        return _too_large(size, psutil.virtual_memory().available, "this machine", remedy)
     return SharedMemoryError(error.errno, f"cannot create {size / _MIB:.1f} MiB of shared memory: {error.strerror}")
 
 

@@ -56,13 +56,18 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     if sys.platform == "darwin":
         credentials = sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, 76)  # struct xucred: version, uid, groups
         return 0, int(struct.unpack_from("=II", credentials)[1])
-    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
 
 def _secure(directory: Path) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno, f"cannot make the directory {directory}: {error.strerror}: set AIOSHM_RUNTIME_DIR to another"
+        ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise SharedMemoryError(
             errno.EACCES,

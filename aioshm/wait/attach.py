@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
 import socket
@@ -115,17 +116,18 @@ class Lifeline:
         self._on_wake()
 
     def _readable(self) -> None:
-        try:
-            data = self._sock.recv(protocol.MAX_GREETING_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            self._signals(data)
-        else:
-            self._hang_up(goodbye=False)
-            self._on_gone(self.said_goodbye)
+        while self._sock.fileno() >= 0:  # until nothing is left: see _Connection.read
+            try:
+                data = self._sock.recv(protocol.MAX_GREETING_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if data:
+                self._signals(data)
+            else:
+                self._hang_up(goodbye=False)
+                self._on_gone(self.said_goodbye)
 
     def _signals(self, data: bytes) -> None:
         if GO in data:
@@ -160,7 +162,7 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
         if isinstance(error, (FileNotFoundError, ConnectionRefusedError, BrokenPipeError)):
             raise HandleError(f"nobody listens at {address}: the queue's writer is gone") from None
         if isinstance(error, OSError):
-            raise HandleError(f"cannot connect to {address}: {error.strerror}") from None
+            raise HandleError(f"cannot connect to {address}: {error.strerror or error}") from None
         raise
     return sock
 
@@ -188,7 +190,7 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
         while (body := protocol.take_frame(received)) is None:
             await _until_readable(loop, sock)
             try:
-                data, new_fds, _, _ = socket.recv_fds(sock, protocol.MAX_GREETING_BYTES, _MAX_FDS, _RECV_FLAGS)
+                data, new_fds = _receive(sock)
             except BlockingIOError:
                 continue
             except ConnectionResetError:
@@ -207,6 +209,18 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
             os.close(fd)
         raise
     return Lifeline(loop, sock, welcome, fds, bytes(received), pid)
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    # socket.recv_fds ignores its flags (seen in CPython 3.11), and would hand out inheritable descriptors.
+    data, ancillary, _flags, _address = sock.recvmsg(
+        protocol.MAX_GREETING_BYTES, socket.CMSG_SPACE(_MAX_FDS * 4), _RECV_FLAGS
+    )
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds)
 
 
 async def _until_readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:

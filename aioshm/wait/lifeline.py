@@ -220,10 +220,17 @@ class _Connection:
             self._bell.close()
 
     def read(self) -> None:
+        # Until nothing is left: where last words come together with a reset, uvloop calls this only once (libuv takes
+        # EPOLLERR for a bad descriptor and stops).
+        while self._sock.fileno() >= 0 and self._read_some():
+            pass
+
+    def _read_some(self) -> bool:
+        """Read once; return whether there may be more."""
         try:
             data = self._sock.recv(protocol.MAX_GREETING_BYTES)
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             data = b""
             if error.errno != errno.ECONNRESET:
@@ -232,12 +239,13 @@ class _Connection:
             self.close()
             if self.peer is not None:
                 self._host.gone(self.peer, self._said_goodbye)
-            return
+            return False
         if self.peer is None:
             self._received += data
             self._greet()
         else:
             self._signals(self.peer, data)
+        return True
 
     def _signals(self, peer: Peer, data: bytes) -> None:
         for signal in (data[i : i + 1] for i in range(len(data))):
@@ -267,8 +275,8 @@ class _Connection:
             fds = [*fds, self._bell.fd, self._listener.bell.fd]
         self._deadline.cancel()
         self.peer = Peer(self._sock, hello, self._pid, self._bell)
+        self._send_all(protocol.pack(welcome), fds)  # first of all: signals that follow must come after it
         self._host.attached(self.peer)
-        self._send_all(protocol.pack(welcome), fds)
         if self._received:
             self._signals(self.peer, bytes(self._received))
             self._received.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _posixshmem
 import fcntl
 import os
 import threading
@@ -134,6 +135,29 @@ class TestSweepingAtTheWrongMoment:
         segment.close()
         assert swept.is_set()
         assert not lost
+
+    def test_between_looking_and_removing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever takes hold of it then has to wait until the name is gone, and so can see that it is."""
+        unlink = _posixshmem.shm_unlink
+        held = []
+
+        def try_to_hold(name: str) -> None:
+            fd = os.open(SHM / name[1:], os.O_RDWR)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                held.append(name)
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(fd)
+            unlink(name)
+
+        with holder() as (name, pid):
+            kill(pid)
+            monkeypatch.setattr(_posixshmem, "shm_unlink", try_to_hold)
+            assert remove_orphan(name)
+            assert not (SHM / name).exists()
+        assert held == []
 
 
 class TestResourceTracker:

@@ -13,6 +13,8 @@ from aioshm.wait.predictor import FAILURES, HOT_GAP_NS, PROBE, SPIN_NS, WAKE_UP_
 
 MS = 1_000_000
 START = 1_000_000_000
+LONGEST = 5 * MS
+"""No single spin may cost more than this."""
 FEW = 12
 """So many messages are enough to learn that the stream has changed."""
 
@@ -77,7 +79,7 @@ class TestBursts:
     def test_idle_after_a_burst_is_one_spin_and_then_sleep(self) -> None:
         predictor = Predictor(may_spin=True)
         waits(predictor, [2_000] * 100)
-        assert predictor.budget_ns(101, START + 200_000) == SPIN_NS, "one budget for the whole wait"
+        assert 0 < predictor.budget_ns(101, START + 200_000) <= LONGEST, "one budget for the whole wait"
         predictor.spun(False)
         spun = waits(predictor, [60_000 * MS] * 20)
         assert sum(spun) <= FAILURES + 1
@@ -171,7 +173,7 @@ class TestWhereNothingMaySpin:
 
 class TestAnything:
     @given(st.lists(st.tuples(st.integers(0, 50), st.integers(-(10**9), 10**12), st.booleans()), max_size=200))
-    def test_a_budget_is_nothing_or_one_spin(self, series: list[tuple[int, int, bool]]) -> None:
+    def test_a_budget_is_nothing_or_one_spin_that_ends_soon(self, series: list[tuple[int, int, bool]]) -> None:
         """Also for clocks that seem to go backwards, and counts that stand still."""
         predictor = Predictor(may_spin=True)
         count, at_ns = 0, START
@@ -179,9 +181,9 @@ class TestAnything:
             count += passed
             at_ns += gap
             budget = predictor.budget_ns(count, at_ns)
-            assert budget in (0, SPIN_NS)
+            assert budget == 0 or SPIN_NS <= budget <= LONGEST
             if budget:
                 predictor.spun(hit)
 
     def test_an_end_of_a_fresh_queue_spins_first(self) -> None:
-        assert Predictor(may_spin=True).budget_ns(0, 0) == SPIN_NS
+        assert SPIN_NS <= Predictor(may_spin=True).budget_ns(0, 0) <= LONGEST

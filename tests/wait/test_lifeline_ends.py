@@ -1,0 +1,189 @@
+"""How a lifeline ends: with a goodbye, or with death, which the other side learns at once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+import psutil
+import pytest
+from doors import TOKEN, Door, Reader, hello, knock, listen_for_ever, opened, read_for_ever
+from loops import open_fds, until
+
+from aioshm.errors import HandleError, SharedMemoryError
+from aioshm.wait.attach import attach, dial
+from aioshm.wait.lifeline import LifelineListener
+from aioshm.wait.protocol import BYE, GO, PROVEN, Welcome, pack, take_frame, unpack_answer
+
+spawn = get_context("spawn")
+
+
+class TestLeaving:
+    async def test_a_reader_that_says_goodbye(self, any_address: str) -> None:
+        async with opened(any_address) as door:
+            reader = await Reader.admitted(any_address)
+            door.peers[0].go()  # and does not read what is on its way
+            reader.lifeline.close()
+            await until(lambda: len(door.log) == 2, "the end")
+            assert door.log == [("attached", 0), ("left", 0)]
+            assert reader.heard == []
+
+    async def test_a_reader_that_does_not(self, any_address: str) -> None:
+        async with opened(any_address) as door:
+            for rank, unread in enumerate((False, True)):
+                sock = knock(any_address)
+                sock.send(pack(hello(rank)))
+                received = bytearray()
+                while (body := take_frame(received)) is None:
+                    received += await asyncio.get_running_loop().sock_recv(sock, 4096)
+                assert unpack_answer(body).pid == 4711
+                if unread:
+                    door.peers[rank].go()
+                sock.close()
+                await until(lambda expected=rank: door.log[-1] == ("died", expected), "the end")
+
+    async def test_a_reader_that_goes_before_its_answer_comes(self, address: str) -> None:
+        async with opened(address) as door:
+            sock = knock(address)
+            sock.send(pack(hello()))
+            sock.close()
+            await until(lambda: len(door.log) == 2, "the end")
+            assert door.log == [("attached", 0), ("died", 0)]
+
+    @pytest.mark.parametrize("last_words", [b"", PROVEN, PROVEN + BYE], ids=["", "proven", "goodbye"])
+    async def test_a_reader_that_leaves_something_unread(self, address: str, last_words: bytes) -> None:
+        """The kernel then reports a reset, on top of what was said last (unix(7))."""
+        async with opened(address) as door:
+            sock = knock(address)
+            sock.send(pack(hello()))
+            await until(lambda: door.log, "the admission")
+            sock.send(last_words)
+            sock.close()
+            await until(lambda: door.log[-1][0] in {"left", "died"}, "the end")
+            said = ([("proven", 0)] if PROVEN in last_words else []) + [("left" if BYE in last_words else "died", 0)]
+            assert door.log == [("attached", 0), *said]
+
+    @pytest.mark.parametrize("last_words", [b"", GO, GO + BYE], ids=["", "go", "goodbye"])
+    async def test_a_writer_that_leaves_something_unread(self, address: str, last_words: bytes) -> None:
+        with socket.socket(socket.AF_UNIX) as writer:
+            writer.bind("\0" + address[1:])
+            writer.listen()
+            sock = dial(address, hello())
+            connection, _ = writer.accept()
+            with connection:
+                connection.recv(4096)
+                connection.send(pack(Welcome(1, "", b"", segment=False, bells=False)))
+                reader = Reader(await attach(address, hello(), sock))
+                reader.lifeline.prove()
+                connection.send(last_words)
+        await until(lambda: set(reader.heard) & {"closed", "died"}, "the end")
+        assert reader.heard == ["go"] * (GO in last_words) + ["closed" if BYE in last_words else "died"]
+        reader.lifeline.close()
+
+    async def test_a_writer_that_says_goodbye(self, any_address: str) -> None:
+        async with opened(any_address) as door:
+            readers = [await Reader.admitted(any_address, rank) for rank in range(3)]
+            door.close()
+            door.close()
+            for reader in readers:
+                await reader.hears("closed")
+                assert reader.lifeline.said_goodbye
+                assert reader.heard == ["closed"]
+                reader.lifeline.close()
+            with pytest.raises(HandleError, match="nobody listens"):
+                dial(any_address, hello())
+
+    async def test_one_reader_less_is_nothing_to_the_others(self, address: str) -> None:
+        async with opened(address) as door:
+            first, second = [await Reader.admitted(address, rank) for rank in range(2)]
+            first.lifeline.close()
+            await until(lambda: ("left", 0) in door.log, "the goodbye")
+            door.peers[1].go()
+            await second.hears("go")
+            assert second.heard == ["go"]
+            again = await Reader.admitted(address, 0)
+            assert door.log[-1] == ("attached", 0)
+            for reader in (second, again):
+                reader.lifeline.close()
+
+    async def test_an_address_is_free_again(self, any_address: str) -> None:
+        for _ in range(3):
+            async with opened(any_address):
+                with pytest.raises(SharedMemoryError, match=r"cannot listen on .*: Address already in use"):
+                    LifelineListener(any_address, bytes(16), TOKEN, 1)
+                reader = await Reader.admitted(any_address)
+                reader.lifeline.close()
+
+    def test_after_its_loop_has_gone(self, any_address: str) -> None:
+        before = open_fds()
+        ends: list[Door | Reader] = []
+
+        async def attach_one() -> None:
+            door = Door(any_address)
+            door.start()
+            ends.extend([door, await Reader.admitted(any_address)])
+
+        asyncio.run(attach_one())
+        for end in ends:
+            end.close() if isinstance(end, Door) else end.lifeline.close()
+        assert open_fds() == before
+
+
+class TestDeath:
+    @pytest.mark.parametrize("fork", [False, True], ids=["", "with a forked child"])
+    async def test_of_a_reader(self, address: str, fork: bool) -> None:
+        async with opened(address) as door:
+            with another_process(read_for_ever, address, 7, fork) as (process, pipe):
+                await until(pipe.poll, "the reader", 30)
+                child = pipe.recv()
+                assert door.log == [("attached", 7)]
+                assert door.peers[7].seen_pid == process.pid
+                process.kill()
+                await until(lambda: door.log[-1] == ("died", 7), "the news of its death")
+                assert not fork or psutil.pid_exists(child)
+
+    @pytest.mark.parametrize("fork", [False, True], ids=["", "with a forked child"])
+    async def test_of_the_writer(self, any_address: str, fork: bool) -> None:
+        with another_process(listen_for_ever, any_address, fork) as (process, pipe):
+            await until(pipe.poll, "the writer", 30)
+            pipe.recv()
+            reader = await Reader.admitted(any_address)
+            assert reader.lifeline.writer_pid == process.pid
+            await until(pipe.poll, "the writer's word that it knows the reader")
+            child = pipe.recv()
+            process.kill()
+            await reader.hears("died")
+            assert not reader.lifeline.said_goodbye
+            assert not fork or psutil.pid_exists(child)
+            await until(lambda: nobody_listens(any_address), "the end of the listener")
+            reader.lifeline.close()
+
+
+@contextmanager
+def another_process(work: Callable[..., None], *args: object) -> Iterator[tuple[SpawnProcess, Connection]]:
+    """Let another process work, with the other end of a pipe, during the block."""
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=work, args=(there, *args))
+    process.start()
+    there.close()
+    try:
+        yield process, here
+    finally:
+        here.close()
+        process.kill()
+        process.join(10)
+
+
+def nobody_listens(address: str) -> bool:
+    try:
+        sock = dial(address, hello())
+    except HandleError as error:
+        return str(error) == f"nobody listens at {address}: the queue's writer is gone"
+    if sock is not None:
+        sock.close()
+    return False
