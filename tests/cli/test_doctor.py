@@ -19,7 +19,8 @@ needs_named_segments = pytest.mark.skipif(not SHM.is_dir(), reason="named segmen
 ORPHAN = """
 import os
 from aioshm import ShmRingBuffer
-print(ShmRingBuffer(1, 4096, 2, backing="named").name, flush=True)
+ring = ShmRingBuffer(1, 4096, 2, backing="named")
+print(ring.name, flush=True)
 os._exit(0)
 """
 
