@@ -3,146 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any, Final
 
-from aioshm.codec import get_codec
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, plain, split_body, unpack_header, unpack_words
-from aioshm.config import Options, check_int
-from aioshm.errors import (
-    AioshmError,
-    CodecError,
-    CorruptSlot,
-    HandleError,
-    MessagesLost,
-    PeerDied,
-    QueueClosed,
-    QueueEmpty,
-)
-from aioshm.queue.attachment import Attachment
-from aioshm.queue.end import End, deadline_after
+from aioshm.config import Options
+from aioshm.errors import AioshmError, CodecError, CorruptSlot, MessagesLost, PeerDied, QueueEmpty
+from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
+from aioshm.queue.local_end import LocalEnd
 from aioshm.queue.report import SUSPECT_STATES, process_state
-from aioshm.queue.sockets import SECRET, OverflowReceiver
-from aioshm.queue.stats import QueueStats
-from aioshm.ring import RingReader
+from aioshm.queue.sockets import SECRET
 from aioshm.ring.cursors import Slot
-from aioshm.ring.layout import VERSION
-from aioshm.wait.attach import Lifeline, dial
-from aioshm.wait.line import settle
-from aioshm.wait.protocol import Hello
 
 logger = logging.getLogger("aioshm.queue")
-
 
 _NOTHING: Final = object()
 _ELSEWHERE: Final = object()
 
 
-class LocalReader(End):
+class LocalReader(LocalEnd):
     """An end that receives; made by `MessageQueue.create_from_handle`, whose docstring describes the arguments."""
 
-    _side = "reader"
-
-    # Set when the writer has admitted this reader, before which nothing that uses them runs.
-    _lifeline: Lifeline
-    _ring: RingReader
-    _overflow: OverflowReceiver
-
     def __init__(self, handle: Handle | str | bytes, rank: int, *, options: Options | None = None) -> None:
-        if isinstance(handle, (str, bytes)):
-            handle = Handle.from_json(handle)
-        if not isinstance(handle, Handle):
-            raise HandleError(f"not a handle: {type(handle).__name__}")
-        handle.check()
-        check_int("rank", rank, minimum=0)
-        if rank not in handle.local_reader_ranks:
-            raise ValueError(f"rank must be one of {handle.local_reader_ranks}, not {rank}")
-        self._handle = handle
-        self._rank = rank
-        self._codec = get_codec(handle.codec)
+        super().__init__(handle, rank, options)
         self._decode = self._codec.decode
         self._code = self._codec.code
         self._plain = plain(self._code)
-        self._chunk_bytes = handle.max_chunk_bytes
-        self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid())
-        self._sock = dial(handle.lifeline, self._hello)
-        self._attaching: asyncio.Task[None] | None = None
-        self._going: asyncio.Future[None] | None = None
-        self._attachment: Attachment | None = None
+        self._chunk_bytes = self._handle.max_chunk_bytes
         self._waking = False
         self._wake_at = 0
-        # Set once the writer is gone: what to raise when everything it published has been read.
-        self._writer_gone: Callable[[], AioshmError] | None = None
-        super().__init__(handle.queue_id, handle.options if options is None else options)
-
-    # Attaching
-
-    async def wait_until_ready(self, timeout: float | None = None) -> None:
-        await self._become_ready(deadline_after(timeout))
-
-    async def _become_ready(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
-        loop = self._bind()
-        if self._attaching is None:
-            # A task of its own, so that a caller that gives up and comes back finds it where it was.
-            self._going = loop.create_future()
-            self._attaching = loop.create_task(self._attach())
-            self._attaching.add_done_callback(self._attached)
-        assert self._going is not None
-        try:
-            await settle(self._going, deadline=deadline, cancel=cancel, stall=self._stall(self._report_not_ready))
-        except TimeoutError:
-            raise TimeoutError(f"{self!r}: {self._why_not_ready()}") from None
-        if not self._ready:
-            self._check_usable()
-            assert self._writer_gone is not None
-            raise self._writer_gone()
-        self._reopen()
-
-    async def _attach(self) -> None:
-        sock, self._sock = self._sock, None
-        self._attachment = attachment = await Attachment.make(
-            self._handle, self._rank, self._hello, sock, self._options.prefault_bytes
-        )
-        self._lifeline, self._ring, self._overflow = attachment.lifeline, attachment.ring, attachment.overflow
-        self._poller = self._new_poller(self._ring.parked, ends=1 + self._handle.layout.n_reader)
-        self._lifeline.start(self._on_go, self._poller.wake, self._on_writer_gone)
-        await self._overflow.prove()
-        self._lifeline.prove()
-
-    def _attached(self, attaching: asyncio.Task[None]) -> None:
-        if attaching.cancelled():
-            return
-        error = attaching.exception()
-        if error is not None and self._refusal is None:
-            self._refuse(lambda: error if isinstance(error, AioshmError) else HandleError(f"cannot attach: {error}"))
-
-    # What the lifeline tells
-
-    def _on_go(self) -> None:
-        self._ready = True
-        self._reopen()
-        self._going_changed()
-
-    def _on_writer_gone(self, said_goodbye: bool) -> None:
-        if said_goodbye:
-            self._writer_gone = lambda: QueueClosed(f"{self!r}: the writer has closed the queue")
-        else:
-            pid = self._lifeline.welcome.pid
-            self._writer_gone = functools.partial(PeerDied, -1, pid, "writer", f"queue {self._name}")
-        if self._poller is not None:
-            self._poller.wake()
-        self._going_changed()
-
-    def _going_changed(self) -> None:
-        if self._going is not None and not self._going.done():
-            self._going.set_result(None)
 
     # Receiving
 
@@ -188,13 +82,14 @@ class LocalReader(End):
         deadline = deadline_after(timeout)
         async with self._next_message(deadline, cancel, indefinite) as slot:
             kind, _, _, n_buffers, seq, at, size = unpack_header(slot.header)
-            if kind == OVERFLOW and self._is_marker(slot, seq):
+            elsewhere = kind == OVERFLOW and self._is_marker(slot, seq)
+            if elsewhere:
                 body = await self._body(deadline, cancel, indefinite)
                 self._overflows += 1
             else:
                 body = slot.chunk
             try:
-                if kind not in (INLINE, OVERFLOW, RAW) or seq != self._seq or size > len(body):
+                if (not elsewhere and kind not in (INLINE, RAW)) or seq != self._seq or size > len(body):
                     raise CorruptSlot(seq, self._seq)
                 with body[: len(body) if n_buffers else size].toreadonly() as view:
                     yield view
@@ -347,14 +242,6 @@ class LocalReader(End):
     def _seq(self) -> int:
         return self._ring.seq
 
-    def _why_not_ready(self) -> str:
-        if self._attachment is None:
-            return "the writer does not answer: does its event loop run, in wait_until_ready()?"
-        return "other readers are missing"
-
-    def _report_not_ready(self) -> None:
-        logger.warning("%r: waited %g s: %s", self, self._options.stall_warning_s, self._why_not_ready())
-
     def _report_writer(self) -> None:
         # Nothing to read is no news; a writer that cannot write is.
         state = process_state(self._lifeline.writer_pid)
@@ -379,44 +266,3 @@ class LocalReader(End):
             self._lifeline.welcome.pid,
             process_state(self._lifeline.writer_pid),
         )
-
-    def stats(self) -> QueueStats:
-        if self._dismantled:
-            return self._last_stats
-        return self._current_stats()
-
-    def _current_stats(self) -> QueueStats:
-        if self._attachment is None:
-            return self._stats(None, self._rank, 0, 0)
-        return self._stats(self._ring, self._rank, self._ring.messages_written() - self._ring.seq, 0)
-
-    # Closing (see `End`)
-
-    def _interrupt(self) -> None:
-        if self._poller is not None:
-            self._poller.wake()
-        if self._attachment is not None:
-            self._overflow.interrupt()
-        self._going_changed()
-
-    def _say_goodbye(self) -> None:
-        """Say nothing yet: once the writer knows, it overwrites what a block may still be reading."""
-
-    def _dismantle(self) -> None:
-        self._last_stats = self._current_stats()
-        if self._attaching is not None and self._loop is not None and not self._loop.is_closed():
-            self._attaching.cancel()
-        if self._sock is not None:
-            self._sock.close()
-        if self._attachment is not None:
-            self._attachment.close()
-
-    async def _finish(self) -> None:
-        if self._attaching is not None:
-            await asyncio.wait({self._attaching})
-
-    def _abandon(self) -> None:
-        if self._sock is not None:
-            os.close(self._sock.detach())
-        if self._attachment is not None:
-            self._lifeline.abandon()

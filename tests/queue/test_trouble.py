@@ -94,12 +94,13 @@ async def test_undecodable_pickle_in_a_slot() -> None:
 
 async def test_an_acquired_read_of_a_damaged_slot() -> None:
     async with attached() as (writer, (reader,)):
-        await writer.enqueue("damaged")
+        for kind in (200, 2):  # no kind at all, and one that says that the payload is elsewhere
+            await writer.enqueue("damaged")
+            _slot(writer, writer.stats().messages - 1)[0] = kind
+            with pytest.raises(CorruptSlot):
+                async with reader.acquire_read(5):
+                    pytest.fail("damaged bytes were handed out")
         await writer.enqueue(b"next")
-        _slot(writer, 0)[0] = 200
-        with pytest.raises(CorruptSlot):
-            async with reader.acquire_read(5):
-                pytest.fail("damaged bytes were handed out")
         assert await reader.dequeue(5) == b"next"
 
 
@@ -132,6 +133,7 @@ async def test_stale_and_foreign_handles_are_refused() -> None:
             ({"version": 99}, "version 99"),
             ({"host": "elsewhere"}, "another host"),
             ({"uid": os.geteuid() + 1}, "uid"),
+            ({"codec": "zip"}, "codec is 'zip', known are pickle, raw"),
             ({"lifeline": "@aioshm-nobody"}, "writer is gone"),
             ({"lifeline": "/nonexistent/path"}, "writer is gone"),
         ]:
