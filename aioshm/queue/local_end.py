@@ -127,6 +127,8 @@ class LocalEnd(End, ABC):
     def _why_not_ready(self) -> str:
         if self._attachment is None:
             return "the writer does not answer: does its event loop run, in wait_until_ready()?"
+        if self._attaching is not None and not self._attaching.done():
+            return "the writer's socket for large messages does not answer"
         return "other readers are missing"
 
     def _report_not_ready(self) -> None:

@@ -330,3 +330,22 @@ async def test_stats_stay_readable_after_closing() -> None:
 class _Explosive:
     def __reduce__(self) -> tuple[object, tuple[int, int]]:
         return divmod, (1, 0)
+
+
+async def test_who_is_missing_is_said() -> None:
+    writer = MessageQueue(2, 2, max_chunk_bytes=4096)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    async with writer, reader:
+        with pytest.raises(TimeoutError, match="the writer does not answer"):
+            await reader.wait_until_ready(0.01)
+        with pytest.raises(TimeoutError, match="not attached yet: rank 0, rank 1"):
+            await writer.wait_until_ready(0)
+        async with asyncio.timeout(10):
+            while writer.stats().readers == 0 or "large" in reader._why_not_ready():  # type: ignore[attr-defined]
+                await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError, match="other readers are missing"):
+            await reader.wait_until_ready(0.01)
+        with pytest.raises(TimeoutError, match="not attached yet: rank 1"):
+            await writer.wait_until_ready(0.01)
+        async with MessageQueue.create_from_handle(writer.export_handle(), 1) as second:
+            await asyncio.gather(*(end.wait_until_ready(10) for end in (writer, reader, second)))
