@@ -25,6 +25,8 @@ bench: .venv/.ready       ## every benchmark against its rivals, one after the o
 	$(BIN)/python -m benchmarks.fanout $(ARGS)
 	$(BIN)/python -m benchmarks.idle $(ARGS)
 	$(BIN)/python -m benchmarks.fairness $(ARGS)
+	$(BIN)/python -m benchmarks.events_publish
+	$(BIN)/python -m benchmarks.events_replay
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "aioshm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

@@ -32,7 +32,6 @@ from collections.abc import Sequence
 from aioshm.errors import CodecError
 
 ALIGNMENT = 64
-SLOT_HEADER_BYTES = 64
 
 HEADER = struct.Struct("<BBHIQQQ")
 pack_header = HEADER.pack_into

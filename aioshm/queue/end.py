@@ -80,6 +80,10 @@ class End(MessageQueue, ABC):
     def _forget(self) -> None:
         """Drop what `_finish` would have closed."""
 
+    @abstractmethod
+    def _current_stats(self) -> QueueStats:
+        """Return the statistics while the ring is mapped."""
+
     async def _finish(self) -> None:
         """Do what closing needs that takes time."""
 
@@ -105,6 +109,7 @@ class End(MessageQueue, ABC):
 
     def _dismantle_unless_used(self) -> None:
         if not self._dismantled and not self._in_line:
+            self._last_stats = self._current_stats()
             self._dismantled = True
             self._dismantle()
 
@@ -112,6 +117,7 @@ class End(MessageQueue, ABC):
         if not self._dismantled:
             self._refusal = lambda: RoleError(f"{self!r} belongs to the process that this one was forked from")
             self._open = False
+            self._last_stats = self._current_stats()
             self._dismantled = True
             self._abandon()
 
@@ -201,6 +207,9 @@ class End(MessageQueue, ABC):
         return Stall(self._options.stall_warning_s, report)
 
     # Telling about itself
+
+    def stats(self) -> QueueStats:
+        return self._last_stats if self._dismantled else self._current_stats()
 
     def _stats(self, ring: RingReader | RingWriter | None, rank: int, backlog: int, readers: int) -> QueueStats:
         waits = WaitStats() if self._poller is None else self._poller.stats

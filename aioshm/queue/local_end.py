@@ -136,11 +136,6 @@ class LocalEnd(End, ABC):
 
     # Telling about itself
 
-    def stats(self) -> QueueStats:
-        if self._dismantled:
-            return self._last_stats
-        return self._current_stats()
-
     def _current_stats(self) -> QueueStats:
         if self._attachment is None:
             return self._stats(None, self._rank, 0, 0)
@@ -159,7 +154,6 @@ class LocalEnd(End, ABC):
         """Say nothing yet: once the writer knows, it overwrites what a block may still be reading."""
 
     def _dismantle(self) -> None:
-        self._last_stats = self._current_stats()
         if self._attaching is not None and self._loop is not None and not self._loop.is_closed():
             self._attaching.cancel()
         if self._sock is not None:

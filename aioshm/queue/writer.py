@@ -304,11 +304,6 @@ class Writer(End):
             self._roster.laggards(),
         )
 
-    def stats(self) -> QueueStats:
-        if self._dismantled:
-            return self._last_stats
-        return self._current_stats()
-
     def _current_stats(self) -> QueueStats:
         return self._stats(self._ring, -1, self._roster.backlog(), self._roster.alive)
 
@@ -327,7 +322,6 @@ class Writer(End):
         self._listener.close()
 
     def _dismantle(self) -> None:
-        self._last_stats = self._current_stats()
         self._listener.close()
         self._ring.close()
         self._buffer.close()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from aioshm.codec import frames
 from aioshm.codec.frames import ALIGNMENT, MAX_BUFFERS, body_bytes, split_body, write_body
 from aioshm.errors import CodecError
+from aioshm.ring.layout import SLOT_HEADER_BYTES
 
 messages = st.tuples(st.binary(max_size=300), st.lists(st.binary(max_size=300), max_size=12))
 counts = st.integers(-3, 2**33) | st.integers(0, 20)
@@ -29,20 +30,20 @@ def address(view: memoryview) -> int:
 
 class TestHeader:
     def test_round_trip(self) -> None:
-        slot = bytearray(frames.SLOT_HEADER_BYTES)
+        slot = bytearray(SLOT_HEADER_BYTES)
         fields = (frames.OVERFLOW, 255, 0, 2**32 - 1, 2**64 - 1, 2**63, 24 * 1024 * 1024)
         frames.pack_header(slot, 0, *fields)
         assert frames.unpack_header(slot, 0) == fields
 
     def test_bytes_are_the_contract(self) -> None:
-        slot = bytearray(frames.SLOT_HEADER_BYTES)
+        slot = bytearray(SLOT_HEADER_BYTES)
         frames.pack_header(slot, 0, frames.INLINE, 2, 0, 3, 4, 5, 6)
         expected = b"\x01\x02\0\0\x03\0\0\0" + b"".join(number.to_bytes(8, "little") for number in (4, 5, 6))
         assert bytes(slot[: frames.HEADER.size]) == expected
 
     def test_fits_its_place_and_keeps_the_chunk_aligned(self) -> None:
-        assert frames.HEADER.size <= frames.SLOT_HEADER_BYTES
-        assert frames.SLOT_HEADER_BYTES % ALIGNMENT == 0
+        assert frames.HEADER.size <= SLOT_HEADER_BYTES
+        assert SLOT_HEADER_BYTES % ALIGNMENT == 0
 
     def test_kinds_differ(self) -> None:
         assert len({frames.INLINE, frames.OVERFLOW, frames.RAW}) == 3
