@@ -23,6 +23,7 @@ from aioshm.errors import (
 )
 from aioshm.queue import Handle, MessageQueue, QueueStats
 from aioshm.ring import ShmRingBuffer, memory_fence
+from aioshm.ring.atomics import native_core
 
 __version__ = "0.1.0"
 
@@ -51,4 +52,5 @@ __all__ = [
     "ShmRingBuffer",
     "UnsafePayload",
     "memory_fence",
+    "native_core",
 ]

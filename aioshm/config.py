@@ -6,7 +6,9 @@
 | `AIOSHM_LIFELINE`        | `lifeline`        | `abstract` (Linux) or `directory`: where the lifeline socket is bound |
 | `AIOSHM_RUNTIME_DIR`     | `runtime_dir`     | the directory of `lifeline="directory"`                               |
 | `AIOSHM_WAIT`            | `wait`            | `adaptive`, `spin` or `park`                                          |
+| `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core that waiting for periodic messages may spin away      |
 | `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before one warning is logged                 |
+| `AIOSHM_NATIVE`          |                   | `0` runs the Python twin although the native core was built           |
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ Lifeline = Literal["abstract", "directory"]
 Wait = Literal["adaptive", "spin", "park"]
 OnReaderDeath = Literal["raise", "evict"]
 
+MAX_SPIN_CPU = 0.10
 STALL_WARNING_S = 60.0
 PREFAULT_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 36
@@ -54,6 +57,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             network namespace, and for macOS.
         runtime_dir: Where socket files go; made with mode 0700, refused if it belongs to somebody else.
         wait: ``"adaptive"`` spins while that is cheaper than sleeping, ``"spin"`` never sleeps, ``"park"`` always.
+        max_spin_cpu: Share of a core (0 to 1) that an end may spend on spinning for messages that come with a steady
+            period; the hot streams of ``"adaptive"`` are not counted.
         stall_warning_s: Seconds without movement before one warning names who holds the queue up.
         on_reader_death: ``"raise"`` lets every ``enqueue`` raise `PeerDied`; ``"evict"`` goes on with the others.
         max_message_bytes: Encoded messages above this raise `MessageTooLarge`.
@@ -67,6 +72,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     runtime_dir: str = msgspec.field(default_factory=default_runtime_dir)
     # Waiting
     wait: Wait = "adaptive"
+    max_spin_cpu: float = MAX_SPIN_CPU
     stall_warning_s: float = STALL_WARNING_S
     # Failure
     on_reader_death: OnReaderDeath = "raise"
@@ -81,6 +87,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         check_int("prefault_bytes", self.prefault_bytes, minimum=0)
         check_int("max_message_bytes", self.max_message_bytes, minimum=1)
         check_seconds("stall_warning_s", self.stall_warning_s)
+        _check_share("max_spin_cpu", self.max_spin_cpu)
         if not isinstance(self.runtime_dir, str) or not self.runtime_dir:
             raise ValueError(f"runtime_dir must be a path, not {self.runtime_dir!r}")
         if self.backing == "memfd" and not hasattr(os, "memfd_create"):
@@ -112,8 +119,21 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "AIOSHM_LIFELINE": ("lifeline", str),
     "AIOSHM_RUNTIME_DIR": ("runtime_dir", str),
     "AIOSHM_WAIT": ("wait", str),
+    "AIOSHM_MAX_SPIN_CPU": ("max_spin_cpu", float),
     "AIOSHM_STALL_WARNING_S": ("stall_warning_s", float),
 }
+
+
+def native_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the native core may be used, where it was built: unless ``AIOSHM_NATIVE`` is ``0``.
+
+    Raises:
+        ValueError: It is neither ``0`` nor ``1``.
+    """
+    text = environ.get("AIOSHM_NATIVE", "")
+    if text not in {"", "0", "1"}:
+        raise ValueError(f"AIOSHM_NATIVE={text!r}: it must be 0 or 1")
+    return text != "0"
 
 
 def check_int(name: str, value: object, *, minimum: int) -> int:
@@ -132,6 +152,13 @@ def check_seconds(name: str, value: object) -> float:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a finite number of seconds above 0, not {value}")
     return float(value)
+
+
+def _check_share(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a share of a core, 0 to 1, not {value}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

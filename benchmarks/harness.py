@@ -66,9 +66,9 @@ def main(
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a promise was missed")
     parser.add_argument("--quick", action="store_true", help="show in seconds that it works; the figures mean nothing")
-    parser.add_argument("--repeat", type=_positive_int, default=None, help=f"repetitions (default: {repeat})")
+    parser.add_argument("--repeat", type=positive_int, default=None, help=f"repetitions (default: {repeat})")
     parser.add_argument(
-        "--seconds", type=_positive_float, default=None, help=f"length of one measurement (default: {seconds:g})"
+        "--seconds", type=positive_float, default=None, help=f"length of one measurement (default: {seconds:g})"
     )
     parser.add_argument("--loop", choices=_LOOPS, default=_LOOPS[0], help="event loop of every process")
     names = [rival.name for rival in RIVALS]
@@ -126,14 +126,16 @@ def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
     return asyncio.new_event_loop
 
 
-def _positive_int(text: str) -> int:
+def positive_int(text: str) -> int:
+    """Return an argument that must be a positive whole number."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
 
 
-def _positive_float(text: str) -> float:
+def positive_float(text: str) -> float:
+    """Return an argument that must be a positive number."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, not {value:g}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import zmq
 
-from aioshm import __version__
+from aioshm import __version__, native_core
 from aioshm.wait.cpus import usable_cpus
 
 _PACKAGES = ["pyzmq", "uvloop", "numpy", "msgspec"]
@@ -24,7 +24,7 @@ def describe(loop: str) -> dict[str, str | int | float]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "loop": loop,
-        "aioshm": __version__,
+        "aioshm": f"{__version__} ({'native' if native_core else 'portable'} core)",
         "libzmq": zmq.zmq_version(),
         **{package: _version(package) for package in _PACKAGES},
     }

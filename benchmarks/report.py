@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -122,10 +122,10 @@ class Report:
         columns = list(dict.fromkeys(name for result in self.results for name in result.figures))
         head = ["case", "readers", "contestant", *(_heading(name) for name in columns)]
         rows = [
-            [result.case, str(result.n_reader), result.contestant, *(_cell(result.figures.get(c)) for c in columns)]
+            [result.case, str(result.n_reader), result.contestant, *(cell(result.figures.get(c)) for c in columns)]
             for result in sorted(self.results, key=_case_order(self.results))
         ]
-        _print_table("median of the repetitions (least to largest)", head, rows)
+        print_table("median of the repetitions (least to largest)", head, rows)
         for promise in self.promises:
             print(promise)
 
@@ -149,7 +149,7 @@ def _result_as_dict(result: Result) -> dict[str, Any]:
     }
 
 
-_UNITS = {"per_s": "1/s", "us": "µs", "ms": "ms", "s": "s", "percent": "%"}
+_UNITS = {"gb_per_s": "GB/s", "per_s": "1/s", "us": "µs", "ms": "ms", "s": "s", "percent": "%"}
 
 
 def _heading(figure: str) -> str:
@@ -160,7 +160,8 @@ def _heading(figure: str) -> str:
     return figure.replace("_", " ")
 
 
-def _cell(values: Sequence[float] | None) -> str:
+def cell(values: Sequence[float] | None) -> str:
+    """Return a figure's median and, in parentheses, the least and the largest of its repetitions."""
     if not values:
         return ""
     if len(values) == 1:
@@ -174,7 +175,15 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
 
 
-def _print_table(title: str, head: list[str], rows: list[list[str]]) -> None:
+def print_table(title: str, head: list[str], rows: list[list[str]], *, left: Set[int] = frozenset({0, 2})) -> None:
+    """Print a table: by rich on a terminal, if it is installed, and as plain text everywhere else.
+
+    Args:
+        title: Above it.
+        head: The columns' names.
+        rows: As many cells each.
+        left: Which columns are words, not figures.
+    """
     try:
         from rich.console import Console
         from rich.table import Table
@@ -187,7 +196,7 @@ def _print_table(title: str, head: list[str], rows: list[list[str]]) -> None:
         return
     table = Table(title=title)
     for n, name in enumerate(head):
-        table.add_column(name, justify="left" if n in {0, 2} else "right")
+        table.add_column(name, justify="left" if n in left else "right")
     for row in rows:
         table.add_row(*row)
     console.print(table)

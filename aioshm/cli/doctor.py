@@ -19,9 +19,9 @@ from rich.table import Table
 
 import aioshm
 from aioshm.cli.outcome import CommandFailed
-from aioshm.config import Options
+from aioshm.config import Options, native_wanted
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
-from aioshm.ring.atomics import RECHECK_S, STRONG_ORDER
+from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
 from aioshm.ring.layout import Layout
 from aioshm.ring.segment import orphans, remove_orphan
 from aioshm.wait.cpus import usable_cpus
@@ -93,6 +93,7 @@ def examine() -> Iterator[Finding]:
     yield _platform()
     yield _settings()
     yield _cpus()
+    yield _native()
     yield _memory_order()
     yield _tried("eventfd", "eventfd", lambda: os.eventfd(0), "a byte on a socket wakes the other end; that is slower")
     yield _tried(
@@ -135,9 +136,26 @@ def _cpus() -> Finding:
     return Finding("usable CPUs", "good", str(cpus))
 
 
+def _native() -> Finding:
+    if native_core:
+        return Finding("native core", "good", "runs")
+    if not native_wanted():
+        return Finding(
+            "native core", "note", "switched off", "AIOSHM_NATIVE=0: every message costs some microseconds more"
+        )
+    return Finding(
+        "native core",
+        "note",
+        "not built",
+        "the Python twin does its work, some microseconds slower per message: install a C compiler, then aioshm again",
+    )
+
+
 def _memory_order() -> Finding:
     if STRONG_ORDER:
         return Finding("memory order", "good", "strong")
+    if FULL_FENCE:
+        return Finding("memory order", "good", "weak, and the native core has the fences for it")
     return Finding(
         "memory order",
         "note",

@@ -9,13 +9,14 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from aioshm.codec.buffers import OUT_OF_BAND_BYTES
+from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_lent
 
 Array: TypeAlias = npt.NDArray[Any]
 Order: TypeAlias = Literal["C", "F"]
+Memory: TypeAlias = bytearray | PickleBuffer
 
 
-def memory_of(array: Array) -> tuple[bytearray | PickleBuffer, Order]:
+def memory_of(array: Array) -> tuple[Memory, Order]:
     """Return what pickle shall store of an array without objects in it, and the order in which that has the elements.
 
     Only the elements that the array shows, however large the memory is that it is a view of. A large array that is
@@ -50,9 +51,28 @@ def reduce_array(array: Array) -> str | tuple[Any, ...]:
 
 
 def _writable_array(shape: tuple[int, ...], element: Any, memory: Any, order: Order) -> Array:
-    """Rebuild what was read-only where it came from: pickle wraps the memory, although new, in a read-only view."""
+    """Rebuild what was read-only where it came from: pickle wraps the memory, although new, in a read-only view.
+
+    Lent memory stays read-only.
+    """
+    if is_lent(memory):
+        return np.ndarray(shape, element, memory, 0, None, order)
     owner: Any = memory.obj if isinstance(memory, memoryview) else bytearray(memory)
     return np.ndarray(shape, element, owner, 0, None, order)
+
+
+class _Holder:
+    """Shows an array through NumPy's array interface as if it could be written to, and keeps it alive."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
+
+
+def array_for_torch(shape: tuple[int, ...], dtype: np.dtype[Any], memory: Any, order: Order) -> Array:
+    """Lay an array over memory, without a copy, for a tensor: torch knows none that is read-only, and would warn."""
+    array: Array = np.ndarray(shape, dtype, memory, 0, None, order)
+    return array if array.flags.writeable else np.asarray(_Holder(array))
 
 
 REDUCERS: dict[type, Callable[[Any], Any]] = {np.ndarray: reduce_array}

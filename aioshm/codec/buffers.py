@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pickle import PickleBuffer
 
 OUT_OF_BAND_BYTES = 4096
 """From this size on, a buffer travels beside the pickle stream; below, copying it into the stream costs less."""
@@ -34,3 +35,14 @@ def own_copy(view: memoryview) -> bytearray | memoryview:
     fresh = np.empty(view.nbytes, np.uint8).data
     fresh[:] = view
     return fresh
+
+
+def lend(view: memoryview) -> memoryview:
+    """Show a buffer read-only, without a copy, and in a way that `is_lent` recognizes."""
+    # A view of a view names the memory's owner; only one through a PickleBuffer names the view in between.
+    return memoryview(PickleBuffer(view.toreadonly()))
+
+
+def is_lent(memory: object) -> bool:
+    """Say whether this is memory that somebody else owns, rather than a copy made by `own_copy`."""
+    return isinstance(memory, memoryview) and isinstance(memory.obj, memoryview)

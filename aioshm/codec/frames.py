@@ -69,25 +69,27 @@ def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
     return end
 
 
-def write_body(target: memoryview, main: bytes | memoryview, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
-    """Copy a message into a chunk.
+def write_body(
+    target: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | bytearray | memoryview]
+) -> None:
+    """Gather a message in a chunk.
 
     Args:
         target: At least `body_bytes` long, one-dimensional, of format ``B``; what lies behind the body is left alone.
-        main: One-dimensional, of format ``B``, as are all buffers.
+        parts: The main part in pieces; one-dimensional, of format ``B``, as are all buffers.
         buffers: At most `MAX_BUFFERS`.
     """
-    if not buffers:
-        target[: len(main)] = main
-        return
-    sizes = [len(buffer) for buffer in buffers]
-    struct.pack_into(f"<{len(sizes)}Q", target, 0, *sizes)
-    start = _aligned(_LENGTH_BYTES * len(sizes))
-    end = start + len(main)
-    target[start:end] = main
-    for buffer, size in zip(buffers, sizes, strict=True):
+    end = 0
+    if buffers:
+        sizes = [len(buffer) for buffer in buffers]
+        struct.pack_into(f"<{len(sizes)}Q", target, 0, *sizes)
+        end = _aligned(_LENGTH_BYTES * len(sizes))
+    for part in parts:
+        start, end = end, end + len(part)
+        target[start:end] = part
+    for buffer in buffers:
         start = _aligned(end)
-        end = start + size
+        end = start + len(buffer)
         target[start:end] = buffer
 
 

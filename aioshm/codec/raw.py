@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pickle import PickleBuffer
 from typing import Any
 
+from aioshm.codec.base import Encoded
 from aioshm.errors import CodecError
 
 
@@ -14,15 +15,16 @@ class RawCodec:
 
     name = "raw"
     code = 2
+    loads = bytes
 
-    def encode(self, obj: Any) -> tuple[bytes | memoryview, Sequence[memoryview]]:
+    def encode(self, obj: Any) -> Encoded:
         """Show the memory of a bytes-like object.
 
         Raises:
             CodecError: The object has no C-contiguous memory to show.
         """
         if type(obj) is bytes:
-            return obj, ()
+            return obj
         try:
             contiguous = memoryview(obj).c_contiguous
         except (TypeError, ValueError, BufferError) as error:
@@ -30,14 +32,27 @@ class RawCodec:
         if not contiguous:
             raise CodecError(f"the raw codec cannot carry a {type(obj).__qualname__} that is not C-contiguous")
         # memoryview.cast refuses structured formats and empty shapes; a PickleBuffer shows both as plain bytes.
-        return PickleBuffer(obj).raw(), ()
+        return (PickleBuffer(obj).raw(),), ()
 
-    def decode(self, main: memoryview, buffers: Sequence[memoryview]) -> bytes:
+    def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> bytes:
         """Copy the message out.
 
         Raises:
             CodecError: It has out-of-band buffers, which this codec never makes.
         """
-        if buffers:
-            raise CodecError(f"damaged message: {len(buffers)} buffers beside a raw message")
+        _refuse(buffers)
         return bytes(main)
+
+    def view(self, main: memoryview, buffers: Sequence[memoryview]) -> memoryview:
+        """Return the message itself, read-only.
+
+        Raises:
+            CodecError: It has out-of-band buffers, which this codec never makes.
+        """
+        _refuse(buffers)
+        return main.toreadonly()
+
+
+def _refuse(buffers: Sequence[memoryview]) -> None:
+    if buffers:
+        raise CodecError(f"damaged message: {len(buffers)} buffers beside a raw message")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
@@ -12,6 +12,7 @@ from aioshm.config import Options
 from aioshm.errors import QueueClosed, RoleError
 
 if TYPE_CHECKING:
+    from aioshm.codec import Codec
     from aioshm.queue.handle import Handle
     from aioshm.queue.stats import QueueStats
 
@@ -34,7 +35,8 @@ class MessageQueue:
         max_chunk_bytes: Room for one message in the ring, in bytes; larger ones travel over a socket.
         max_chunks: Messages that the ring holds before the writer has to wait for the slowest reader.
         connect_ip: The address that remote readers connect to.
-        codec: How objects become bytes: ``"pickle"`` or ``"raw"``.
+        codec: How objects become bytes: ``"pickle"``, ``"msgpack"``, ``"raw"``, the name of a codec that was registered
+            with `register_codec`, or a codec of one's own making, such as ``MsgpackCodec(type=Step)``.
         options: Everything else; None takes the defaults and the environment.
 
     Raises:
@@ -60,27 +62,35 @@ class MessageQueue:
         max_chunks: int = MAX_CHUNKS,
         connect_ip: str | None = None,
         *,
-        codec: str = "pickle",
+        codec: str | Codec = "pickle",
         options: Options | None = None,
     ) -> None:
         raise AssertionError(_UNMADE)
 
     @staticmethod
-    def create_from_handle(handle: Handle | str | bytes, rank: int, *, options: Options | None = None) -> MessageQueue:
+    def create_from_handle(
+        handle: Handle | str | bytes,
+        rank: int,
+        *,
+        codec: str | Codec | None = None,
+        options: Options | None = None,
+    ) -> MessageQueue:
         """Make a reader's end.
 
         Args:
             handle: The writer's handle, or its JSON text.
             rank: Which reader this is.
+            codec: This end's own instance of the writer's codec, such as ``MsgpackCodec(type=Step)``; None makes one.
             options: For this end; None takes the writer's.
 
         Raises:
-            HandleError: Not a handle, or of another version, host or user, or its queue is gone.
-            ValueError: No reader has this rank.
+            HandleError: Not a handle, or of another version, host or user, or its queue is gone, or it needs a codec
+                that is not registered here.
+            ValueError: No reader has this rank, or ``codec`` is another one than the writer's.
         """
         from aioshm.queue.local_reader import LocalReader
 
-        return LocalReader(handle, rank, options=options)
+        return LocalReader(handle, rank, codec=codec, options=options)
 
     def export_handle(self) -> Handle:
         """Return what readers need in order to attach: picklable, and JSON by its ``to_json``."""
@@ -119,6 +129,24 @@ class MessageQueue:
         """
         raise self._wrong_end("enqueue", "writer")
 
+    async def enqueue_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
+        """Send objects, in order and one right after the other, with one wake-up of each reader.
+
+        All of them or none: everything is encoded first, and published once there are slots for all. A batch of more
+        than ``max_chunks`` goes in parts of that size; when this is cancelled or times out, the parts that were sent
+        stay sent, which ``stats().messages`` counts.
+
+        Args:
+            objs: What the queue's codec can encode.
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            TimeoutError: Not enough slots became free in time.
+            CodecError: An object cannot be encoded; nothing was sent.
+            PeerDied, QueueClosed: As `enqueue`.
+        """
+        raise self._wrong_end("enqueue_many", "writer")
+
     def enqueue_nowait(self, obj: Any) -> None:
         """Send an object to every reader now.
 
@@ -148,6 +176,24 @@ class MessageQueue:
             CorruptSlot, CodecError: The message was damaged; the next call returns the one behind it.
         """
         raise self._wrong_end("dequeue", "reader")
+
+    async def dequeue_many(
+        self,
+        max_items: int,
+        timeout: float | None = None,
+        cancel: asyncio.Event | None = None,
+        indefinite: bool = False,
+    ) -> list[Any]:
+        """Wait for a message and return it with those behind it that are there: at least one, at most ``max_items``.
+
+        A batch may end early: before a message that comes with large buffers or is damaged, which is then the next
+        call's first, and when the loop's other tasks must have their turn. Cancelling this call loses nothing.
+
+        Raises:
+            TimeoutError, QueueCancelled, PeerDied, QueueClosed: As `dequeue`.
+            CorruptSlot, CodecError: The first message was damaged; the next call begins with the one behind it.
+        """
+        raise self._wrong_end("dequeue_many", "reader")
 
     def dequeue_nowait(self) -> Any:
         """Receive the next message if it is there.
@@ -179,6 +225,22 @@ class MessageQueue:
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot: As `dequeue`.
         """
         raise self._wrong_end("acquire_read", "reader")
+
+    def lease(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> AbstractAsyncContextManager[Any]:
+        """Give the next message to the block, decoded where it lies: arrays, tensors and bytes are not copied.
+
+        What points into the slot is read-only where its type allows; a tensor does not, and writing to one ends the
+        process with SIGSEGV: ``clone()`` it. The slot is held until the block ends, also by an exception. What is used
+        after that is a copy, made when the block ends for whatever is still held; of a message above 256 KiB up to
+        10 ms later, or at the end of the next lease, so that a loop's own name for it causes none.
+
+        Raises:
+            TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.
+            SharedMemoryError: At the end: something is still held and there is no memory for its copy.
+        """
+        raise self._wrong_end("lease", "reader")
 
     async def broadcast_object(self, obj: Any = None) -> Any:
         """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""

@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING
@@ -23,10 +23,31 @@ from aioshm.wait.predictor import Predictor
 
 if TYPE_CHECKING:
     from aioshm.ring import RingReader, RingWriter
+    from aioshm.ring.atomics import ReaderCore, WriterCore
 
 TURN_MESSAGES = 64
 TURN_NS = 1_000_000
 """A task that never has to wait yields to the loop after this many messages, or this long."""
+
+BLOCKING_TURN_MESSAGES = 1024
+BLOCKING_TURN_NS = 10_000_000
+"""The same for an end whose loop has nobody else to serve."""
+
+
+class NotAttached:
+    """Stands for the core of an end that has no ring yet: nothing passes its gate."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.turn = self.turn_ends_ns = self.seq = self.published_ns = self.spins = self.hits = self.spun_ns = 0
+
+    def passes(self) -> bool:
+        """Refuse."""
+        return False
+
+    def belong(self, runs: Callable[[], object] | None) -> None:
+        """Forget it: the true core will be told."""
+
 
 _ends: weakref.WeakSet[End] = weakref.WeakSet()
 
@@ -34,10 +55,11 @@ _ends: weakref.WeakSet[End] = weakref.WeakSet()
 class End(MessageQueue, ABC):
     """One end of a queue.
 
-    The hot calls look at four things and nothing else: ``_open`` (this end is ready, healthy, and nobody waits in
-    line), ``_turn`` (messages left before the loop must have its turn), the thread, and whether the loop runs.
-    Whatever is wrong closes ``_open``, and the slow path says what it is.
+    The hot calls go straight to the ring's core, whose gate (see ``ring/_portable.py``) is open while this end is
+    ready, healthy, and nobody waits in line. Whatever is wrong shuts it, and the slow path says what it is.
     """
+
+    _core: WriterCore | ReaderCore
 
     def __init__(self, queue_id: bytes, options: Options) -> None:
         self._name = queue_id.hex()[:8]
@@ -45,17 +67,14 @@ class End(MessageQueue, ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = -1
         self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
+        self._blocks = False
         self._poller: Poller | None = None
         self._line = Line()
         self._in_line = 0
-        self._open = False
-        self._turn = 0
-        self._turn_ends_ns = 0
         self._refusal: Callable[[], AioshmError] | None = None
         self._ready = False
         self._closed = False
         self._dismantled = False
-        self._published_ns = 0
         self._overflows = 0
         _ends.add(self)
 
@@ -104,19 +123,24 @@ class End(MessageQueue, ABC):
     def _refuse(self, refusal: Callable[[], AioshmError]) -> None:
         """Answer every call, the waiting ones too, with an error from now on."""
         self._refusal = refusal
-        self._open = False
+        self._core.open = False
         self._interrupt()
 
     def _dismantle_unless_used(self) -> None:
         if not self._dismantled and not self._in_line:
             self._last_stats = self._current_stats()
             self._dismantled = True
-            self._dismantle()
+            self._take_apart()
+
+    def _take_apart(self) -> None:
+        if self._poller is not None:
+            self._poller.close()
+        self._dismantle()
 
     def _abandon_in_child(self) -> None:
         if not self._dismantled:
             self._refusal = lambda: RoleError(f"{self!r} belongs to the process that this one was forked from")
-            self._open = False
+            self._core.open = False
             self._last_stats = self._current_stats()
             self._dismantled = True
             self._abandon()
@@ -126,7 +150,7 @@ class End(MessageQueue, ABC):
             return
         warnings.warn(f"{self!r} was not closed: use `async with`, or await aclose()", ResourceWarning, 2, self)
         self._dismantled = True
-        self._dismantle()
+        self._take_apart()
         self._forget()
 
     # Whose this end is
@@ -135,9 +159,21 @@ class End(MessageQueue, ABC):
         """Belong to the running loop from now on, or refuse to be used from another one."""
         loop = asyncio.get_running_loop()
         if self._loop is None and self._refusal is None:
-            self._loop, self._thread, self._loop_runs = loop, get_ident(), loop.is_running
+            self._loop, self._thread = loop, get_ident()
+            if not self._blocks:
+                self._loop_runs = loop.is_running
+            self._belong()
         self._check_usable()
         return loop
+
+    def _belong(self) -> None:
+        """Tell the core whose it is, on the thread that it is to belong to."""
+        self._core.belong(None if self._blocks else self._loop_runs)
+
+    def block(self) -> None:
+        """Belong to a thread whose loop runs only while a call waits; said once, before anything else."""
+        self._blocks = True
+        self._loop_runs = _always
 
     def _check_usable(self) -> None:
         """Raise whatever forbids using this end, here or at all."""
@@ -160,16 +196,17 @@ class End(MessageQueue, ABC):
 
     def _reopen(self) -> None:
         """Open the fast path, if nothing forbids it."""
-        self._open = self._ready and not self._in_line and self._refusal is None
+        self._core.open = self._ready and not self._in_line and self._refusal is None
 
     def _new_turn(self) -> None:
         """Count from here: the other tasks of the loop have just had theirs."""
-        self._turn = TURN_MESSAGES
-        self._turn_ends_ns = monotonic_ns() + TURN_NS
+        # Where calls block, the loop only has to learn now and then what became of the others.
+        self._core.turn = BLOCKING_TURN_MESSAGES if self._blocks else TURN_MESSAGES
+        self._core.turn_ends_ns = monotonic_ns() + (BLOCKING_TURN_NS if self._blocks else TURN_NS)
 
     async def _yield_turn(self) -> None:
         """Let the other tasks run, if this end has had its turn."""
-        if self._turn <= 0 or monotonic_ns() >= self._turn_ends_ns:
+        if self._core.turn <= 0 or monotonic_ns() >= self._core.turn_ends_ns:
             await asyncio.sleep(0)
             self._new_turn()
         self._reopen()
@@ -177,7 +214,7 @@ class End(MessageQueue, ABC):
     async def _enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
         """Wait for this task's turn at the ring; each `_enter` needs a `_leave`."""
         self._in_line += 1
-        self._open = False
+        self._core.open = False
         try:
             await self._line.join(deadline, cancel)
         except BaseException:
@@ -199,9 +236,28 @@ class End(MessageQueue, ABC):
 
     # Waiting
 
-    def _new_poller(self, parked: memoryview, ends: int) -> Poller:
+    def _new_poller(self, parked: memoryview, others: Sequence[int]) -> Poller:
+        """Make what waits, now that the other ends are known.
+
+        Args:
+            parked: This end's parked flag.
+            others: The process of each other end that this one has to do with, 0 where that is not known.
+        """
         assert self._loop is not None
-        return Poller(self._loop, parked, Predictor(may_spin=1 < usable_cpus() >= ends), self._options.wait)
+        options, cpus = self._options, usable_cpus(pids=[pid for pid in others if pid > 0])
+        # Ends of one process hand over to each other through its event loop, or its GIL: spinning would keep both.
+        apart = os.getpid() not in others
+        predictor = Predictor(
+            may_spin=apart and cpus > 1,
+            crowded=apart and 1 + len(others) > cpus,
+            max_spin_cpu=options.max_spin_cpu,
+        )
+        return Poller(self._loop, parked, predictor, options.wait, self._core.spin)
+
+    def _wake(self) -> None:
+        """Let a waiting call look at the ring."""
+        if self._poller is not None:
+            self._poller.wake()
 
     def _stall(self, report: Callable[[], None]) -> Stall:
         return Stall(self._options.stall_warning_s, report)
@@ -223,15 +279,20 @@ class End(MessageQueue, ABC):
             backlog=backlog,
             max_chunks=0 if ring is None else ring.layout.max_chunks,
             readers=readers,
-            spins=waits.spins,
-            spin_hits=waits.hits,
-            spin_s=waits.spin_ns / 1e9,
+            spins=self._core.spins,
+            spin_hits=self._core.hits,
+            spin_s=self._core.spun_ns / 1e9,
+            naps=waits.naps,
             parks=waits.parks,
         )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "ready" if self._ready else "not ready"
         return f"<{type(self).__name__} of queue {self._name}, {state}>"
+
+
+def _always() -> bool:
+    return True
 
 
 def deadline_after(timeout: float | None) -> float | None:

@@ -6,18 +6,20 @@ import asyncio
 import functools
 import logging
 import os
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import cast
 
-from aioshm.codec import get_codec
+from aioshm.codec import Codec, get_codec
 from aioshm.config import Options, check_int
 from aioshm.errors import AioshmError, HandleError, PeerDied, QueueClosed
 from aioshm.queue.attachment import Attachment
-from aioshm.queue.end import End, deadline_after
+from aioshm.queue.end import End, NotAttached, deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.sockets import OverflowReceiver
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
+from aioshm.ring.atomics import ReaderCore
 from aioshm.ring.layout import VERSION
 from aioshm.wait.attach import Lifeline, dial
 from aioshm.wait.line import settle
@@ -35,8 +37,11 @@ class LocalEnd(End, ABC):
     _lifeline: Lifeline
     _ring: RingReader
     _overflow: OverflowReceiver
+    _core: ReaderCore
 
-    def __init__(self, handle: Handle | str | bytes, rank: int, options: Options | None) -> None:
+    def __init__(
+        self, handle: Handle | str | bytes, rank: int, codec: str | Codec | None, options: Options | None
+    ) -> None:
         if isinstance(handle, (str, bytes)):
             handle = Handle.from_json(handle)
         if not isinstance(handle, Handle):
@@ -47,10 +52,7 @@ class LocalEnd(End, ABC):
         check_int("rank", rank, minimum=0)
         if rank not in handle.local_reader_ranks:
             raise ValueError(f"rank must be one of {handle.local_reader_ranks}, not {rank}")
-        try:
-            self._codec = get_codec(handle.codec)
-        except ValueError as error:
-            raise HandleError(f"the handle's {error}") from None
+        self._codec = _codec_for(handle, codec)
         self._handle = handle
         self._rank = rank
         self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid())
@@ -60,6 +62,7 @@ class LocalEnd(End, ABC):
         self._attachment: Attachment | None = None
         # Set once the writer is gone: what to raise when everything it published has been read.
         self._writer_gone: Callable[[], AioshmError] | None = None
+        self._core = cast(ReaderCore, NotAttached())
         super().__init__(handle.queue_id, handle.options if options is None else options)
 
     # Attaching
@@ -91,8 +94,10 @@ class LocalEnd(End, ABC):
             self._handle, self._rank, self._hello, sock, self._options.prefault_bytes
         )
         self._lifeline, self._ring, self._overflow = attachment.lifeline, attachment.ring, attachment.overflow
-        self._poller = self._new_poller(self._ring.parked, ends=1 + self._handle.layout.n_reader)
-        self._lifeline.start(self._on_go, self._poller.wake, self._on_writer_gone)
+        self._core = self._ring.core
+        self._belong()
+        self._begin()
+        self._lifeline.start(self._on_go, self._wake, self._on_writer_gone)
         await self._overflow.prove()
         self._lifeline.prove()
 
@@ -103,9 +108,17 @@ class LocalEnd(End, ABC):
         if error is not None and self._refusal is None:
             self._refuse(lambda: error if isinstance(error, AioshmError) else HandleError(f"cannot attach: {error}"))
 
+    @abstractmethod
+    def _begin(self) -> None:
+        """Take note of the ring, which is there now."""
+
     # What the lifeline tells
 
     def _on_go(self) -> None:
+        if self._poller is None:
+            others = self._ring.reader_pids()
+            others[self._ring.reader] = self._lifeline.writer_pid  # in its place: this end is no other
+            self._poller = self._new_poller(self._ring.parked, others)
         self._ready = True
         self._reopen()
         self._going_changed()
@@ -116,8 +129,7 @@ class LocalEnd(End, ABC):
         else:
             pid = self._lifeline.welcome.pid
             self._writer_gone = functools.partial(PeerDied, -1, pid, "writer", f"queue {self._name}")
-        if self._poller is not None:
-            self._poller.wake()
+        self._wake()
         self._going_changed()
 
     def _going_changed(self) -> None:
@@ -139,13 +151,12 @@ class LocalEnd(End, ABC):
     def _current_stats(self) -> QueueStats:
         if self._attachment is None:
             return self._stats(None, self._rank, 0, 0)
-        return self._stats(self._ring, self._rank, self._ring.messages_written() - self._ring.seq, 0)
+        return self._stats(self._ring, self._rank, self._ring.messages_written() - self._core.seq, 0)
 
     # Closing (see `End`)
 
     def _interrupt(self) -> None:
-        if self._poller is not None:
-            self._poller.wake()
+        self._wake()
         if self._attachment is not None:
             self._overflow.interrupt()
         self._going_changed()
@@ -170,3 +181,16 @@ class LocalEnd(End, ABC):
             os.close(self._sock.detach())
         if self._attachment is not None:
             self._lifeline.abandon()
+
+
+def _codec_for(handle: Handle, codec: str | Codec | None) -> Codec:
+    """Return the reader's codec: the one that the handle names, or the caller's own instance of it."""
+    try:
+        own = get_codec(handle.codec if codec is None else codec)
+    except ValueError as error:
+        if codec is None:
+            raise HandleError(f"the handle's {error}") from None
+        raise
+    if own.name != handle.codec:
+        raise ValueError(f"codec must be {handle.codec!r}, as the handle says, not {own.name!r}")
+    return own

@@ -4,65 +4,127 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from threading import get_ident
 from time import monotonic_ns
-from typing import Any, Final
+from typing import Any
 
-from aioshm.codec.frames import INLINE, OVERFLOW, RAW, plain, split_body, unpack_header, unpack_words
-from aioshm.config import Options
+from aioshm.codec import Codec, cannot_decode, loads_of, view_of
+from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, plain, split_body, unpack_header
+from aioshm.codec.raw import RawCodec
+from aioshm.config import Options, check_int
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, MessagesLost, PeerDied, QueueEmpty
 from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
+from aioshm.queue.leases import Leases
 from aioshm.queue.local_end import LocalEnd
 from aioshm.queue.report import SUSPECT_STATES, process_state
 from aioshm.queue.sockets import SECRET
-from aioshm.ring.cursors import Slot
+from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.ring.slot import Slot
 
 logger = logging.getLogger("aioshm.queue")
-
-_NOTHING: Final = object()
-_ELSEWHERE: Final = object()
 
 
 class LocalReader(LocalEnd):
     """An end that receives; made by `MessageQueue.create_from_handle`, whose docstring describes the arguments."""
 
-    def __init__(self, handle: Handle | str | bytes, rank: int, *, options: Options | None = None) -> None:
-        super().__init__(handle, rank, options)
+    def __init__(
+        self,
+        handle: Handle | str | bytes,
+        rank: int,
+        *,
+        codec: str | Codec | None = None,
+        options: Options | None = None,
+    ) -> None:
+        super().__init__(handle, rank, codec, options)
         self._decode = self._codec.decode
         self._code = self._codec.code
-        self._plain = plain(self._code)
-        self._chunk_bytes = self._handle.max_chunk_bytes
+        self.receive: Callable[[], Any] = lambda: NOTHING  # until there is a ring
+        self._view = view_of(self._codec)
+        self._leases: Leases | None = None
         self._waking = False
         self._wake_at = 0
+
+    def _begin(self) -> None:
+        self._core.bind(loads_of(self._codec), plain(self._code), isinstance(self._codec, RawCodec), self._writer_waits)
+        self.receive = self._core.receive
+
+    def _reopen(self) -> None:
+        super()._reopen()
+        if self._leases is not None and self._leases.pending:
+            self._core.open = False  # it has to be settled before the next message is read
+
+    def _dismantle(self) -> None:
+        if self._leases is not None:
+            self._leases.close()
+        super()._dismantle()
+
+    @property
+    def codec_name(self) -> str:
+        """The codec's name."""
+        return self._codec.name
 
     # Receiving
 
     async def dequeue(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
     ) -> Any:
-        if self._open and self._turn > 0 and get_ident() == self._thread and self._loop_runs():
-            obj = self._take()
-            if obj is not _NOTHING and obj is not _ELSEWHERE:
-                return obj
+        try:
+            obj = self.receive()
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
+        if obj is not NOTHING and obj is not ELSEWHERE:
+            return obj
         deadline = deadline_after(timeout)
-        async with self._next_message(deadline, cancel, indefinite):
+        await self._line_up(deadline, cancel)
+        try:
+            await self._next_slot(deadline, cancel, indefinite)
             obj = self._take()
-            if obj is not _ELSEWHERE:
+            if obj is not ELSEWHERE:
                 return obj
             return self._take_body(await self._body(deadline, cancel, indefinite))
+        finally:
+            self._leave()
+
+    async def dequeue_many(
+        self,
+        max_items: int,
+        timeout: float | None = None,
+        cancel: asyncio.Event | None = None,
+        indefinite: bool = False,
+    ) -> list[Any]:
+        check_int("max_items", max_items, minimum=1)
+        core = self._core
+        if core.passes() and (core.ready() or (core.spin_ns and core.spin(core.spin_ns))):
+            batch = self._take_many(max_items)
+            if batch:
+                return batch
+        deadline = deadline_after(timeout)
+        await self._line_up(deadline, cancel)
+        try:
+            await self._next_slot(deadline, cancel, indefinite)
+            batch = self._take_many(max_items)
+            if batch:
+                return batch
+            obj = self._take()  # it is no ordinary one
+            if obj is ELSEWHERE:
+                obj = self._take_body(await self._body(deadline, cancel, indefinite))
+            return [obj]
+        finally:
+            self._leave()
 
     def dequeue_nowait(self) -> Any:
         self._check_nowait()
         if self._in_line:
             raise QueueEmpty(f"{self!r}: other tasks wait in line")
+        if self._leases is not None:
+            self._leases.settle()
         gone = self._writer_gone  # before looking: what was published before the writer went is then seen
         obj = self._take()
-        if obj is _NOTHING:
+        if obj is NOTHING:
             raise QueueEmpty(f"{self!r}: nothing to read yet") if gone is None else gone()
-        if obj is not _ELSEWHERE:
+        if obj is not ELSEWHERE:
             return obj
         try:
             body = self._overflow.receive_nowait(self._seq)
@@ -80,7 +142,9 @@ class LocalReader(LocalEnd):
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
     ) -> AsyncIterator[memoryview]:
         deadline = deadline_after(timeout)
-        async with self._next_message(deadline, cancel, indefinite) as slot:
+        await self._line_up(deadline, cancel)
+        try:
+            slot = await self._next_slot(deadline, cancel, indefinite)
             kind, _, _, n_buffers, seq, at, size = unpack_header(slot.header)
             elsewhere = kind == OVERFLOW and self._is_marker(slot, seq)
             if elsewhere:
@@ -95,43 +159,85 @@ class LocalReader(LocalEnd):
                     yield view
             finally:
                 self._release(at)
+        finally:
+            self._leave()
+
+    @asynccontextmanager
+    async def lease(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> AsyncIterator[Any]:
+        deadline = deadline_after(timeout)
+        await self._line_up(deadline, cancel, leasing=True)
+        try:
+            slot = await self._next_slot(deadline, cancel, indefinite)
+            kind, _, _, n_buffers, seq, at, size = unpack_header(slot.header)
+            if kind == OVERFLOW and self._is_marker(slot, seq):
+                # It lies in memory of its own, which nobody overwrites.
+                body = await self._body(deadline, cancel, indefinite)
+                self._overflows += 1
+                try:
+                    obj = self._seen(body.toreadonly(), kind, n_buffers, size)
+                    del body
+                    yield obj
+                finally:
+                    self._release(at)
+                return
+            leases, nbytes = self._leases_of_this(), 0
+            try:
+                self._check_inline(slot)
+                nbytes = body_bytes(size, [len(part) for part in split_body(slot.chunk, n_buffers, size)[1]])
+                obj = self._seen(leases.view(slot.index, nbytes), kind, n_buffers, size)
+                yield obj
+            finally:
+                obj = None
+                self._core.published_ns = at
+                self._core.turn -= 1
+                leases.end(slot.index, nbytes)
+        finally:
+            self._leave()
 
     async def broadcast_object(self, obj: Any = None) -> Any:
         return await self.dequeue()
 
     def _take(self) -> Any:
-        """Return the next message; or `_NOTHING`, or `_ELSEWHERE` if its body comes over the socket."""
-        ring = self._ring
-        slot = ring.peek()
-        if slot is None:
-            return _NOTHING
-        what, seq, at, size = unpack_words(slot.header)
-        if what != self._plain or seq != ring.seq or size > self._chunk_bytes:
-            return self._take_unusual(slot)
+        """Return the next message; or `NOTHING`, or `ELSEWHERE` if its body comes over the socket."""
         try:
-            return self._decode(slot.chunk[:size], ())
-        finally:  # what _release does, without the call
-            self._published_ns = at
-            self._turn = self._turn - 1 if monotonic_ns() < self._turn_ends_ns else 0
-            if ring.release():
-                self._writer_waits()
+            obj = self._core.take()
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
+        return self._take_unusual() if obj is ELSEWHERE else obj
 
-    def _take_unusual(self, slot: Slot) -> Any:
-        kind, code, _, n_buffers, seq, at, size = unpack_header(slot.header)
-        if kind == OVERFLOW and self._is_marker(slot, seq):
-            return _ELSEWHERE
+    def _take_many(self, most: int) -> list[Any]:
         try:
-            if seq != self._seq:
-                raise CorruptSlot(seq, self._seq)
+            return self._core.take_many(most)
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
+
+    def _take_unusual(self) -> Any:
+        slot = self._ring.peek()
+        assert slot is not None
+        kind, _, _, n_buffers, seq, at, size = unpack_header(slot.header)
+        if kind == OVERFLOW and self._is_marker(slot, seq):
+            return ELSEWHERE
+        try:
+            self._check_inline(slot)
             if kind == RAW:
                 return bytearray(slot.chunk[:size])
-            if kind != INLINE:
-                raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
-            if code != self._code:
-                raise CodecError(f"message {seq} has codec {code}, the queue has {self._code} ({self._codec.name!r})")
             return self._decoded(slot.chunk, n_buffers, size)
         finally:
             self._release(at)
+
+    def _check_inline(self, slot: Slot) -> None:
+        """Raise unless the slot holds a whole message of this queue's codec, or one without."""
+        kind, code, _, _, seq, _, size = unpack_header(slot.header)
+        if seq != self._seq:
+            raise CorruptSlot(seq, self._seq)
+        if kind not in (INLINE, RAW):
+            raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
+        if kind == INLINE and code != self._code:
+            raise CodecError(f"message {seq} has codec {code}, the queue has {self._code} ({self._codec.name!r})")
+        if size > len(slot.chunk):
+            raise CodecError(f"damaged message: {size} bytes announced, {len(slot.chunk)} there")
 
     def _take_body(self, body: memoryview) -> Any:
         """Decode the next message from a body that came over the socket."""
@@ -148,11 +254,28 @@ class LocalReader(LocalEnd):
         main, buffers = split_body(body, n_buffers, size)
         return self._decode(main, buffers)
 
+    def _seen(self, body: memoryview, kind: int, n_buffers: int, size: int) -> Any:
+        """Decode a message where it lies."""
+        if kind == RAW:
+            return body[:size]
+        main, buffers = split_body(body, n_buffers, size)
+        return self._view(main, buffers)
+
+    def _leases_of_this(self) -> Leases:
+        if self._leases is None:
+            assert self._attachment is not None
+            assert self._loop is not None
+            self._leases = Leases(
+                self._attachment.segment_fd, self._ring.layout, self._core, self._loop, self._writer_waits
+            )
+        return self._leases
+
     def _release(self, published_ns: int = 0) -> None:
+        core = self._core
         if published_ns:
-            self._published_ns = published_ns
-        self._turn = self._turn - 1 if monotonic_ns() < self._turn_ends_ns else 0
-        if self._ring.release():
+            core.published_ns = published_ns
+        core.turn = core.turn - 1 if monotonic_ns() < core.turn_ends_ns else 0
+        if core.release():
             self._writer_waits()
 
     def _writer_waits(self) -> None:
@@ -163,9 +286,9 @@ class LocalReader(LocalEnd):
         assert self._loop is not None
         if not self._waking:
             self._waking = True
-            self._wake_at = self._ring.seq - 1 + self._handle.max_chunks // 2
+            self._wake_at = self._core.seq - 1 + self._handle.max_chunks // 2
             self._loop.call_soon(self._wake_writer)
-        if self._ring.seq >= self._wake_at:
+        if self._core.seq >= self._wake_at:
             self._wake_writer()
 
     def _wake_writer(self) -> None:
@@ -179,20 +302,19 @@ class LocalReader(LocalEnd):
 
     # Waiting
 
-    @asynccontextmanager
-    async def _next_message(
-        self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool
-    ) -> AsyncIterator[Slot]:
-        """Wait in line, then for the next message, which is this task's inside the block."""
+    async def _line_up(self, deadline: float | None, cancel: asyncio.Event | None, *, leasing: bool = False) -> None:
+        """Wait until it is this task's turn to read, which lasts until `_leave`."""
         if not self._ready:
             await self._become_ready(deadline, cancel)
         self._check_usable()
         await self._yield_turn()
         await self._enter(deadline, cancel)
-        try:
-            yield await self._next_slot(deadline, cancel, indefinite)
-        finally:
-            self._leave()
+        if self._leases is not None and not leasing:
+            try:
+                self._leases.settle()
+            except BaseException:
+                self._leave()
+                raise
 
     async def _next_slot(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Slot:
         assert self._poller is not None
@@ -207,11 +329,18 @@ class LocalReader(LocalEnd):
             stall = None if indefinite else self._stall(self._report_writer)
             try:
                 if await self._poller.wait(
-                    self._may_go_on, self._seq, self._published_ns, deadline=deadline, cancel=cancel, stall=stall
+                    self._may_go_on,
+                    self._seq,
+                    self._core.published_ns,
+                    deadline=deadline,
+                    cancel=cancel,
+                    stall=stall,
                 ):
                     self._new_turn()
             except TimeoutError:
                 raise TimeoutError(f"{self!r}: message {self._seq} did not come in time") from None
+            finally:
+                self._core.spin_ns = self._poller.inline_spin_ns
 
     def _may_go_on(self) -> bool:
         return self._refusal is not None or self._writer_gone is not None or self._ring.ready()
@@ -240,7 +369,7 @@ class LocalReader(LocalEnd):
 
     @property
     def _seq(self) -> int:
-        return self._ring.seq
+        return self._core.seq
 
     def _report_writer(self) -> None:
         # Nothing to read is no news; a writer that cannot write is.

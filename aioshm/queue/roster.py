@@ -59,6 +59,10 @@ class Roster:
         """How many readers are attached."""
         return sum(peer is not None for peer in self._peers)
 
+    def pids(self) -> list[int]:
+        """Return the readers' process ids as this process sees them; 0 for one that it cannot see, or that is gone."""
+        return [0 if peer is None else peer.seen_pid for peer in self._peers]
+
     def go(self) -> None:
         """Tell every reader that all are ready."""
         for peer in self._peers:

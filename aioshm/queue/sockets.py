@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import os
 import struct
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
-from aioshm.codec.frames import HEADER
+from aioshm.codec.frames import HEADER, write_body
 from aioshm.errors import CorruptSlot, SharedMemoryError
 from aioshm.wait.address import remove
 from aioshm.wait.line import settle
@@ -39,6 +42,39 @@ _HEAD = struct.Struct("<16sQ")
 _NO_SEQ = 2**64 - 1  # in the head of the frame that proves the channel
 
 
+SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
+"""Asked of the kernel, which may grant less: the more of a payload it takes at once, the fewer are the wake-ups."""
+
+IDLE_BODIES = 2
+"""So many bodies that were sent are kept to be filled again: touching fresh memory costs several times the copy."""
+
+
+class Bodies:
+    """The memory that payloads are gathered in, used again once ZeroMQ has let go of it."""
+
+    def __init__(self) -> None:
+        self._sent: list[tuple[mmap.mmap, zmq.MessageTracker]] = []
+
+    def take(self, size: int) -> mmap.mmap:
+        """Return memory of at least this size, the caller's until `give`."""
+        done = [entry for entry in self._sent if entry[1].done]
+        fitting = min((entry for entry in done if len(entry[0]) >= size), key=lambda entry: len(entry[0]), default=None)
+        if fitting is not None and len(fitting[0]) <= 4 * size:
+            self._sent.remove(fitting)
+            return fitting[0]
+        for entry in done[: max(0, len(done) - IDLE_BODIES + 1)]:
+            self._sent.remove(entry)  # the oldest
+        body = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                body.madvise(mmap.MADV_HUGEPAGE)
+        return body
+
+    def give(self, body: mmap.mmap, tracker: zmq.MessageTracker) -> None:
+        """Let it be used again once the tracker says that it was sent."""
+        self._sent.append((body, tracker))
+
+
 def _endpoint(address: str) -> str:
     return f"ipc://{address}"
 
@@ -58,10 +94,12 @@ class OverflowSender:
         self._address = address
         self._secret = secret
         self._sent = False
+        self._bodies = Bodies()
         self._closing: asyncio.Future[None] | None = None
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.SNDBUF, SOCKET_BUFFER_BYTES)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # every subscription is announced, not only the first
         if hasattr(zmq, "IPC_FILTER_UID"):
@@ -78,16 +116,30 @@ class OverflowSender:
             if (await self._socket.recv())[:1] == b"\x01":
                 self._send(_NO_SEQ, b"")
 
-    def send(self, seq: int, body: bytes | bytearray) -> None:
-        """Send a message's body to every reader. ``body`` must not change any more. Never blocks."""
-        self._sent = True
-        self._send(seq, body)
+    def send(self, seq: int, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int) -> None:
+        """Send a message to every reader. Never blocks; copies what the caller may change afterwards.
 
-    def _send(self, seq: int, body: bytes | bytearray) -> None:
+        Args:
+            seq: The message's sequence number.
+            parts: The main part in pieces.
+            buffers: The out-of-band buffers.
+            size: Of the body that `write_body` makes of them.
+        """
+        self._sent = True
+        if len(parts) == 1 and not buffers and isinstance(parts[0], bytes):
+            self._send(seq, parts[0])
+            return
+        body = self._bodies.take(size)
+        view = memoryview(body)[:size]
+        write_body(view, parts, buffers)
+        self._bodies.give(body, self._send(seq, view))
+
+    def _send(self, seq: int, body: bytes | memoryview) -> zmq.MessageTracker:
         # Without a high-water mark a send is done when the call returns, or has failed for good.
-        sending: Any = self._socket.send_multipart([_HEAD.pack(self._secret, seq), body], copy=False)
+        sending: Any = self._socket.send_multipart([_HEAD.pack(self._secret, seq), body], copy=False, track=True)
         assert sending.done()
-        sending.result()
+        tracker: zmq.MessageTracker = sending.result()
+        return tracker
 
     def close_now(self) -> None:
         """Close without waiting for readers that have not taken their payloads."""
@@ -119,6 +171,7 @@ class OverflowReceiver:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RCVBUF, SOCKET_BUFFER_BYTES)
         self._socket.setsockopt(zmq.LINGER, 0)
         # A connection that is lost means that the writer is gone; nobody else may take its place.
         self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)

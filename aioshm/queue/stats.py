@@ -18,9 +18,10 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         backlog: Slots that are written and that this end (a writer: the slowest reader) has not finished with.
         max_chunks: Slots in the ring.
         readers: A writer's readers that are attached and alive.
-        spins: Waits that spun.
+        spins: Times this end span, each for some microseconds.
         spin_hits: Spins that ended with what was waited for.
-        spin_s: Seconds spent spinning, other tasks' turns included.
+        spin_s: Seconds spent spinning.
+        naps: Short sleeps on a timer, in which the other end does not wake this one.
         parks: Times this end went to sleep.
     """
 
@@ -36,4 +37,5 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     spins: int
     spin_hits: int
     spin_s: float
+    naps: int
     parks: int

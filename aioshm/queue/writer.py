@@ -6,14 +6,14 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
-from aioshm.codec import get_codec
-from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, pack_header, pack_words, plain, write_body
+from aioshm.codec import Codec, Encoded, get_codec
+from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, pack_header, plain, write_body
+from aioshm.codec.raw import RawCodec
 from aioshm.config import Options, check_int
 from aioshm.errors import MessageTooLarge, QueueFull
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
@@ -23,8 +23,9 @@ from aioshm.queue.roster import Roster
 from aioshm.queue.sockets import SECRET, SECRET_BYTES, OverflowSender
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import ShmRingBuffer
-from aioshm.ring.cursors import Slot
+from aioshm.ring.atomics import WriterCore
 from aioshm.ring.layout import VERSION
+from aioshm.ring.slot import Slot
 from aioshm.wait.address import new_address
 from aioshm.wait.lifeline import LifelineListener
 from aioshm.wait.line import settle
@@ -39,6 +40,7 @@ class Writer(End):
     """The end that sends; made by `MessageQueue`, whose docstring describes the arguments."""
 
     _side = "writer"
+    _core: WriterCore
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Writer(End):
         max_chunks: int = MAX_CHUNKS,
         connect_ip: str | None = None,
         *,
-        codec: str = "pickle",
+        codec: str | Codec = "pickle",
         options: Options | None = None,
     ) -> None:
         ranks = _checked_ranks(n_reader, n_local_reader, local_reader_ranks)
@@ -59,7 +61,6 @@ class Writer(End):
         self._codec = get_codec(codec)
         self._encode = self._codec.encode
         self._code = self._codec.code
-        self._plain = plain(self._code)
         options = Options.from_env() if options is None else options
         if not isinstance(options, Options):
             raise TypeError(f"options must be an Options, not {options!r}")
@@ -83,6 +84,9 @@ class Writer(End):
         self._roster = Roster(
             queue_id.hex()[:8], ranks, self._ring, options.on_reader_death, self._welcome, self._changed
         )
+        self._core = self._ring.core
+        self._core.bind(self._encode, plain(self._code), isinstance(self._codec, RawCodec), self._roster.ring_bells)
+        self.send = self._core.send
         self._overflow: OverflowSender | None = None
         self._proving: asyncio.Task[None] | None = None
         self._change: asyncio.Future[None] | None = None
@@ -117,7 +121,6 @@ class Writer(End):
         if self._overflow is None:
             self._overflow = OverflowSender(self._overflow_address, self._secret)
             self._proving = loop.create_task(self._overflow.prove())
-            self._poller = self._new_poller(self._ring.parked, ends=1 + len(self._roster.ranks))
             self._listener.start(loop, self._roster)
         stall = self._stall(self._report_missing)
         try:
@@ -130,6 +133,7 @@ class Writer(End):
             raise TimeoutError(f"{self!r}: not attached yet: {self._roster.missing()}") from None
         if not self._ready:
             self._ready = True
+            self._poller = self._new_poller(self._ring.parked, self._roster.pids())
             if self._proving is not None:
                 self._proving.cancel()
             self._buffer.unlink()  # everybody has it mapped
@@ -154,46 +158,55 @@ class Writer(End):
     # Sending
 
     async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
-        if self._open and self._turn > 0 and get_ident() == self._thread and self._loop_runs():
-            main, buffers = self._encode(obj)
-            if self._put(main, buffers):
-                return
-            await self._put_waiting(main, buffers, deadline_after(timeout))
-            return
+        message = self.send(obj)
+        if message is not None:
+            await self.enqueue_slowly(obj, message, timeout)
+
+    async def enqueue_slowly(self, obj: Any, message: Any, timeout: float | None) -> None:
+        """Do what `WriterCore.send` could not: go on after its answer."""
         deadline = deadline_after(timeout)
-        if not self._ready:
-            await self._become_ready(deadline)
-        self._check_usable()
-        main, buffers = self._encode(obj)
-        await self._yield_turn()
-        self._check_usable()
-        if not (self._open and self._put(main, buffers)):
-            await self._put_waiting(main, buffers, deadline)
+        if message is False:
+            await self._prepare(deadline)
+            message = self._encode(obj)
+        if not (self._core.open and self._put(message)):
+            await self._put_waiting([message], deadline)
+
+    async def enqueue_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
+        deadline = deadline_after(timeout)
+        if not self._core.passes():
+            await self._prepare(deadline)
+        messages = list(map(self._encode, objs))
+        for message in messages:
+            if type(message) is not bytes or len(message) > self._chunk_bytes:
+                self._check_size(message)
+        most = self._ring.layout.max_chunks
+        if self._core.passes() and len(messages) <= most and self._ring.free(max(1, len(messages))):
+            self._put_all(messages)
+            return
+        for start in range(0, len(messages), most):
+            await self._put_waiting(messages[start : start + most], deadline)
 
     def enqueue_nowait(self, obj: Any) -> None:
         self._check_nowait()
-        main, buffers = self._encode(obj)
-        if self._in_line or not self._put(main, buffers):
+        message = self._encode(obj)
+        if self._in_line or not self._put(message):
             raise QueueFull(f"{self!r}: no slot is free: {self._roster.laggards()}")
 
     @asynccontextmanager
     async def acquire_write(self, timeout: float | None = None) -> AsyncIterator[memoryview]:
         deadline = deadline_after(timeout)
-        if not self._ready:
-            await self._become_ready(deadline)
-        self._check_usable()
-        await self._yield_turn()
+        await self._prepare(deadline)
         await self._enter(deadline)
         try:
             while (slot := self._claim_checked()) is None:
-                await self._wait_for_slot(deadline)
+                await self._wait_for_slots(1, deadline)
             chunk = slot.chunk[:]
             try:
                 yield chunk
             finally:
                 chunk.release()
             self._check_usable()
-            pack_header(slot.header, 0, RAW, 0, 0, 0, self._ring.seq, monotonic_ns(), self._chunk_bytes)
+            pack_header(slot.header, 0, RAW, 0, 0, 0, self._core.seq, monotonic_ns(), self._chunk_bytes)
             self._commit()
         finally:
             self._leave()
@@ -202,89 +215,108 @@ class Writer(End):
         await self.enqueue(obj)
         return obj
 
-    async def _put_waiting(
-        self, main: bytes | memoryview, buffers: Sequence[memoryview], deadline: float | None
-    ) -> None:
+    async def _prepare(self, deadline: float | None) -> None:
+        """Do what comes before anything that sends: be ready, give the loop its turn, refuse what is refused."""
+        if not self._ready:
+            await self._become_ready(deadline)
+        self._check_usable()
+        await self._yield_turn()
+        self._check_usable()
+
+    async def _put_waiting(self, messages: list[Encoded], deadline: float | None) -> None:
+        """Send messages, at most as many as there are slots, in line and all at once."""
+        if not messages:
+            return
         await self._enter(deadline)
         try:
             self._check_usable()
-            while not self._put(main, buffers):
-                await self._wait_for_slot(deadline)
+            while not self._ring.free(len(messages)):
+                await self._wait_for_slots(len(messages), deadline)
                 self._check_usable()
+            self._put_all(messages)
         finally:
             self._leave()
+
+    def _put_all(self, messages: list[Encoded]) -> None:
+        """Publish messages for which there are slots."""
+        sent = 0
+        while sent < len(messages):
+            done = self._core.put_many(messages, sent)
+            if not done:  # no ordinary message
+                self._put(messages[sent])
+            sent += done or 1
 
     def _claim_checked(self) -> Slot | None:
         self._check_usable()
         return self._ring.claim()
 
-    async def _wait_for_slot(self, deadline: float | None) -> None:
-        assert self._poller is not None
+    async def _wait_for_slots(self, wanted: int, deadline: float | None) -> None:
+        poller = self._poller
+        assert poller is not None
+        free, core = self._ring.free, self._core
+        core.spin_for(wanted)
         try:
-            if await self._poller.wait(
-                self._may_go_on,
-                self._ring.seq,
-                self._published_ns,
+            if await poller.wait(
+                lambda: self._refusal is not None or free(wanted),
+                core.seq,
+                core.published_ns,
                 deadline=deadline,
                 stall=self._stall(self._report_laggards),
             ):
                 self._new_turn()
         except TimeoutError:
             raise TimeoutError(f"{self!r}: no slot became free: {self._roster.laggards()}") from None
+        finally:
+            if not self._dismantled:
+                core.spin_for(1)
+                core.spin_ns = poller.inline_spin_ns
 
-    def _may_go_on(self) -> bool:
-        return self._refusal is not None or self._ring.free()
-
-    def _put(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> bool:
+    def _put(self, message: Encoded) -> bool:
         """Publish a message, or return False if no slot is free. Has sent to all readers or to none."""
-        ring = self._ring
-        slot = ring.claim()
+        if isinstance(message, bytes):
+            if len(message) <= self._chunk_bytes:
+                return self._core.put(message)
+            parts: Sequence[bytes | memoryview] = (message,)
+            buffers: Sequence[memoryview] = ()
+        else:
+            parts, buffers = message
+        size = self._message_bytes(parts, buffers)
+        slot = self._ring.claim()
         if slot is None:
             return False
-        size = len(main)
-        if buffers or size > self._chunk_bytes:
-            self._put_large(slot, main, buffers)
-            return True
-        slot.chunk[:size] = main
-        self._published_ns = now = monotonic_ns()
-        pack_words(slot.header, 0, self._plain, ring.seq, now, size)
-        self._turn = self._turn - 1 if now < self._turn_ends_ns else 0
-        if ring.commit():
-            self._roster.ring_bells()
+        kind = INLINE
+        if size <= self._chunk_bytes:
+            write_body(slot.chunk, parts, buffers)
+        else:
+            kind = OVERFLOW
+            assert self._overflow is not None
+            self._overflow.send(self._core.seq, parts, buffers, size)
+            self._overflows += 1
+            slot.header[SECRET] = self._secret  # a damaged header cannot make readers wait for a payload
+        main_bytes = sum(map(len, parts))
+        pack_header(slot.header, 0, kind, self._code, 0, len(buffers), self._core.seq, monotonic_ns(), main_bytes)
+        self._commit()
         return True
 
-    def _put_large(self, slot: Slot, main: bytes | memoryview, buffers: Sequence[memoryview]) -> None:
-        size = body_bytes(len(main), [len(buffer) for buffer in buffers])
+    def _check_size(self, message: Encoded) -> None:
+        """Raise `MessageTooLarge` for a message of more bytes than ``options.max_message_bytes``."""
+        if isinstance(message, bytes):
+            self._message_bytes((message,), ())
+        else:
+            self._message_bytes(*message)
+
+    def _message_bytes(self, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview]) -> int:
+        size = body_bytes(sum(map(len, parts)), [len(buffer) for buffer in buffers])
         if size > self._options.max_message_bytes:
             raise MessageTooLarge(
                 f"the message has {size} bytes, options.max_message_bytes allows {self._options.max_message_bytes}"
             )
-        kind = INLINE
-        if size <= self._chunk_bytes:
-            write_body(slot.chunk, main, buffers)
-        else:
-            kind = OVERFLOW
-            self._send_overflow(main, buffers, size)
-            slot.header[SECRET] = self._secret  # a damaged header cannot make readers wait for a payload
-        pack_header(slot.header, 0, kind, self._code, 0, len(buffers), self._ring.seq, monotonic_ns(), len(main))
-        self._commit()
-
-    def _send_overflow(self, main: bytes | memoryview, buffers: Sequence[memoryview], size: int) -> None:
-        assert self._overflow is not None
-        # The caller may change its buffers as soon as enqueue returns, the socket sends later: so one copy is made,
-        # unless what is sent is an immutable object of our own.
-        body: bytes | bytearray
-        if not buffers and isinstance(main, bytes):
-            body = main
-        else:
-            body = bytearray(size)
-            write_body(memoryview(body), main, buffers)
-        self._overflow.send(self._ring.seq, body)
-        self._overflows += 1
+        return size
 
     def _commit(self) -> None:
-        self._published_ns = now = monotonic_ns()
-        self._turn = self._turn - 1 if now < self._turn_ends_ns else 0
+        core = self._core
+        core.published_ns = now = monotonic_ns()
+        core.turn = core.turn - 1 if now < core.turn_ends_ns else 0
         if self._ring.commit():
             self._roster.ring_bells()
 
@@ -312,8 +344,7 @@ class Writer(End):
     def _interrupt(self) -> None:
         if self._change is not None and not self._change.done():
             self._change.set_result(None)
-        if self._poller is not None:
-            self._poller.wake()
+        self._wake()
 
     def _say_goodbye(self) -> None:
         self._ring.set_writer_state(closed=True, pid=os.getpid())

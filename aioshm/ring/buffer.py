@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from aioshm.config import DEFAULT_BACKING, Backing, check_int
 from aioshm.errors import AioshmError, HandleError, SharedMemoryError
 from aioshm.ring import layout as at
-from aioshm.ring.atomics import STRONG_ORDER, memory_fence
-from aioshm.ring.cursors import OrderedReader, OrderedWriter, RingReader, RingWriter
+from aioshm.ring.atomics import memory_fence
+from aioshm.ring.cursors import RingReader, RingWriter
 from aioshm.ring.layout import Layout
 from aioshm.ring.segment import Segment
 
@@ -126,13 +126,13 @@ class ShmRingBuffer:
 
     def writer(self) -> RingWriter:
         """Return the writer's cursor; a ring has one writer."""
-        return (RingWriter if STRONG_ORDER else OrderedWriter)(self.layout, self.view)
+        return RingWriter(self.layout, self.view)
 
     def reader(self, reader: int) -> RingReader:
         """Return the cursor of a reader (0 to n_reader - 1); each has one."""
         if not 0 <= check_int("reader", reader, minimum=0) < self.layout.n_reader:
             raise ValueError(f"reader must be below {self.layout.n_reader}, not {reader}")
-        return (RingReader if STRONG_ORDER else OrderedReader)(self.layout, self.view, reader)
+        return RingReader(self.layout, self.view, reader)
 
     def chunk(self, index: int) -> memoryview:
         """Return the chunk of a slot, without its header."""

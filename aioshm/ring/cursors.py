@@ -1,60 +1,19 @@
-"""The two ends of a ring. This is the hot path: no allocation, no call that is not needed, no Python loop over readers.
-
-Slices of the segment are cut once, here; what a message costs then is a few byte stores, two comparisons of a slice
-with constant bytes (whatever the number of readers), and one fence.
-"""
+"""The two ends of a ring: what each message needs is the core's, native or portable; the rest is here."""
 
 from __future__ import annotations
 
-import threading
-
 from aioshm.ring import layout as at
-from aioshm.ring.atomics import memory_fence
+from aioshm.ring.atomics import ReaderCore, WriterCore
 from aioshm.ring.layout import Layout
-
-
-class Slot:
-    """Views of one slot.
-
-    Attributes:
-        flags: The written flag, then one flag per reader.
-        header: The slot's 64-byte header.
-        chunk: Room for a message.
-        next: The slot that comes after this one, the first after the last.
-    """
-
-    __slots__ = ("chunk", "flags", "header", "next", "reader_flags")
-
-    next: Slot
-
-    def __init__(self, layout: Layout, view: memoryview, index: int) -> None:
-        start = layout.flags(index)
-        self.flags = view[start : start + layout.flag_bytes]
-        self.reader_flags = self.flags[1:]
-        start = layout.slot(index)
-        body = start + at.SLOT_HEADER_BYTES
-        self.header = view[start:body]
-        self.chunk = view[body : body + layout.max_chunk_bytes]
-
-    def release(self) -> None:
-        """Give the views back, so that the segment can be unmapped."""
-        for part in (self.flags, self.reader_flags, self.header, self.chunk):
-            part.release()
+from aioshm.ring.slot import cut_slots
 
 
 class _Cursor:
-    """What both ends keep: where they are, and the words of the header that they share."""
+    """The words of the header that both ends read, and the slots."""
 
     def __init__(self, layout: Layout, view: memoryview) -> None:
         self.layout = layout
-        self.seq = 0  # of the next message
-        self._slots = [Slot(layout, view, index) for index in range(layout.max_chunks)]
-        for slot, following in zip(self._slots, [*self._slots[1:], self._slots[0]], strict=True):
-            slot.next = following
-        self._slot = self._slots[0]
-        # memory_fence() inline, at half of its cost. Nobody else has this lock; it is not waited for because an
-        # exception that a signal handler raises between the two calls leaves it taken, and release() alone is a fence.
-        self._fence = threading.Lock()
+        self.slots = cut_slots(layout, view)
         self._header = view[: layout.header_bytes]
         self._words = self._header.cast("Q")
         self.readers_parked = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
@@ -68,9 +27,8 @@ class _Cursor:
         """Return how many messages a reader has finished with."""
         return self._words[(self.layout.reader_line(reader) + at.COUNT) // 8]
 
-    def close(self) -> None:
-        """Give every view back, so that the segment can be unmapped."""
-        for slot in self._slots:
+    def _close(self) -> None:
+        for slot in self.slots:
             slot.release()
         for part in (self._words, self._header, self.readers_parked, self.writer_parked):
             part.release()
@@ -80,57 +38,30 @@ class RingWriter(_Cursor):
     """The writer's end: `claim` a slot, fill its header and chunk, `commit` it.
 
     Attributes:
+        core: Does that, and more; see ``_portable.py``.
         parked: The writer's parked flag, one byte.
     """
 
-    def __init__(self, layout: Layout, view: memoryview) -> None:
+    def __init__(self, layout: Layout, view: memoryview, core: type[WriterCore] = WriterCore) -> None:
         super().__init__(layout, view)
+        self.core = core(layout, view, self.slots)
         self.parked = self.writer_parked
-        self._read_by_all = bytes([1]) * layout.flag_bytes
-        self._nobody = bytes(layout.n_reader)
-        self._unread = bytearray(layout.n_reader)
-        self._count = self._words[at.WRITER_LINE // 8 :]
+        self.free, self.claim, self.commit, self.evict = (
+            self.core.free,
+            self.core.claim,
+            self.core.commit,
+            self.core.evict,
+        )
 
-    def free(self) -> bool:
-        """Return whether the next slot can be written."""
-        flags = self._slot.flags
-        return flags == self._read_by_all or not flags[0]
-
-    def claim(self) -> Slot | None:
-        """Return the next slot for writing, or None while some reader still has it.
-
-        A slot that was claimed and is never committed stays invisible and can be claimed again.
-        """
-        slot = self._slot
-        flags = slot.flags
-        if flags != self._read_by_all and flags[0]:
-            return None
-        flags[0] = 0
-        return slot
-
-    def commit(self) -> bool:
-        """Publish the claimed slot; return whether a reader is parked and has to be woken."""
-        slot = self._slot
-        slot.reader_flags[:] = self._unread
-        slot.flags[0] = 1  # last: readers may look the moment this is visible
-        self.seq = self._count[0] = self.seq + 1
-        self._slot = slot.next
-        fence = self._fence
-        fence.acquire(False)
-        fence.release()
-        return self.readers_parked != self._nobody
+    @property
+    def seq(self) -> int:
+        """Sequence number of the next message."""
+        return self.core.seq
 
     def laggards(self) -> list[int]:
         """Return the readers that keep the next slot from being written."""
-        flags = self._slot.flags
+        flags = self.slots[self.seq % len(self.slots)].flags
         return [reader for reader, read in enumerate(flags[1:]) if flags[0] and not read]
-
-    def evict(self, reader: int) -> None:
-        """Count a reader that is gone as having read everything, now and from now on."""
-        self._unread[reader] = 1
-        for slot in self._slots:
-            slot.reader_flags[reader] = 1
-        self.readers_parked[reader] = 0
 
     def set_reader_state(self, reader: int, state: int, pid: int) -> None:
         """Note in the header what became of a reader, for whoever inspects the ring."""
@@ -145,58 +76,45 @@ class RingWriter(_Cursor):
         self._header[line + at.STATE] = closed
 
     def close(self) -> None:
-        self._count.release()
-        self.parked.release()
-        super().close()
+        """Give every view back, so that the segment can be unmapped."""
+        self.core.close()
+        self._close()
 
 
 class RingReader(_Cursor):
     """A reader's end: `peek` at the next message, `release` it when done with its slot.
 
     Attributes:
+        core: Does that, and more; see ``_portable.py``.
         reader: Which of the ring's readers this is.
         parked: Its parked flag, one byte.
     """
 
-    def __init__(self, layout: Layout, view: memoryview, reader: int) -> None:
+    def __init__(self, layout: Layout, view: memoryview, reader: int, core: type[ReaderCore] = ReaderCore) -> None:
         super().__init__(layout, view)
+        self.core = core(layout, view, self.slots, reader)
         self.parked = self.readers_parked[reader : reader + 1]
         self.reader = reader
-        self._flag = 1 + reader
         self._read_by_all = bytes([1]) * layout.flag_bytes
-        self._count = self._words[layout.reader_line(reader) // 8 :]
+        self.ready, self.peek, self.release = self.core.ready, self.core.peek, self.core.release
 
-    def ready(self) -> bool:
-        """Return whether a message waits."""
-        flags = self._slot.flags
-        return bool(flags[0] and not flags[self._flag])
-
-    def peek(self) -> Slot | None:
-        """Return the slot of the next message, or None."""
-        slot = self._slot
-        flags = slot.flags
-        if flags[0] and not flags[self._flag]:
-            return slot
-        return None
-
-    def release(self) -> bool:
-        """Finish with the slot; return whether the writer is parked and has to be woken."""
-        slot = self._slot
-        slot.flags[self._flag] = 1
-        self.seq = self._count[0] = self.seq + 1
-        self._slot = slot.next
-        fence = self._fence
-        fence.acquire(False)
-        fence.release()
-        return self.writer_parked[0] != 0
+    @property
+    def seq(self) -> int:
+        """Sequence number of the next message."""
+        return self.core.seq
 
     def writer_can_go_on(self) -> bool:
         """Return whether the writer is parked although the slot that it waits for has been read by all.
 
         Each reader asks this after its own release, so that the last one to read the slot sees it read by all.
         """
-        awaited = self._slots[self.messages_written() % self.layout.max_chunks]
+        awaited = self.slots[self.messages_written() % self.layout.max_chunks]
         return self.writer_parked[0] != 0 and awaited.flags == self._read_by_all
+
+    def reader_pids(self) -> list[int]:
+        """Return the readers' process ids as they saw themselves; 0 for one that was never attached."""
+        lines = [self.layout.reader_line(reader) + at.PID for reader in range(self.layout.n_reader)]
+        return [int.from_bytes(self._header[line : line + 4], "little") for line in lines]
 
     def writer_closed(self) -> bool:
         """Return whether the writer has said that it will write no more."""
@@ -208,39 +126,7 @@ class RingReader(_Cursor):
         return int.from_bytes(self._header[line : line + 4], "little")
 
     def close(self) -> None:
-        self._count.release()
+        """Give every view back, so that the segment can be unmapped."""
+        self.core.close()
         self.parked.release()
-        super().close()
-
-
-class OrderedWriter(RingWriter):
-    """The writer's end where the processor reorders stores: the same steps with fences between them."""
-
-    def claim(self) -> Slot | None:
-        slot = super().claim()
-        memory_fence()  # the chunk is filled only after every reader's flag was seen
-        return slot
-
-    def commit(self) -> bool:
-        slot = self._slot
-        memory_fence()
-        slot.reader_flags[:] = self._unread
-        memory_fence()  # the written flag becomes visible after what it announces, the cleared flags included
-        slot.flags[0] = 1
-        self.seq = self._count[0] = self.seq + 1
-        self._slot = slot.next
-        memory_fence()
-        return self.readers_parked != self._nobody
-
-
-class OrderedReader(RingReader):
-    """A reader's end where the processor reorders loads: the same steps with fences between them."""
-
-    def peek(self) -> Slot | None:
-        slot = super().peek()
-        memory_fence()  # the chunk is read only after the written flag was seen
-        return slot
-
-    def release(self) -> bool:
-        memory_fence()  # the slot is given back only after the chunk was read
-        return super().release()
+        self._close()

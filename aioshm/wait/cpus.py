@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def usable_cpus(cgroup: Path = _CGROUP) -> int:
-    """Return the number of whole CPUs that affinity and cgroup quota leave, at least 1."""
+def usable_cpus(cgroup: Path = _CGROUP, *, pids: Iterable[int] = ()) -> int:
+    """Return the number of whole CPUs that affinity and cgroup quota leave, at least 1.
+
+    Args:
+        cgroup: Where the cgroup's files are.
+        pids: Other processes, whose CPUs count too: ends that are pinned to one CPU each still have several together.
+            Those that cannot be seen from here do not count.
+    """
     try:
-        cpus = len(os.sched_getaffinity(0))
+        together = set(os.sched_getaffinity(0))
+        for pid in pids:
+            try:
+                together |= os.sched_getaffinity(pid)
+            except OSError:
+                pass  # gone, or in another pid namespace
+        cpus = len(together)
     except AttributeError:  # macOS has no affinity
         cpus = os.cpu_count() or 1
     quota = _quota(cgroup)

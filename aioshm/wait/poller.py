@@ -1,8 +1,9 @@
-"""How an event loop waits for a byte in shared memory to change: look, spin, yield, park.
+"""How an event loop waits for a byte in shared memory to change: look, spin, yield, nap, park.
 
 Parking cannot lose a wake-up: the end raises its parked flag, fences, and looks once more before it sleeps; the other
 end publishes, fences, and then looks at the flag (see ``ring/buffer.py``). What wakes a parked end is only a hint:
-it looks at the ring again, and infers nothing from how often it was woken.
+it looks at the ring again, and infers nothing from how often it was woken. An alarm set for an earlier wait is
+such a hint too, so nobody takes the trouble of taking it back.
 """
 
 from __future__ import annotations
@@ -15,16 +16,25 @@ from time import monotonic, monotonic_ns
 
 from aioshm.config import Wait
 from aioshm.errors import QueueCancelled
-from aioshm.ring.atomics import RECHECK_S, STRONG_ORDER, memory_fence
-from aioshm.wait.predictor import Predictor
+from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, memory_fence
+from aioshm.wait.alarm import Alarm
+from aioshm.wait.apart import move_away
+from aioshm.wait.predictor import NAPS, Predictor
 
 INLINE_SPIN_NS = 20_000
-"""How long a spin holds the event loop before it lets other tasks run between its looks."""
+"""How long a spin holds the event loop before it lets other tasks run."""
+
+SHARED_SPIN_NS = 5_000
+"""How long it holds it at a time while other tasks have something to do."""
+
+SHARED_CPU_NS = 20_000
+"""A `sched_yield` that took longer than this has let somebody else run on this CPU, most likely the other end."""
+
+IDLE_TURN_NS = 40_000
+"""A turn of the loop that was shorter than this found little to do but to look at its descriptors."""
 
 SPIN_ROUND_NS = 1_000_000_000
 """How often a spin that never gives up looks whether a report is due."""
-
-_LOOKS = 8  # between two readings of the clock
 
 
 @dataclass(slots=True)
@@ -32,16 +42,22 @@ class WaitStats:
     """What waiting has cost so far.
 
     Attributes:
-        spins: Waits that spun.
+        spins: Times the end spun, windows included.
         hits: Spins that ended with what was waited for.
-        spin_ns: Time spent spinning, other tasks' turns included.
+        spin_ns: Time spent spinning, other tasks' turns included; the latest hit's is added by the next wait.
         parks: Times the end went to sleep.
+        windows: Times it spun because a message was expected, being in a steady rhythm.
+        window_hits: Of these, those that the message came in.
+        naps: Times it slept for a moment, without a signal from the other end.
     """
 
     spins: int = 0
     hits: int = 0
     spin_ns: int = 0
     parks: int = 0
+    windows: int = 0
+    window_hits: int = 0
+    naps: int = 0
 
 
 class Stall:
@@ -59,23 +75,73 @@ class Stall:
             self._report()
 
 
+class _Wait:
+    """One wait: what it is for, and what else may end it."""
+
+    __slots__ = ("cancel", "deadline", "look", "stall", "watcher")
+
+    def __init__(
+        self, look: Callable[[], object], deadline: float | None, cancel: asyncio.Event | None, stall: Stall | None
+    ) -> None:
+        self.look = look
+        self.deadline = deadline
+        self.cancel = cancel
+        self.stall = stall
+        self.watcher: asyncio.Task[bool] | None = None  # of the cancel event, while asleep
+
+    def check(self, now: float) -> None:
+        """Raise if it is time to give up; report if it is time to report."""
+        if self.cancel is not None and (
+            self.cancel.is_set() or (self.watcher is not None and self.watcher.done())  # however soon it was cleared
+        ):
+            raise QueueCancelled("the cancel event is set")
+        if self.deadline is not None and now >= self.deadline:
+            raise TimeoutError
+        if self.stall is not None:
+            self.stall.check(now)
+
+    def due(self, now: float) -> float | None:
+        """Return when it must be looked after; an idle end has nothing due and sets no timer."""
+        due = self.deadline
+        if self.stall is not None and not self.stall.made:
+            due = self.stall.at if due is None else min(due, self.stall.at)
+        if not FULL_FENCE:
+            due = now + RECHECK_S if due is None else min(due, now + RECHECK_S)
+        return due
+
+
 class Poller:
     """Waits for one end of a ring.
 
     Args:
         loop: The end's event loop.
         parked: This end's parked flags: one byte for each end that it stands for.
-        predictor: Decides between spinning and parking.
+        predictor: Decides between spinning, napping and parking.
         mode: ``"adaptive"``, ``"spin"`` or ``"park"``.
+        spin: Spins for at most so many nanoseconds, holding the loop; returns whether what is waited for is there.
+
+    Attributes:
+        inline_spin_ns: How long a caller that finds nothing should spin before it comes here; 0 if not at all.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, parked: memoryview, predictor: Predictor, mode: Wait) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        parked: memoryview,
+        predictor: Predictor,
+        mode: Wait,
+        spin: Callable[[int], bool],
+    ) -> None:
         self._loop = loop
         self._parked = parked
         self._predictor = predictor
         self._mode = mode
+        self._spin_natively = spin
         self._sleeper: asyncio.Future[None] | None = None
+        self._alarm = Alarm(loop, self.wake)
         self._yielded = False
+        self._unpaid: tuple[int, int, int, bool] | None = None
+        self.inline_spin_ns = INLINE_SPIN_NS if mode == "spin" else 0
         self.stats = WaitStats()
 
     def wake(self) -> None:
@@ -83,6 +149,10 @@ class Poller:
         sleeper = self._sleeper
         if sleeper is not None and not sleeper.done():
             sleeper.set_result(None)
+
+    def close(self) -> None:
+        """Give the alarm's descriptor back. Idempotent; no wait may be left, nor begin."""
+        self._alarm.close()
 
     async def wait(
         self,
@@ -113,111 +183,148 @@ class Poller:
         self._yielded = False
         if look():
             return False
-        if not await self._spin_first(look, count, at_ns, deadline, cancel, stall):
-            await self._park(look, deadline, cancel, stall)
+        if self._unpaid is not None:
+            self._pay_for_hit(at_ns)
+        wait = _Wait(look, deadline, cancel, stall)
+        try:
+            if self._mode == "adaptive":
+                await self._adapt(wait, count, at_ns)
+            elif self._mode == "spin":
+                while not await self._spin(wait, monotonic_ns() + SPIN_ROUND_NS):
+                    wait.check(monotonic())
+            else:
+                await self._sleep(wait)
+        finally:
+            if wait.watcher is not None:
+                wait.watcher.cancel()
         return self._yielded
 
-    async def _spin_first(
-        self,
-        look: Callable[[], object],
-        count: int,
-        at_ns: int,
-        deadline: float | None,
-        cancel: asyncio.Event | None,
-        stall: Stall | None,
-    ) -> bool:
-        """Spin as the mode wants it; return whether that was enough."""
-        if self._mode == "park":
-            return False
-        if self._mode == "spin":
-            while not await self._spin(look, monotonic_ns() + SPIN_ROUND_NS, deadline, cancel):
-                if stall is not None:
-                    stall.check(monotonic())
-            return True
-        budget_ns = self._predictor.budget_ns(count, at_ns)
-        if not budget_ns:
-            return False
-        hit = await self._spin(look, monotonic_ns() + budget_ns, deadline, cancel)
-        self._predictor.spun(hit)
-        return hit
+    async def _adapt(self, wait: _Wait, count: int, at_ns: int) -> None:
+        predictor = self._predictor
+        plan = predictor.plan(count, at_ns, monotonic_ns())
+        self.inline_spin_ns = INLINE_SPIN_NS if predictor.hot else 0
+        if plan.spin_ns:
+            hit = await self._spin(wait, monotonic_ns() + plan.spin_ns)
+            predictor.spun(hit)
+            if hit:
+                return
+        if plan.nap_ns:
+            hit = await self._nap(wait, plan.nap_ns)
+            predictor.spun(hit)
+            if hit:
+                return
+        while plan.wake_at_ns:
+            if plan.wake_at_ns > monotonic_ns():
+                early = await self._sleep(wait, plan.wake_at_ns)
+                late_ns = monotonic_ns() - plan.wake_at_ns
+                if late_ns > 0:  # also if it was the message that woke it: such timers are the latest
+                    predictor.woke(late_ns)
+                if early:
+                    return
+            if await self._spin(wait, plan.until_ns, window=True):
+                return
+            plan = predictor.after_miss(monotonic_ns())
+        await self._sleep(wait)
 
-    async def _spin(
-        self,
-        look: Callable[[], object],
-        until_ns: int,
-        deadline: float | None,
-        cancel: asyncio.Event | None,
-    ) -> bool:
-        began = monotonic_ns()
-        inline_until = began + INLINE_SPIN_NS
-        stats = self.stats
+    async def _spin(self, wait: _Wait, until_ns: int, *, window: bool = False) -> bool:
+        """Return whether what is waited for came before a time; lets other tasks run in between.
+
+        In a window, the end has just woken and may have to move apart from the other end; one that has been spinning
+        for longer is moved by the kernel.
+        """
+        look, spin, stats = wait.look, self._spin_natively, self.stats
+        began = now = monotonic_ns()
+        slice_ns = INLINE_SPIN_NS
         stats.spins += 1
+        stats.windows += window
+        hit = missed = False
+        apart = not window
         try:
             while True:
-                for _ in range(_LOOKS):
-                    if look():
-                        stats.hits += 1
-                        return True
+                if look() or (now < until_ns and spin(min(slice_ns, until_ns - now))):
+                    # The message first: what is done here for the first time in a period is done slowly.
+                    hit = True
+                    self._unpaid = (began, now, now + slice_ns, window)
+                    stats.hits += 1
+                    stats.window_hits += window
+                    return True
                 now = monotonic_ns()
-                _give_up(now / 1e9, deadline, cancel)
+                wait.check(now / 1e9)
                 if now >= until_ns:
+                    missed = True
                     return False
-                if now >= inline_until:
-                    self._yielded = True
-                    await asyncio.sleep(0)
-                    os.sched_yield()  # the other end may be waiting for this very CPU
+                self._yielded = True
+                await asyncio.sleep(0)
+                turned = monotonic_ns()
+                slice_ns = INLINE_SPIN_NS if turned - now < IDLE_TURN_NS else SHARED_SPIN_NS
+                os.sched_yield()  # the other end may be waiting for this very CPU
+                now = monotonic_ns()
+                if not apart and now - turned > SHARED_CPU_NS:
+                    apart = True
+                    move_away()
         finally:
-            stats.spin_ns += monotonic_ns() - began
+            if not hit:
+                self._pay(window, missed, monotonic_ns() - began)
 
-    async def _park(
-        self,
-        look: Callable[[], object],
-        deadline: float | None,
-        cancel: asyncio.Event | None,
-        stall: Stall | None,
-    ) -> None:
-        cancelled = None if cancel is None else self._loop.create_task(cancel.wait())
-        if cancelled is not None:
-            cancelled.add_done_callback(lambda _: self.wake())
+    def _pay(self, window: bool, missed: bool, spent_ns: int) -> None:
+        """Enter what a spin has cost; a wait that was given up has cost something too."""
+        self.stats.spin_ns += spent_ns
+        if window:
+            self._predictor.watched(not missed, spent_ns)
+
+    def _pay_for_hit(self, at_ns: int) -> None:
+        """Enter what the latest hit has cost: it came when its message was published, in the last slice of the spin."""
+        assert self._unpaid is not None
+        began, earliest, latest, window = self._unpaid
+        self._unpaid = None
+        self._pay(window, False, min(max(at_ns, earliest), latest) - began)
+
+    async def _nap(self, wait: _Wait, nap_ns: int) -> bool:
+        """Sleep for a moment, a few times, while the other end need not signal; return whether it was worth it."""
+        for _ in range(NAPS):
+            self._sleeper = sleeper = self._loop.create_future()
+            self._alarm.arm(monotonic_ns() + nap_ns)
+            self.stats.naps += 1
+            self._yielded = True
+            try:
+                await sleeper
+            finally:
+                self._sleeper = None
+            if wait.look():
+                return True
+            wait.check(monotonic())
+            nap_ns *= 2
+        return False
+
+    async def _sleep(self, wait: _Wait, until_ns: int = 0) -> bool:
+        """Sleep until what is waited for is there, or until a time; return whether it is."""
+        if wait.cancel is not None and wait.watcher is None:
+            wait.watcher = self._loop.create_task(wait.cancel.wait())
+            wait.watcher.add_done_callback(lambda _: self.wake())
+        armed = False
         try:
             while True:
                 self._sleeper = sleeper = self._loop.create_future()
                 self._parked[0] = 1
                 memory_fence()
-                if look():
-                    return
+                if wait.look():
+                    return True
+                if until_ns and monotonic_ns() >= until_ns:
+                    return False
                 now = monotonic()
-                _give_up(now, deadline, cancel)
-                if cancelled is not None and cancelled.done():
-                    raise QueueCancelled("the cancel event was set")  # however soon it was cleared again
-                if stall is not None:
-                    stall.check(now)
-                alarm = self._alarm(now, deadline, stall)
+                wait.check(now)
+                if until_ns and not armed:
+                    self._alarm.arm(until_ns)
+                    armed = True
+                due = wait.due(now)
+                timer = None if due is None else self._loop.call_later(max(0.0, due - now), self.wake)
                 self.stats.parks += 1
                 self._yielded = True
                 try:
                     await sleeper
                 finally:
-                    if alarm is not None:
-                        alarm.cancel()
+                    if timer is not None:
+                        timer.cancel()
         finally:
             self._parked[0] = 0
             self._sleeper = None
-            if cancelled is not None:
-                cancelled.cancel()
-
-    def _alarm(self, now: float, deadline: float | None, stall: Stall | None) -> asyncio.TimerHandle | None:
-        """Arrange to be woken for whatever is due first; an idle end has nothing due and sets no timer."""
-        due = [] if deadline is None else [deadline]
-        if stall is not None and not stall.made:
-            due.append(stall.at)
-        if not STRONG_ORDER:
-            due.append(now + RECHECK_S)
-        return self._loop.call_later(max(0.0, min(due) - now), self.wake) if due else None
-
-
-def _give_up(now: float, deadline: float | None, cancel: asyncio.Event | None) -> None:
-    if cancel is not None and cancel.is_set():
-        raise QueueCancelled("the cancel event is set")
-    if deadline is not None and now >= deadline:
-        raise TimeoutError

@@ -1,12 +1,21 @@
-"""Is the next message so close that spinning for it is cheaper than sleeping? Arithmetic only: no clock, no loop.
+"""When will the next message come, and what is the cheapest way to be there? Arithmetic only: no clock, no loop.
 
 A sleep costs a kernel wake-up, tens of microseconds on virtual machines; a spin costs the core for as long as it
-lasts. So an end spins while messages come faster than about two wake-ups apart, and parks otherwise. Two ends that
-answer each other and both park see each other two wake-ups apart for ever, although spinning they would be far
-closer: so the first waits always try a spin, only spins that keep failing switch it off, and even then a few go on.
+lasts. So, wait by wait:
+
+* Messages faster than about two wake-ups apart (hot): spin. Two ends that answer each other and both park see each
+  other two wake-ups apart for ever, although spinning they would be far closer: so the first waits always try a spin,
+  only spins that keep failing switch it off, and even then a few go on.
+* Messages in a steady rhythm: sleep until shortly before the next one, spin through the window in which it comes.
+* Messages in a stream, and more ends than CPUs: nap, so that one wake-up finds many of them.
+* Otherwise: park.
+
+Everything is learned from when messages were published, not from when this end noticed.
 """
 
 from __future__ import annotations
+
+from aioshm.wait.rhythm import PARK, Plan, Rhythm
 
 WAKE_UP_NS = 80_000
 """About what one kernel wake-up of another process costs."""
@@ -25,7 +34,7 @@ speed, beside an idle one. While both stay runnable, the next scheduler tick or 
 """
 
 HOT_GAP_NS = 4 * WAKE_UP_NS
-"""Messages further apart than this are not worth a spin."""
+"""Messages further apart than this are not worth a spin; in a rhythm, closer ones belong to the same beat."""
 
 FAILURES = 3
 """After so many spins in vain in a row, waits park."""
@@ -33,49 +42,101 @@ FAILURES = 3
 PROBE = 64
 """Every so many waits one spins whatever is expected, or two ends that park would never find out how close they are."""
 
+NAP_GAP_NS = WAKE_UP_NS
+"""Where CPUs are short, messages closer than this are worth a nap: it finds a few of them."""
+
+NAP_NS = 50_000
+"""The first nap; each one that finds nothing is followed by one of twice the length."""
+
+NAPS = 4
+"""So many naps in vain end in parking."""
+
 _WEIGHT = 0.25  # of the newest gap in the running mean
+_NAP = Plan(nap_ns=NAP_NS)
+_SPIN = Plan(spin_ns=SPIN_NS)
+_STREAM = Plan(spin_ns=STREAM_SPIN_NS)
 
 
 class Predictor:
-    """Decides for one end, wait by wait, how long to spin before parking.
+    """Decides for one end, wait by wait, how it waits.
 
     Args:
-        may_spin: False where spinning would take the core from the other end: a single CPU, or more ends than CPUs.
+        may_spin: False where spinning would take the core from the other end: a single CPU. Only naps are left then.
+        crowded: Whether there are more ends than CPUs: naps take the place of all spinning.
+        max_spin_cpu: The share of a core that spinning for a steady rhythm may take.
+
+    Attributes:
+        hot: Whether the latest wait was worth a spin.
     """
 
-    def __init__(self, *, may_spin: bool) -> None:
-        self._may_spin = may_spin
+    def __init__(self, *, may_spin: bool, crowded: bool = False, max_spin_cpu: float = 0.10) -> None:
+        self._spins = may_spin and not crowded
+        self._naps = crowded
+        self._rhythm = Rhythm(max_spin_cpu) if self._spins and max_spin_cpu > 0 else None
         self._gap_ns = 0.0
         self._count = 0
         self._at_ns = 0
         self._failures = 0
         self._waits = 0
+        self.hot = False
 
-    def budget_ns(self, count: int, at_ns: int) -> int:
-        """Return how long this wait should spin, in nanoseconds; 0 parks at once.
+    def plan(self, count: int, at_ns: int, now_ns: int) -> Plan:
+        """Return what this wait should do. Called once at its beginning.
 
         Args:
             count: Messages that have passed so far.
             at_ns: When the latest of them was published (CLOCK_MONOTONIC, from its slot).
+            now_ns: What time it is, by the same clock.
         """
-        if not self._may_spin:
-            return 0
+        rhythm = self._rhythm
         passed = count - self._count
         if passed > 0:
             if self._count:
+                since = at_ns - self._at_ns
                 # Clipped: one pause says no more than that this one message was late.
-                gap = min((at_ns - self._at_ns) / passed, 2 * HOT_GAP_NS)
+                gap = min(since / passed, 2 * HOT_GAP_NS)
                 self._gap_ns += _WEIGHT * (gap - self._gap_ns)
                 if gap < HOT_GAP_NS / 4:  # a burst has begun: follow at once, a stale mean would park through it
                     self._gap_ns = min(self._gap_ns, gap)
                     self._failures = 0
+                if rhythm is not None and since > HOT_GAP_NS:
+                    rhythm.beat(passed, count, self._at_ns, at_ns)
             self._count, self._at_ns = count, at_ns
+        if not self._spins:
+            naps = self._naps and 0 < self._gap_ns < NAP_GAP_NS and self._failures < FAILURES
+            return _NAP if naps else PARK
         self._waits += 1
-        promising = self._gap_ns <= HOT_GAP_NS and self._failures < FAILURES
-        if promising:
-            return STREAM_SPIN_NS if self._gap_ns < STREAM_GAP_NS else SPIN_NS
-        return SPIN_NS if self._waits % PROBE == 0 else 0
+        window = PARK
+        if rhythm is not None and rhythm.steady:
+            of_beat = count - rhythm.begun
+            if of_beat <= 2 * rhythm.size:  # more is a stream that began meanwhile
+                window = rhythm.window(now_ns)
+                if of_beat == rhythm.size and window is not PARK:
+                    self.hot = False
+                    return window
+        self.hot = self._gap_ns <= HOT_GAP_NS and self._failures < FAILURES
+        if self.hot:
+            if window is not PARK:
+                return window._replace(spin_ns=SPIN_NS)
+            return _STREAM if self._gap_ns < STREAM_GAP_NS else _SPIN
+        if window is PARK and self._waits % PROBE == 0:
+            return _SPIN
+        return window
 
     def spun(self, hit: bool) -> None:
-        """Learn whether the spin that `budget_ns` granted ended with a message."""
+        """Learn whether the spin or the naps that `plan` asked for ended with a message."""
         self._failures = 0 if hit else self._failures + 1
+
+    def woke(self, late_ns: int) -> None:
+        """Learn how much later than ``wake_at_ns`` this end woke, by its timer or before that by a message."""
+        if self._rhythm is not None:
+            self._rhythm.woke(late_ns)
+
+    def watched(self, hit: bool, spent_ns: int) -> None:
+        """Learn whether the message came within the window, and how long this end spun for it."""
+        if self._rhythm is not None:
+            self._rhythm.watched(hit, spent_ns)
+
+    def after_miss(self, now_ns: int) -> Plan:
+        """Return how a wait goes on whose window has passed in vain: with another window, or `PARK`."""
+        return PARK if self._rhythm is None else self._rhythm.after_miss(now_ns)

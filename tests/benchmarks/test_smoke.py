@@ -101,6 +101,24 @@ def test_fairness() -> None:
     assert len(report["promises"]) == 2
 
 
+@both_loops
+def test_writer_cost(loop_name: str) -> None:
+    report = run_json("writer_cost", "--loop", loop_name)
+    cases = {"claim, fill, commit", "enqueue"}
+    assert measured(report) == {(case, "aioshm", n) for case in cases for n in (1, 4)}
+    assert all(result["figures"]["us_per_message"]["median"] > 0 for result in report["results"])
+    assert len(report["promises"]) == 2
+
+
+def test_memory() -> None:
+    report = run_json("memory")
+    cases = {case for case, _, _ in measured(report)}
+    assert {"small dict, pickle", "64 B, raw"} <= cases
+    assert measured(report) == {(case, f"aioshm {end}", 1) for case in cases for end in ("writer", "reader")}
+    assert all(result["figures"]["rss_at_first_kib"]["median"] > 0 for result in report["results"])
+    assert len(report["promises"]) == 2
+
+
 def test_a_table_for_people_and_only_the_rivals_asked_for() -> None:
     text = run("throughput", "--rivals", "aioshm", "zmq.asyncio")
     assert "zmq.asyncio" in text

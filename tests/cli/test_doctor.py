@@ -106,9 +106,21 @@ def verdict_of(name):
 
 def test_weak_memory_order_is_explained(monkeypatch):
     monkeypatch.setattr(doctor, "STRONG_ORDER", False)
+    monkeypatch.setattr(doctor, "FULL_FENCE", True)
+    assert verdict_of("memory order").verdict == "good"
+    monkeypatch.setattr(doctor, "FULL_FENCE", False)
     finding = verdict_of("memory order")
     assert (finding.verdict, finding.found) == ("note", "weak")
     assert "without the native core, a 5 ms recheck timer bounds every parked wait" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("runs", "wanted", "found"), [(True, True, "runs"), (False, True, "not built"), (False, False, "switched off")]
+)
+def test_which_core_runs_is_told(monkeypatch, runs, wanted, found):
+    monkeypatch.setattr(doctor, "native_core", runs)
+    monkeypatch.setattr(doctor, "native_wanted", lambda: wanted)
+    assert (verdict_of("native core").verdict, verdict_of("native core").found) == ("good" if runs else "note", found)
 
 
 def test_single_cpu_is_explained(monkeypatch):

@@ -11,12 +11,14 @@ from aioshm.codec.frames import body_bytes, split_body, write_body
 
 def carry_through_a_slot(codec: Codec, obj: Any) -> Any:
     """Encode into a slot, decode from it, then overwrite the slot: a result that aliases it does not survive that."""
-    main, buffers = codec.encode(obj)
-    size = body_bytes(len(main), [len(buffer) for buffer in buffers])
+    encoded = codec.encode(obj)
+    parts, buffers = ((encoded,), ()) if type(encoded) is bytes else encoded
+    main_bytes = sum(map(len, parts))
+    size = body_bytes(main_bytes, [len(buffer) for buffer in buffers])
     slot = bytearray(size + 100)
-    write_body(memoryview(slot), main, buffers)
+    write_body(memoryview(slot), parts, buffers)
     with memoryview(slot) as body:
-        main_view, views = split_body(body, len(buffers), len(main))
+        main_view, views = split_body(body, len(buffers), main_bytes)
         result = codec.decode(main_view, views)
         for view in (main_view, *views):
             view.release()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from codec_helpers import encode
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -136,7 +137,7 @@ class TestShapes:
         random.shuffle(axes)
         steps = tuple(slice(None, None, random.choice((1, 2, -1))) for _ in shape)
         source = filled(int(np.prod(shape)), dtype).reshape(shape).transpose(axes)[steps]
-        main, buffers = PICKLE.encode(np.asarray(source))
+        main, buffers = encode(PICKLE, np.asarray(source))
         check_equal(PICKLE.decode(memoryview(main), buffers), np.asarray(source))
 
 
@@ -156,28 +157,28 @@ class TestHowTheyTravel:
         ids=["C", "F", "strided", "dates", "swapped", "structured", "broadcast", "slice"],
     )
     def test_beside_the_stream(self, source: Any) -> None:
-        main, [buffer] = PICKLE.encode(source)
+        main, [buffer] = encode(PICKLE, source)
         assert len(main) < 400
         assert buffer.nbytes == source.nbytes
         assert (buffer.format, buffer.ndim) == ("B", 1)
 
     @pytest.mark.parametrize("source", [np.zeros(LARGE), np.zeros((64, 64)).T, np.zeros(LARGE, "M8[s]")])
     def test_contiguous_memory_is_not_copied(self, source: Any) -> None:
-        _, [buffer] = PICKLE.encode(source)
+        _, [buffer] = encode(PICKLE, source)
         source.view("i8" if source.dtype.kind == "M" else source.dtype)[...] = 1
         assert any(buffer)
 
     def test_small_ones_in_the_stream(self) -> None:
         size = OUT_OF_BAND_BYTES // 8
-        assert len(PICKLE.encode(np.zeros(size))[1]) == 1
-        assert len(PICKLE.encode(np.zeros(size - 1))[1]) == 0
-        assert len(PICKLE.encode(np.zeros(8, "f8"))[0]) < len(pickle.dumps(np.zeros(8, "f8"), 5))
+        assert len(encode(PICKLE, np.zeros(size))[1]) == 1
+        assert len(encode(PICKLE, np.zeros(size - 1))[1]) == 0
+        assert len(encode(PICKLE, np.zeros(8, "f8"))[0]) < len(pickle.dumps(np.zeros(8, "f8"), 5))
 
     def test_more_than_a_body_takes_stay_in_the_stream(self, carry: Carry, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pickle5, "MAX_BUFFERS", 1)
         sources = [np.full(LARGE, number) for number in range(3)]
         sources[2].flags.writeable = False
-        assert len(PICKLE.encode(sources)[1]) == 1
+        assert len(encode(PICKLE, sources)[1]) == 1
         for result, source in zip(carry(PICKLE, sources), sources, strict=True):
             check_equal(result, source)
 
@@ -189,7 +190,7 @@ class TestHowTheyTravel:
 
     @pytest.mark.parametrize("size", [SMALL, LARGE, HUGE_PAGE_BYTES])
     def test_writing_to_the_result_leaves_the_source_alone(self, size: int) -> None:
-        main, buffers = PICKLE.encode(np.zeros(size, "u1"))
+        main, buffers = encode(PICKLE, np.zeros(size, "u1"))
         slot = [bytearray(buffer) for buffer in buffers]
         before = bytes(main)
         result = PICKLE.decode(memoryview(main), [memoryview(part) for part in slot])
@@ -198,6 +199,6 @@ class TestHowTheyTravel:
         assert main == before
 
     def test_the_buffer_keeps_its_memory_alive(self) -> None:
-        _, [buffer] = PICKLE.encode(np.full((300, 300), 7, "u1")[:, ::2])
+        _, [buffer] = encode(PICKLE, np.full((300, 300), 7, "u1")[:, ::2])
         np.zeros((300, 150), "u1")
         assert bytes(buffer) == b"\7" * 45_000

@@ -20,7 +20,7 @@ sizes = st.integers(-3, 2**65) | st.integers(0, 300)
 
 def written(main: bytes, buffers: list[bytes], spare: int = 0) -> bytearray:
     target = bytearray(b"\xee" * (body_bytes(len(main), [len(buffer) for buffer in buffers]) + spare))
-    write_body(memoryview(target), main, buffers)
+    write_body(memoryview(target), [main], buffers)
     return target
 
 
@@ -102,14 +102,14 @@ class TestBody:
     def test_takes_what_codecs_return(self) -> None:
         target = memoryview(bytearray(body_bytes(4, [5000])))
         source = bytearray(range(250)) * 20
-        write_body(target, memoryview(b"main"), (memoryview(source),))
+        write_body(target, [memoryview(b"ma"), b"in"], (memoryview(source),))
         assert split_body(target, 1, 4) == (b"main", [source])
 
     def test_too_small_a_target_is_refused(self) -> None:
         with pytest.raises(ValueError, match="different structures"):
-            write_body(memoryview(bytearray(9)), b"ten bytes!", ())
+            write_body(memoryview(bytearray(9)), [b"ten ", b"bytes!"], ())
         with pytest.raises(ValueError, match="different structures"):
-            write_body(memoryview(bytearray(130)), b"main", (memoryview(b"first"),))
+            write_body(memoryview(bytearray(130)), [b"main"], (memoryview(b"first"),))
 
 
 class TestGarbage:

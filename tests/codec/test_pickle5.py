@@ -14,6 +14,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 import pytest
+from codec_helpers import encode
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ class Nested:
 
     def __reduce__(self) -> Any:
         try:
-            main, buffers = PICKLE.encode(self.inner)
+            main, buffers = encode(PICKLE, self.inner)
         except CodecError:
             return str, ("refused",)
         return _decode_nested, (main, [bytes(buffer) for buffer in buffers])
@@ -82,7 +83,7 @@ class Carrier:
 class TestRoundTrip:
     @given(plain)
     def test_plain_objects(self, obj: Any) -> None:
-        main, buffers = PICKLE.encode(obj)
+        main, buffers = encode(PICKLE, obj)
         assert type(main) is bytes
         assert buffers == ()
         assert PICKLE.decode(memoryview(main), buffers) == obj
@@ -136,14 +137,14 @@ class TestRoundTrip:
 
     def test_no_identity_between_messages(self) -> None:
         shared = ["the same", {"object": 1}]
-        first, _ = PICKLE.encode(shared)
-        second, _ = PICKLE.encode(shared)
+        first, _ = encode(PICKLE, shared)
+        second, _ = encode(PICKLE, shared)
         assert first == second
         assert PICKLE.decode(memoryview(second), ()) == shared
 
     def test_the_caller_may_change_it_afterwards(self) -> None:
         obj = {"data": bytearray(b"x" * 200_000)}
-        main, _ = PICKLE.encode(obj)
+        main, _ = encode(PICKLE, obj)
         obj["data"][:] = b"y" * 200_000
         assert PICKLE.decode(memoryview(main), ()) == {"data": b"x" * 200_000}
 
@@ -159,14 +160,14 @@ class TestRoundTrip:
 class TestBuffers:
     @pytest.mark.parametrize("size", [0, 1, OUT_OF_BAND_BYTES - 1])
     def test_small_ones_stay_in_the_stream(self, size: int) -> None:
-        main, buffers = PICKLE.encode(PickleBuffer(bytearray(size)))
+        main, buffers = encode(PICKLE, PickleBuffer(bytearray(size)))
         assert buffers == ()
         assert len(main) >= size
 
     @pytest.mark.parametrize("size", [OUT_OF_BAND_BYTES, 1_000_000, HUGE_PAGE_BYTES])
     def test_large_ones_travel_beside_it(self, size: int) -> None:
         source = bytearray(b"x" * size)
-        main, buffers = PICKLE.encode([PickleBuffer(source), "and more"])
+        main, buffers = encode(PICKLE, [PickleBuffer(source), "and more"])
         assert len(main) < 100
         [buffer] = buffers
         assert (buffer.format, buffer.ndim, buffer.c_contiguous, buffer.nbytes) == ("B", 1, True, size)
@@ -187,14 +188,14 @@ class TestBuffers:
             assert view == b"x" * size
 
     def test_writing_to_the_result_leaves_the_source_alone(self) -> None:
-        main, _ = PICKLE.encode(PickleBuffer(bytearray(LARGE)))
+        main, _ = encode(PICKLE, PickleBuffer(bytearray(LARGE)))
         source = bytearray(LARGE)
         result = PICKLE.decode(memoryview(main), [memoryview(source)])
         result[:] = b"x" * LARGE
         assert source == bytes(LARGE)
 
     def test_two_results_of_one_slot_are_independent(self) -> None:
-        main, _ = PICKLE.encode(PickleBuffer(bytearray(LARGE)))
+        main, _ = encode(PICKLE, PickleBuffer(bytearray(LARGE)))
         slot = memoryview(bytearray(LARGE))
         first, second = (PICKLE.decode(memoryview(main), [slot]) for _ in range(2))
         first[0] = 1
@@ -212,19 +213,19 @@ class TestBuffers:
 
     def test_memory_with_gaps_is_refused(self) -> None:
         with pytest.raises(CodecError, match=r"PickleBuffer.*contiguous"):
-            PICKLE.encode(PickleBuffer(memoryview(bytearray(LARGE))[::2]))
+            encode(PICKLE, PickleBuffer(memoryview(bytearray(LARGE))[::2]))
 
     def test_later_messages_leave_the_returned_buffers_alone(self) -> None:
-        first = PICKLE.encode(PickleBuffer(bytearray(b"1" * LARGE)))
-        second = PICKLE.encode([PickleBuffer(bytearray(b"2" * LARGE))] * 2)
-        PICKLE.encode("plain")
+        first = encode(PICKLE, PickleBuffer(bytearray(b"1" * LARGE)))
+        second = encode(PICKLE, [PickleBuffer(bytearray(b"2" * LARGE))] * 2)
+        encode(PICKLE, "plain")
         assert [bytes(buffer[:1]) for buffer in first[1]] == [b"1"]
         assert [bytes(buffer[:1]) for buffer in second[1]] == [b"2", b"2"]
 
     def test_more_than_a_body_takes_stay_in_the_stream(self, monkeypatch: pytest.MonkeyPatch, carry: Carry) -> None:
         monkeypatch.setattr(pickle5, "MAX_BUFFERS", 3)
         sources = [bytearray([number]) * LARGE for number in range(5)]
-        assert len(PICKLE.encode([PickleBuffer(source) for source in sources])[1]) == 3
+        assert len(encode(PICKLE, [PickleBuffer(source) for source in sources])[1]) == 3
         assert carry(PICKLE, [PickleBuffer(source) for source in sources]) == sources
 
     def test_nothing_is_kept_after_the_message(self) -> None:
@@ -234,7 +235,7 @@ class TestBuffers:
         codec = get_codec("pickle")
         memory = Memory(LARGE)
         gone = weakref.ref(memory)
-        main, buffers = codec.encode([PickleBuffer(memory)])
+        main, buffers = encode(codec, [PickleBuffer(memory)])
         del memory
         assert gone() is not None  # the buffers keep it alive until they have been copied
         del main, buffers

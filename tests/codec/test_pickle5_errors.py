@@ -9,6 +9,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 import pytest
+from codec_helpers import encode
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,7 +69,7 @@ class TestEncodeErrors:
     )
     def test_names_the_type_and_the_cause(self, obj: Any, name: str) -> None:
         with pytest.raises(CodecError, match=f"^cannot pickle {name}: ") as caught:
-            PICKLE.encode(obj)
+            encode(PICKLE, obj)
         assert caught.value.__cause__ is not None
 
     def test_too_deep(self) -> None:
@@ -76,7 +77,7 @@ class TestEncodeErrors:
         for _ in range(100_000):
             deep = [deep]
         with pytest.raises(CodecError, match="list") as caught:
-            PICKLE.encode(deep)
+            encode(PICKLE, deep)
         assert isinstance(caught.value.__cause__, RecursionError)
         while deep:  # one by one: freeing them all at once would recurse too
             deep = deep.pop()
@@ -86,8 +87,8 @@ class TestEncodeErrors:
         shared = ["in", "both"]
         for _ in range(3):
             with pytest.raises(CodecError):
-                codec.encode([shared, b"x" * 200_000, PickleBuffer(bytearray(LARGE)), Refuses()])
-            main, buffers = codec.encode([shared, 1])
+                encode(codec, [shared, b"x" * 200_000, PickleBuffer(bytearray(LARGE)), Refuses()])
+            main, buffers = encode(codec, [shared, 1])
             assert buffers == ()
             assert codec.decode(memoryview(main), buffers) == [shared, 1]
             assert carry(codec, [PickleBuffer(bytearray(LARGE))]) == [bytes(LARGE)]
@@ -99,28 +100,28 @@ class TestEncodeErrors:
 
         codec = get_codec("pickle")
         with pytest.raises(KeyboardInterrupt):
-            codec.encode(["partly", Interrupted()])
-        assert codec.decode(memoryview(codec.encode("whole")[0]), ()) == "whole"
+            encode(codec, ["partly", Interrupted()])
+        assert codec.decode(memoryview(encode(codec, "whole")[0]), ()) == "whole"
 
 
 class TestDecodeErrors:
     def test_chained_and_told(self) -> None:
-        main, buffers = PICKLE.encode(Explodes())
+        main, buffers = encode(PICKLE, Explodes())
         with pytest.raises(CodecError, match="ZeroDivisionError: on purpose") as caught:
             PICKLE.decode(memoryview(main), buffers)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
     def test_missing_buffers(self) -> None:
-        main, buffers = PICKLE.encode([PickleBuffer(bytearray(LARGE)), PickleBuffer(bytearray(LARGE))])
+        main, buffers = encode(PICKLE, [PickleBuffer(bytearray(LARGE)), PickleBuffer(bytearray(LARGE))])
         for given_buffers in ((), buffers[:1]):
             with pytest.raises(CodecError, match="buffers"):
                 PICKLE.decode(memoryview(main), given_buffers)
 
     def test_extra_buffers(self) -> None:
-        main, buffers = PICKLE.encode(PickleBuffer(bytearray(LARGE)))
+        main, buffers = encode(PICKLE, PickleBuffer(bytearray(LARGE)))
         with pytest.raises(CodecError, match="more buffers than it uses"):
             PICKLE.decode(memoryview(main), [*buffers, memoryview(b"one more")])
-        main, _ = PICKLE.encode("plain")
+        main, _ = encode(PICKLE, "plain")
         with pytest.raises(CodecError, match="more buffers than it uses"):
             PICKLE.decode(memoryview(main), [memoryview(b"one")])
 
@@ -143,13 +144,13 @@ class TestDecodeErrors:
 
     @given(plain, st.data())
     def test_truncated(self, obj: Any, data: st.DataObject) -> None:
-        main, _ = PICKLE.encode(obj)
+        main, _ = encode(PICKLE, obj)
         with pytest.raises(CodecError):
             PICKLE.decode(memoryview(main)[: data.draw(st.integers(0, len(main) - 1))], ())
 
     @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 2))
     def test_flipped(self, changes: list[tuple[int, int]], n_buffers: int) -> None:
-        main, _ = PICKLE.encode({"k1": [1, 2.5, None], "k2": (b"v", "w" * 20), "k3": PickleBuffer(bytearray(LARGE))})
+        main, _ = encode(PICKLE, {"k1": [1, 2.5, None], "k2": (b"v", "w" * 20), "k3": PickleBuffer(bytearray(LARGE))})
         damaged = bytearray(main)
         for at, value in changes:
             damaged[at % len(damaged)] = value
@@ -178,7 +179,7 @@ class TestViewsAfterErrors:
         ids=["in band", "writable", "read-only", "two"],
     )
     def test_the_mapping_closes(self, obj: Any) -> None:
-        main, buffers = PICKLE.encode(obj)
+        main, buffers = encode(PICKLE, obj)
         size = body_bytes(len(main), [len(buffer) for buffer in buffers])
         memory = mmap.mmap(-1, size)
         gc.disable()  # nothing here may depend on the collector
@@ -193,7 +194,7 @@ class TestViewsAfterErrors:
     @staticmethod
     def _fail(memory: mmap.mmap, main: bytes, buffers: Any) -> CodecError:
         body = memoryview(memory)
-        write_body(body, main, buffers)
+        write_body(body, [main], buffers)
         main_view, views = split_body(body, len(buffers), len(main))
         try:
             PICKLE.decode(main_view, views)
@@ -204,7 +205,7 @@ class TestViewsAfterErrors:
         return kept
 
     def test_decode_forgets_its_arguments(self) -> None:
-        main, buffers = PICKLE.encode(Explodes(bytearray(LARGE)))
+        main, buffers = encode(PICKLE, Explodes(bytearray(LARGE)))
         with pytest.raises(CodecError) as caught:
             PICKLE.decode(memoryview(main), buffers)
         traceback = caught.value.__traceback__

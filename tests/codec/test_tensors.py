@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from codec_helpers import encode
 from hypothesis import given
 from hypothesis import strategies as st
 from tensor_helpers import CARRIER, bits, check_equal, filled
@@ -113,10 +114,10 @@ class TestValues:
 
     def test_under_a_default_device(self, carry: Carry, size: int) -> None:
         source = filled(size, torch.bfloat16)
-        main, buffers = PICKLE.encode(source)
+        main, buffers = encode(PICKLE, source)
         with torch.device("meta"):
             check_equal(PICKLE.decode(memoryview(main), buffers), source)
-            assert len(PICKLE.encode(source)[0]) == len(main)
+            assert len(encode(PICKLE, source)[0]) == len(main)
 
     def test_in_inference_mode(self, carry: Carry, size: int) -> None:
         with torch.inference_mode():
@@ -137,7 +138,7 @@ class TestValues:
         source = filled(size, torch.float32)
         source.note = lambda: None
         with pytest.raises(CodecError, match="Tensor"):
-            PICKLE.encode(source)
+            encode(PICKLE, source)
 
     def test_hooks_stay_behind(self, carry: Carry, size: int) -> None:
         source = filled(size, torch.float32).requires_grad_()
@@ -177,7 +178,7 @@ class TestShapes:
         random.shuffle(axes)
         source = filled(int(torch.Size(shape).numel()), dtype).view(shape).permute(axes)
         source = source[tuple(slice(random.randrange(2), None, random.choice((1, 2))) for _ in shape)]
-        main, buffers = PICKLE.encode(source)
+        main, buffers = encode(PICKLE, source)
         check_equal(PICKLE.decode(memoryview(main), buffers), source)
 
 
@@ -203,7 +204,7 @@ class TestOwnReductions:
             return str, ("reduced by torch",)
 
         monkeypatch.setattr(torch.Tensor, "__reduce_ex__", reduce)
-        main, _ = PICKLE.encode([torch.empty(3, device="meta"), torch.zeros(3)])
+        main, _ = encode(PICKLE, [torch.empty(3, device="meta"), torch.zeros(3)])
         assert asked == [("meta", 5)]
         assert PICKLE.decode(memoryview(main), ())[0] == "reduced by torch"
 
@@ -220,7 +221,7 @@ class TestOwnReductions:
     def test_sparse(self, carry: Carry, size: int) -> None:
         dense = torch.arange(size * size, dtype=torch.float32).view(size, size) % 3
         for source in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
-            _, buffers = PICKLE.encode(source)
+            _, buffers = encode(PICKLE, source)
             assert bool(buffers) == (size > 100)  # the parts are dense tensors
             result = carry(PICKLE, source)
             assert result.layout == source.layout
@@ -248,7 +249,7 @@ class TestOwnReductions:
 
     def test_what_torch_cannot_pickle(self) -> None:
         with pytest.raises(CodecError, match="Tensor"):
-            PICKLE.encode(torch.zeros(4, 4).to_mkldnn())
+            encode(PICKLE, torch.zeros(4, 4).to_mkldnn())
 
     def test_other_things_of_torch(self, carry: Carry) -> None:
         source = (torch.float32, torch.Size([1, 2]), torch.device("cpu"), torch.bfloat16)

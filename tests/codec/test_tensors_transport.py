@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from codec_helpers import encode
 from tensor_helpers import check_equal, filled
 
 from aioshm.codec import Codec, get_codec
@@ -37,25 +38,25 @@ class TestHowTheyTravel:
     def test_beside_the_stream(self, dtype: torch.dtype, view: Callable[[Any], Any]) -> None:
         source = view(filled(LARGE, dtype))
         for tensor in (source, torch.nn.Parameter(source, False), source.detach().requires_grad_()):
-            main, [buffer] = PICKLE.encode(tensor)
+            main, [buffer] = encode(PICKLE, tensor)
             assert len(main) < 200
             assert buffer.nbytes == source.numel() * source.element_size()
             assert (buffer.format, buffer.ndim) == ("B", 1)
 
     def test_small_ones_in_the_stream(self) -> None:
-        assert len(PICKLE.encode(torch.zeros(OUT_OF_BAND_BYTES, dtype=torch.uint8))[1]) == 1
-        main, buffers = PICKLE.encode(torch.zeros(OUT_OF_BAND_BYTES - 1, dtype=torch.uint8))
+        assert len(encode(PICKLE, torch.zeros(OUT_OF_BAND_BYTES, dtype=torch.uint8))[1]) == 1
+        main, buffers = encode(PICKLE, torch.zeros(OUT_OF_BAND_BYTES - 1, dtype=torch.uint8))
         assert buffers == ()
         assert len(main) < OUT_OF_BAND_BYTES + 200
 
     def test_a_slice_sends_only_what_it_shows(self) -> None:
-        main, buffers = PICKLE.encode(torch.zeros(10_000_000)[5:10])
+        main, buffers = encode(PICKLE, torch.zeros(10_000_000)[5:10])
         assert buffers == ()
         assert len(main) < 200
 
     @pytest.mark.parametrize("source", [torch.zeros(LARGE), torch.zeros(64, 64).T, torch.zeros(LARGE).bfloat16()])
     def test_contiguous_memory_is_not_copied(self, source: torch.Tensor) -> None:
-        _, [buffer] = PICKLE.encode(source)
+        _, [buffer] = encode(PICKLE, source)
         source.fill_(1)
         assert any(buffer)
 
@@ -66,7 +67,7 @@ class TestHowTheyTravel:
         check_equal(result.more["list"][0], source.more["list"][0])
         check_equal(result.more["list"][1][0], source.more["list"][1][0])
         assert result.more["list"][1][1] == "text"
-        assert len(PICKLE.encode(source)[1]) == 2
+        assert len(encode(PICKLE, source)[1]) == 2
 
     @pytest.mark.parametrize("size", [SMALL, LARGE])
     def test_one_tensor_twice_is_one_tensor_twice(self, carry: Carry, size: int) -> None:
@@ -79,7 +80,7 @@ class TestHowTheyTravel:
 
     @pytest.mark.parametrize("size", [SMALL, LARGE, HUGE_PAGE_BYTES])
     def test_writing_to_the_result_leaves_the_source_alone(self, size: int) -> None:
-        main, buffers = PICKLE.encode(torch.zeros(size, dtype=torch.int8))
+        main, buffers = encode(PICKLE, torch.zeros(size, dtype=torch.int8))
         slot = [bytearray(buffer) for buffer in buffers]
         before = bytes(main)
         result = PICKLE.decode(memoryview(main), [memoryview(part) for part in slot])
@@ -89,7 +90,7 @@ class TestHowTheyTravel:
 
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e5m2], ids=str)
     def test_the_buffer_keeps_its_memory_alive(self, dtype: torch.dtype) -> None:
-        buffers = [PICKLE.encode(torch.full((LARGE,), 7, dtype=torch.uint8).view(dtype))[1][0] for _ in range(20)]
+        buffers = [encode(PICKLE, torch.full((LARGE,), 7, dtype=torch.uint8).view(dtype))[1][0] for _ in range(20)]
         gc.collect()
         torch.zeros(LARGE, dtype=torch.uint8)
         assert [bytes(buffer) for buffer in buffers] == [b"\7" * LARGE] * 20
@@ -101,7 +102,7 @@ class TestHowTheyTravel:
                 carry(PICKLE, torch.zeros(size)).numpy()
 
     def test_damaged_fields(self) -> None:
-        main, buffers = PICKLE.encode(torch.zeros(LARGE))
+        main, buffers = encode(PICKLE, torch.zeros(LARGE))
         for damaged in (
             main.replace(b"float32", b"float99"),
             main.replace(b"float32", b"float64"),  # then the memory is too small for the shape

@@ -133,7 +133,7 @@ async def test_stale_and_foreign_handles_are_refused() -> None:
             ({"version": 99}, "version 99"),
             ({"host": "elsewhere"}, "another host"),
             ({"uid": os.geteuid() + 1}, "uid"),
-            ({"codec": "zip"}, "codec is 'zip', known are pickle, raw"),
+            ({"codec": "zip"}, "codec is 'zip', known are msgpack, pickle, raw"),
             ({"lifeline": "@aioshm-nobody"}, "writer is gone"),
             ({"lifeline": "/nonexistent/path"}, "writer is gone"),
         ]:

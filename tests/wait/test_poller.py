@@ -9,12 +9,14 @@ from time import monotonic, monotonic_ns
 
 import pytest
 from loops import turns, until
-from waiters import MODES, End
+from waiters import MODES, End, pollers
 
 from aioshm.config import Wait
 from aioshm.errors import QueueCancelled
 from aioshm.ring import memory_fence
 from aioshm.wait import poller as poller_module
+
+__all__ = ["pollers"]  # a fixture
 
 
 class TestLooking:
@@ -120,7 +122,7 @@ class TestParking:
         assert (end.parked[0], end.loop.pending()) == (0, [])
 
     async def test_an_idle_end_sets_no_timer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(poller_module, "STRONG_ORDER", True)
+        monkeypatch.setattr(poller_module, "FULL_FENCE", True)
         end = End()
         task = await end.asleep()
         for _ in range(5):
@@ -145,7 +147,7 @@ class TestParking:
         assert end.loop.pending() == []
 
     async def test_where_the_fence_is_weak_it_looks_again_unasked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(poller_module, "STRONG_ORDER", False)
+        monkeypatch.setattr(poller_module, "FULL_FENCE", False)
         end = End()
         task = await end.asleep()
         end.ready = True  # and nobody wakes it

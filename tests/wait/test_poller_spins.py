@@ -10,16 +10,18 @@ from time import monotonic
 
 import pytest
 from loops import turns, until
-from waiters import MODES, End
+from waiters import MODES, End, Told, pollers
 
 from aioshm.config import Wait
 from aioshm.wait import poller as poller_module
 from aioshm.wait.poller import Stall
-from aioshm.wait.predictor import Predictor
+from aioshm.wait.rhythm import Plan
+
+__all__ = ["pollers"]  # a fixture
 
 
 class TestSpinning:
-    @pytest.mark.parametrize(("yields", "looks"), [(False, 20), (True, 100_000)])
+    @pytest.mark.parametrize(("yields", "looks"), [(False, 1), (True, 100)])
     async def test_tells_whether_the_other_tasks_have_run(self, yields: bool, looks: int) -> None:
         end = End("spin")
         turns_of_others = 0
@@ -59,26 +61,16 @@ class TestSpinning:
         assert (end.poller.stats.spins, end.poller.stats.parks) == (0, 5)
 
     async def test_mode_adaptive_asks_the_predictor(self) -> None:
-        end = End(may_spin=True, mode="adaptive")
-        learnt = []
-
-        class Told(Predictor):
-            def budget_ns(self, count: int, at_ns: int) -> int:
-                learnt.append((count, at_ns))
-                return 5_000_000_000 if len(learnt) == 1 else 200_000
-
-            def spun(self, hit: bool) -> None:
-                learnt.append(hit)
-
-        end.poller._predictor = Told(may_spin=True)
+        end = End(mode="adaptive")
+        told = end.poller._predictor = Told(Plan(spin_ns=5_000_000_000), Plan(spin_ns=200_000))
         task = asyncio.ensure_future(end.poller.wait(end.look, 3, 4))
         await turns(5)
         end.ready = True
         await asyncio.wait_for(task, 10)
-        assert learnt == [(3, 4), True]
+        assert told.learnt == [("plan", 3, 4), ("spun", True)]
         end.ready = False
         task = await end.asleep()
-        assert learnt[2:] == [(0, 0), False]
+        assert told.learnt[2:] == [("plan", 0, 0), ("spun", False)]
         end.publish()
         await task
         stats = end.poller.stats

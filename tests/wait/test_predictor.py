@@ -1,4 +1,4 @@
-"""Synthetic arrivals: when an end should spin, and when it should not."""
+"""Synthetic arrivals without a rhythm: when an end should spin at once or nap, and when it should not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import random
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from arrivals import US, follow, times
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioshm.wait.predictor import FAILURES, HOT_GAP_NS, PROBE, SPIN_NS, WAKE_UP_NS, Predictor
+from aioshm.wait.predictor import FAILURES, HOT_GAP_NS, NAP_GAP_NS, NAPS, PROBE, SPIN_NS, WAKE_UP_NS, Predictor
+from aioshm.wait.rhythm import MAX_PERIOD_NS, PARK
 
 MS = 1_000_000
 START = 1_000_000_000
@@ -17,6 +19,11 @@ LONGEST = 5 * MS
 """No single spin may cost more than this."""
 FEW = 12
 """So many messages are enough to learn that the stream has changed."""
+
+
+def budget_ns(predictor: Predictor, count: int, at_ns: int) -> int:
+    """Return how long the next wait spins at once; it begins soon after the latest message."""
+    return predictor.plan(count, at_ns, at_ns + 30_000).spin_ns
 
 
 def waits(predictor: Predictor, gaps: Iterable[int]) -> list[bool]:
@@ -27,7 +34,7 @@ def waits(predictor: Predictor, gaps: Iterable[int]) -> list[bool]:
     spun = []
     at_ns = START
     for count, gap in enumerate(gaps, 1):
-        budget = predictor.budget_ns(count, at_ns)
+        budget = budget_ns(predictor, count, at_ns)
         spun.append(budget > 0)
         if budget:
             predictor.spun(gap <= budget)
@@ -71,7 +78,7 @@ class TestStreams:
     def test_batches_count_message_by_message(self) -> None:
         """Twenty messages that one wake-up drains are twenty short gaps, not one long one."""
         predictor = Predictor(may_spin=True)
-        budgets = [predictor.budget_ns(1 + 20 * turn, START + 20 * 10_000 * turn) for turn in range(50)]
+        budgets = [budget_ns(predictor, 1 + 20 * turn, START + 20 * 10_000 * turn) for turn in range(50)]
         assert all(budgets)
 
 
@@ -79,7 +86,7 @@ class TestBursts:
     def test_idle_after_a_burst_is_one_spin_and_then_sleep(self) -> None:
         predictor = Predictor(may_spin=True)
         waits(predictor, [2_000] * 100)
-        assert 0 < predictor.budget_ns(101, START + 200_000) <= LONGEST, "one budget for the whole wait"
+        assert 0 < budget_ns(predictor, 101, START + 200_000) <= LONGEST, "one budget for the whole wait"
         predictor.spun(False)
         spun = waits(predictor, [60_000 * MS] * 20)
         assert sum(spun) <= FAILURES + 1
@@ -106,7 +113,7 @@ class TestPingPong:
         now, latest, hits = START, [START, START], []
         for turn in range(400):
             me = ends[turn % 2]
-            budget = me.budget_ns(1 + turn // 2, latest[turn % 2])
+            budget = budget_ns(me, 1 + turn // 2, latest[turn % 2])
             other_wakes = 0 if turn > 1 and hits[-1] else WAKE_UP_NS
             arrives_in = 5_000 + other_wakes
             hit = budget >= arrives_in
@@ -124,7 +131,7 @@ class TestFailures:
         predictor = Predictor(may_spin=True)
         spun = []
         for number in range(1, amount + 1):
-            budget = predictor.budget_ns(number, START + number * (SPIN_NS + HOT_GAP_NS) // 2)
+            budget = budget_ns(predictor, number, START + number * (SPIN_NS + HOT_GAP_NS) // 2)
             spun.append(budget > 0)
             if budget:
                 predictor.spun(False)
@@ -155,7 +162,7 @@ class TestFailures:
         predictor = Predictor(may_spin=True)
         spun = []
         for _ in range(PROBE * 3):
-            budget = predictor.budget_ns(7, START)
+            budget = budget_ns(predictor, 7, START)
             spun.append(budget > 0)
             if budget:
                 predictor.spun(False)
@@ -180,10 +187,80 @@ class TestAnything:
         for passed, gap, hit in series:
             count += passed
             at_ns += gap
-            budget = predictor.budget_ns(count, at_ns)
+            budget = budget_ns(predictor, count, at_ns)
             assert budget == 0 or SPIN_NS <= budget <= LONGEST
             if budget:
                 predictor.spun(hit)
 
     def test_an_end_of_a_fresh_queue_spins_first(self) -> None:
-        assert SPIN_NS <= Predictor(may_spin=True).budget_ns(0, 0) <= LONGEST
+        assert SPIN_NS <= budget_ns(Predictor(may_spin=True), 0, 0) <= LONGEST
+
+    @settings(deadline=None)
+    @given(
+        st.lists(st.tuples(st.integers(0, 50), st.integers(-(10**9), 10**12), st.integers(0, 3)), max_size=200),
+        st.booleans(),
+        st.sampled_from([0.0, 0.1, 1.0]),
+    )
+    def test_a_plan_lies_ahead_and_ends(self, series: list[tuple[int, int, int]], crowded: bool, share: float) -> None:
+        predictor = Predictor(may_spin=True, crowded=crowded, max_spin_cpu=share)
+        count, at_ns = 0, START
+        for passed, gap, outcome in series:
+            count += passed
+            at_ns += gap
+            now_ns = at_ns + 30_000
+            plan = predictor.plan(count, at_ns, now_ns)
+            assert not (plan.nap_ns and not crowded)
+            assert not (crowded and (plan.spin_ns or plan.wake_at_ns))
+            while plan.wake_at_ns:
+                assert now_ns < plan.until_ns
+                assert plan.wake_at_ns < plan.until_ns < now_ns + 8 * MAX_PERIOD_NS
+                if outcome == 0:
+                    break
+                predictor.woke(outcome * 50_000)
+                predictor.watched(outcome == 1, 100_000)
+                if outcome == 1:
+                    break
+                now_ns = plan.until_ns
+                plan = predictor.after_miss(now_ns)
+
+
+class TestHot:
+    def test_is_a_stream_and_nothing_else(self) -> None:
+        predictor = Predictor(may_spin=True)
+        assert not predictor.hot
+        waits(predictor, [5_000] * 20)
+        assert predictor.hot
+        waits(predictor, [5 * MS] * 200)
+        assert not predictor.hot
+
+    @pytest.mark.parametrize("kwargs", [{"may_spin": False}, {"may_spin": True, "crowded": True}])
+    def test_is_nothing_where_nothing_may_spin(self, kwargs: dict[str, bool]) -> None:
+        predictor = Predictor(**kwargs)
+        waits(predictor, [5_000] * 20)
+        assert not predictor.hot
+
+
+class TestMoreEndsThanCpus:
+    def crowded(self, may_spin: bool = True) -> Predictor:
+        return Predictor(may_spin=may_spin, crowded=True)
+
+    @pytest.mark.parametrize("may_spin", [True, False])
+    def test_a_stream_is_drained_by_naps(self, may_spin: bool) -> None:
+        record = follow(self.crowded(may_spin), times([5 * US] * 2000))
+        assert record.spent == []
+        assert record.wake_ups < 2000 / 8, "one wake-up finds a batch"
+        assert record.naps > 0.9 * record.wake_ups, "and the other end need not signal"
+
+    def test_a_stream_that_ends_is_parked_for(self) -> None:
+        record = follow(self.crowded(), times([*[5 * US] * 500, 10_000 * MS]))
+        before = follow(self.crowded(), times([5 * US] * 500))
+        assert record.naps - before.naps <= NAPS
+
+    @pytest.mark.parametrize("gap", [2 * NAP_GAP_NS, 5 * MS, 1000 * MS])
+    def test_slower_messages_are_parked_for(self, gap: int) -> None:
+        record = follow(self.crowded(), times([gap] * 300))
+        assert record.naps <= NAPS, "none but at the beginning"
+        assert record.spent == []
+
+    def test_an_end_of_a_fresh_queue_parks(self) -> None:
+        assert self.crowded().plan(0, 0, START) is PARK

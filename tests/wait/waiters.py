@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from time import monotonic_ns
 from typing import Any
 
-from loops import WatchedLoop, until
+import pytest
+from loops import WatchedLoop, open_fds, until
 
 from aioshm.config import Wait
 from aioshm.ring import memory_fence
 from aioshm.wait.poller import Poller
 from aioshm.wait.predictor import Predictor
+from aioshm.wait.rhythm import PARK, Plan
 
 MODES: list[Wait] = ["adaptive", "spin", "park"]
 
@@ -25,11 +28,20 @@ class End:
         self.parked = bytearray(1)
         self.loop = WatchedLoop()
         self.predictor = Predictor(may_spin=may_spin)
-        self.poller = Poller(self.loop, memoryview(self.parked), self.predictor, mode)  # type: ignore[arg-type]
+        self.poller = Poller(self.loop, memoryview(self.parked), self.predictor, mode, self.spin)  # type: ignore[arg-type]
 
     def look(self) -> bool:
         self.looks += 1
         return self.ready
+
+    def spin(self, ns: int) -> bool:
+        """Do what a ring's core does: look for at most so long, holding the loop."""
+        assert 0 < ns <= 20_000
+        end = monotonic_ns() + ns
+        while not self.ready:
+            if monotonic_ns() >= end:
+                return False
+        return True
 
     def wait(self, **kwargs: Any) -> Coroutine[Any, Any, bool]:
         return self.poller.wait(kwargs.pop("look", self.look), 0, 0, **kwargs)
@@ -48,3 +60,50 @@ class End:
         memory_fence()
         if self.parked[0]:
             self.poller.wake()
+
+
+@pytest.fixture(autouse=True)
+def pollers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the pollers that a test makes; what they held must be gone then."""
+    made: list[Poller] = []
+    init = Poller.__init__
+
+    def noted(self: Poller, *args: Any) -> None:
+        made.append(self)
+        init(self, *args)
+
+    monkeypatch.setattr(Poller, "__init__", noted)
+    yield
+    for poller in made:
+        poller.close()
+    assert not [what for what in open_fds().values() if "timerfd" in what]
+
+
+class Told(Predictor):
+    """Plans what it is told to, and notes in ``learnt`` what it is told of the outcome."""
+
+    def __init__(self, *plans: Plan, after_miss: tuple[Plan, ...] = ()) -> None:
+        super().__init__(may_spin=True)
+        self.plans = list(plans)
+        self.more = list(after_miss)
+        self.learnt: list[tuple[Any, ...]] = []
+        self.late: list[int] = []
+
+    def plan(self, count: int, at_ns: int, now_ns: int) -> Plan:
+        assert abs(now_ns - monotonic_ns()) < 10**9
+        self.learnt.append(("plan", count, at_ns))
+        return self.plans.pop(0) if self.plans else PARK
+
+    def spun(self, hit: bool) -> None:
+        self.learnt.append(("spun", hit))
+
+    def woke(self, late_ns: int) -> None:
+        self.late.append(late_ns)
+
+    def watched(self, hit: bool, spent_ns: int) -> None:
+        assert spent_ns >= 0
+        self.learnt.append(("watched", hit))
+
+    def after_miss(self, now_ns: int) -> Plan:
+        self.learnt.append(("after miss",))
+        return self.more.pop(0) if self.more else PARK

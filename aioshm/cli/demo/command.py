@@ -103,7 +103,8 @@ def _perform(job: Job, n_lines: int, loop: str, remark: str | None, as_json: boo
 def _introduce(console: Console, job: Job, n_lines: int, facts: dict[str, Any], remark: str | None) -> None:
     console.print(
         f"aioshm {facts['aioshm']}: 1 writer, {job.readers} reader{'s' if job.readers > 1 else ''} on {facts['loop']}, "
-        f"Python {facts['python']}, {facts['usable_cpus']} usable CPU{'s' if facts['usable_cpus'] > 1 else ''}"
+        f"Python {facts['python']}, {'native' if facts['native_core'] else 'portable'} core, "
+        f"{facts['usable_cpus']} usable CPU{'s' if facts['usable_cpus'] > 1 else ''}"
     )
     console.print(f"{n_lines:,} lines x {job.repeat:,} of {printable(job.input)}", markup=False, overflow="fold")
     if remark is not None:
@@ -141,6 +142,7 @@ def _facts(job: Job, loop: str) -> dict[str, Any]:
         "aioshm": aioshm.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "native_core": aioshm.native_core,
         "usable_cpus": usable_cpus(),
         "loop": loop,
         "arrays": job.arrays,

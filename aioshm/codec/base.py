@@ -1,0 +1,104 @@
+"""What every codec is, and the error that decoding ends in."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from aioshm.errors import CodecError
+
+Encoded: TypeAlias = bytes | tuple[Sequence[bytes | memoryview], Sequence[memoryview]]
+
+
+class Codec(Protocol):
+    """One way to turn objects into bytes.
+
+    An instance belongs to one end of one queue and is used by one thread at a time. It may be entered again while it
+    is encoding: user code that runs then can encode something of its own.
+
+    These four are required. `Loads` and `Views` are optional; `loads_of` and `view_of` make up for them.
+
+    Attributes:
+        name: What a handle and ``MessageQueue(codec=...)`` call it.
+        code: The same in one byte, for the slot header: 1 to 15 are aioshm's own, 16 to 255 everybody else's.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def code(self) -> int: ...
+
+    def encode(self, obj: Any) -> Encoded:
+        """Turn an object into a main part and out-of-band buffers.
+
+        Returns:
+            Plain ``bytes`` for a main part in one piece with nothing beside it. Otherwise ``(parts, buffers)``: the
+            parts, one after the other, are the main part. Every view is one-dimensional, C-contiguous and of format
+            ``B``. Parts and buffers show the caller's own memory and keep it alive: copy them before that may change.
+
+        Raises:
+            CodecError: The object cannot be encoded; the text names its type.
+        """
+
+    def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+        """Turn what `encode` returned into an object.
+
+        The result shares no memory with the arguments, can be written to where its types allow that, and no error that
+        this raises holds on to the arguments: the memory may be reused or unmapped as soon as the call is over.
+
+        Raises:
+            CodecError: These bytes cannot be decoded.
+        """
+
+
+@runtime_checkable
+class Loads(Protocol):
+    """A codec with a short cut for messages without buffers."""
+
+    @property
+    def loads(self) -> Callable[[bytes], Any]:
+        """Decode a message that has no buffers, from bytes of its own that the result may keep.
+
+        May raise anything; the caller turns that into a `CodecError` with `cannot_decode`.
+        """
+
+
+@runtime_checkable
+class Views(Protocol):
+    """A codec that can show a message where it lies."""
+
+    def view(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
+        """Decode without copying: arrays, tensors and bytes-like parts point into the given memory.
+
+        They are read-only where their types allow that. The caller passes read-only views, and keeps their memory as
+        it is for as long as the result is in use.
+
+        Raises:
+            CodecError: These bytes cannot be decoded.
+        """
+
+
+def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
+    """Make the error that decoding ends in; ``error`` is its cause.
+
+    The frames that ``error`` came through are cleared: otherwise the views in them would live as long as the error
+    does, and the memory could not be unmapped. A caller that was given views lets go of them itself.
+
+    Args:
+        error: What `Codec.decode`'s own means, or `Loads.loads`, raised.
+        codec: The name of the codec, for the text.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            waiting += link.__cause__, link.__context__
+    what = "unpickle a message" if codec == "pickle" else f"decode a {codec} message"
+    result = CodecError(f"cannot {what}: {type(error).__name__}: {error}")
+    result.__cause__ = error
+    return result

@@ -1,0 +1,253 @@
+"""MessagePack: plain data and typed structs, with arrays, tensors and large bytes beside the stream instead of in it.
+
+Three extension types stand for what MessagePack has no word for. Each begins with a 32-bit number: which buffer of the
+message holds the memory, or `_INLINE` where it follows in the extension itself.
+
+    101  bytes    number
+    102  ndarray  number | bytes of head u16 | head | memory if inline
+    103  tensor   number | bytes of head u16 | head | memory if inline
+
+A head is itself MessagePack; see msgpack_arrays.py and msgpack_tensors.py. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pickle import PickleBuffer
+from typing import Any
+
+import msgspec
+from msgspec.msgpack import Ext
+
+from aioshm.codec.base import Encoded, cannot_decode
+from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded, lend, own_copy
+from aioshm.codec.frames import MAX_BUFFERS
+from aioshm.codec.walk import find_refused, substitute
+from aioshm.errors import CodecError
+
+_BYTES, _ARRAY, _TENSOR = 101, 102, 103
+_INDEX = struct.Struct("<I")
+_HEAD = struct.Struct("<IH")
+_INLINE = 2**32 - 1
+
+_WALKS_ON_SUSPICION = 16
+"""So many messages without large bytes after the last one with them are still searched before they are encoded."""
+
+_BUILTIN_TYPES = (bytes, bytearray, memoryview)
+
+_packers: dict[type, tuple[int, Callable[[Any], tuple[bytes, Any]]]] = {}
+_numbers: set[type] = set()
+
+
+class MsgpackCodec:
+    """Carries what msgspec does, NumPy arrays and dense torch tensors. Decoding runs no code of the sender's choice.
+
+    Bytes-like objects arrive as ``bytes``, tuples and sets as lists, unless ``type`` says otherwise. Arrays keep dtype,
+    shape and order, but not the metadata of the dtype; tensors keep ``requires_grad``, being a ``Parameter`` and their
+    device, but not Python attributes, hooks and ``.grad``. Identity is not kept: what is in a message twice arrives
+    as two. Where a typed message has buffers beside it, it cannot have ``msgspec.Raw`` in it. The extension types
+    101 to 103 are this codec's own.
+
+    Args:
+        type: What messages are decoded as; None for dicts, lists and other plain data.
+        enc_hook: Turns an object of a type that is not supported into one that is, or raises.
+        dec_hook: Called with a type of your own and plain data, where ``type`` names that type.
+    """
+
+    name = "msgpack"
+    code = 3
+
+    def __init__(
+        self,
+        type: Any = None,  # noqa: A002  # the name that msgspec gives it
+        *,
+        enc_hook: Callable[[Any], Any] | None = None,
+        dec_hook: Callable[[type[Any], Any], Any] | None = None,
+    ) -> None:
+        self._type = type
+        self._enc_hook = enc_hook
+        self._dec_hook = dec_hook
+        self._pack = msgspec.msgpack.Encoder(enc_hook=self._stand_in).encode
+        self._unpack = msgspec.msgpack.Decoder(ext_hook=self._arrive).decode
+        self.loads: Callable[[bytes | memoryview], Any] = self._unpack
+        if type is not None:
+            self.loads = msgspec.msgpack.Decoder(type, ext_hook=self._arrive, dec_hook=dec_hook).decode
+        self._leaving: list[memoryview] = []
+        self._arriving: list[memoryview | None] = []
+        self._show = False
+        self._suspicion = 0
+
+    def encode(self, obj: Any) -> Encoded:
+        """Encode an object.
+
+        Raises:
+            CodecError: A part of it cannot be encoded; the text has its type and the path to it.
+        """
+        if not self._suspicion:
+            try:
+                main = self._pack(obj)
+            except Exception as error:
+                raise self._refusal(obj, error) from error
+            if len(main) < OUT_OF_BAND_BYTES:
+                return ((main,), self._take_leaving()) if self._leaving else main
+            # Large bytes begin with one of these two; a search for them is much quicker than a walk.
+            if b"\xc5" not in main and b"\xc6" not in main:
+                return ((main,), self._take_leaving()) if self._leaving else main
+            first = self._take_leaving()
+        else:
+            main, first = b"", ()
+        try:
+            walked = substitute(obj, self._set_aside)
+            if walked is not obj:
+                self._suspicion = _WALKS_ON_SUSPICION
+            elif main:
+                return ((main,), first) if first else main
+            else:
+                self._suspicion -= 1
+            main = self._pack(walked)
+        except Exception as error:
+            raise self._refusal(obj, error) from error
+        return ((main,), self._take_leaving()) if self._leaving else main
+
+    def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+        """Decode a message.
+
+        Raises:
+            CodecError: This is damaged, or not of the type that this codec decodes.
+        """
+        try:
+            own = bytes(main)  # what msgspec returns may point into it
+            return self._decode_all(own, buffers, show=False) if buffers else self.loads(own)
+        except Exception as error:
+            del main, buffers  # the error shall not keep them alive, nor the memory that they show
+            raise cannot_decode(error, self.name) from error
+
+    def view(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
+        """Decode a message whose large parts stay where they are.
+
+        Arrays of `OUT_OF_BAND_BYTES` and more are read-only, ``bytes`` of that size arrive as a read-only
+        ``memoryview``, unless ``type`` asks for ``bytes``. A tensor cannot be read-only: it shows the memory all the
+        same, and must not be written to. Smaller ones are copies.
+
+        Raises:
+            CodecError: This is damaged, or not of the type that this codec decodes.
+        """
+        try:
+            return self._decode_all(main, buffers, show=True) if buffers else self.loads(main.toreadonly())
+        except Exception as error:
+            del main, buffers
+            raise cannot_decode(error, self.name) from error
+
+    def _decode_all(self, main: bytes | memoryview, buffers: Sequence[memoryview], *, show: bool) -> Any:
+        before = self._arriving, self._show
+        arriving: list[memoryview | None] = list(buffers)
+        self._arriving, self._show = arriving, show
+        try:
+            obj = self._unpack(main)
+            if any(buffer is not None for buffer in arriving):
+                raise ValueError("it has more buffers than it uses")
+        finally:
+            self._arriving, self._show = before
+            arriving.clear()
+        if self._type is None:
+            return obj
+        # Not at once: where a type says bytes, msgspec refuses an extension without asking anybody.
+        return msgspec.convert(obj, self._type, builtin_types=_BUILTIN_TYPES, dec_hook=self._dec_hook)
+
+    def _arrive(self, code: int, data: memoryview) -> Any:
+        """Turn an extension into what it stands for."""
+        if code == _BYTES:
+            (index,) = _INDEX.unpack(data)
+            buffer = self._take_arriving(index)
+            return buffer.toreadonly() if self._show else bytes(buffer)
+        if code != _ARRAY and code != _TENSOR:
+            return Ext(code, bytes(data))
+        index, head_bytes = _HEAD.unpack_from(data)
+        start = _HEAD.size + head_bytes
+        memory: Any
+        if index == _INLINE:
+            memory = bytearray(data[start:])
+        else:
+            memory = self._take_arriving(index)
+            memory = lend(memory) if self._show else own_copy(memory)
+        head = data[_HEAD.size : start]
+        if code == _ARRAY:
+            from aioshm.codec.msgpack_arrays import unpack_array
+
+            return unpack_array(head, memory)
+        from aioshm.codec.msgpack_tensors import unpack_tensor
+
+        return unpack_tensor(head, memory)
+
+    def _take_arriving(self, index: int) -> memoryview:
+        if index >= len(self._arriving):
+            raise ValueError(f"it asks for buffer {index} of {len(self._arriving)}")
+        buffer = self._arriving[index]
+        if buffer is None:
+            raise ValueError(f"it uses buffer {index} twice")
+        self._arriving[index] = None
+        return buffer
+
+    def _stand_in(self, obj: Any) -> Any:
+        """Turn what msgspec does not know into what it does."""
+        kind = type(obj)
+        packer = _packers.get(kind)
+        if packer is None:
+            if kind in _numbers:
+                return obj.item()
+            _learn()
+            packer = _packers.get(kind)
+            if packer is None:
+                return obj.item() if kind in _numbers else self._ask_the_user(obj)
+        code, pack = packer
+        head, memory = pack(obj)
+        if isinstance(memory, PickleBuffer) and len(self._leaving) < MAX_BUFFERS:
+            self._leaving.append(memory.raw())
+            return Ext(code, _HEAD.pack(len(self._leaving) - 1, len(head)) + head)
+        return Ext(code, b"".join((_HEAD.pack(_INLINE, len(head)), head, memory)))
+
+    def _ask_the_user(self, obj: Any) -> Any:
+        if self._enc_hook is None:
+            raise TypeError("its type is not supported")
+        before, self._leaving = self._leaving, []  # the hook may encode something with this codec
+        try:
+            return self._enc_hook(obj)
+        finally:
+            self._leaving = before
+
+    def _set_aside(self, obj: Any) -> Any:
+        """Put large bytes beside the message."""
+        if len(self._leaving) == MAX_BUFFERS:
+            return obj
+        self._leaving.append(PickleBuffer(obj).raw())
+        return Ext(_BYTES, _INDEX.pack(len(self._leaving) - 1))
+
+    def _take_leaving(self) -> tuple[memoryview, ...]:
+        taken = tuple(self._leaving)
+        self._leaving.clear()
+        return taken
+
+    def _refusal(self, obj: Any, error: Exception) -> CodecError:
+        """Say which part of an object cannot be encoded."""
+        self._leaving.clear()
+        found = None
+        with suppress(Exception):  # whatever a property or a hook raises now, the first error is the one to tell
+            found = find_refused(obj, self._pack)
+        self._leaving.clear()
+        path, part, why = found or ("$", obj, str(error))
+        return CodecError(f"cannot encode {type(part).__qualname__} at {path}: {why}")
+
+
+def _learn() -> None:
+    """Learn how arrays and tensors travel once the program has imported their libraries, never before."""
+    if is_loaded("numpy"):
+        from aioshm.codec import msgpack_arrays
+
+        _packers.update((kind, (_ARRAY, pack)) for kind, pack in msgpack_arrays.PACKERS.items())
+        _numbers.update(msgpack_arrays.NUMBERS)
+    if is_loaded("torch"):
+        from aioshm.codec import msgpack_tensors
+
+        _packers.update((kind, (_TENSOR, pack)) for kind, pack in msgpack_tensors.PACKERS.items())

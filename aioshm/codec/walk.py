@@ -1,0 +1,132 @@
+"""Walks over what MessagePack can carry: to set large parts aside, and to find what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from aioshm.codec.buffers import OUT_OF_BAND_BYTES
+
+_ATOMS = frozenset((int, float, str, bool, type(None)))
+_LABELS_SHOWN = 20  # of the path to a part that is deep down
+
+
+def substitute(obj: Any, stand_in: Callable[[Any], Any]) -> Any:
+    """Replace large bytes-like objects, wherever they are, by what ``stand_in`` makes of them.
+
+    Only what has one inside is copied; what has none is returned as it is.
+
+    Raises:
+        RecursionError: The object is too deep, or contains itself.
+    """
+    kind = type(obj)
+    if kind in _ATOMS:
+        return obj
+    if kind is bytes or kind is bytearray:
+        return stand_in(obj) if len(obj) >= OUT_OF_BAND_BYTES else obj
+    if isinstance(obj, dict):
+        changed = {}
+        for key, value in obj.items():
+            if type(value) not in _ATOMS:
+                new = substitute(value, stand_in)
+                if new is not value:
+                    changed[key] = new
+        return {**obj, **changed} if changed else obj
+    if isinstance(obj, list | tuple | set | frozenset):
+        if _ATOMS.issuperset(map(type, obj)):  # several times as quick as the loop
+            return obj
+        copied = None
+        for index, value in enumerate(obj):
+            if type(value) not in _ATOMS:
+                new = substitute(value, stand_in)
+                if new is not value:
+                    if copied is None:
+                        copied = list(obj)
+                    copied[index] = new
+        return obj if copied is None else copied
+    if kind is memoryview:
+        return stand_in(obj) if obj.nbytes >= OUT_OF_BAND_BYTES and obj.c_contiguous else obj
+    if isinstance(obj, msgspec.Struct):
+        return _with_fields(obj, obj.__struct_fields__, force_setattr, stand_in)
+    if dataclasses.is_dataclass(kind):
+        return _with_fields(obj, [field.name for field in dataclasses.fields(obj)], object.__setattr__, stand_in)
+    return obj
+
+
+def _with_fields(
+    obj: Any, names: Any, set_field: Callable[[Any, str, Any], None], stand_in: Callable[[Any], Any]
+) -> Any:
+    copied = None
+    for name in names:
+        value = getattr(obj, name, None)
+        if type(value) not in _ATOMS:
+            new = substitute(value, stand_in)
+            if new is not value:
+                if copied is None:
+                    copied = copy.copy(obj)
+                set_field(copied, name, new)
+    return obj if copied is None else copied
+
+
+def find_refused(obj: Any, encode: Callable[[Any], object]) -> tuple[str, Any, str] | None:
+    """Find the first part that cannot be encoded: its path from ``$``, the part itself, and why.
+
+    Not recursive, so that it can also explore what is too deep to encode.
+    """
+    above = {id(obj)}
+    stack: list[tuple[str, Any, Iterator[tuple[str, Any]]]] = [("$", obj, _parts(obj))]
+    has_parts = False
+    while stack:
+        _, part, inside = stack[-1]
+        for label, inner in inside:
+            if id(inner) in above:
+                return _path(stack, label), inner, "it contains itself"
+            above.add(id(inner))
+            stack.append((label, inner, _parts(inner)))
+            has_parts = False
+            break
+        else:
+            # What has parts can only be refused for one of them, or for its depth.
+            why = None if has_parts else _refusal(part, encode)
+            if why is not None:
+                return _path(stack), part, why
+            stack.pop()
+            above.discard(id(part))
+            has_parts = True
+    return None
+
+
+def _path(stack: list[tuple[str, Any, Any]], last: str = "") -> str:
+    labels = [label for label, _, _ in stack] + [last]
+    if len(labels) > _LABELS_SHOWN:
+        labels[_LABELS_SHOWN // 2 : -_LABELS_SHOWN // 2] = [" ... "]
+    return "".join(labels)
+
+
+def _refusal(part: Any, encode: Callable[[Any], object]) -> str | None:
+    try:
+        encode(part)
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield f"[key {key!r:.50}]", key
+            yield f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r:.50}]", value
+    elif isinstance(obj, list | tuple | set | frozenset):
+        for index, value in enumerate(obj):
+            yield f"[{index}]", value
+    elif isinstance(obj, msgspec.Struct):
+        for name in obj.__struct_fields__:
+            yield f".{name}", getattr(obj, name, None)
+    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        for field in dataclasses.fields(obj):
+            yield f".{field.name}", getattr(obj, field.name, None)

@@ -1,0 +1,1019 @@
+/* The hot path of a ring in C11: the same classes and functions as _portable.py, which says what each of them does.
+ *
+ * Written against the stable ABI, so that one build serves every CPython from 3.11 on. Everything runs under the GIL,
+ * except a long spin, which touches nothing but the flags.
+ *
+ * What other processes write is read once, each byte of it: memcmp may look twice at a byte that differs, and a compiler
+ * may read again what it has copied, and either could then act on two different answers.
+ */
+
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <errno.h>
+#include <limits.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#if defined(__linux__)
+#include <sys/timerfd.h>
+#endif
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the words of a slot's header are little-endian; the Python twin serves this machine"
+#endif
+
+/* layout.py */
+#define WRITER_LINE 64
+#define WRITER_PARKED 128
+#define READERS_PARKED 192
+#define SLOT_HEADER_BYTES 64
+
+#define COPY_MAX 65536        /* larger messages are decoded in place, by the caller */
+#define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
+#define LOOKS 16              /* between two readings of the clock */
+#define BATCH_LOOKS 8         /* messages of a batch between two readings of the clock */
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer buffer;
+    uint8_t *base;            /* NULL once closed */
+    PyObject *slots;
+    size_t n_reader, chunk_bytes, max_chunks, slot_bytes, flag_bytes, slots_at, flags_at;
+    uint8_t *own;             /* this end's line */
+    size_t reader;            /* a reader's flag within the flags of a slot */
+    uint8_t *unread;          /* what a writer sets the reader flags to: 1 for those that were evicted */
+    uint64_t seq;
+    size_t index;
+    size_t ahead;             /* how many free slots a writer spins for */
+    /* How messages are coded */
+    uint64_t what;
+    bool raw;
+    PyObject *code, *on_parked;
+    unsigned long long published_ns;
+    /* The gate */
+    char open;
+    long long turn, turn_ends_ns;
+    unsigned long thread;
+    PyObject *runs;
+    /* Spinning */
+    long long spin_ns;
+    unsigned long long spins, hits, spun_ns;
+    bool made;
+    int in_use;               /* calls that release the GIL, or run code of others, with the memory in their hands */
+    PyObject *nothing, *elsewhere;
+} Core;
+
+typedef struct {
+    PyObject *nothing, *elsewhere;
+} State;
+
+/* Memory */
+
+static inline void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb");  /* "yield" is a no-op on most of them */
+#endif
+}
+
+static inline uint8_t load_acquire(const uint8_t *p)
+{
+    return atomic_load_explicit((const _Atomic uint8_t *)p, memory_order_acquire);
+}
+
+static inline void store_release(uint8_t *p, uint8_t value)
+{
+    atomic_store_explicit((_Atomic uint8_t *)p, value, memory_order_release);
+}
+
+static inline uint64_t load_word(const uint8_t *p)
+{
+    return atomic_load_explicit((const _Atomic uint64_t *)p, memory_order_relaxed);
+}
+
+/* Whether all of these bytes are zero (every == 0) or one (every == 1), looking at each of them once. */
+static inline bool all_are(const uint8_t *p, size_t amount, uint8_t every)
+{
+    typedef const volatile uint64_t __attribute__((aligned(1), may_alias)) word;
+    for (; amount >= 8; amount -= 8, p += 8)
+        if (*(word *)p != every * UINT64_C(0x0101010101010101))
+            return false;
+    for (; amount > 0; amount--, p++)
+        if (atomic_load_explicit((const _Atomic uint8_t *)p, memory_order_relaxed) != every)
+            return false;
+    return true;
+}
+
+static inline void store_count(uint8_t *line, uint64_t value)
+{
+    atomic_store_explicit((_Atomic uint64_t *)line, value, memory_order_release);
+}
+
+static inline void full_fence(void)
+{
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+static inline uint64_t now_ns(void)
+{
+    struct timespec t;
+#if defined(__APPLE__)
+    clock_gettime(CLOCK_UPTIME_RAW, &t);  /* what time.monotonic() is there */
+#else
+    clock_gettime(CLOCK_MONOTONIC, &t);
+#endif
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static inline uint8_t *flags_of(const Core *self, size_t index)
+{
+    return self->base + self->flags_at + index * self->flag_bytes;
+}
+
+static inline uint8_t *slot_of(const Core *self, size_t index)
+{
+    return self->base + self->slots_at + index * self->slot_bytes;
+}
+
+static inline bool is_free(const Core *self, size_t index)
+{
+    uint8_t *flags = flags_of(self, index), written = load_acquire(flags);
+    if (!written)
+        return true;
+    bool all = written == 1 && all_are(flags + 1, self->n_reader, 1);
+    atomic_thread_fence(memory_order_acquire);  /* the chunk is filled only after every reader's flag was seen */
+    return all;
+}
+
+static inline bool is_ready(const Core *self, size_t index)
+{
+    uint8_t *flags = flags_of(self, index);
+    /* In this order: what is cleared already and written still, from the lap before, is just being published. */
+    return !load_acquire(flags + self->reader) && load_acquire(flags);
+}
+
+static inline bool may_go_on(const Core *self)
+{
+    if (self->reader)
+        return is_ready(self, self->index);
+    return is_free(self, (self->index + self->ahead - 1) % self->max_chunks);
+}
+
+static inline void advance(Core *self)
+{
+    self->seq++;
+    if (++self->index == self->max_chunks)
+        self->index = 0;
+}
+
+/* What every method begins with */
+
+static int check_usable(Core *self)
+{
+    if (self->base == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the ring was closed");
+        return -1;
+    }
+    return 0;
+}
+
+static int check_unused(Core *self)
+{
+    if (check_usable(self) < 0)
+        return -1;
+    if (self->in_use) {
+        PyErr_SetString(PyExc_RuntimeError, "the ring is in use: this was called from inside of a batch");
+        return -1;
+    }
+    return 0;
+}
+
+/* Call one of the callables, which may replace itself by bind() meanwhile; it is NULL where that was never made. */
+static PyObject *call(PyObject *callable, PyObject *arg)
+{
+    if (callable == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the ring is being taken down");
+        return NULL;
+    }
+    Py_INCREF(callable);
+    PyObject *result = arg == NULL ? PyObject_CallNoArgs(callable) : PyObject_CallFunctionObjArgs(callable, arg, NULL);
+    Py_DECREF(callable);
+    return result;
+}
+
+/* Whether the gate lets this thread pass: 1, 0, or -1 with an error. */
+static int passes(Core *self)
+{
+    if (!self->open || self->turn <= 0 || self->in_use || PyThread_get_thread_ident() != self->thread)
+        return 0;
+    int truth = 1;
+    if (self->runs != Py_None) {
+        PyObject *answer = call(self->runs, NULL);
+        if (answer == NULL)
+            return -1;
+        truth = answer == Py_True ? 1 : answer == Py_False ? 0 : PyObject_IsTrue(answer);
+        Py_DECREF(answer);
+    }
+    return truth > 0 && check_usable(self) < 0 ? -1 : truth;
+}
+
+static inline void count_turn(Core *self, Py_ssize_t messages, uint64_t now)
+{
+    self->turn = (long long)now < self->turn_ends_ns && messages < self->turn ? self->turn - messages : 0;
+}
+
+static void notify(Core *self)
+{
+    if (self->on_parked == Py_None)
+        return;
+    PyObject *on_parked = Py_XNewRef(self->on_parked), *done = call(on_parked, NULL);
+    if (done == NULL)
+        PyErr_WriteUnraisable(on_parked);
+    Py_XDECREF(done);
+    Py_XDECREF(on_parked);
+}
+
+/* Spinning */
+
+static bool spin(Core *self, long long budget_ns)
+{
+    uint64_t began = now_ns(), now = began;
+    bool hit = false;
+    self->spins++;
+    while (!hit && (long long)(now - began) < budget_ns) {
+        for (int look = 0; look < LOOKS && !(hit = may_go_on(self)); look++)
+            relax();
+        now = now_ns();
+    }
+    self->hits += hit;
+    self->spun_ns += now - began;
+    return hit;
+}
+
+/* Spin if there is a reason to, without the GIL if for long. */
+static bool spin_unless(Core *self, long long budget_ns)
+{
+    if (may_go_on(self))
+        return true;
+    if (budget_ns <= HELD_SPIN_NS)
+        return spin(self, budget_ns);
+    bool hit;
+    self->in_use++;
+    Py_BEGIN_ALLOW_THREADS
+    hit = spin(self, budget_ns);
+    Py_END_ALLOW_THREADS
+    self->in_use--;
+    return hit;
+}
+
+static PyObject *core_spin(Core *self, PyObject *arg)
+{
+    long long budget_ns = PyLong_AsLongLong(arg);
+    if ((budget_ns == -1 && PyErr_Occurred()) || check_usable(self) < 0)
+        return NULL;
+    return PyBool_FromLong(spin_unless(self, budget_ns));
+}
+
+/* Both ends */
+
+static PyObject *core_bind(Core *self, PyObject *args)
+{
+    PyObject *code, *number, *on_parked;
+    int raw;
+    if (!PyArg_ParseTuple(args, "OOpO:bind", &code, &number, &raw, &on_parked))
+        return NULL;
+    unsigned long long what = PyLong_AsUnsignedLongLong(number);
+    if (what == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
+    PyObject *old_code = self->code, *old_parked = self->on_parked;
+    self->code = Py_NewRef(code);
+    self->on_parked = Py_NewRef(on_parked);
+    self->what = what;
+    self->raw = raw;
+    Py_XDECREF(old_code);
+    Py_XDECREF(old_parked);
+    Py_RETURN_NONE;
+}
+
+static PyObject *core_belong(Core *self, PyObject *runs)
+{
+    PyObject *old = self->runs;
+    self->runs = Py_NewRef(runs);
+    self->thread = PyThread_get_thread_ident();
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+static PyObject *core_passes(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    int passed = passes(self);
+    return passed < 0 ? NULL : PyBool_FromLong(passed);
+}
+
+static PyObject *core_close(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (self->in_use) {
+        PyErr_SetString(PyExc_BufferError, "the ring is in use");
+        return NULL;
+    }
+    if (self->base != NULL) {
+        self->base = NULL;
+        self->open = 0;
+        PyBuffer_Release(&self->buffer);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *slot_at(Core *self)
+{
+    return Py_XNewRef(PyTuple_GetItem(self->slots, (Py_ssize_t)self->index));
+}
+
+/* The writer's end */
+
+static int check_ahead(Core *self, Py_ssize_t ahead)
+{
+    if (ahead >= 1 && (size_t)ahead <= self->max_chunks)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "a ring of %zu slots cannot have %zd of them free", self->max_chunks, ahead);
+    return -1;
+}
+
+static PyObject *writer_spin_for(Core *self, PyObject *arg)
+{
+    Py_ssize_t ahead = PyLong_AsSsize_t(arg);
+    if ((ahead == -1 && PyErr_Occurred()) || check_ahead(self, ahead) < 0)
+        return NULL;
+    self->ahead = (size_t)ahead;
+    Py_RETURN_NONE;
+}
+
+static PyObject *writer_free(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Py_ssize_t ahead = 1;
+    if (nargs > 1) {
+        PyErr_SetString(PyExc_TypeError, "free() takes at most one argument");
+        return NULL;
+    }
+    if (nargs == 1) {
+        ahead = PyLong_AsSsize_t(args[0]);
+        if (ahead == -1 && PyErr_Occurred())
+            return NULL;
+    }
+    if (check_usable(self) < 0 || check_ahead(self, ahead) < 0)
+        return NULL;
+    return PyBool_FromLong(is_free(self, (self->index + (size_t)ahead - 1) % self->max_chunks));
+}
+
+static PyObject *writer_claim(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (check_unused(self) < 0)
+        return NULL;
+    if (!is_free(self, self->index))
+        Py_RETURN_NONE;
+    store_release(flags_of(self, self->index), 0);
+    atomic_thread_fence(memory_order_release);  /* seen as not written before anything in it changes */
+    return slot_at(self);
+}
+
+static inline void publish(Core *self)
+{
+    uint8_t *flags = flags_of(self, self->index);
+    atomic_thread_fence(memory_order_release);  /* what is cleared already was filled before; see is_ready */
+    memcpy(flags + 1, self->unread, self->n_reader);
+    store_release(flags, 1);  /* last: readers may look the moment this is visible */
+    advance(self);
+    store_count(self->own, self->seq);
+}
+
+static inline bool readers_parked(const Core *self)
+{
+    full_fence();
+    return !all_are(self->base + READERS_PARKED, self->n_reader, 0);
+}
+
+static PyObject *writer_commit(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (check_unused(self) < 0)
+        return NULL;
+    publish(self);
+    return PyBool_FromLong(readers_parked(self));
+}
+
+/* Fill the next slot, which is free, and publish it. */
+static void put_bytes(Core *self, const char *bytes, size_t size, uint64_t now)
+{
+    uint8_t *slot = slot_of(self, self->index);
+    uint64_t words[4] = {self->what, self->seq, now, size};
+    store_release(flags_of(self, self->index), 0);
+    atomic_thread_fence(memory_order_release);
+    memcpy(slot, words, sizeof words);
+    memcpy(slot + SLOT_HEADER_BYTES, bytes, size);
+    publish(self);
+}
+
+static bool put(Core *self, PyObject *message)
+{
+    size_t size = (size_t)PyBytes_Size(message);
+    if (size > self->chunk_bytes)
+        return false;
+    if (!is_free(self, self->index)
+        && (self->spin_ns <= 0 || !spin_unless(self, self->spin_ns) || !is_free(self, self->index)))
+        return false;
+    uint64_t now = now_ns();
+    put_bytes(self, PyBytes_AsString(message), size, now);
+    self->published_ns = now;
+    count_turn(self, 1, now);
+    if (readers_parked(self))
+        notify(self);
+    return true;
+}
+
+static PyObject *writer_put(Core *self, PyObject *message)
+{
+    if (check_unused(self) < 0)
+        return NULL;
+    if (!PyBytes_CheckExact(message)) {
+        PyErr_SetString(PyExc_TypeError, "put() takes bytes");
+        return NULL;
+    }
+    return PyBool_FromLong(put(self, message));
+}
+
+static PyObject *writer_send(Core *self, PyObject *obj)
+{
+    int passed = passes(self);
+    if (passed <= 0)
+        return passed < 0 ? NULL : Py_NewRef(Py_False);
+    PyObject *message;
+    if (self->raw && PyBytes_CheckExact(obj)) {
+        message = Py_NewRef(obj);
+    } else {
+        message = call(self->code, obj);
+        if (message == NULL || !PyBytes_CheckExact(message))
+            return message;
+        if (check_unused(self) < 0) {  /* encoding runs any code */
+            Py_DECREF(message);
+            return NULL;
+        }
+    }
+    if (!put(self, message))
+        return message;
+    Py_DECREF(message);
+    Py_RETURN_NONE;
+}
+
+static PyObject *writer_put_many(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyList_CheckExact(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "put_many() takes a list and where to begin");
+        return NULL;
+    }
+    Py_ssize_t start = PyLong_AsSsize_t(args[1]), length = PyList_Size(args[0]), n;
+    if ((start == -1 && PyErr_Occurred()) || check_unused(self) < 0)
+        return NULL;
+    if (start < 0) {
+        PyErr_SetString(PyExc_ValueError, "put_many() cannot begin before the list does");
+        return NULL;
+    }
+    uint64_t now = now_ns();
+    for (n = start; n < length; n++) {
+        PyObject *message = PyList_GetItem(args[0], n);
+        if (!PyBytes_CheckExact(message) || (size_t)PyBytes_Size(message) > self->chunk_bytes)
+            break;
+        if (!is_free(self, self->index))
+            break;
+        put_bytes(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message), now);
+    }
+    if (n > start) {
+        self->published_ns = now;
+        count_turn(self, n - start, now_ns());
+        if (readers_parked(self))
+            notify(self);
+    }
+    return PyLong_FromSsize_t(n > start ? n - start : 0);
+}
+
+static PyObject *writer_evict(Core *self, PyObject *arg)
+{
+    Py_ssize_t reader = PyLong_AsSsize_t(arg);
+    if ((reader == -1 && PyErr_Occurred()) || check_usable(self) < 0)
+        return NULL;
+    if (reader < 0 || (size_t)reader >= self->n_reader) {
+        PyErr_Format(PyExc_IndexError, "there is no reader %zd", reader);
+        return NULL;
+    }
+    self->unread[reader] = 1;
+    for (size_t index = 0; index < self->max_chunks; index++)
+        store_release(flags_of(self, index) + 1 + reader, 1);
+    store_release(self->base + READERS_PARKED + reader, 0);
+    Py_RETURN_NONE;
+}
+
+/* A reader's end */
+
+static PyObject *reader_ready(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    return check_usable(self) < 0 ? NULL : PyBool_FromLong(is_ready(self, self->index));
+}
+
+static PyObject *reader_peek(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (check_unused(self) < 0)
+        return NULL;
+    if (!is_ready(self, self->index))
+        Py_RETURN_NONE;
+    return slot_at(self);
+}
+
+static inline void finish(Core *self)
+{
+    store_release(flags_of(self, self->index) + self->reader, 1);
+    advance(self);
+    store_count(self->own, self->seq);
+}
+
+static inline bool writer_parked(const Core *self)
+{
+    full_fence();
+    return load_acquire(self->base + WRITER_PARKED) != 0;
+}
+
+static PyObject *reader_release(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (check_unused(self) < 0)
+        return NULL;
+    finish(self);
+    return PyBool_FromLong(writer_parked(self));
+}
+
+static PyObject *reader_skip(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (check_unused(self) < 0)
+        return NULL;
+    advance(self);
+    store_count(self->own, self->seq);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reader_give_back(Core *self, PyObject *arg)
+{
+    Py_ssize_t index = PyLong_AsSsize_t(arg);
+    if ((index == -1 && PyErr_Occurred()) || check_unused(self) < 0)
+        return NULL;
+    if (index < 0 || (size_t)index >= self->max_chunks) {
+        PyErr_Format(PyExc_IndexError, "there is no slot %zd", index);
+        return NULL;
+    }
+    store_release(flags_of(self, (size_t)index) + self->reader, 1);
+    return PyBool_FromLong(writer_parked(self));
+}
+
+/* Copy the next message, which is there, or return NULL without an error if it is not an ordinary one. */
+static PyObject *copy_plain(Core *self)
+{
+    uint8_t *slot = slot_of(self, self->index);
+    const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
+    if (words[0] != self->what || words[1] != self->seq || words[3] > self->chunk_bytes || words[3] > COPY_MAX)
+        return NULL;
+    self->published_ns = words[2];
+    return PyBytes_FromStringAndSize((const char *)slot + SLOT_HEADER_BYTES, (Py_ssize_t)words[3]);
+}
+
+static PyObject *take(Core *self)
+{
+    PyObject *message = copy_plain(self);
+    if (message == NULL)
+        return PyErr_Occurred() ? NULL : Py_NewRef(self->elsewhere);
+    finish(self);
+    count_turn(self, 1, now_ns());
+    if (writer_parked(self))
+        notify(self);
+    if (self->raw)
+        return message;
+    PyObject *obj = call(self->code, message);
+    Py_DECREF(message);
+    return obj;
+}
+
+static PyObject *reader_take(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (check_unused(self) < 0)
+        return NULL;
+    return is_ready(self, self->index) ? take(self) : Py_NewRef(self->nothing);
+}
+
+static PyObject *reader_receive(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    int passed = passes(self);
+    if (passed < 0)
+        return NULL;
+    if (!passed || (!is_ready(self, self->index) && (self->spin_ns <= 0 || !spin_unless(self, self->spin_ns))))
+        return Py_NewRef(self->nothing);
+    return take(self);
+}
+
+static PyObject *reader_take_many(Core *self, PyObject *arg)
+{
+    Py_ssize_t most = PyLong_AsSsize_t(arg), n = 0;
+    if (most == -1 && PyErr_Occurred())
+        return NULL;
+    PyObject *batch = PyList_New(0);
+    if (batch == NULL || check_unused(self) < 0) {  /* in this order: making a list may collect garbage first */
+        Py_XDECREF(batch);
+        return NULL;
+    }
+    self->in_use++;
+    while (n < most && is_ready(self, self->index)) {
+        PyObject *obj = copy_plain(self);
+        if (obj == NULL)
+            break;
+        if (!self->raw) {
+            PyObject *message = obj;
+            obj = call(self->code, message);
+            Py_DECREF(message);
+            if (obj == NULL) {
+                if (n == 0)
+                    finish(self);  /* the next call returns the message behind it */
+                break;
+            }
+        }
+        int failed = PyList_Append(batch, obj);
+        Py_DECREF(obj);
+        if (failed < 0)
+            break;
+        finish(self);
+        n++;
+        if (n % BATCH_LOOKS == 0 && (long long)now_ns() >= self->turn_ends_ns)
+            break;
+    }
+    self->in_use--;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    count_turn(self, n, now_ns());
+    if (writer_parked(self))
+        notify(self);
+    if (type != NULL && n > 0 && PyErr_GivenExceptionMatches(type, PyExc_Exception)) {
+        Py_CLEAR(type);  /* it is the next call's, which meets the same message again */
+        Py_CLEAR(error);
+        Py_CLEAR(traceback);
+    }
+    if (type != NULL) {
+        PyErr_Restore(type, error, traceback);
+        Py_CLEAR(batch);
+    }
+    return batch;
+}
+
+/* Making and unmaking */
+
+static int number(PyObject *layout, const char *name, size_t *value)
+{
+    PyObject *attribute = PyObject_GetAttrString(layout, name);
+    if (attribute == NULL)
+        return -1;
+    *value = PyLong_AsSize_t(attribute);
+    Py_DECREF(attribute);
+    return *value == (size_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Whether so many things of one size fit between two places. */
+static bool fit(size_t begin, size_t amount, size_t each, size_t end)
+{
+    return begin <= end && (each == 0 || amount <= (end - begin) / each);
+}
+
+/* Whether every place that is ever touched lies within the memory, whatever the numbers are. */
+static bool lies_straight(const Core *self, size_t line, size_t total_bytes)
+{
+    return (size_t)self->buffer.len >= total_bytes && (uintptr_t)self->buffer.buf % 8 == 0 && line % 8 == 0
+        && self->slots_at % 8 == 0 && self->slot_bytes % 8 == 0 && self->max_chunks >= 1
+        && fit(line, 1, 64, self->slots_at) && fit(READERS_PARKED, self->n_reader, 1, self->slots_at)
+        && fit(self->slots_at, self->max_chunks, self->slot_bytes, self->flags_at)
+        && fit(self->flags_at, self->max_chunks, self->flag_bytes, total_bytes)
+        && self->flag_bytes == 1 + self->n_reader && fit(SLOT_HEADER_BYTES, self->chunk_bytes, 1, self->slot_bytes);
+}
+
+static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slots, size_t line)
+{
+    size_t total_bytes;
+    if (self->made) {
+        PyErr_SetString(PyExc_RuntimeError, "this was made already");
+        return -1;
+    }
+    self->made = true;  /* or tried to: what is asked from here on runs any code */
+    if (number(layout, "n_reader", &self->n_reader) < 0 || number(layout, "max_chunk_bytes", &self->chunk_bytes) < 0
+        || number(layout, "max_chunks", &self->max_chunks) < 0 || number(layout, "slot_bytes", &self->slot_bytes) < 0
+        || number(layout, "flag_bytes", &self->flag_bytes) < 0 || number(layout, "header_bytes", &self->slots_at) < 0
+        || number(layout, "metadata_offset", &self->flags_at) < 0
+        || number(layout, "total_bytes", &total_bytes) < 0)
+        return -1;
+    if (!PyTuple_Check(slots) || (size_t)PyTuple_Size(slots) != self->max_chunks) {
+        PyErr_SetString(PyExc_TypeError, "slots must be a tuple of all slots");
+        return -1;
+    }
+    State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
+    if (state == NULL || PyObject_GetBuffer(view, &self->buffer, PyBUF_WRITABLE) < 0)
+        return -1;
+    if (!lies_straight(self, line, total_bytes)) {
+        PyBuffer_Release(&self->buffer);
+        PyErr_SetString(PyExc_ValueError, "the memory is smaller than the layout says, or lies crooked");
+        return -1;
+    }
+    self->unread = calloc(self->n_reader + 1, 1);  /* never nothing */
+    if (self->unread == NULL) {
+        PyBuffer_Release(&self->buffer);
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->ahead = 1;
+    self->slots = Py_NewRef(slots);
+    self->nothing = Py_NewRef(state->nothing);
+    self->elsewhere = Py_NewRef(state->elsewhere);
+    self->code = Py_NewRef(Py_None);
+    self->on_parked = Py_NewRef(Py_None);
+    self->runs = Py_NewRef((PyObject *)&PyBool_Type);  /* bool() is False */
+    self->base = self->buffer.buf;
+    self->own = self->base + line;
+    return 0;
+}
+
+static int no_keywords(PyObject *kwargs)
+{
+    if (kwargs == NULL || PyDict_Size(kwargs) == 0)
+        return 0;
+    PyErr_SetString(PyExc_TypeError, "this takes no keyword arguments");
+    return -1;
+}
+
+static int writer_init(Core *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *layout, *view, *slots;
+    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "OOO:WriterCore", &layout, &view, &slots))
+        return -1;
+    return core_init(self, layout, view, slots, WRITER_LINE);
+}
+
+static int reader_init(Core *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *layout, *view, *slots;
+    Py_ssize_t reader;
+    size_t n_reader, lines;
+    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "OOOn:ReaderCore", &layout, &view, &slots, &reader))
+        return -1;
+    if (number(layout, "n_reader", &n_reader) < 0 || number(layout, "reader_lines", &lines) < 0)
+        return -1;
+    if (reader < 0 || (size_t)reader >= n_reader) {
+        PyErr_Format(PyExc_IndexError, "there is no reader %zd", reader);
+        return -1;
+    }
+    if ((size_t)reader > (SIZE_MAX - lines) / 64) {
+        PyErr_SetString(PyExc_ValueError, "the line of this reader lies nowhere");
+        return -1;
+    }
+    if (core_init(self, layout, view, slots, lines + 64 * (size_t)reader) < 0)
+        return -1;
+    self->reader = 1 + (size_t)reader;
+    if (self->reader <= self->n_reader)
+        return 0;
+    self->base = NULL;  /* the layout said something else when it was asked again */
+    PyBuffer_Release(&self->buffer);
+    PyErr_SetString(PyExc_ValueError, "the layout changed");
+    return -1;
+}
+
+static int core_traverse(Core *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->buffer.obj);
+    Py_VISIT(self->slots);
+    Py_VISIT(self->code);
+    Py_VISIT(self->on_parked);
+    Py_VISIT(self->runs);
+    return 0;
+}
+
+static int core_clear(Core *self)
+{
+    /* Not the buffer: what is cleared may still be used by others in the same cycle, and the memory must outlast it. */
+    Py_CLEAR(self->slots);
+    Py_CLEAR(self->code);
+    Py_CLEAR(self->on_parked);
+    Py_CLEAR(self->runs);
+    self->open = 0;
+    return 0;
+}
+
+static void core_dealloc(Core *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    core_clear(self);
+    Py_CLEAR(self->nothing);
+    Py_CLEAR(self->elsewhere);
+    if (self->base != NULL)
+        PyBuffer_Release(&self->buffer);
+    free(self->unread);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+#define FAST (PyCFunction)(void (*)(void))
+#define CALL (PyCFunction)
+
+#define BOTH_ENDS                                                                                                    \
+    {"bind", CALL core_bind, METH_VARARGS, "Say how messages are coded, and whom to tell that the other end sleeps."}, \
+    {"belong", CALL core_belong, METH_O, "Belong to this thread, while runs() is true; None: always."},              \
+    {"passes", CALL core_passes, METH_NOARGS, "Return whether the gate lets this thread pass."},                     \
+    {"spin", CALL core_spin, METH_O, "Spin for at most so many nanoseconds; return whether this end may go on."},    \
+    {"close", CALL core_close, METH_NOARGS, "Let go of the memory. Idempotent."}
+
+static PyMethodDef writer_methods[] = {
+    BOTH_ENDS,
+    {"free", FAST writer_free, METH_FASTCALL, "Return whether so many of the next slots can be written."},
+    {"spin_for", CALL writer_spin_for, METH_O, "Let spins wait for so many free slots."},
+    {"claim", CALL writer_claim, METH_NOARGS, "Return the next slot for writing, or None."},
+    {"commit", CALL writer_commit, METH_NOARGS, "Publish the claimed slot; return whether a reader is parked."},
+    {"put", CALL writer_put, METH_O, "Publish an encoded message; return whether there was a slot for it."},
+    {"put_many", FAST writer_put_many, METH_FASTCALL, "Publish messages of a list, from one on; return how many."},
+    {"send", CALL writer_send, METH_O, "Encode and publish: None, or False if shut, or what was encoded."},
+    {"evict", CALL writer_evict, METH_O, "Count a reader as having read everything, now and from now on."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef reader_methods[] = {
+    BOTH_ENDS,
+    {"ready", CALL reader_ready, METH_NOARGS, "Return whether a message waits."},
+    {"peek", CALL reader_peek, METH_NOARGS, "Return the slot of the next message, or None."},
+    {"release", CALL reader_release, METH_NOARGS, "Finish with the slot; return whether the writer is parked."},
+    {"skip", CALL reader_skip, METH_NOARGS, "Go on to the next message, but keep the slot."},
+    {"give_back", CALL reader_give_back, METH_O, "Finish with a kept slot; return whether the writer is parked."},
+    {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
+    {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
+    {"receive", CALL reader_receive, METH_NOARGS, "Take the next message, if the gate lets this thread pass."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"seq", T_ULONGLONG, offsetof(Core, seq), READONLY, "Sequence number of the next message."},
+    {"published_ns", T_ULONGLONG, offsetof(Core, published_ns), 0, "When the latest message was published."},
+    {"open", T_BOOL, offsetof(Core, open), 0, "Whether the gate is open."},
+    {"turn", T_LONGLONG, offsetof(Core, turn), 0, "Messages that may still pass before the loop has its turn."},
+    {"turn_ends_ns", T_LONGLONG, offsetof(Core, turn_ends_ns), 0, "When the turn ends at the latest."},
+    {"spin_ns", T_LONGLONG, offsetof(Core, spin_ns), 0, "How long send and receive spin where they cannot go on."},
+    {"spins", T_ULONGLONG, offsetof(Core, spins), READONLY, "Spins so far."},
+    {"hits", T_ULONGLONG, offsetof(Core, hits), READONLY, "Spins that ended with what was waited for."},
+    {"spun_ns", T_ULONGLONG, offsetof(Core, spun_ns), READONLY, "Time spent spinning."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot writer_slots[] = {
+    {Py_tp_doc, "The writer's end of a ring; see _portable.py."},
+    {Py_tp_init, writer_init},
+    {Py_tp_dealloc, core_dealloc},
+    {Py_tp_traverse, core_traverse},
+    {Py_tp_clear, core_clear},
+    {Py_tp_methods, writer_methods},
+    {Py_tp_members, members},
+    {0, NULL},
+};
+
+static PyType_Slot reader_slots[] = {
+    {Py_tp_doc, "A reader's end of a ring; see _portable.py."},
+    {Py_tp_init, reader_init},
+    {Py_tp_dealloc, core_dealloc},
+    {Py_tp_traverse, core_traverse},
+    {Py_tp_clear, core_clear},
+    {Py_tp_methods, reader_methods},
+    {Py_tp_members, members},
+    {0, NULL},
+};
+
+static PyType_Spec writer_spec = {
+    "aioshm.ring._native.WriterCore", sizeof(Core), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, writer_slots,
+};
+
+static PyType_Spec reader_spec = {
+    "aioshm.ring._native.ReaderCore", sizeof(Core), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, reader_slots,
+};
+
+/* Functions */
+
+static PyObject *fence(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    full_fence();
+    Py_RETURN_NONE;
+}
+
+#if defined(__linux__)
+static PyObject *new_timer(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    int fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
+    return fd < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(fd);
+}
+
+static PyObject *set_timer(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "timerfd_settime() takes a descriptor and a time");
+        return NULL;
+    }
+    long fd = PyLong_AsLong(args[0]);
+    if (fd == -1 && PyErr_Occurred())
+        return NULL;
+    if (fd < INT_MIN || fd > INT_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "no descriptor is that large");
+        return NULL;
+    }
+    long long at_ns = PyLong_AsLongLong(args[1]);
+    if (at_ns == -1 && PyErr_Occurred())
+        return NULL;
+    if (at_ns < 0)
+        at_ns = 1;  /* long ago, as what the caller means is: 0 would disarm */
+    struct itimerspec when = {.it_value = {.tv_sec = at_ns / 1000000000, .tv_nsec = at_ns % 1000000000}};
+    if (timerfd_settime((int)fd, TFD_TIMER_ABSTIME, &when, NULL) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+#endif
+
+static PyMethodDef functions[] = {
+    {"memory_fence", fence, METH_NOARGS, "Let no earlier load or store pass a later one."},
+#if defined(__linux__)
+    {"timerfd_create", new_timer, METH_NOARGS, "Return the descriptor of a new timer."},
+    {"timerfd_settime", FAST set_timer, METH_FASTCALL, "Let a timer ring at a moment of CLOCK_MONOTONIC; 0 disarms it."},
+#endif
+    {NULL, NULL, 0, NULL},
+};
+
+static int add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type == NULL)
+        return -1;
+    int failed = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return failed;
+}
+
+static int execute(PyObject *module)
+{
+    State *state = PyModule_GetState(module);
+    state->nothing = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    state->elsewhere = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    if (state->nothing == NULL || state->elsewhere == NULL
+        || PyModule_AddObjectRef(module, "NOTHING", state->nothing) < 0
+        || PyModule_AddObjectRef(module, "ELSEWHERE", state->elsewhere) < 0)
+        return -1;
+    return add_type(module, &writer_spec) < 0 || add_type(module, &reader_spec) < 0 ? -1 : 0;
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    State *state = PyModule_GetState(module);
+    Py_VISIT(state->nothing);
+    Py_VISIT(state->elsewhere);
+    return 0;
+}
+
+static int module_clear(PyObject *module)
+{
+    State *state = PyModule_GetState(module);
+    Py_CLEAR(state->nothing);
+    Py_CLEAR(state->elsewhere);
+    return 0;
+}
+
+static void module_free(void *module)
+{
+    module_clear(module);
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, execute}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "aioshm.ring._native",
+    .m_doc = "The hot path of a ring in C; see _portable.py.",
+    .m_size = sizeof(State),
+    .m_methods = functions,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,541 @@
+"""The hot path of a ring in Python: the twin of ``_native.c``, and what that is held against by the tests.
+
+Nothing here waits, and nothing is allocated that is not the message itself. Slices of the segment are cut once; what
+a message costs then is a few byte stores, two comparisons of a slice with constant bytes (whatever the number of
+readers), and one fence.
+
+**The gate.** An end belongs to one thread and one event loop, which other tasks share. `send` and `receive`, the two
+calls that a message normally costs, pass only while the gate is ``open`` and some of the ``turn`` is left, on the
+thread that called `belong`, while its ``runs()`` is true. All other methods leave that to their caller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any, Final
+
+from aioshm.ring import layout as at
+from aioshm.ring.layout import Layout
+from aioshm.ring.slot import Slot
+
+NOTHING: Final[Any] = object()
+"""There is no message, or the gate is shut."""
+
+ELSEWHERE: Final[Any] = object()
+"""There is a message, but not an ordinary one: whoever asks has to look at the slot."""
+
+COPY_MAX = 65536
+"""Larger messages are no ordinary ones: they are decoded in place."""
+
+_LOOKS = 8  # between two readings of the clock
+_LONG_SPIN_NS = 50_000  # a longer spin keeps the memory from being closed meanwhile, and its end from being used
+_WORDS = struct.Struct("<4Q")  # of a slot's header: what is in it, sequence number, time of publishing, bytes
+_pack = _WORDS.pack_into
+_unpack = _WORDS.unpack_from
+
+_lock = threading.Lock()
+
+
+def memory_fence() -> None:
+    """Let no earlier load or store pass a later one.
+
+    The twin's lock round trip holds a locked instruction, which is a full fence on x86. Elsewhere it orders as acquire
+    and release only; see `atomics.FULL_FENCE`.
+    """
+    with _lock:
+        pass
+
+
+def _always() -> bool:
+    return True
+
+
+class _Core:
+    """What both ends have.
+
+    Attributes:
+        seq: Sequence number of the next message.
+        published_ns: When the latest message was published, by ``time.monotonic_ns()``.
+        open: Whether the gate is open.
+        turn: Messages that may still pass before the event loop has to have its turn.
+        turn_ends_ns: When that is at the latest.
+        spin_ns: How long `send` and `receive` spin where they cannot go on at once.
+        spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
+    """
+
+    def __init__(self, layout: Layout, view: memoryview, slots: tuple[Slot, ...], line: int) -> None:
+        if type(slots) is not tuple or len(slots) != layout.max_chunks:
+            raise TypeError("slots must be a tuple of all slots")
+        if not slots or len(view) < layout.total_bytes:
+            raise ValueError("the memory is smaller than the layout says, or lies crooked")
+        if view.readonly:
+            raise BufferError("the memory is read-only")
+        self.seq = 0
+        self.published_ns = 0
+        self.open = False
+        self.turn = 0
+        self.turn_ends_ns = 0
+        self.spin_ns = 0
+        self.spins = self.hits = self.spun_ns = 0
+        self._thread = -1
+        self._runs: Callable[[], object] = bool
+        self._code: Callable[[Any], Any] = bytes
+        self._what = 0
+        self._raw = False
+        self._on_parked: Callable[[], object] | None = None
+        self._slots = slots
+        self._slot = slots[0]
+        # memory_fence() inline, at half of its cost. Nobody else has this lock; it is not waited for because an
+        # exception that a signal handler raises between the two calls leaves it taken, and release() alone is a fence.
+        self._fence = threading.Lock()
+        self._read_by_all = bytes([1]) * layout.flag_bytes
+        self._chunk_bytes = layout.max_chunk_bytes
+        self._copy_max = min(COPY_MAX, layout.max_chunk_bytes)
+        with view[line : line + at.LINE].cast("Q") as words:
+            self._count = words[at.COUNT : at.COUNT + 1]
+        self._in_use = 0
+
+    def bind(self, code: Callable[[Any], Any], what: int, raw: bool, on_parked: Callable[[], object] | None, /) -> None:
+        """Say how messages are coded, and whom to tell that the other end sleeps.
+
+        Args:
+            code: Writer: object to bytes, or to something else that `send` passes on. Reader: bytes to object.
+            what: The first word in the header of an ordinary message.
+            raw: Whether bytes stand for themselves.
+            on_parked: Called when a message has passed and the other end is parked; its errors are only reported.
+        """
+        if not 0 <= what < 1 << 64:
+            raise OverflowError("what must fit a word of the header")
+        self._code, self._what, self._raw, self._on_parked = code, what, raw, on_parked
+
+    def belong(self, runs: Callable[[], object] | None, /) -> None:
+        """Belong to this thread, while ``runs()`` is true; None: always."""
+        self._thread, self._runs = get_ident(), _always if runs is None else runs
+
+    def passes(self) -> bool:
+        """Return whether the gate lets this thread pass."""
+        return bool(self.open and self.turn > 0 and not self._in_use and get_ident() == self._thread and self._runs())
+
+    def spin(self, budget_ns: int, /) -> bool:
+        """Spin for at most so many nanoseconds; return whether this end may go on. A long one releases the GIL."""
+        if self._may_go_on():
+            return True
+        if budget_ns <= _LONG_SPIN_NS:
+            return self._spin(budget_ns)
+        self._in_use += 1
+        try:
+            return self._spin(budget_ns)
+        finally:
+            self._in_use -= 1
+
+    def _spin(self, budget_ns: int) -> bool:
+        began = now = monotonic_ns()
+        self.spins += 1
+        may_go_on = self._may_go_on
+        while now - began < budget_ns:
+            for _ in range(_LOOKS):
+                if may_go_on():
+                    self.hits += 1
+                    self.spun_ns += monotonic_ns() - began
+                    return True
+            now = monotonic_ns()
+        self.spun_ns += now - began
+        return False
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent.
+
+        Raises:
+            BufferError: Called from inside of a batch, or of a spin in another thread.
+        """
+        if self._in_use:
+            raise BufferError("the ring is in use")
+        self.open = False
+        self._slot, self._slots = _CLOSED, (_CLOSED,) * len(self._slots)
+        self._count.release()
+
+    def _may_go_on(self) -> bool:
+        raise NotImplementedError
+
+    def _check_unused(self) -> None:
+        if self._slot is _CLOSED:
+            raise ValueError("the ring was closed")
+        if self._in_use:
+            raise RuntimeError("the ring is in use: this was called from inside of a batch")
+
+    def _count_turn(self, messages: int, now_ns: int) -> None:
+        self.turn = self.turn - messages if now_ns < self.turn_ends_ns and messages < self.turn else 0
+
+    def _notify(self) -> None:
+        if self._on_parked is None:
+            return
+        try:
+            self._on_parked()
+        except BaseException as error:  # whatever it is, the message has passed
+            _Unraisable(error)
+
+
+class _Unraisable:
+    """Lets Python report an error that cannot be raised, in the way in which it reports those of ``__del__``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __del__(self) -> None:
+        raise self._error
+
+
+class _ClosedSlot:
+    """What stands for every slot once the memory was let go of: using it raises ValueError."""
+
+    index = 0
+    flags = reader_flags = header = chunk = memoryview(b"")
+    flags.release()
+
+
+_CLOSED: Any = _ClosedSlot
+
+
+class WriterCore(_Core):
+    """The writer's end: `claim` a slot, fill its header and chunk, `commit` it; or all of that in one call."""
+
+    def __init__(self, layout: Layout, view: memoryview, slots: tuple[Slot, ...], /) -> None:
+        super().__init__(layout, view, slots, at.WRITER_LINE)
+        self._parked = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
+        self._nobody = bytes(layout.n_reader)
+        self._unread = bytearray(layout.n_reader)
+        self._ahead = 1
+
+    def spin_for(self, ahead: int, /) -> None:
+        """Let spins wait for so many free slots."""
+        self._check_ahead(ahead)
+        self._ahead = ahead
+
+    def free(self, ahead: int = 1, /) -> bool:
+        """Return whether so many of the next slots can be written."""
+        if self._slot is _CLOSED:
+            self._check_unused()
+        self._check_ahead(ahead)
+        flags = self._slots[(self._slot.index + ahead - 1) % len(self._slots)].flags
+        return flags == self._read_by_all or not flags[0]
+
+    def claim(self) -> Slot | None:
+        """Return the next slot for writing, or None while some reader still has it.
+
+        A slot that was claimed and is never committed stays invisible and can be claimed again.
+        """
+        if self._in_use or self._slot is _CLOSED:
+            self._check_unused()
+        slot = self._slot
+        flags = slot.flags
+        if flags != self._read_by_all and flags[0]:
+            return None
+        flags[0] = 0
+        return slot
+
+    def commit(self) -> bool:
+        """Publish the claimed slot; return whether a reader is parked and has to be woken."""
+        if self._in_use or self._slot is _CLOSED:
+            self._check_unused()
+        self._publish()
+        fence = self._fence
+        fence.acquire(False)
+        fence.release()
+        return self._parked != self._nobody
+
+    def put(self, message: bytes, /) -> bool:
+        """Publish an encoded message that fits a chunk; return False if it does not, or while no slot is free."""
+        if type(message) is not bytes:
+            raise TypeError("put() takes bytes")
+        size = len(message)
+        if size > self._chunk_bytes:
+            return False
+        slot = self.claim()
+        if slot is None and (self.spin_ns <= 0 or not self.spin(self.spin_ns) or (slot := self.claim()) is None):
+            return False
+        slot.chunk[:size] = message
+        self.published_ns = now = monotonic_ns()
+        _pack(slot.header, 0, self._what, self.seq, now, size)
+        self.turn = self.turn - 1 if now < self.turn_ends_ns and self.turn > 1 else 0
+        if self.commit():
+            self._notify()
+        return True
+
+    def put_many(self, messages: list[Any], start: int, /) -> int:
+        """Publish messages of a list, from one on, with one fence; return how many.
+
+        It ends at the first one that is not bytes or does not fit a chunk, or where no slot is free.
+        """
+        if type(messages) is not list:
+            raise TypeError("put_many() takes a list and where to begin")
+        self._check_unused()
+        if start < 0:
+            raise ValueError("put_many() cannot begin before the list does")
+        now = monotonic_ns()
+        number = start
+        while number < len(messages):
+            message = messages[number]
+            if type(message) is not bytes or len(message) > self._chunk_bytes or (slot := self.claim()) is None:
+                break
+            slot.chunk[: len(message)] = message
+            _pack(slot.header, 0, self._what, self.seq, now, len(message))
+            self._publish()
+            number += 1
+        if number == start:
+            return 0
+        self.published_ns = now
+        self._count_turn(number - start, monotonic_ns())
+        memory_fence()
+        if self._parked != self._nobody:
+            self._notify()
+        return number - start
+
+    def send(self, obj: Any, /) -> Any:
+        """Encode and publish an object, if the gate lets this thread pass.
+
+        Returns:
+            None: It was sent.
+            False: The gate is shut; nothing was done.
+            Anything else: What encoding it returned; there is no slot, or it is no ordinary message.
+        """
+        if not (self.open and self.turn > 0 and not self._in_use and get_ident() == self._thread and self._runs()):
+            return False
+        message = obj if self._raw and type(obj) is bytes else self._code(obj)
+        if type(message) is not bytes or not self.put(message):
+            return message
+        return None
+
+    def evict(self, reader: int, /) -> None:
+        """Count a reader that is gone as having read everything, now and from now on."""
+        if self._slot is _CLOSED:
+            self._check_unused()
+        if not 0 <= reader < len(self._unread):
+            raise IndexError(f"there is no reader {reader}")
+        self._unread[reader] = 1
+        for slot in self._slots:
+            slot.reader_flags[reader] = 1
+        self._parked[reader] = 0
+
+    def close(self) -> None:
+        super().close()
+        self._parked.release()
+
+    def _publish(self) -> None:
+        slot = self._slot
+        slot.reader_flags[:] = self._unread
+        slot.flags[0] = 1  # last: readers may look the moment this is visible
+        self.seq = self._count[0] = self.seq + 1
+        self._slot = slot.next
+
+    def _check_ahead(self, ahead: int) -> None:
+        if not 1 <= ahead <= len(self._slots):
+            raise ValueError(f"a ring of {len(self._slots)} slots cannot have {ahead} of them free")
+
+    def _may_go_on(self) -> bool:
+        return self.free(self._ahead)
+
+
+class ReaderCore(_Core):
+    """A reader's end: `peek` at the next message, `release` it when done with its slot; or both in one call."""
+
+    def __init__(self, layout: Layout, view: memoryview, slots: tuple[Slot, ...], reader: int, /) -> None:
+        if not 0 <= reader < layout.n_reader:
+            raise IndexError(f"there is no reader {reader}")
+        super().__init__(layout, view, slots, layout.reader_line(reader))
+        self._flag = 1 + reader
+        self._parked = view[at.WRITER_PARKED : at.WRITER_PARKED + 1]
+
+    def ready(self) -> bool:
+        """Return whether a message waits."""
+        return self._may_go_on()
+
+    def peek(self) -> Slot | None:
+        """Return the slot of the next message, or None."""
+        self._check_unused()
+        slot = self._slot
+        flags = slot.flags
+        if not flags[self._flag] and flags[0]:
+            return slot
+        return None
+
+    def release(self) -> bool:
+        """Finish with the slot; return whether the writer is parked and has to be woken."""
+        self._check_unused()
+        self._finish()
+        fence = self._fence
+        fence.acquire(False)
+        fence.release()
+        return self._parked[0] != 0
+
+    def skip(self) -> None:
+        """Go on to the next message, but keep the slot, until `give_back`."""
+        self._check_unused()
+        self.seq = self._count[0] = self.seq + 1
+        self._slot = self._slot.next
+
+    def give_back(self, index: int, /) -> bool:
+        """Finish with a kept slot; return whether the writer is parked and has to be woken.
+
+        Slots have to be given back in order, before any later one is released.
+        """
+        self._check_unused()
+        if not 0 <= index < len(self._slots):
+            raise IndexError(f"there is no slot {index}")
+        memory_fence()  # only after the chunk was read
+        self._slots[index].flags[self._flag] = 1
+        memory_fence()
+        return self._parked[0] != 0
+
+    def take(self) -> Any:
+        """Return the next message, `NOTHING`, or `ELSEWHERE`.
+
+        The message is finished with before it is decoded, so whatever decoding does or raises, the next call returns
+        the one behind it.
+        """
+        slot = self.peek()
+        if slot is None:
+            return NOTHING
+        message = self._copy_plain(slot)
+        if message is None:
+            return ELSEWHERE
+        self.turn = self.turn - 1 if monotonic_ns() < self.turn_ends_ns and self.turn > 1 else 0
+        if self.release():
+            self._notify()
+        return message if self._raw else self._code(message)
+
+    def receive(self) -> Any:
+        """Take the next message, if the gate lets this thread pass; else `NOTHING`."""
+        if not (self.open and self.turn > 0 and not self._in_use and get_ident() == self._thread and self._runs()):
+            return NOTHING
+        flags = self._slot.flags
+        if (flags[self._flag] or not flags[0]) and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
+            return NOTHING
+        return self.take()
+
+    def take_many(self, most: int, /) -> list[Any]:
+        """Return the next messages with one fence: at most so many, at most for the rest of the turn.
+
+        It ends before the first one that is not an ordinary one, and before one that cannot be decoded; if that is
+        the first, its error is raised and the next call returns the one behind it.
+        """
+        self._check_unused()
+        batch: list[Any] = []
+        failure: BaseException | None = None
+        self._in_use += 1
+        try:
+            while len(batch) < most and self.ready():
+                message: Any = self._copy_plain(self._slot)
+                if message is None:
+                    break
+                try:
+                    batch.append(message if self._raw else self._code(message))
+                except BaseException as error:
+                    if batch and isinstance(error, Exception):
+                        break  # it is the next call's, which meets the same message again
+                    failure = error
+                    if not batch:
+                        self._finish()
+                    break
+                self._finish()
+                if len(batch) % _LOOKS == 0 and monotonic_ns() >= self.turn_ends_ns:
+                    break
+        finally:
+            self._in_use -= 1
+        self._count_turn(len(batch), monotonic_ns())
+        memory_fence()
+        if self._parked[0]:
+            self._notify()
+        if failure is not None:
+            raise failure
+        return batch
+
+    def close(self) -> None:
+        super().close()
+        self._parked.release()
+
+    def _finish(self) -> None:
+        slot = self._slot
+        slot.flags[self._flag] = 1
+        self.seq = self._count[0] = self.seq + 1
+        self._slot = slot.next
+
+    def _copy_plain(self, slot: Slot) -> bytes | None:
+        what, seq, at_ns, size = _unpack(slot.header)
+        if what != self._what or seq != self.seq or size > self._copy_max:
+            return None
+        self.published_ns = at_ns
+        return bytes(slot.chunk[:size])
+
+    def _may_go_on(self) -> bool:
+        # In this order: what is cleared already and written still, from the lap before, is just being published.
+        flags = self._slot.flags
+        return not flags[self._flag] and flags[0] != 0
+
+
+class OrderedWriterCore(WriterCore):
+    """The writer's end where the processor reorders stores: the same steps with fences between them."""
+
+    def claim(self) -> Slot | None:
+        slot = super().claim()
+        memory_fence()  # the chunk is filled only after every reader's flag was seen
+        return slot
+
+    def _publish(self) -> None:
+        slot = self._slot
+        memory_fence()
+        slot.reader_flags[:] = self._unread
+        memory_fence()  # the written flag becomes visible after what it announces, the cleared flags included
+        slot.flags[0] = 1
+        self.seq = self._count[0] = self.seq + 1
+        self._slot = slot.next
+
+
+class OrderedReaderCore(ReaderCore):
+    """A reader's end where the processor reorders loads: the same steps with fences between them."""
+
+    def peek(self) -> Slot | None:
+        slot = super().peek()
+        memory_fence()  # the chunk is read only after the written flag was seen
+        return slot
+
+    def _copy_plain(self, slot: Slot) -> bytes | None:
+        memory_fence()
+        return super()._copy_plain(slot)
+
+    def _finish(self) -> None:
+        memory_fence()  # the slot is given back only after the chunk was read
+        super()._finish()
+
+
+# Timers. Python has them from 3.13 on.
+
+if sys.platform == "linux":
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _CLOCK_MONOTONIC = 1
+    _TFD_TIMER_ABSTIME = 1
+
+    class _ItimerSpec(ctypes.Structure):
+        _fields_ = (("interval", ctypes.c_long * 2), ("value", ctypes.c_long * 2))
+
+    def timerfd_create() -> int:
+        """Return the descriptor of a new timer on CLOCK_MONOTONIC, nonblocking and closed on exec."""
+        fd = int(_libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        if fd < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return fd
+
+    def timerfd_settime(fd: int, at_ns: int, /) -> None:
+        """Let a timer ring at a moment of CLOCK_MONOTONIC, in nanoseconds; 0 disarms it."""
+        if not -1 << 31 <= fd < 1 << 31:
+            raise OverflowError("no descriptor is that large")
+        seconds, nanoseconds = divmod(1 if at_ns < 0 else at_ns, 1_000_000_000)
+        when = _ItimerSpec((0, 0), (seconds, nanoseconds))
+        if _libc.timerfd_settime(fd, _TFD_TIMER_ABSTIME, ctypes.byref(when), None) < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

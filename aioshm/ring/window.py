@@ -1,0 +1,264 @@
+"""Windows: second mappings of slots, which leave a copy behind for whoever still looks through them.
+
+A reader may look at a message where it lies, in its slot, until it gives the slot back; then the writer overwrites it.
+Python cannot take an array away from whoever kept it, so what it points to is exchanged instead: a leased message is
+seen through a mapping of its own, and if somebody still holds a view when the lease ends, private memory with the same
+bytes is put under that view, at the same addresses. The array that was kept is a copy from then on.
+
+How it is known that somebody holds a view: every buffer over an ``mmap`` object, however it came about (a slice of a
+memoryview, a NumPy array over a cast of that), hangs on one managed buffer, which holds one reference to the object
+until the last of them is gone; and what keeps the object itself (a memoryview's ``obj``) holds a reference too. Nobody
+else knows the object, so it is held exactly if it has more references than the one in our dictionary. This counts
+references where ``mmap.close()`` would count exports, which destroys what it asks about and overlooks holders that keep
+a memoryview without keeping it exported (``torch.frombuffer``). For the same reason a lease's end has to *drop* its own
+view, and must not ``release()`` it: that takes away the reference which a tensor over it stands on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import warnings
+from sys import getrefcount
+from typing import Final
+
+from aioshm.errors import HandleError, SharedMemoryError
+from aioshm.ring.layout import SLOT_HEADER_BYTES, Layout, round_up
+
+MAX_WINDOWS = 1024
+"""Windows kept for reuse; each is one of the mappings of which a process may have 65530 (vm.max_map_count)."""
+
+_PAGE: Final = mmap.PAGESIZE
+_IN_PAGE: Final = mmap.PAGESIZE - 1
+
+_MAP_FIXED = 0x10  # the same on Linux and macOS
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,  # off_t
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+if sys.platform == "linux":
+    _libc.mremap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+
+
+class Windows:
+    """The windows of one reader; for one thread at a time.
+
+    A window shows whole pages, and so other slots too; only views of the slot's own bytes are handed out. They are
+    read-only, and so is the memory: what writes to it all the same, as tensors can, gets a SIGSEGV instead of changing
+    what the other readers see.
+
+    Args:
+        fd: The segment's descriptor; this keeps one of its own.
+        layout: The segment's.
+
+    Raises:
+        HandleError: The segment is smaller than its layout.
+        SharedMemoryError: ``fd`` is no open descriptor, or there is none left.
+    """
+
+    def __init__(self, fd: int, layout: Layout) -> None:
+        self._fd = -1
+        self._windows: dict[int, mmap.mmap] = {}
+        self._count = layout.max_chunks
+        self._room = layout.max_chunk_bytes
+        self._first = layout.slot(0) + SLOT_HEADER_BYTES
+        self._stride = layout.slot_bytes
+        try:
+            size = os.fstat(fd).st_size
+            if size < layout.total_bytes:  # looked at beyond its end, it would be a SIGBUS
+                raise HandleError(f"the segment has {size} bytes, its layout needs {layout.total_bytes}")
+            self._fd = os.dup(fd)
+        except OSError as error:
+            raise SharedMemoryError(error.errno, f"no windows into descriptor {fd}: {error.strerror}") from None
+
+    def view(self, index: int, nbytes: int) -> memoryview:
+        """Return a read-only view of the beginning of a slot's chunk, through that slot's window.
+
+        Raises:
+            SharedMemoryError: The process has too many mappings, or this was closed. A copy can still be made.
+        """
+        if not 0 <= nbytes <= self._room:
+            raise ValueError(f"a view must have 0 to {self._room} bytes, not {nbytes}")
+        window = self._windows.get(index)
+        if window is None:
+            window = self._open(index)
+        start = (self._first + index * self._stride) & _IN_PAGE
+        # From the mapping anew each time: a view that was kept would be one reference for all leases together.
+        return memoryview(window)[start : start + nbytes]
+
+    def held(self, index: int) -> bool:
+        """Return whether somebody holds a view of a slot."""
+        try:
+            return getrefcount(self._windows[index]) > _UNHELD
+        except KeyError:
+            return False
+
+    def settle(self, index: int, nbytes: int) -> bool:
+        """Make a copy of what is still held of a slot; called before the slot is released.
+
+        The caller's own views have to be dropped by then, and dropped only (see this module's beginning).
+
+        Args:
+            index: The slot.
+            nbytes: How much of its chunk was shown. What lies behind reads as zeros in views that are still held.
+
+        Returns:
+            Whether something was held: its holders have private memory now, which goes when the last of them does.
+
+        Raises:
+            SharedMemoryError: There is no memory for the copy. Nothing has changed then: the views show the message
+                for as long as the slot is not released, so it must not be; settle again once views were dropped.
+        """
+        if not self.held(index):
+            return False
+        if not 0 <= nbytes <= self._room:
+            raise ValueError(f"a view has 0 to {self._room} bytes, not {nbytes}")
+        # Not the window itself: the traceback of an error would hold it.
+        address, length = _address(self._windows[index]), len(self._windows[index])
+        _replace(address, length, (self._first + index * self._stride) & _IN_PAGE, nbytes)
+        del self._windows[index]  # its holders unmap it
+        return True
+
+    def close(self) -> None:
+        """Unmap what nobody holds, and make a copy of every chunk that is held. Idempotent.
+
+        Raises:
+            SharedMemoryError: There is no memory for a copy; this can be called again.
+        """
+        for index in list(self._windows):
+            self.settle(index, self._room)
+        self._windows.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            try:
+                warnings.warn(f"windows into descriptor {self._fd} were not closed", ResourceWarning, 2, self)
+            finally:  # the warning may be an error
+                self.close()
+
+    def _open(self, index: int) -> mmap.mmap:
+        if not 0 <= index < self._count:
+            raise ValueError(f"a slot's index must be below {self._count}, not {index}")
+        if self._fd < 0:
+            raise SharedMemoryError("the windows were closed")
+        if len(self._windows) >= MAX_WINDOWS:
+            self._drop_one()
+        offset = self._first + index * self._stride
+        begin = offset // _PAGE * _PAGE
+        length = round_up(offset + self._room, _PAGE) - begin
+        try:
+            # Anonymous at first: over a descriptor, the object would keep a duplicate of that for each window.
+            window = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+            _map(_address(window), length, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, self._fd, begin)
+        except OSError as error:
+            raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
+        self._windows[index] = window
+        return window
+
+    def _drop_one(self) -> None:
+        """Unmap the oldest window that is not held."""
+        for index in self._windows:
+            if getrefcount(self._windows[index]) <= _UNHELD:
+                del self._windows[index]
+                return
+
+
+def _count_unheld() -> int:
+    """Return what `getrefcount` says of a window that only its dictionary holds, asked as above."""
+    windows = {0: mmap.mmap(-1, 1)}
+    return getrefcount(windows[0])
+
+
+_UNHELD: Final = _count_unheld()
+
+
+class _Buffer(ctypes.Structure):
+    """Python's ``Py_buffer``, laid out as its stable ABI says (since 3.11)."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def _address(window: mmap.mmap) -> int:
+    buffer = _Buffer()  # ctypes' own from_buffer() takes writable memory only
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(window), ctypes.byref(buffer), 0)
+    address = int(buffer.buf)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address
+
+
+def _map(address: int | None, length: int, prot: int, flags: int, fd: int, offset: int) -> int:
+    mapped = _libc.mmap(address, length, prot, flags, fd, offset)
+    if mapped == _MAP_FAILED:
+        raise _last_error()
+    return int(mapped)
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def _replace(address: int, length: int, start: int, nbytes: int) -> None:
+    """Put private memory in a window's place: these bytes of it, zeros elsewhere."""
+    try:
+        _exchange(address, length, start, nbytes)
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno,
+            f"no copy of {nbytes} bytes that are still in use could be made: {error.strerror}; drop what was leased",
+        ) from None
+
+
+# Not reserved: of a large chunk, only what the message fills will ever be touched.
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+def _move_over(address: int, length: int, start: int, nbytes: int) -> None:
+    """Fill private memory elsewhere, then move it to the window: whoever looks meanwhile sees either, or waits."""
+    copy = _map(None, length, _READ_WRITE, _PRIVATE, -1, 0)
+    ctypes.memmove(copy + start, address + start, nbytes)
+    if _libc.mremap(copy, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) == _MAP_FAILED:
+        error = _last_error()
+        _libc.munmap(copy, length)
+        raise error
+
+
+def _map_over(address: int, length: int, start: int, nbytes: int) -> None:
+    """Map private memory onto the window, then fill it: another thread that looks meanwhile may see zeros."""
+    copy = ctypes.string_at(address + start, nbytes)
+    _map(address, length, _READ_WRITE, _PRIVATE | _MAP_FIXED, -1, 0)
+    ctypes.memmove(address + start, copy, nbytes)
+
+
+_exchange = _move_over if sys.platform == "linux" else _map_over

@@ -1,0 +1,105 @@
+"""A timer that an event loop can be woken by, to the microsecond as far as the kernel can.
+
+The timers of asyncio and uvloop are of milliseconds; a timerfd (timerfd_create(2)) is as exact as the kernel's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from time import monotonic_ns
+
+from aioshm.ring.atomics import HAVE_TIMERFD, timerfd_create, timerfd_settime
+
+_EXPIRATIONS_BYTES = 8
+
+
+class Alarm:
+    """Calls back once, at a given time. Only a hint: late by tens of microseconds at least, never early.
+
+    Takes no descriptor before it is first armed; where there is none to have, the loop's own timer does.
+
+    Args:
+        loop: Calls back from this loop.
+        callback: What is called.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+        self._loop = loop
+        self._callback = callback
+        self._fd = -1
+        self._timer: asyncio.TimerHandle | None = None
+        self._exact = HAVE_TIMERFD
+        self._closed = False
+        self._at_ns = 0
+
+    def arm(self, at_ns: int) -> None:
+        """Call back at a time, by CLOCK_MONOTONIC in nanoseconds; what was armed before is forgotten."""
+        if self._closed:
+            return
+        if self._fd < 0 and self._exact:
+            self._open()
+        self._at_ns = max(1, at_ns)  # zero would disarm it
+        if self._fd >= 0:
+            timerfd_settime(self._fd, self._at_ns)
+        else:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._start_timer()
+
+    def disarm(self) -> None:
+        """Do not call back any more, until armed again."""
+        if not self._at_ns:
+            return
+        self._at_ns = 0
+        if self._fd >= 0:
+            timerfd_settime(self._fd, 0)
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def close(self) -> None:
+        """Disarm it for good and give the descriptor back. Idempotent; needs no running loop."""
+        self._closed = True
+        self._at_ns = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._fd >= 0:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> None:
+        try:
+            self._fd = timerfd_create()
+        except OSError:  # no descriptor left, or a sandbox that has no timerfd
+            self._exact = False
+        else:
+            self._loop.add_reader(self._fd, self._readable)
+
+    def _start_timer(self) -> None:
+        # Up to two milliseconds late: these loops round to one, and count from when their turn began.
+        delay = max(0, self._at_ns - monotonic_ns()) / 1e9 + 0.001
+        self._timer = self._loop.call_later(delay, self._timer_rung)
+
+    def _timer_rung(self) -> None:
+        if monotonic_ns() < self._at_ns:
+            self._start_timer()
+        else:
+            self._timer = None
+            self._rung()
+
+    def _readable(self) -> None:
+        try:
+            os.read(self._fd, _EXPIRATIONS_BYTES)
+        except BlockingIOError:
+            return  # armed anew since the loop was told
+        self._rung()
+
+    def _rung(self) -> None:
+        if self._at_ns:
+            self._at_ns = 0
+            self._callback()

@@ -1,0 +1,223 @@
+"""What an end has learned of the rhythm in which its messages come. Arithmetic only.
+
+A rhythm is a gap, or a repeating pattern of a few, that the next beat is expected after; a beat is a message, or a
+burst of them. From it follow a window in which the next beat is likely, and an account of what spinning through
+windows has cost.
+"""
+
+from __future__ import annotations
+
+from math import hypot
+from typing import NamedTuple
+
+MAX_PERIOD_NS = 2_000_000_000
+"""A longer gap is a silence, not a period."""
+
+MAX_LEAD_SPIN_NS = 2_000_000
+"""No window begins earlier than this before the likeliest arrival: what it saves is one wake-up."""
+
+MISSES = 2
+"""After so many windows in vain in one wait, it parks."""
+
+_LAGS = (1, 2, 3, 4)
+_TRUST = 0.35  # a share of surprises below which a rhythm is believed
+_SURPRISED = 0.25  # weight of the newest beat in that share
+_SETTLED, _SETTLED_SURPRISES = 64, 0.05  # beats as expected after which no other pattern is looked for
+_FAR = 5.0  # mean deviations from the expectation that make a surprise
+_UNSURE_NS = 1_000_000.0  # mean deviation of what has been seen once, at most
+_FAR_NS = 20_000  # and at least this far: every process is late now and then
+# A microsecond earlier costs a microsecond of spinning for every message; one later only for those that are late.
+_EARLY, _LATE = 2.0, 3.5  # mean deviations before and after the likeliest arrival that make the window
+_LATE_NS = 20_000  # and at least this long after it
+_CORE = 0.42  # of its width: a window shrunk further would miss half of the messages
+_ACCOUNT = 4.0  # periods whose share of spinning can be saved up
+_MAX_LATE_NS = 1_000_000.0  # of one timer; more is a busy loop
+
+
+class Plan(NamedTuple):
+    """What one wait does, in this order; zero means that it does not.
+
+    Attributes:
+        spin_ns: How long it spins at once.
+        wake_at_ns: Until when it sleeps, unless it is woken, before it spins through the window.
+        until_ns: When the window ends.
+        nap_ns: How long its first nap lasts.
+    """
+
+    spin_ns: int = 0
+    wake_at_ns: int = 0
+    until_ns: int = 0
+    nap_ns: int = 0
+
+
+PARK = Plan()
+
+
+class Lag:
+    """Expects each gap to be like the one that many beats ago: a repeating pattern of that length."""
+
+    __slots__ = ("_deviations", "_error", "_gaps", "_index", "_odd", "_product", "_seen", "_square", "surprises")
+
+    def __init__(self, length: int) -> None:
+        self._gaps = [0.0] * length
+        self._deviations = [0.0] * length  # mean absolute errors, without surprises
+        self._odd = [False] * length
+        self._index = 0
+        self._seen = 0
+        self._error = self._product = self._square = 0.0
+        self.surprises = 1.0  # recent share of them
+
+    @property
+    def deviation(self) -> float:
+        return self._deviations[self._index]
+
+    def cost(self, gap: float) -> float:
+        """Return about how far off it is on average; a surprise is off by about the mean gap."""
+        return sum(self._deviations) / len(self._gaps) + self.surprises * gap
+
+    @property
+    def settled(self) -> bool:
+        return self._seen >= _SETTLED and self.surprises < _SETTLED_SURPRISES
+
+    def see(self, gap: float) -> None:
+        """Learn the newest gap."""
+        index, length = self._index, len(self._gaps)
+        self._index = index + 1 if index + 1 < length else 0
+        expected, deviation = self._gaps[index], self._deviations[index]
+        if not expected:
+            self._gaps[index], self._deviations[index] = gap, min(gap / 8, _UNSURE_NS)
+            return
+        error = gap - expected
+        off = abs(error - self._carry() if length == 1 else error)
+        if off > _FAR * deviation + _FAR_NS:
+            self.surprises += _SURPRISED * (1 - self.surprises)
+            self._error = 0.0
+            if self._odd[index]:  # twice is a change, once may be a hiccup
+                self._gaps[index] = gap
+                self._deviations[index] = max(deviation, off / 16)
+                self._seen = min(self._seen, 2 * length)
+            self._odd[index] = not self._odd[index]
+            return
+        self._odd[index] = False
+        self.surprises -= _SURPRISED * self.surprises
+        if length == 1:
+            self._product += (error * self._error - self._product) / 32
+            self._square += (error * error - self._square) / 32
+            self._error = error
+        self._seen += 1
+        newest = length / (self._seen + length)
+        self._gaps[index] = expected + error * max(0.125, newest)
+        self._deviations[index] = deviation + (off - deviation) * max(0.0625, newest)
+
+    def expected(self, ahead: int = 0) -> float:
+        """Return the next gap, or one further ahead."""
+        gap = self._gaps[(self._index + ahead) % len(self._gaps)]
+        return gap if ahead else gap + self._carry()
+
+    def _carry(self) -> float:
+        # A sender that keeps to a schedule is early after it was late, a drifting one is late again.
+        if not self._square:
+            return 0.0
+        return min(0.6, max(-0.6, self._product / self._square)) * self._error
+
+
+class Rhythm:
+    """The beats of a stream, each a message or a burst of them, and the account of what spinning for them costs."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._lags = [Lag(length) for length in _LAGS]
+        self._best: Lag | None = None
+        self._gap = 0.0  # running mean
+        self._beat_ns = 0  # when the latest one began
+        self._saved = 0.0
+        self._counted_ns = 0
+        self._misses = 0
+        self._late, self._late_deviation = 100_000.0, 30_000.0
+        self.size = 0  # messages in the beat before this one
+        self.begun = 0  # messages that came before this one
+
+    @property
+    def steady(self) -> bool:
+        return self._best is not None
+
+    def beat(self, passed: int, count: int, since_ns: int, at_ns: int) -> None:
+        """Learn that a beat has begun.
+
+        Args:
+            passed: Messages since the last one this knew of.
+            count: Messages in all.
+            since_ns: When that one was published.
+            at_ns: When the newest one was.
+        """
+        gap = float(at_ns - self._beat_ns)
+        best = self._best
+        if passed > 1 and best is not None:
+            # This end was away, and several beats have passed; or they came as one burst.
+            each = (at_ns - since_ns) / passed
+            if abs(each - best.expected()) < _FAR * best.deviation + _FAR_NS:
+                gap, passed = each, 1
+                self.begun = count - 2
+        self.size = max(1, count - passed - self.begun)
+        self.begun = count - passed
+        began, self._beat_ns = self._beat_ns, at_ns
+        self._misses = 0
+        if not began:
+            return
+        if gap > MAX_PERIOD_NS:
+            for lag in self._lags:
+                lag.surprises = max(lag.surprises, 0.5)
+            self._best = None
+            return
+        self._gap += (gap - self._gap) * (0.125 if self._gap else 1.0)
+        plainest = self._lags[0]
+        if best is plainest and plainest.settled:
+            plainest.see(gap)  # the others have had their chance
+            return
+        self._best, least = None, 0.0
+        for lag in self._lags:
+            lag.see(gap)
+            if lag.surprises < _TRUST:
+                cost = lag.cost(self._gap)
+                if self._best is None or cost < 0.7 * least:
+                    self._best, least = lag, cost
+
+    def window(self, now_ns: int) -> Plan:
+        """Return when to wake and how long to spin for the next beat; `PARK` if that is not worth it."""
+        best = self._best
+        if best is None:
+            return PARK
+        afford = self._share * self._gap
+        self._saved = min(_ACCOUNT * afford, self._saved + self._share * (now_ns - self._counted_ns))
+        self._counted_ns = now_ns
+        likeliest = self._beat_ns + best.expected()
+        for ahead in range(1, self._misses + 1):
+            likeliest += best.expected(ahead)
+        deviation = best.deviation * (1 + self._misses)
+        early = hypot(_EARLY * deviation, 2 * self._late_deviation)
+        shrunk = min(1.0, min(afford, MAX_LEAD_SPIN_NS) / early)
+        early *= shrunk
+        if shrunk < _CORE or self._saved < early:
+            return PARK
+        begin = likeliest - early - self._late
+        end = likeliest + max(_LATE * deviation * shrunk, _LATE_NS)
+        end = min(end, max(begin, now_ns) + self._saved)
+        return Plan(wake_at_ns=max(1, int(begin)), until_ns=int(end)) if end > now_ns else PARK
+
+    def watched(self, hit: bool, spent_ns: int) -> None:
+        self._saved -= spent_ns
+        if not hit:
+            self._misses += 1
+
+    def after_miss(self, now_ns: int) -> Plan:
+        if self._misses < MISSES:
+            return self.window(now_ns)
+        if self._best is not None:
+            self._best.surprises = max(self._best.surprises, 0.5)
+        self._best = None  # until messages are steady again
+        return PARK
+
+    def woke(self, late_ns: int) -> None:
+        late = min(max(0.0, late_ns), _MAX_LATE_NS)
+        self._late_deviation += (abs(late - self._late) - self._late_deviation) / 16
+        self._late += (late - self._late) / 16

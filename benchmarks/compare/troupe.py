@@ -1,0 +1,149 @@
+"""A contestant on stage: a process for its writer and one for each reader, all lines open, waiting for orders."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.contestant import Contestant, End, Job
+from benchmarks.compare.loops import Order, obey
+from benchmarks.compare.workload import Workload
+from benchmarks.crew import Boss, Crew, Hand
+
+
+@dataclass(frozen=True)
+class Troupe:
+    """A contestant with its lines open.
+
+    Attributes:
+        contestant: Which.
+        writer: The process that sends.
+        readers: Those that receive, by rank.
+    """
+
+    contestant: Contestant
+    writer: Hand
+    readers: Sequence[Hand]
+
+    async def perform(self, write: Order, read: Order) -> tuple[Any, list[Any]]:
+        """Have the writer and the readers do something together; return what each answers."""
+        for reader in self.readers:
+            reader.order(read)
+        self.writer.order(write)
+        # Together: who fails says so at once, while the others would wait for it for ever.
+        answers = await _all([hand.reply() for hand in [self.writer, *self.readers]])
+        return answers[0], answers[1:]
+
+
+@asynccontextmanager
+async def on_stage(
+    contestant: Contestant, workload: Workload, n_reader: int, *, both_ways: bool = False
+) -> AsyncIterator[Troupe]:
+    """Start a contestant's processes and open its lines; leaving the block closes them and ends the processes.
+
+    Raises:
+        BenchmarkError: A process fails, dies or does not end.
+    """
+    with Crew(loop_factory()) as crew:
+        troupe = await _start(crew, contestant, workload, n_reader, both_ways)
+        yield troupe
+        await crew.dismiss([troupe.writer, *troupe.readers])
+
+
+async def _start(crew: Crew, contestant: Contestant, workload: Workload, n_reader: int, both_ways: bool) -> Troupe:
+    job = Job(workload.codec, n_reader, workload.nbytes, workload.slots, workload.chunk_bytes)
+    line = contestant.line(job)
+    back = contestant.line(job) if both_ways else None
+    cores = _cores(1 + n_reader)
+    writer = crew.start(
+        f"writer of {contestant.name}",
+        play,
+        contestant.awaited,
+        workload,
+        line.writer,
+        back and back.readers[0],
+        True,
+        cores[0],
+    )
+    readers = [
+        crew.start(
+            f"reader {rank} of {contestant.name}",
+            play,
+            contestant.awaited,
+            workload,
+            back and back.writer,
+            end,
+            False,
+            cores[1 + rank],
+        )
+        for rank, end in enumerate(line.readers)
+    ]
+    for end in [line.writer, *line.readers, *([back.writer, *back.readers] if back else [])]:
+        end.leave()
+    await _all([hand.reply() for hand in [writer, *readers]])
+    return Troupe(contestant, writer, readers)
+
+
+async def play(
+    boss: Boss,
+    awaited: bool,
+    workload: Workload,
+    sending: End | None,
+    receiving: End | None,
+    sends_first: bool,
+    core: int | None,
+) -> None:
+    """Role: open the ends, then obey orders."""
+    out = await sending.open() if sending is not None and sends_first else None
+    back = await receiving.open() if receiving is not None else None
+    if sending is not None and not sends_first:
+        out = await sending.open()
+    if core is not None:
+        _pin(core)
+    boss.reply("ready")
+    while (order := await boss.order()) is not None:
+        boss.reply(await obey(order, workload, awaited, out, back))
+    for port in [out, back]:
+        closing = port.close() if port is not None else None
+        if inspect.isawaitable(closing):
+            await closing
+
+
+async def _all(waits: Sequence[Any]) -> list[Any]:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return what makes the loops of awaited contestants: uvloop's, where that is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+def _cores(wanted: int) -> list[int | None]:
+    """Return a core for each process, or None for all of them where there are too few."""
+    if not hasattr(os, "sched_getaffinity"):  # macOS
+        return [None] * wanted
+    usable = sorted(os.sched_getaffinity(0))
+    return [*usable[:wanted]] if len(usable) >= wanted else [None] * wanted
+
+
+def _pin(core: int) -> None:
+    """Hold every thread of this process to one core. After opening: a contestant may look at the machine before."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread.name), {core})

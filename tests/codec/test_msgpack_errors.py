@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import mmap
+import threading
+import tracemalloc
+import warnings
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from codec_helpers import encode
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.codec import MsgpackCodec, get_codec
+from aioshm.codec.frames import MAX_BUFFERS
+from aioshm.errors import CodecError
+
+MSGPACK = get_codec("msgpack")
+LARGE = 10_000
+INLINE = b"\xff\xff\xff\xff"
+
+
+class Item(msgspec.Struct):
+    callback: Any
+
+
+@dataclasses.dataclass
+class Batch:
+    requests: list[Any]
+
+
+class Typed(msgspec.Struct):
+    array: np.ndarray
+    tensor: torch.Tensor
+    data: bytes
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Text(str):
+    pass
+
+
+def deep(depth: int) -> list[Any]:
+    result: list[Any] = []
+    for _ in range(depth):
+        result = [result]
+    return result
+
+
+def ext(code: int, data: bytes) -> bytes:
+    return msgspec.msgpack.encode([msgspec.msgpack.Ext(code, data)])
+
+
+def array_ext(head: Any, memory: bytes = b"", index: bytes = INLINE, code: int = 102) -> bytes:
+    packed = msgspec.msgpack.encode(head)
+    return ext(code, index + len(packed).to_bytes(2, "little") + packed + memory)
+
+
+class TestEncodeErrors:
+    @pytest.mark.parametrize(
+        ("obj", "text"),
+        [
+            (print, r"builtin_function_or_method at \$: its type is not supported"),
+            ({"requests": [1, 2, 3, Item(print)]}, r"builtin_function_or_method at \$\.requests\[3\]\.callback: "),
+            (Batch([{"a b": (1j,)}]), r"complex at \$\.requests\[0\]\['a b'\]\[0\]: "),
+            ([2**64], r"int at \$\[0\]: .*2\*\*64"),
+            ([b"x" * LARGE, 2**64], r"int at \$\[1\]: "),
+            ({"a": np.array([None])}, r"ndarray at \$\.a: arrays of dtype object"),
+            ([np.zeros(3, "V0")], r"ndarray at \$\[0\]: arrays of dtype"),
+            ([np.ma.zeros(3)], r"MaskedArray at \$\[0\]: "),
+            ([torch.zeros(3).as_subclass(Subclass)], r"Subclass at \$\[0\]: "),
+            ([torch.zeros(3).to_sparse()], r"Tensor at \$\[0\]: tensors of torch.float32, torch.sparse_coo on cpu"),
+            ([torch.zeros(3, device="meta")], r"Tensor at \$\[0\]: .*meta"),
+            ({3: Text("no")}, r"Text at \$\[3\]: "),
+            ({1j: 1}, r"complex at \$\[key 1j\]: "),
+            (["\ud800"], r"str at \$\[0\]: .*surrogates"),
+            (memoryview(b"x" * LARGE)[::2], r"memoryview at \$: .*contiguous"),
+            (threading.Lock(), r"lock at \$: "),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_names_type_and_path(self, obj: Any, text: str) -> None:
+        for codec in (MsgpackCodec(), MSGPACK):
+            with pytest.raises(CodecError, match=f"^cannot encode {text}") as caught:
+                codec.encode(obj)
+            assert caught.value.__cause__ is not None
+            assert MSGPACK.encode(b"x" * LARGE)[1]  # so that the next one is searched first
+            assert codec.encode([1]) == b"\x91\x01"
+
+    def test_circles(self) -> None:
+        loop: dict[str, Any] = {"a": [1]}
+        loop["a"].append({"b": loop})
+        for codec in (MsgpackCodec(), MSGPACK):
+            with pytest.raises(CodecError, match=r"dict at \$\.a\[1\]\.b: it contains itself"):
+                codec.encode(loop)
+            assert MSGPACK.encode(b"x" * LARGE)[1]
+
+    def test_too_deep(self) -> None:
+        source = deep(100_000)
+        with pytest.raises(CodecError, match=r"list at .*recursion"):
+            MSGPACK.encode(source)
+        source.append(print)
+        with pytest.raises(CodecError, match=r"builtin_function_or_method at \$\[1\]"):
+            MSGPACK.encode(source)
+        while source:  # one by one: freeing them all at once would recurse too
+            source = source[0]
+
+    def test_a_property_that_fails(self) -> None:
+        with pytest.raises(CodecError, match=r"TypeError|cannot encode"):
+            MsgpackCodec(enc_hook=lambda obj: 1 / 0).encode([object()])
+
+
+class TestDamaged:
+    @pytest.mark.parametrize(
+        "head",
+        [
+            ("O", (1,), False),
+            ("|O8", (1,), False),
+            ([["a", "|O8"]], (1,), False),
+            ("no such", (1,), False),
+            ("f4,f4", (1,), False),
+            ("a5", (1,), False),
+            ([["a"]], (1,), False),
+            ([["a", "<f4"], ["a", "<f4"]], (1,), False),
+            ([["a", "<f4", [2**40]]], (1,), False),
+            ([[["a", "b", "c"], "<f4"]], (1,), False),
+            (7, (1,), False),
+            ("<f4", (2**40,), False),
+            ("<f4", (2**62, 2**62), False),
+            ("<f4", (-1,), False),  # NumPy would take that for as many as there are
+            ("<f4", (2**63,), False),
+            ("<f4", (1,) * 100, False),
+            ("<f4", "shape", False),
+            ("<f4", (1,)),
+            ("<M8[fortnight]", (1,), False),
+            ("|V999999999", (1,), False),
+            {},
+        ],
+        ids=repr,
+    )
+    def test_heads_of_arrays(self, head: Any) -> None:
+        tracemalloc.start()
+        try:
+            with pytest.raises(CodecError):
+                MSGPACK.decode(array_ext(head, bytes(4)), ())
+            assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        finally:
+            tracemalloc.stop()
+
+    @pytest.mark.parametrize(
+        "head",
+        [
+            ("float99", (1,), False, False, False, ""),
+            ("float32", (2**40,), False, False, False, ""),
+            ("int64", (0,), False, True, False, ""),
+            ("float32", (1,), False, False, False, "no such device"),
+            ("float32", (1,), False, False),
+            ("zeros", (1,), False, False, False, ""),
+        ],
+        ids=repr,
+    )
+    def test_heads_of_tensors(self, head: Any) -> None:
+        with pytest.raises(CodecError, match="cannot decode a msgpack message: "):
+            MSGPACK.decode(array_ext(head, bytes(4), code=103), ())
+
+    @pytest.mark.parametrize(
+        "main",
+        [
+            *(b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 9999),
+            *(b"\xc9\xff\xff\xff\xff\x65", ext(101, b""), ext(101, b"12345"), ext(101, b"\0\0\0\0")),
+            *(ext(102, b""), ext(102, INLINE + b"\xff\xff"), ext(103, INLINE), ext(103, b"\1\0\0\0\0\0")),
+            *(b"\x01trailing", b"\xa1\xff", b"\x81\x80\x01"),
+        ],
+        ids=lambda main: repr(main[:10]),
+    )
+    def test_only_codec_error(self, main: bytes) -> None:
+        with pytest.raises(CodecError, match="cannot decode a msgpack message: "):
+            MSGPACK.decode(memoryview(main), ())
+
+    def test_buffers(self) -> None:
+        main, buffers = encode(MSGPACK, [b"a" * LARGE, np.zeros(LARGE)])
+        one = memoryview(b"one more")
+        for damaged, given_buffers, text in (
+            (main, buffers[:1], "buffer 1 of 1"),
+            (main, [*buffers, one], "more buffers than it uses"),
+            (b"\xc0", [one], "more buffers than it uses"),
+            (main, [*buffers[:1], buffers[1][:100]], "too small"),
+            (msgspec.msgpack.encode([msgspec.msgpack.Ext(101, bytes(4))] * 2), [one], "buffer 0 twice"),
+            (ext(101, INLINE), [one], "asks for buffer 4294967295 of 1"),
+        ):
+            for decode in (MSGPACK.decode, MSGPACK.view):
+                with pytest.raises(CodecError, match=text):
+                    decode(memoryview(damaged), given_buffers)
+        assert MSGPACK.decode(memoryview(main), buffers)[0] == b"a" * LARGE
+
+    def test_hostile_counts(self) -> None:
+        with pytest.raises(CodecError):
+            MSGPACK.decode(b"\x92" + ext(101, b"\0\0\1\0")[1:], [memoryview(b"")] * MAX_BUFFERS)
+
+    @given(st.binary(max_size=300), st.integers(0, 2))
+    def test_garbage(self, data: bytes, n_buffers: int) -> None:
+        decode_anything(data, n_buffers)
+
+    @given(st.integers(101, 103), st.binary(max_size=100), st.integers(0, 2))
+    def test_garbage_in_extensions(self, code: int, data: bytes, n_buffers: int) -> None:
+        decode_anything(ext(code, data), n_buffers)
+        decode_anything(ext(code, INLINE + data), n_buffers)
+
+    @given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 4))
+    def test_flipped(self, changes: list[tuple[int, int]], n_buffers: int) -> None:
+        records = np.zeros(3, [("a", "<f4", (2,)), ("b", "M8[s]")])
+        source = Typed(np.zeros(LARGE), torch.ones(3).bfloat16(), b"x" * LARGE)
+        more = [records, torch.nn.Parameter(torch.ones(LARGE))]
+        main, _ = encode(MSGPACK, [source, *more] if n_buffers % 2 else source)
+        damaged = bytearray(main)
+        for at, value in changes:
+            damaged[at % len(damaged)] = value
+        decode_anything(bytes(damaged), n_buffers)
+
+
+def decode_anything(data: bytes, n_buffers: int) -> None:
+    buffers = [memoryview(bytes(LARGE * 8))] * n_buffers
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for codec in (MSGPACK, MsgpackCodec(type=Typed)):
+            with contextlib.suppress(CodecError):
+                codec.decode(memoryview(data), buffers)
+            with contextlib.suppress(CodecError):
+                codec.view(memoryview(data), buffers)
+
+
+@pytest.mark.parametrize("kind", ["decode", "view"])
+@pytest.mark.parametrize("codec", [MsgpackCodec(), MsgpackCodec(type=Typed)], ids=["untyped", "typed"])
+def test_an_error_holds_no_memory(codec: MsgpackCodec, kind: str) -> None:
+    main, buffers = encode(codec, [np.zeros(LARGE), torch.zeros(LARGE), b"x" * LARGE])
+    memory = mmap.mmap(-1, buffers[0].nbytes)
+    gc.disable()  # nothing here may depend on the collector
+    try:
+        view = memoryview(memory).toreadonly()
+        with pytest.raises(CodecError) as caught:
+            getattr(codec, kind)(memoryview(main), [view, buffers[1][:8], buffers[2]])
+        view.release()
+        memory.close()
+    finally:
+        gc.enable()
+    assert caught.value.__cause__ is not None

@@ -1,0 +1,264 @@
+"""Batches: in order, side by side with single messages, all or nothing, one wake-up each."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from pairs import attached
+
+from aioshm import CodecError, MessageQueue, MessageTooLarge, QueueFull
+
+CHUNK = 4096
+
+
+def _of_every_kind(number: int) -> Any:
+    """Return a message that travels in the ring, beside its main part, or over the socket."""
+    if number % 7 == 3:
+        return number, bytes([number % 251]) * (CHUNK + 2000)  # overflow
+    if number % 5 == 2:
+        return number, np.full(500, number, np.int64)[:480].copy()  # does not fit either, but has a buffer
+    if number % 11 == 4:
+        return number, np.full(4100, number % 127, np.int8)  # a buffer beside the stream
+    return number, bytes([number % 251]) * (number % 50)
+
+
+def _same(got: Any, wanted: Any) -> bool:
+    return bool(got[0] == wanted[0] and np.array_equal(np.asarray(got[1]), np.asarray(wanted[1])))
+
+
+async def _drain(reader: MessageQueue, count: int, most: int = 100) -> list[Any]:
+    received: list[Any] = []
+    while len(received) < count:
+        batch = await reader.dequeue_many(most, 10)
+        assert 1 <= len(batch) <= most
+        received += batch
+    return received
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack", "raw"])
+async def test_batches_arrive_in_order(codec: str) -> None:
+    async with attached(2, codec=codec, chunks=16) as (writer, readers):
+        sent = [b"%d" % number for number in range(16 * 20)]
+
+        async def send() -> None:
+            for start in range(0, len(sent), 16):
+                await writer.enqueue_many(sent[start : start + 16], 10)
+
+        _, *received = await asyncio.gather(send(), *(_drain(reader, len(sent), 7) for reader in readers))
+        assert received == [sent] * 2
+        assert writer.stats().messages == readers[0].stats().messages == len(sent)
+
+
+async def test_batches_and_single_messages_mix() -> None:
+    rng = random.Random(1)
+    async with attached(2, chunks=6) as (writer, readers):
+        total = 3000
+
+        async def send() -> None:
+            number = 0
+            while number < total:
+                amount = min(rng.choice([1, 1, 2, 5, 6, 13]), total - number)
+                if amount == 1 and rng.random() < 0.2:
+                    async with writer.acquire_write(10) as chunk:
+                        chunk[:8] = number.to_bytes(8, "little")
+                elif amount == 1:
+                    await writer.enqueue(number, 10)
+                else:
+                    await writer.enqueue_many(iter(range(number, number + amount)), 10)
+                number += amount
+
+        async def receive(reader: MessageQueue, seed: int) -> None:
+            rng = random.Random(seed)
+            received: list[Any] = []
+            while len(received) < total:
+                if rng.random() < 0.5:
+                    received.append(await reader.dequeue(10))
+                elif rng.random() < 0.2:
+                    async with reader.lease(10) as obj:
+                        received.append(bytes(obj) if isinstance(obj, memoryview) else obj)
+                else:
+                    received += await reader.dequeue_many(rng.randrange(1, 9), 10)
+            whole = [x if isinstance(x, int) else int.from_bytes(x[:8], "little") for x in received]
+            assert whole == list(range(total))
+
+        await asyncio.gather(send(), *(receive(reader, seed) for seed, reader in enumerate(readers)))
+
+
+async def test_batches_of_several_tasks_stay_together() -> None:
+    async with attached(1, chunks=8) as (writer, (reader,)):
+
+        async def send(task: int) -> None:
+            for number in range(60):
+                await writer.enqueue_many([(task, number, part) for part in range(1 + (task + number) % 8)], 10)
+
+        sending = [asyncio.ensure_future(send(task)) for task in range(5)]
+        count = sum(1 + (task + number) % 8 for task in range(5) for number in range(60))
+        received = await _drain(reader, count)
+        await asyncio.gather(*sending)
+        expected = {task: 0 for task in range(5)}
+        while received:
+            task, number, _ = received[0]
+            size = 1 + (task + number) % 8
+            assert received[:size] == [(task, expected[task], part) for part in range(size)], "a batch was torn apart"
+            expected[task] += 1
+            del received[:size]
+
+
+async def test_several_tasks_that_receive_batches_get_each_message_once() -> None:
+    async with attached(1, chunks=8) as (writer, (reader,)):
+        received: list[int] = []
+
+        async def consume(most: int) -> None:
+            while len(received) < 2000:
+                batch = await reader.dequeue_many(most)
+                assert batch == list(range(batch[0], batch[0] + len(batch)))
+                received.extend(batch)
+
+        consumers = [asyncio.ensure_future(consume(most)) for most in (1, 3, 8)]
+        for start in range(0, 2000, 8):
+            await writer.enqueue_many(range(start, start + 8), 10)
+        while len(received) < 2000:
+            await asyncio.sleep(0)
+        for consumer in consumers:
+            consumer.cancel()
+        await asyncio.gather(*consumers, return_exceptions=True)
+        assert received == list(range(2000))
+
+
+async def test_a_batch_larger_than_the_ring_goes_in_parts() -> None:
+    async with attached(2, chunks=3) as (writer, readers):
+        sending = asyncio.ensure_future(writer.enqueue_many(range(100), 10))
+        received = await asyncio.gather(*(_drain(reader, 100) for reader in readers))
+        await sending
+        assert received == [list(range(100))] * 2
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 8192])
+async def test_batches_of_every_kind_of_message(chunk: int) -> None:
+    async with attached(2, chunk=chunk, chunks=16) as (writer, readers):
+        sent = [_of_every_kind(number) for number in range(200)]
+
+        async def send() -> None:
+            for start in range(0, len(sent), 10):
+                await writer.enqueue_many(sent[start : start + 10], 10)
+
+        _, *received = await asyncio.gather(send(), *(_drain(reader, len(sent), 9) for reader in readers))
+        for log in received:
+            assert all(map(_same, log, sent))
+        assert writer.stats().overflows == readers[1].stats().overflows > 0
+
+
+async def test_a_raw_slot_in_the_middle_of_a_batch_that_is_received() -> None:
+    async with attached(1, chunks=8) as (writer, (reader,)):
+        await writer.enqueue_many(["a", "b"])
+        async with writer.acquire_write() as chunk:
+            chunk[:3] = b"raw"
+        await writer.enqueue_many(["c", "d"])
+        assert await reader.dequeue_many(10, 5) == ["a", "b"]
+        (raw,) = await reader.dequeue_many(10, 5)
+        assert raw[:3] == b"raw"
+        assert await reader.dequeue_many(10, 5) == ["c", "d"]
+
+
+async def test_the_sender_may_change_its_buffers_at_once() -> None:
+    async with attached(1, chunk=65536) as (writer, (reader,)):
+        arrays = [np.full(5000, number) for number in range(3)] + [np.full(50_000, 3)]
+        await writer.enqueue_many(arrays)
+        for array in arrays:
+            array[:] = -1
+        for number, array in enumerate(await _drain(reader, 4)):
+            assert (array == number).all()
+            array[:] = 5  # the receiver's own
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+async def test_what_cannot_be_encoded_keeps_the_whole_batch_back(bad: int) -> None:
+    async with attached(1, chunks=8) as (writer, (reader,)):
+        batch: list[Any] = ["x", b"L" * 9000, np.zeros(2000), "y"]
+        batch[bad] = lambda: None
+        with pytest.raises(CodecError, match="function"):
+            await writer.enqueue_many(batch)
+        assert writer.stats().messages == 0
+        await writer.enqueue_many(["fine"])
+        assert await reader.dequeue_many(9, 5) == ["fine"]
+
+
+async def test_what_is_too_large_keeps_the_whole_batch_back() -> None:
+    async with attached(1, codec="raw", max_message_bytes=10_000, chunks=8) as (writer, (reader,)):
+        with pytest.raises(MessageTooLarge, match="10001 bytes"):
+            await writer.enqueue_many([b"small", bytes(9000), bytes(10_001)])
+        with pytest.raises(MessageTooLarge):
+            await writer.enqueue_many([b"small"] * 20 + [memoryview(bytes(10_001))])
+        assert writer.stats().messages == 0
+        await writer.enqueue_many([b"fine", bytes(10_000)])
+        assert await _drain(reader, 2) == [b"fine", bytes(10_000)]
+
+
+async def test_an_iterable_that_fails_sends_nothing() -> None:
+    async with attached() as (writer, (reader,)):
+
+        def broken() -> Any:
+            yield 1
+            yield 2
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await writer.enqueue_many(broken())
+        with pytest.raises(TypeError):
+            await writer.enqueue_many(5)  # type: ignore[arg-type]
+        assert writer.stats().messages == 0
+        await writer.enqueue(3)
+        assert await reader.dequeue(5) == 3
+
+
+async def test_an_empty_batch_is_none() -> None:
+    async with attached() as (writer, (reader,)):
+        await writer.enqueue_many([])
+        for number in range(4):
+            writer.enqueue_nowait(number)
+        await writer.enqueue_many(iter(()), 0)  # although the ring is full
+        assert writer.stats().messages == 4
+        assert await reader.dequeue_many(9, 5) == [0, 1, 2, 3]
+
+
+async def test_nothing_of_a_batch_is_visible_before_there_are_slots_for_all() -> None:
+    async with attached(1, chunks=4) as (writer, (reader,)):
+        await writer.enqueue_many([0, 1, 2])
+        sending = asyncio.ensure_future(writer.enqueue_many(["a", "b", "c", "d"]))
+        for number in range(3):
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert writer.stats().messages == 3
+            with pytest.raises(QueueFull):
+                writer.enqueue_nowait("not before it")
+            assert await reader.dequeue(5) == number
+        await sending
+        assert await reader.dequeue_many(9, 5) == ["a", "b", "c", "d"]
+
+
+async def test_a_batch_waits_for_the_slowest_reader() -> None:
+    async with attached(2, chunks=4) as (writer, (quick, slow)):
+        await writer.enqueue_many(range(4))
+        assert await quick.dequeue_many(9, 5) == [0, 1, 2, 3]
+        assert await slow.dequeue_many(3, 5) == [0, 1, 2]
+        with pytest.raises(TimeoutError, match="rank 1"):
+            await writer.enqueue_many([4, 5, 6, 7], 0.02)
+        assert writer.stats().messages == 4
+        await writer.enqueue_many([4, 5, 6], 0)
+        assert await slow.dequeue_many(9, 5) == [3, 4, 5, 6]
+
+
+async def test_later_senders_queue_up_behind_a_waiting_batch() -> None:
+    async with attached(1, chunks=4) as (writer, (reader,)):
+        await writer.enqueue_many(range(2))
+        batch = asyncio.ensure_future(writer.enqueue_many([2, 3, 4, 5]))
+        await asyncio.sleep(0)
+        single = asyncio.ensure_future(writer.enqueue(6))  # there would be room for it
+        await asyncio.sleep(0)
+        assert writer.stats().messages == 2
+        assert [await reader.dequeue(5) for _ in range(7)] == list(range(7))
+        await asyncio.gather(batch, single)

@@ -1,0 +1,184 @@
+"""What is kept of a window: a copy, for as long as somebody keeps it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rings import content
+from windowed import KEEP, NEW, OLD, Keep, address_of, as_tensor, mappings, permissions, put
+
+from aioshm.errors import SharedMemoryError
+from aioshm.ring import ShmRingBuffer, window
+from aioshm.ring.window import Windows
+
+
+@pytest.fixture(params=["mremap", "map_fixed"])
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchange memory as Linux does, and as other systems do."""
+    chosen = {"mremap": window._move_over, "map_fixed": window._map_over}[request.param]
+    monkeypatch.setattr(window, "_exchange", chosen)
+
+
+@pytest.fixture
+def ring() -> Iterator[ShmRingBuffer]:
+    ring = ShmRingBuffer(2, 3000, 4)
+    yield ring
+    ring.close()
+
+
+@pytest.fixture
+def windows(ring: ShmRingBuffer) -> Iterator[Windows]:
+    windows = Windows(ring.fd, ring.layout)
+    yield windows
+    windows.close()
+
+
+class TestKept:
+    @pytest.mark.parametrize("keep", KEEP, ids=lambda keep: keep.__name__[6:])
+    def test_becomes_a_copy(self, ring: ShmRingBuffer, windows: Windows, exchange: None, keep: Keep) -> None:
+        nbytes = put(ring, 1, OLD * 200)
+        kept, read = keep(windows.view(1, nbytes))
+        assert windows.settle(1, nbytes)
+        assert not windows.settle(1, nbytes)
+        put(ring, 1, NEW * 200)
+        assert bytes(windows.view(1, nbytes)) == NEW * 200
+        assert not windows.settle(1, nbytes)
+        assert read() == OLD * 200
+        del kept, read
+        gc.collect()
+        assert mappings(ring) == 2
+
+    def test_by_several(self, ring: ShmRingBuffer, windows: Windows) -> None:
+        nbytes = put(ring, 0, OLD * 9)
+        kept = [keep(windows.view(0, nbytes)) for keep in KEEP]
+        assert windows.settle(0, nbytes)
+        put(ring, 0, NEW * 9)
+        assert [read() for _, read in kept] == [OLD * 9] * len(KEEP)
+
+    def test_over_several_leases_of_one_slot(self, ring: ShmRingBuffer, windows: Windows) -> None:
+        kept = []
+        for number in range(20):
+            nbytes = put(ring, 2, content(number, 3000))
+            kept.append(windows.view(2, nbytes))
+            assert windows.settle(2, nbytes)
+        assert [bytes(view) for view in kept] == [content(number, 3000) for number in range(20)]
+
+    def test_shows_nothing_of_the_ring_behind_the_message(self, ring: ShmRingBuffer, windows: Windows) -> None:
+        put(ring, 0, b"x" * 3000)
+        view = windows.view(0, 3000)
+        assert windows.settle(0, 10)
+        put(ring, 0, b"y" * 3000)
+        assert bytes(view) == b"x" * 10 + bytes(2990)
+        assert set(view.obj[:]) <= {0, ord("x")}
+
+    def test_is_given_back_with_its_last_holder(self, ring: ShmRingBuffer, windows: Windows, exchange: None) -> None:
+        view = windows.view(0, 100)
+        address = address_of(view)
+        array = np.frombuffer(view, np.uint8)[50:]
+        assert windows.settle(0, 100)
+        assert mappings(ring) == 1
+        del view
+        assert permissions(address) == "rw-p"
+        del array
+        assert permissions(address) is None
+
+    def test_outlives_ring_and_windows(self) -> None:
+        ring = ShmRingBuffer(1, 5000, 2)
+        windows = Windows(ring.fd, ring.layout)
+        nbytes = put(ring, 1, OLD * 300)
+        settled, open_ = windows.view(1, nbytes), windows.view(0, 10)
+        assert windows.settle(1, nbytes)
+        windows.close()
+        ring.close()
+        del windows, ring
+        assert bytes(settled) == OLD * 300
+        assert bytes(open_) == bytes(10)
+
+    def test_in_a_child(self, ring: ShmRingBuffer, windows: Windows) -> None:
+        nbytes = put(ring, 0, OLD)
+        settled = windows.view(0, nbytes)
+        assert windows.settle(0, nbytes)
+        open_ = windows.view(0, nbytes)
+        pid = os.fork()
+        if pid == 0:
+            good = bytes(settled) == OLD == bytes(open_)
+            windows.close()
+            put(ring, 0, NEW)
+            os._exit(0 if good and bytes(open_) == OLD == bytes(settled) else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert (bytes(settled), bytes(open_)) == (OLD, NEW)
+
+    def test_while_another_thread_looks(self) -> None:
+        nbytes = 1 << 20
+        ring = ShmRingBuffer(1, nbytes, 1)
+        windows = Windows(ring.fd, ring.layout)
+        arrays, sums, looks = [], set(), threading.Semaphore(0)
+
+        def look() -> None:
+            while arrays:
+                sums.add(int(arrays[-1].sum()))  # without the GIL
+                looks.release()
+
+        ring.chunk(0)[:] = b"\x01" * nbytes
+        arrays.append(np.frombuffer(windows.view(0, nbytes), np.uint8))
+        thread = threading.Thread(target=look)
+        thread.start()
+        for _ in range(20):
+            looks.acquire()
+            assert windows.settle(0, nbytes)
+            arrays.append(np.frombuffer(windows.view(0, nbytes), np.uint8))
+        assert all((array == 1).all() for array in arrays)
+        arrays.clear()
+        thread.join()
+        assert sums == {nbytes}
+        windows.close()
+        ring.close()
+
+
+@pytest.mark.parametrize("what", ["no memory for the copy", "the copy cannot be moved"])
+def test_without_memory_nothing_changes_and_it_can_be_tried_again(
+    ring: ShmRingBuffer, windows: Windows, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    put(ring, 0, OLD)
+    view = windows.view(0, 12)
+    maps = Path("/proc/self/maps").read_text().count("\n")
+
+    def fail(*_: object) -> int | None:
+        ctypes.set_errno(errno.ENOMEM)
+        return window._MAP_FAILED
+
+    class Libc:
+        mmap = staticmethod(fail if what == "no memory for the copy" else window._libc.mmap)
+        mremap = staticmethod(fail)
+        munmap = staticmethod(window._libc.munmap)
+
+    monkeypatch.setattr(window, "_libc", Libc)
+    monkeypatch.setattr(window, "_exchange", window._move_over)
+    for failing in (lambda: windows.settle(0, 12), windows.close):
+        with pytest.raises(SharedMemoryError, match="drop what was leased") as caught:
+            failing()
+        assert caught.value.errno == errno.ENOMEM
+        assert bytes(view) == bytes(windows.view(0, 12)) == OLD
+    assert Path("/proc/self/maps").read_text().count("\n") <= maps + 1
+    del view
+    assert not windows.settle(0, 12)
+
+
+def test_tensors_hold_views_and_not_exports() -> None:
+    """Why a lease's view is dropped and not released: a tensor over it would not keep it from being released."""
+    mapping = mmap.mmap(-1, 10)
+    view = memoryview(mapping)
+    tensor = as_tensor(view)
+    view.release()
+    assert len(tensor) == 10  # and points to memory that nothing holds
+    del tensor
+    mapping.close()
