@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import multiprocessing
 import os
 import signal
@@ -20,8 +21,8 @@ from benchmarks.waiting import readable
 REPLY_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 5.0
 
-Role: TypeAlias = Callable[..., Coroutine[Any, Any, None]]
-"""``async def role(boss, *args)``, importable by its name."""
+Role: TypeAlias = Callable[..., Coroutine[Any, Any, None] | None]
+"""``async def role(boss, *args)``, importable by its name; a plain ``def`` plays without an event loop."""
 
 
 class BenchmarkError(Exception):
@@ -37,6 +38,10 @@ class Boss:
     async def order(self) -> Any:
         """Wait for the next order; None asks the role to end."""
         await readable(self._connection.fileno())
+        return self._connection.recv()
+
+    def plain_order(self) -> Any:
+        """Block until the next order; None asks the role to end."""
         return self._connection.recv()
 
     def reply(self, answer: Any) -> None:
@@ -146,11 +151,24 @@ def _play(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the benchmark ends us
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
+    if not inspect.iscoroutinefunction(role):
+        sys.exit(_perform_plain(connection, role, args))
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         sys.exit(runner.run(_perform(connection, role, args)))
 
 
-async def _perform(connection: Connection, role: Role, args: tuple[Any, ...]) -> int:
+def _perform_plain(connection: Connection, role: Role, args: tuple[Any, ...]) -> int:
+    try:
+        role(Boss(connection), *args)
+    except Exception:
+        connection.send(_Failure(traceback.format_exc()))
+        return 1
+    return 0
+
+
+async def _perform(
+    connection: Connection, role: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]
+) -> int:
     try:
         await role(Boss(connection), *args)
     except Exception:

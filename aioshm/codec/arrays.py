@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_lent
+from aioshm.codec.buffers import OUT_OF_BAND_BYTES
 
 Array: TypeAlias = npt.NDArray[Any]
 Order: TypeAlias = Literal["C", "F"]
@@ -30,9 +30,14 @@ def memory_of(array: Array) -> tuple[Memory, Order]:
     if not flags.forc:
         array = array.copy(order)
     try:
-        return PickleBuffer(array.data), order
+        return PickleBuffer(_exporter(array)), order
     except ValueError:  # the buffer protocol has no word for some types, dates among them
-        return PickleBuffer(array.ravel("K").view(np.uint8).data), order
+        return PickleBuffer(_exporter(array.ravel("K").view(np.uint8))), order
+
+
+def _exporter(array: Any) -> Any:
+    # Not array.data, because of what `buffers.flat` says. That an array exports its memory, its stubs do not say.
+    return array
 
 
 def reduce_array(array: Array) -> str | tuple[Any, ...]:
@@ -51,14 +56,14 @@ def reduce_array(array: Array) -> str | tuple[Any, ...]:
 
 
 def _writable_array(shape: tuple[int, ...], element: Any, memory: Any, order: Order) -> Array:
-    """Rebuild what was read-only where it came from: pickle wraps the memory, although new, in a read-only view.
-
-    Lent memory stays read-only.
-    """
-    if is_lent(memory):
-        return np.ndarray(shape, element, memory, 0, None, order)
+    """Rebuild what was read-only where it came from: pickle wraps the memory, although new, in a read-only view."""
     owner: Any = memory.obj if isinstance(memory, memoryview) else bytearray(memory)
     return np.ndarray(shape, element, owner, 0, None, order)
+
+
+def lent_array(shape: tuple[int, ...], element: Any, memory: Any, order: Order) -> Array:
+    """Stand in for `_writable_array` where memory is lent: it stays as it is, read-only."""
+    return np.ndarray(shape, element, memory, 0, None, order)
 
 
 class _Holder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pickle import PickleBuffer
+from typing import Any
 
 OUT_OF_BAND_BYTES = 4096
 """From this size on, a buffer travels beside the pickle stream; below, copying it into the stream costs less."""
@@ -37,12 +38,13 @@ def own_copy(view: memoryview) -> bytearray | memoryview:
     return fresh
 
 
-def lend(view: memoryview) -> memoryview:
-    """Show a buffer read-only, without a copy, and in a way that `is_lent` recognizes."""
-    # A view of a view names the memory's owner; only one through a PickleBuffer names the view in between.
-    return memoryview(PickleBuffer(view.toreadonly()))
+def flat(obj: Any) -> memoryview:
+    """Show C-contiguous memory, whatever its shape and type, as plain bytes.
 
-
-def is_lent(memory: object) -> bool:
-    """Say whether this is memory that somebody else owns, rather than a copy made by `own_copy`."""
-    return isinstance(memory, memoryview) and isinstance(memory.obj, memoryview)
+    A memoryview is cast, not exported: CPython (3.11 at least) crashes when its collector frees a cycle in which one
+    memoryview exports to another, and a message on its way may well hang in the cycle of an error and its frames.
+    """
+    try:
+        return memoryview(obj).cast("B")
+    except TypeError:  # cast refuses structured formats and empty shapes; a PickleBuffer shows both
+        return PickleBuffer(obj).raw()

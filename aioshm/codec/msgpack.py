@@ -22,7 +22,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from aioshm.codec.base import Encoded, cannot_decode
-from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded, lend, own_copy
+from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.codec.walk import find_refused, substitute
 from aioshm.errors import CodecError
@@ -171,7 +171,7 @@ class MsgpackCodec:
             memory = bytearray(data[start:])
         else:
             memory = self._take_arriving(index)
-            memory = lend(memory) if self._show else own_copy(memory)
+            memory = memory.toreadonly() if self._show else own_copy(memory)
         head = data[_HEAD.size : start]
         if code == _ARRAY:
             from aioshm.codec.msgpack_arrays import unpack_array
@@ -221,7 +221,7 @@ class MsgpackCodec:
         """Put large bytes beside the message."""
         if len(self._leaving) == MAX_BUFFERS:
             return obj
-        self._leaving.append(PickleBuffer(obj).raw())
+        self._leaving.append(flat(obj))
         return Ext(_BYTES, _INDEX.pack(len(self._leaving) - 1))
 
     def _take_leaving(self) -> tuple[memoryview, ...]:

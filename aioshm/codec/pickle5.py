@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import io
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioshm.codec.base import Encoded, cannot_decode
-from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded, lend, own_copy
+from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.errors import CodecError
 
@@ -44,7 +45,7 @@ class PickleCodec:
         try:
             if not buffers:
                 return _loads(main)
-            return _loads_all(main, [own_copy(view) for view in buffers])
+            return _with_buffers(main, [own_copy(view) for view in buffers], _loads)
         except Exception as error:
             del main, buffers  # the error shall not keep them alive, nor the memory that they show
             raise cannot_decode(error) from error
@@ -61,7 +62,7 @@ class PickleCodec:
         try:
             if not buffers:
                 return _loads(main)
-            return _loads_all(main, [lend(view) for view in buffers])
+            return _with_buffers(main, [view.toreadonly() for view in buffers], _loads_lent)
         except Exception as error:
             del main, buffers
             raise cannot_decode(error) from error
@@ -171,9 +172,22 @@ def _new_encode() -> Callable[[Any], Encoded]:
     return encode
 
 
-def _loads_all(main: bytes | memoryview, buffers: Iterable[Any]) -> Any:
+def _with_buffers(main: bytes | memoryview, buffers: Iterable[Any], loads: Callable[..., Any]) -> Any:
     left = iter(buffers)
-    obj = _loads(main, buffers=left)
+    obj = loads(main, buffers=left)
     if next(left, _NONE_LEFT) is not _NONE_LEFT:
         raise pickle.UnpicklingError("it has more buffers than it uses")
     return obj
+
+
+class _LentUnpickler(pickle.Unpickler):
+    """Leaves memory where it is, also of arrays that were read-only at their source."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_writable_array" and module == "aioshm.codec.arrays":
+            name = "lent_array"
+        return super().find_class(module, name)
+
+
+def _loads_lent(main: bytes | memoryview, buffers: Iterable[Any]) -> Any:
+    return _LentUnpickler(io.BytesIO(main), buffers=buffers).load()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pickle import PickleBuffer
 from typing import Any
 
 from aioshm.codec.base import Encoded
+from aioshm.codec.buffers import flat
 from aioshm.errors import CodecError
 
 
@@ -31,8 +31,7 @@ class RawCodec:
             raise CodecError(f"the raw codec carries bytes-like objects, not {type(obj).__qualname__}") from error
         if not contiguous:
             raise CodecError(f"the raw codec cannot carry a {type(obj).__qualname__} that is not C-contiguous")
-        # memoryview.cast refuses structured formats and empty shapes; a PickleBuffer shows both as plain bytes.
-        return (PickleBuffer(obj).raw(),), ()
+        return (flat(obj),), ()
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> bytes:
         """Copy the message out.

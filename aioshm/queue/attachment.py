@@ -1,12 +1,12 @@
-"""What a local reader holds of its queue: the lifeline, the mapped ring, the socket for large messages."""
+"""What a local reader holds of its queue: the lifeline, the mapped ring, the annexes."""
 
 from __future__ import annotations
 
 import socket
 
 from aioshm.errors import HandleError
+from aioshm.queue.annexes import AnnexReader
 from aioshm.queue.handle import Handle
-from aioshm.queue.sockets import OverflowReceiver
 from aioshm.ring import RingReader, ShmRingBuffer
 from aioshm.wait.attach import Lifeline, attach
 from aioshm.wait.protocol import Hello
@@ -18,20 +18,20 @@ class Attachment:
     Attributes:
         lifeline: The connection to the writer; not started.
         ring: The reader's cursor.
-        overflow: Where large messages arrive.
+        annexes: Where messages are that did not fit a chunk.
     """
 
-    def __init__(self, lifeline: Lifeline, buffer: ShmRingBuffer, ring: RingReader, overflow: OverflowReceiver) -> None:
+    def __init__(self, lifeline: Lifeline, buffer: ShmRingBuffer, ring: RingReader) -> None:
         self.lifeline = lifeline
         self._buffer = buffer
         self.ring = ring
-        self.overflow = overflow
+        self.annexes = AnnexReader()
 
     @classmethod
     async def make(
         cls, handle: Handle, rank: int, hello: Hello, sock: socket.socket | None, prefault_bytes: int
     ) -> Attachment:
-        """Wait until the writer has admitted this reader, then map the ring and connect.
+        """Wait until the writer has admitted this reader, then map the ring.
 
         Raises:
             HandleError: The queue is gone, refused this reader, or is not what the handle says.
@@ -42,11 +42,10 @@ class Attachment:
             buffer = _map(handle, lifeline)
             buffer.prefault(prefault_bytes, write=False)
             ring = buffer.reader(handle.local_reader_ranks.index(rank))
-            overflow = OverflowReceiver(lifeline.welcome.overflow, lifeline.welcome.secret)
         except BaseException:
             lifeline.close()
             raise
-        return cls(lifeline, buffer, ring, overflow)
+        return cls(lifeline, buffer, ring)
 
     @property
     def segment_fd(self) -> int:
@@ -55,7 +54,7 @@ class Attachment:
 
     def close(self) -> None:
         """Give everything back. Nothing may use the ring any more."""
-        self.overflow.close()
+        self.annexes.close()
         self.ring.close()
         self._buffer.close()
         self.lifeline.close()

@@ -7,8 +7,11 @@ this face with the other one.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # what signal wraps, whose conversions to enums would cost each wait 8 us
 import asyncio
 import contextlib
+import os
+import selectors
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -88,7 +91,9 @@ class MessageQueue:
         self._end = end
         end.block()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = -1
+        self._thread = self._pid = -1
+        self._task: asyncio.Task[Any] | None = None
+        self._interrupted = False
         # What usually is all that a call needs; until the end is ready, both say that they cannot.
         self._send: Callable[[Any], Any] = end.send if isinstance(end, Writer) else _not_at_once
         self._receive: Callable[[], Any] = _nothing_at_once
@@ -140,7 +145,7 @@ class MessageQueue:
         if obj is not NOTHING and obj is not ELSEWHERE:
             return obj
         obj = self._wait(cancel, lambda event: self._end.dequeue(timeout, event, indefinite))
-        if isinstance(self._end, LocalReader):
+        if isinstance(self._end, LocalReader) and not self._interrupted:
             self._receive = self._end.receive
         return obj
 
@@ -212,6 +217,7 @@ class MessageQueue:
             return
         self._run(self._end.aclose(), closing=True)
         self._close_loop()
+        self._raise_interrupt()
 
     aclose = close
 
@@ -223,43 +229,95 @@ class MessageQueue:
         loop = self._loop
         if loop is None or loop.is_closed() or loop.is_running():
             return
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left and get_ident() == self._thread:
-            loop.run_until_complete(asyncio.wait(left))
+        if os.getpid() == self._pid:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            if left and get_ident() == self._thread:
+                loop.run_until_complete(asyncio.wait(left))
         loop.close()
 
     # Running the loop
 
-    def _run(self, call: Coroutine[Any, Any, T], *, closing: bool = False) -> T:
+    def _run(self, call: Coroutine[Any, Any, T], *, closing: bool = False, leaving: bool = False) -> T:
         """Run the loop until a call of the end is done.
 
+        Ctrl-C cancels the call, where that loses nothing, instead of raising an error wherever Python happens to be.
+
+        Args:
+            call: What to run.
+            closing: Any thread may do it while no call waits.
+            leaving: This must run, so an interrupt that is still to be told waits.
+
         Raises:
-            RoleError: This thread has an event loop that runs, or this end belongs to another thread.
+            RoleError: This thread has an event loop that runs, or this end belongs to another thread or process.
+            KeyboardInterrupt: Ctrl-C was pressed, and the call has done nothing.
         """
         try:
-            if asyncio._get_running_loop() is not None:  # which, unlike get_running_loop(), does not raise
-                raise RoleError(f"{self!r} would block this thread's event loop: use aioshm.MessageQueue there")
-            if self._loop is None:
-                # Not uvloop: it starts and stops slower, and does nothing better here.
-                self._loop, self._thread = asyncio.SelectorEventLoop(), get_ident()
-            elif get_ident() != self._thread and not (closing and not self._loop.is_running()):
-                raise RoleError(f"{self!r} belongs to another thread than {threading.current_thread().name}")
-            elif self._loop.is_closed():
-                raise QueueClosed(f"{self!r}: this end was closed")
+            loop = self._loop_for_call(closing)
+            if self._interrupted and not (closing or leaving):
+                self._raise_interrupt()
         except BaseException:
             call.close()
             raise
-        task = self._loop.create_task(call)
+        self._task = task = loop.create_task(call)
+        guarding = get_ident() == threading.main_thread().ident and (
+            _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+        )
         try:
-            return self._loop.run_until_complete(task)
+            try:
+                if guarding:
+                    _signal.signal(_signal.SIGINT, self._on_interrupt)
+                return loop.run_until_complete(task)
+            finally:
+                if guarding:
+                    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+                self._task = None
+                if self._interrupted:
+                    # The call may have ended just before it could be cancelled; then the next one tells.
+                    self._send, self._receive = _not_at_once, _nothing_at_once
+        except asyncio.CancelledError:
+            self._raise_interrupt()
+            raise
         except BaseException:
-            if not task.done():  # Ctrl-C, while the loop waited
+            if not task.done():  # a signal's handler raised, while the loop waited
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    self._loop.run_until_complete(task)
+                    loop.run_until_complete(task)
             raise
+
+    def _loop_for_call(self, closing: bool) -> asyncio.AbstractEventLoop:
+        if asyncio._get_running_loop() is not None:  # which, unlike get_running_loop(), does not raise
+            raise RoleError(f"{self!r} would block this thread's event loop: use aioshm.MessageQueue there")
+        if self._loop is None:
+            # Not uvloop: it starts and stops slower, and does nothing better here. And no epoll: a forked child, which
+            # shares it, would take its descriptors out of it for the parent, too.
+            self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+            self._thread, self._pid = get_ident(), os.getpid()
+        elif os.getpid() != self._pid:
+            raise RoleError(f"{self!r} belongs to the process that this one was forked from")
+        elif get_ident() != self._thread and not (closing and not self._loop.is_running()):
+            raise RoleError(f"{self!r} belongs to another thread than {threading.current_thread().name}")
+        elif self._loop.is_closed():
+            raise QueueClosed(f"{self!r}: this end was closed")
+        return self._loop
+
+    def _on_interrupt(self, _number: int, _frame: object) -> None:
+        if self._interrupted:
+            raise KeyboardInterrupt  # again: whoever presses it does not want to wait for the end of the call
+        self._interrupted = True
+        task = self._task
+        if task is not None:
+            # Not at once: the task may be running, and a result that it is about to return would be lost.
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    def _raise_interrupt(self) -> None:
+        """Raise what Ctrl-C raises, if it was pressed and that has not been told."""
+        if self._interrupted:
+            self._interrupted = False
+            if isinstance(self._end, Writer):
+                self._send = self._end.send
+            raise KeyboardInterrupt from None
 
     def _wait(
         self, cancel: threading.Event | None, call: Callable[[asyncio.Event | None], Coroutine[Any, Any, T]]
@@ -285,10 +343,10 @@ class MessageQueue:
         try:
             yield values.pop()
         except BaseException as error:
-            if not self._run(entered[0].__aexit__(type(error), error, error.__traceback__)):
+            if not self._run(entered[0].__aexit__(type(error), error, error.__traceback__), leaving=True):
                 raise
         else:
-            self._run(entered[0].__aexit__(None, None, None))
+            self._run(entered[0].__aexit__(None, None, None), leaving=True)
 
 
 async def _called(call: Callable[..., T], *args: Any) -> T:

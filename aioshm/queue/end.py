@@ -71,6 +71,7 @@ class End(MessageQueue, ABC):
         self._poller: Poller | None = None
         self._line = Line()
         self._in_line = 0
+        self._holder: object = None  # whose block has a slot
         self._refusal: Callable[[], AioshmError] | None = None
         self._ready = False
         self._closed = False
@@ -95,9 +96,6 @@ class End(MessageQueue, ABC):
     @abstractmethod
     def _abandon(self) -> None:
         """Let go, in a forked child, of what would hide the parent's death."""
-
-    def _forget(self) -> None:
-        """Drop what `_finish` would have closed."""
 
     @abstractmethod
     def _current_stats(self) -> QueueStats:
@@ -151,7 +149,6 @@ class End(MessageQueue, ABC):
         warnings.warn(f"{self!r} was not closed: use `async with`, or await aclose()", ResourceWarning, 2, self)
         self._dismantled = True
         self._take_apart()
-        self._forget()
 
     # Whose this end is
 
@@ -213,6 +210,8 @@ class End(MessageQueue, ABC):
 
     async def _enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
         """Wait for this task's turn at the ring; each `_enter` needs a `_leave`."""
+        if self._holder is not None and self._holder is self._whoever_calls():
+            raise RoleError(f"{self!r}: called inside of a block that has its slot, and so would wait for itself")
         self._in_line += 1
         self._core.open = False
         try:
@@ -221,7 +220,16 @@ class End(MessageQueue, ABC):
             self._left()
             raise
 
+    def _hold(self) -> None:
+        """Note that a block has the slot until `_leave`, and whose block."""
+        self._holder = self._whoever_calls()
+
+    def _whoever_calls(self) -> object:
+        """Return what cannot wait for itself: the task; where calls block, all are one thread's."""
+        return True if self._blocks else asyncio.current_task()
+
     def _leave(self) -> None:
+        self._holder = None
         self._line.leave()
         self._left()
 

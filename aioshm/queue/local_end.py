@@ -13,10 +13,10 @@ from typing import cast
 from aioshm.codec import Codec, get_codec
 from aioshm.config import Options, check_int
 from aioshm.errors import AioshmError, HandleError, PeerDied, QueueClosed
+from aioshm.queue.annexes import AnnexReader
 from aioshm.queue.attachment import Attachment
 from aioshm.queue.end import End, NotAttached, deadline_after
 from aioshm.queue.handle import Handle
-from aioshm.queue.sockets import OverflowReceiver
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import ReaderCore
@@ -36,7 +36,7 @@ class LocalEnd(End, ABC):
     # Set when the writer has admitted this reader, before which nothing that uses them runs.
     _lifeline: Lifeline
     _ring: RingReader
-    _overflow: OverflowReceiver
+    _annexes: AnnexReader
     _core: ReaderCore
 
     def __init__(
@@ -59,6 +59,7 @@ class LocalEnd(End, ABC):
         self._sock = dial(handle.lifeline, self._hello)
         self._attaching: asyncio.Task[None] | None = None
         self._going: asyncio.Future[None] | None = None
+        self._news: asyncio.Future[None] | None = None  # what a message that waits for its annex listens to
         self._attachment: Attachment | None = None
         # Set once the writer is gone: what to raise when everything it published has been read.
         self._writer_gone: Callable[[], AioshmError] | None = None
@@ -93,12 +94,11 @@ class LocalEnd(End, ABC):
         self._attachment = attachment = await Attachment.make(
             self._handle, self._rank, self._hello, sock, self._options.prefault_bytes
         )
-        self._lifeline, self._ring, self._overflow = attachment.lifeline, attachment.ring, attachment.overflow
+        self._lifeline, self._ring, self._annexes = attachment.lifeline, attachment.ring, attachment.annexes
         self._core = self._ring.core
         self._belong()
         self._begin()
-        self._lifeline.start(self._on_go, self._wake, self._on_writer_gone)
-        await self._overflow.prove()
+        self._lifeline.start(self._on_go, self._wake, self._on_writer_gone, self._on_annex)
         self._lifeline.prove()
 
     def _attached(self, attaching: asyncio.Task[None]) -> None:
@@ -132,15 +132,19 @@ class LocalEnd(End, ABC):
         self._wake()
         self._going_changed()
 
+    def _on_annex(self, fd: int) -> None:
+        self._annexes.arrived(fd)
+        self._going_changed()
+
     def _going_changed(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
         if self._going is not None and not self._going.done():
             self._going.set_result(None)
 
     def _why_not_ready(self) -> str:
         if self._attachment is None:
             return "the writer does not answer: does its event loop run, in wait_until_ready()?"
-        if self._attaching is not None and not self._attaching.done():
-            return "the writer's socket for large messages does not answer"
         return "other readers are missing"
 
     def _report_not_ready(self) -> None:
@@ -157,8 +161,6 @@ class LocalEnd(End, ABC):
 
     def _interrupt(self) -> None:
         self._wake()
-        if self._attachment is not None:
-            self._overflow.interrupt()
         self._going_changed()
 
     def _say_goodbye(self) -> None:

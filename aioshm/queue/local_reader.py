@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import monotonic_ns
 from typing import Any
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
+from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, plain, split_body, unpack_header
 from aioshm.codec.raw import RawCodec
 from aioshm.config import Options, check_int
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, MessagesLost, PeerDied, QueueEmpty
+from aioshm.queue.annexes import MARKER, MARKER_AT, SECRET
 from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.leases import Leases
 from aioshm.queue.local_end import LocalEnd
 from aioshm.queue.report import SUSPECT_STATES, process_state
-from aioshm.queue.sockets import SECRET
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.ring.slot import Slot
+from aioshm.wait.line import settle
 
 logger = logging.getLogger("aioshm.queue")
 
@@ -83,7 +86,7 @@ class LocalReader(LocalEnd):
             obj = self._take()
             if obj is not ELSEWHERE:
                 return obj
-            return self._take_body(await self._body(deadline, cancel, indefinite))
+            return await self._take_later(deadline, cancel, indefinite)
         finally:
             self._leave()
 
@@ -109,7 +112,7 @@ class LocalReader(LocalEnd):
                 return batch
             obj = self._take()  # it is no ordinary one
             if obj is ELSEWHERE:
-                obj = self._take_body(await self._body(deadline, cancel, indefinite))
+                obj = await self._take_later(deadline, cancel, indefinite)
             return [obj]
         finally:
             self._leave()
@@ -126,16 +129,9 @@ class LocalReader(LocalEnd):
             raise QueueEmpty(f"{self!r}: nothing to read yet") if gone is None else gone()
         if obj is not ELSEWHERE:
             return obj
-        try:
-            body = self._overflow.receive_nowait(self._seq)
-        except CorruptSlot:
-            self._release()
-            raise
-        if body is None:
-            if self._overflow.lost():
-                raise self._payload_lost()
-            raise QueueEmpty(f"{self!r}: the payload of message {self._seq} is on its way")
-        return self._take_body(body)
+        if gone is not None:
+            raise self._annex_lost()
+        raise QueueEmpty(f"{self!r}: the annex of message {self._seq} is on its way")
 
     @asynccontextmanager
     async def acquire_read(
@@ -145,13 +141,10 @@ class LocalReader(LocalEnd):
         await self._line_up(deadline, cancel)
         try:
             slot = await self._next_slot(deadline, cancel, indefinite)
+            self._hold()
             kind, _, _, n_buffers, seq, at, size = unpack_header(slot.header)
             elsewhere = kind == OVERFLOW and self._is_marker(slot, seq)
-            if elsewhere:
-                body = await self._body(deadline, cancel, indefinite)
-                self._overflows += 1
-            else:
-                body = slot.chunk
+            body = await self._body(slot, deadline, cancel, indefinite) if elsewhere else slot.chunk
             try:
                 if (not elsewhere and kind not in (INLINE, RAW)) or seq != self._seq or size > len(body):
                     raise CorruptSlot(seq, self._seq)
@@ -170,16 +163,18 @@ class LocalReader(LocalEnd):
         await self._line_up(deadline, cancel, leasing=True)
         try:
             slot = await self._next_slot(deadline, cancel, indefinite)
+            self._hold()
             kind, _, _, n_buffers, seq, at, size = unpack_header(slot.header)
             if kind == OVERFLOW and self._is_marker(slot, seq):
-                # It lies in memory of its own, which nobody overwrites.
-                body = await self._body(deadline, cancel, indefinite)
-                self._overflows += 1
+                # Into memory of its own: there is no window into an annex.
+                body = await self._body(slot, deadline, cancel, indefinite)
                 try:
-                    obj = self._seen(body.toreadonly(), kind, n_buffers, size)
-                    del body
+                    copy = memoryview(own_copy(body)).toreadonly()
+                    obj = self._seen(copy, kind, n_buffers, size)
+                    del copy
                     yield obj
                 finally:
+                    body.release()
                     self._release(at)
                 return
             leases, nbytes = self._leases_of_this(), 0
@@ -200,7 +195,7 @@ class LocalReader(LocalEnd):
         return await self.dequeue()
 
     def _take(self) -> Any:
-        """Return the next message; or `NOTHING`, or `ELSEWHERE` if its body comes over the socket."""
+        """Return the next message; or `NOTHING`, or `ELSEWHERE` if its annex has not arrived yet."""
         try:
             obj = self._core.take()
         except Exception as error:
@@ -209,7 +204,7 @@ class LocalReader(LocalEnd):
 
     def _take_many(self, most: int) -> list[Any]:
         try:
-            return self._core.take_many(most)
+            return self._core.take_many(min(most, sys.maxsize))
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
 
@@ -217,15 +212,24 @@ class LocalReader(LocalEnd):
         slot = self._ring.peek()
         assert slot is not None
         kind, _, _, n_buffers, seq, at, size = unpack_header(slot.header)
-        if kind == OVERFLOW and self._is_marker(slot, seq):
-            return ELSEWHERE
+        elsewhere = kind == OVERFLOW and self._is_marker(slot, seq)
+        body: memoryview | None = None
         try:
+            if elsewhere:
+                body = self._annex_body(slot)
+                return ELSEWHERE if body is None else self._decoded(body, n_buffers, size)
             self._check_inline(slot)
             if kind == RAW:
                 return bytearray(slot.chunk[:size])
             return self._decoded(slot.chunk, n_buffers, size)
+        except CorruptSlot:
+            elsewhere = False
+            raise
         finally:
-            self._release(at)
+            if body is not None:
+                body.release()
+            if body is not None or not elsewhere:
+                self._release(at)
 
     def _check_inline(self, slot: Slot) -> None:
         """Raise unless the slot holds a whole message of this queue's codec, or one without."""
@@ -239,16 +243,11 @@ class LocalReader(LocalEnd):
         if size > len(slot.chunk):
             raise CodecError(f"damaged message: {size} bytes announced, {len(slot.chunk)} there")
 
-    def _take_body(self, body: memoryview) -> Any:
-        """Decode the next message from a body that came over the socket."""
-        slot = self._ring.peek()
-        assert slot is not None
-        _, _, _, n_buffers, _, at, size = unpack_header(slot.header)
-        self._overflows += 1
-        try:
-            return self._decoded(body, n_buffers, size)
-        finally:
-            self._release(at)
+    async def _take_later(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
+        """Return the next message once its annex has arrived; giving up loses nothing."""
+        while (obj := self._take()) is ELSEWHERE:
+            await self._annex(deadline, cancel, indefinite)
+        return obj
 
     def _decoded(self, body: memoryview, n_buffers: int, size: int) -> Any:
         main, buffers = split_body(body, n_buffers, size)
@@ -300,6 +299,17 @@ class LocalReader(LocalEnd):
     def _is_marker(self, slot: Slot, seq: int) -> bool:
         return seq == self._seq and slot.header[SECRET] == self._lifeline.welcome.secret
 
+    def _annex_body(self, slot: Slot) -> memoryview | None:
+        """Return what lies in the annex that a marker names; None if that has not arrived yet."""
+        _secret, number, size = MARKER.unpack_from(slot.header, MARKER_AT)
+        body = self._annexes.body(number, size, self._seq)
+        if body is None:
+            self._lifeline.look()  # it was passed before the message was published
+            body = self._annexes.body(number, size, self._seq)
+        if body is not None:
+            self._overflows += 1
+        return body
+
     # Waiting
 
     async def _line_up(self, deadline: float | None, cancel: asyncio.Event | None, *, leasing: bool = False) -> None:
@@ -345,25 +355,36 @@ class LocalReader(LocalEnd):
     def _may_go_on(self) -> bool:
         return self._refusal is not None or self._writer_gone is not None or self._ring.ready()
 
-    async def _body(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> memoryview:
-        """Wait for the next message's payload from the socket; giving up loses nothing."""
-        stall = None if indefinite else self._stall(self._report_payload)
+    async def _body(
+        self, slot: Slot, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool
+    ) -> memoryview:
+        """Return what lies in the annex that a marker names, which the caller has to release."""
         try:
-            body = await self._overflow.receive(self._seq, deadline, cancel, stall)
-        except TimeoutError:
-            raise TimeoutError(f"{self!r}: the payload of message {self._seq} did not come in time") from None
+            while (body := self._annex_body(slot)) is None:
+                await self._annex(deadline, cancel, indefinite)
         except CorruptSlot:
             self._release()
             raise
-        self._check_usable()
-        if body is None:
-            raise self._payload_lost()
         return body
 
-    def _payload_lost(self) -> AioshmError:
+    async def _annex(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
+        """Wait for an annex, or for any other news."""
+        self._check_usable()
+        if self._writer_gone is not None:
+            raise self._annex_lost()
+        assert self._loop is not None
+        self._news = news = self._loop.create_future()
+        stall = None if indefinite else self._stall(self._report_annex)
+        try:
+            await settle(news, deadline=deadline, cancel=cancel, stall=stall)
+        except TimeoutError:
+            raise TimeoutError(f"{self!r}: the annex of message {self._seq} did not come in time") from None
+        self._check_usable()
+
+    def _annex_lost(self) -> AioshmError:
         if self._lifeline.said_goodbye:
             return MessagesLost(self._seq, self._ring.messages_written() - 1)
-        return PeerDied(-1, self._lifeline.welcome.pid, "writer", f"with the payload of message {self._seq}")
+        return PeerDied(-1, self._lifeline.welcome.pid, "writer", f"with the annex of message {self._seq}")
 
     # Reporting
 
@@ -385,9 +406,9 @@ class LocalReader(LocalEnd):
                 state,
             )
 
-    def _report_payload(self) -> None:
+    def _report_annex(self) -> None:
         logger.warning(
-            "%r, rank %d: waited %g s for the payload of message %d from the writer (pid %d, %s)",
+            "%r, rank %d: waited %g s for the annex of message %d from the writer (pid %d, %s)",
             self,
             self._rank,
             self._options.stall_warning_s,

@@ -69,6 +69,12 @@ class Roster:
             if peer is not None:
                 peer.go()
 
+    def hand_over(self, fd: int) -> None:
+        """Pass a descriptor to every reader."""
+        for peer in self._peers:
+            if peer is not None:
+                peer.hand_over(fd)
+
     def ring_bells(self) -> None:
         """Wake the readers whose parked flags are up."""
         parked = self._ring.readers_parked
@@ -82,9 +88,9 @@ class Roster:
         """Name the readers that are not attached yet."""
         return ", ".join(f"rank {rank}" for rank, ok in zip(self.ranks, self._settled, strict=True) if not ok)
 
-    def laggards(self) -> str:
-        """Name the readers that keep the next slot from being written, with pid and process state."""
-        return ", ".join(self._described(self._ring.laggards()))
+    def laggards(self, slots: int = 1) -> str:
+        """Name the readers that keep so many slots from being written, with pid and process state."""
+        return ", ".join(self._described(self._ring.laggards(slots)))
 
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""

@@ -16,11 +16,11 @@ from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, pack_header, 
 from aioshm.codec.raw import RawCodec
 from aioshm.config import Options, check_int
 from aioshm.errors import MessageTooLarge, QueueFull
+from aioshm.queue.annexes import MARKER, MARKER_AT, SECRET_BYTES, Annexes
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.end import End, deadline_after
 from aioshm.queue.handle import Handle, host_id
 from aioshm.queue.roster import Roster
-from aioshm.queue.sockets import SECRET, SECRET_BYTES, OverflowSender
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.atomics import WriterCore
@@ -70,7 +70,6 @@ class Writer(End):
         self._buffer = ShmRingBuffer(n_local_reader, max_chunk_bytes, max_chunks, backing=options.backing)
         try:
             queue_id = self._buffer.queue_id
-            self._overflow_address = new_address(options, queue_id, "overflow")
             self._listener = LifelineListener(
                 new_address(options, queue_id, "lifeline"), queue_id, self._token, backlog=max(64, n_local_reader)
             )
@@ -87,8 +86,8 @@ class Writer(End):
         self._core = self._ring.core
         self._core.bind(self._encode, plain(self._code), isinstance(self._codec, RawCodec), self._roster.ring_bells)
         self.send = self._core.send
-        self._overflow: OverflowSender | None = None
-        self._proving: asyncio.Task[None] | None = None
+        self._annexes = Annexes(self._ring, self._roster.hand_over)
+        self._listening = False
         self._change: asyncio.Future[None] | None = None
         super().__init__(queue_id, options)
 
@@ -118,9 +117,8 @@ class Writer(End):
 
     async def _become_ready(self, deadline: float | None) -> None:
         loop = self._bind()
-        if self._overflow is None:
-            self._overflow = OverflowSender(self._overflow_address, self._secret)
-            self._proving = loop.create_task(self._overflow.prove())
+        if not self._listening:
+            self._listening = True
             self._listener.start(loop, self._roster)
         stall = self._stall(self._report_missing)
         try:
@@ -134,8 +132,6 @@ class Writer(End):
         if not self._ready:
             self._ready = True
             self._poller = self._new_poller(self._ring.parked, self._roster.pids())
-            if self._proving is not None:
-                self._proving.cancel()
             self._buffer.unlink()  # everybody has it mapped
             self._roster.go()
             logger.debug("%r: %d readers", self, self._roster.alive)
@@ -150,9 +146,7 @@ class Writer(End):
 
     def _welcome(self) -> tuple[Welcome, list[int]]:
         by_descriptor = self._segment_name is None
-        welcome = Welcome(
-            os.getpid(), self._overflow_address, self._secret, by_descriptor, self._listener.bell is not None
-        )
+        welcome = Welcome(os.getpid(), self._secret, by_descriptor, self._listener.bell is not None)
         return welcome, [self._buffer.fd] if by_descriptor else []
 
     # Sending
@@ -201,6 +195,7 @@ class Writer(End):
             while (slot := self._claim_checked()) is None:
                 await self._wait_for_slots(1, deadline)
             chunk = slot.chunk[:]
+            self._hold()
             try:
                 yield chunk
             finally:
@@ -255,20 +250,23 @@ class Writer(End):
         assert poller is not None
         free, core = self._ring.free, self._core
         core.spin_for(wanted)
+        self._ring.want(wanted)
         try:
             if await poller.wait(
                 lambda: self._refusal is not None or free(wanted),
                 core.seq,
                 core.published_ns,
                 deadline=deadline,
-                stall=self._stall(self._report_laggards),
+                stall=self._stall(lambda: self._report_laggards(wanted)),
             ):
                 self._new_turn()
         except TimeoutError:
-            raise TimeoutError(f"{self!r}: no slot became free: {self._roster.laggards()}") from None
+            what = "no slot became free" if wanted == 1 else f"{wanted} slots did not become free"
+            raise TimeoutError(f"{self!r}: {what}: {self._roster.laggards(wanted)}") from None
         finally:
             if not self._dismantled:
                 core.spin_for(1)
+                self._ring.want(1)
                 core.spin_ns = poller.inline_spin_ns
 
     def _put(self, message: Encoded) -> bool:
@@ -289,10 +287,9 @@ class Writer(End):
             write_body(slot.chunk, parts, buffers)
         else:
             kind = OVERFLOW
-            assert self._overflow is not None
-            self._overflow.send(self._core.seq, parts, buffers, size)
+            number = self._annexes.put(parts, buffers, size)
+            MARKER.pack_into(slot.header, MARKER_AT, self._secret, number, size)
             self._overflows += 1
-            slot.header[SECRET] = self._secret  # a damaged header cannot make readers wait for a payload
         main_bytes = sum(map(len, parts))
         pack_header(slot.header, 0, kind, self._code, 0, len(buffers), self._core.seq, monotonic_ns(), main_bytes)
         self._commit()
@@ -327,13 +324,13 @@ class Writer(End):
             "%r: waited %g s for readers to attach: %s", self, self._options.stall_warning_s, self._roster.missing()
         )
 
-    def _report_laggards(self) -> None:
+    def _report_laggards(self, wanted: int) -> None:
         logger.warning(
             "%r: waited %g s to write message %d: not read by %s",
             self,
             self._options.stall_warning_s,
             self._ring.seq,
-            self._roster.laggards(),
+            self._roster.laggards(wanted),
         )
 
     def _current_stats(self) -> QueueStats:
@@ -348,22 +345,13 @@ class Writer(End):
 
     def _say_goodbye(self) -> None:
         self._ring.set_writer_state(closed=True, pid=os.getpid())
-        if self._proving is not None:
-            self._proving.cancel()
         self._listener.close()
 
     def _dismantle(self) -> None:
         self._listener.close()
+        self._annexes.close()
         self._ring.close()
         self._buffer.close()
-
-    def _forget(self) -> None:
-        if self._overflow is not None:
-            self._overflow.close_now()
-
-    async def _finish(self) -> None:
-        if self._overflow is not None:
-            await self._overflow.aclose()
 
     def _abandon(self) -> None:
         self._listener.abandon()

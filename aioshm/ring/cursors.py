@@ -58,16 +58,26 @@ class RingWriter(_Cursor):
         """Sequence number of the next message."""
         return self.core.seq
 
-    def laggards(self) -> list[int]:
-        """Return the readers that keep the next slot from being written."""
-        flags = self.slots[self.seq % len(self.slots)].flags
+    def laggards(self, ahead: int = 1) -> list[int]:
+        """Return the readers that keep so many of the next slots from being written."""
+        flags = self.slots[(self.seq + ahead - 1) % len(self.slots)].flags
         return [reader for reader, read in enumerate(flags[1:]) if flags[0] and not read]
+
+    def finished(self, seq: int) -> bool:
+        """Return whether every reader has released a message."""
+        if seq + len(self.slots) <= self.seq:
+            return True  # its slot was claimed again
+        return 0 not in self.slots[seq % len(self.slots)].reader_flags.tobytes()
 
     def set_reader_state(self, reader: int, state: int, pid: int) -> None:
         """Note in the header what became of a reader, for whoever inspects the ring."""
         line = self.layout.reader_line(reader)
         self._header[line + at.STATE] = state
         self._header[line + at.PID : line + at.PID + 4] = pid.to_bytes(4, "little")
+
+    def want(self, slots: int) -> None:
+        """Tell the readers how many free slots a parked writer waits for."""
+        self._words[at.WRITER_WANTS // 8] = slots - 1
 
     def set_writer_state(self, closed: bool, pid: int) -> None:
         """Note in the header who writes, and whether that has ended."""
@@ -104,12 +114,16 @@ class RingReader(_Cursor):
         return self.core.seq
 
     def writer_can_go_on(self) -> bool:
-        """Return whether the writer is parked although the slot that it waits for has been read by all.
+        """Return whether the writer is parked although the slots that it waits for have been read by all.
 
         Each reader asks this after its own release, so that the last one to read the slot sees it read by all.
         """
-        awaited = self.slots[self.messages_written() % self.layout.max_chunks]
-        return self.writer_parked[0] != 0 and awaited.flags == self._read_by_all
+        if self.writer_parked[0] == 0:
+            return False
+        # Slots become free in order, so the last of a batch's stands for all of them.
+        last = self.messages_written() + self._words[at.WRITER_WANTS // 8]
+        flags = self.slots[last % self.layout.max_chunks].flags
+        return flags == self._read_by_all or not flags[0]
 
     def reader_pids(self) -> list[int]:
         """Return the readers' process ids as they saw themselves; 0 for one that was never attached."""

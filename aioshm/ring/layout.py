@@ -3,7 +3,7 @@
     offset            what                                                       written by
     0                 magic, version, sizes, queue id                            creator, once
     64                writer line: messages written, closed, pid                 writer
-    128               writer parked                                              writer (and the reader that wakes it)
+    128               writer parked, slots it waits for beyond the next one      writer (and the reader that wakes it)
     192               readers parked: one byte each, rounded up to 64            that reader (and the writer)
     ...               one 64-byte line per reader: messages read, state, pid     that reader; state and pid: writer
     header_bytes      slots: max_chunks x [64-byte slot header][chunk]           writer
@@ -36,6 +36,7 @@ PREAMBLE = struct.Struct("<8sIIQQ16s")  # magic, version, n_reader, max_chunk_by
 
 WRITER_LINE = LINE
 WRITER_PARKED = 2 * LINE
+WRITER_WANTS = WRITER_PARKED + 8  # u64
 READERS_PARKED = 3 * LINE
 
 # Inside the writer's and each reader's line.

@@ -10,6 +10,7 @@ import os
 import secrets
 import stat
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,14 +59,14 @@ class Segment:
         self.view = memoryview(self._map)
 
     @classmethod
-    def create(cls, size: int, backing: Backing) -> Segment:
-        """Create a segment of ``size`` zero bytes.
+    def create(cls, size: int, backing: Backing, *, may_grow: bool = False) -> Segment:
+        """Create a segment of ``size`` zero bytes, which may be able to `grow`.
 
         Raises:
             SharedMemoryError: There is not enough memory; the text says what is needed, what is free, what to do.
         """
         if backing == "memfd":
-            return cls._create_memfd(size)
+            return cls._create_memfd(size, may_grow)
         return cls._create_named(size)
 
     @classmethod
@@ -104,18 +105,16 @@ class Segment:
         return cls(own, size, None)
 
     @classmethod
-    def _create_memfd(cls, size: int) -> Segment:
-        memory = psutil.virtual_memory()
-        # Pages are committed when touched, so only what can never fit is refused.
-        if size > memory.total + psutil.swap_memory().total:
-            raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
+    def _create_memfd(cls, size: int, may_grow: bool) -> Segment:
+        _check_memory(size)
         try:
             fd = os.memfd_create("aioshm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise _cannot_create(size, "memfd", error) from None
         _or_close(fd, size, "memfd", lambda: os.ftruncate(fd, size))
         # No reader can shrink it under the others, which would turn their next touch into a SIGBUS.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        seals = fcntl.F_SEAL_SHRINK if may_grow else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
         return cls(fd, size, None)
 
     @classmethod
@@ -129,6 +128,32 @@ class Segment:
             raise
         segment._owner_pid = os.getpid()
         return segment
+
+    def grow(self, size: int) -> bool:
+        """Make the segment larger and map it anew; return whether this system and this segment can.
+
+        Nobody may hold a view of it here; mappings elsewhere stay as they are.
+
+        Raises:
+            SharedMemoryError: There can never be enough memory.
+        """
+        _check_memory(size)
+        try:
+            os.ftruncate(self.fd, size)
+        except OSError:
+            return False
+        self.view.release()
+        self._map.close()
+        self._map = mmap.mmap(self.fd, size)
+        self.view = memoryview(self._map)
+        self.size = size
+        return True
+
+    def forget(self) -> None:
+        """Give the pages back to the system, where that is possible; all bytes may be zeros afterwards."""
+        if hasattr(mmap, "MADV_REMOVE"):
+            with suppress(OSError):
+                self._map.madvise(mmap.MADV_REMOVE)
 
     def prefault(self, offset: int, length: int, *, write: bool) -> None:
         """Fault in the pages of a range, so that no first message pays for them."""
@@ -170,6 +195,13 @@ class Segment:
             self._map.close()
         except BufferError:
             pass  # somebody still holds a view; the mapping goes when that does
+
+
+def _check_memory(size: int) -> None:
+    memory = psutil.virtual_memory()
+    # Pages are committed when touched, so only what can never fit is refused.
+    if size > memory.total + psutil.swap_memory().total:
+        raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
 
 
 def _new_name(size: int) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Where lifeline and overflow sockets are bound, and who may be at their other end."""
+"""Where lifelines are bound, and who may be at their other end."""
 
 from __future__ import annotations
 

@@ -53,9 +53,17 @@ class Lifeline:
         on_go: Callable[[], None],
         on_wake: Callable[[], None],
         on_gone: Callable[[bool], None],
+        on_descriptor: Callable[[int], None],
     ) -> None:
-        """Begin to report: every reader is ready; the writer rang; the writer left (True: it said goodbye)."""
-        self._on_go, self._on_wake, self._on_gone = on_go, on_wake, on_gone
+        """Begin to report.
+
+        Args:
+            on_go: Every reader is ready.
+            on_wake: The writer rang.
+            on_gone: The writer left; True: it said goodbye.
+            on_descriptor: The writer passed a descriptor, which is the callee's from here on.
+        """
+        self._on_go, self._on_wake, self._on_gone, self._on_descriptor = on_go, on_wake, on_gone, on_descriptor
         self._loop.add_reader(self._sock.fileno(), self._readable)
         if self._own_bell is not None:
             self._loop.add_reader(self._own_bell.fd, self._rung)
@@ -69,7 +77,7 @@ class Lifeline:
         return fd
 
     def prove(self) -> None:
-        """Tell the writer that overflow messages arrive here."""
+        """Tell the writer that the ring is mapped here."""
         self._send(PROVEN)
 
     def ring(self) -> None:
@@ -115,14 +123,20 @@ class Lifeline:
         self._own_bell.drain()
         self._on_wake()
 
+    def look(self) -> None:
+        """Report what has come, without waiting for the loop to find it."""
+        self._readable()
+
     def _readable(self) -> None:
         while self._sock.fileno() >= 0:  # until nothing is left: see _Connection.read
             try:
-                data = self._sock.recv(protocol.MAX_GREETING_BYTES)
+                data, fds = _receive(self._sock)
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
+                data, fds = b"", []
+            for fd in fds:
+                self._on_descriptor(fd)
             if data:
                 self._signals(data)
             else:

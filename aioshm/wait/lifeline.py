@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import socket
+from collections import deque
 from typing import Protocol
 
 from aioshm.errors import HandleError, SharedMemoryError
@@ -18,7 +19,7 @@ from aioshm.ring.layout import VERSION
 from aioshm.wait import protocol
 from aioshm.wait.address import peer_credentials, remove, sockaddr
 from aioshm.wait.bell import HAVE_EVENTFD, Bell
-from aioshm.wait.protocol import BYE, GO, PROVEN, WAKE, Hello, Welcome
+from aioshm.wait.protocol import ANNEX, BYE, GO, PROVEN, WAKE, Hello, Welcome
 
 logger = logging.getLogger("aioshm.lifeline")
 
@@ -39,7 +40,7 @@ class Host(Protocol):
         """Note that a reader was admitted and has been told so."""
 
     def proven(self, peer: Peer) -> None:
-        """Note that overflow messages reach a reader."""
+        """Note that a reader has the ring mapped."""
 
     def gone(self, peer: Peer, said_goodbye: bool) -> None:
         """Note that a reader's connection has ended."""
@@ -57,9 +58,13 @@ class Peer:
         seen_pid: Its process id in this process' pid namespace, or 0 where it cannot be seen.
     """
 
-    def __init__(self, sock: socket.socket, hello: Hello, seen_pid: int, bell: Bell | None) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, hello: Hello, seen_pid: int, bell: Bell | None
+    ) -> None:
+        self._loop = loop
         self._sock = sock
         self._bell = bell
+        self._outbox: deque[int] = deque()
         self.rank = hello.rank
         self.pid = hello.pid
         self.seen_pid = seen_pid
@@ -74,6 +79,27 @@ class Peer:
     def go(self) -> None:
         """Tell the reader that every reader is ready."""
         self.send(GO)
+
+    def hand_over(self, fd: int) -> None:
+        """Pass a descriptor on, in the order of the calls. It must stay open as long as this peer is connected."""
+        self._outbox.append(fd)
+        if len(self._outbox) == 1:
+            self._empty_outbox()
+
+    def _empty_outbox(self) -> None:
+        if self._sock.fileno() < 0:
+            return
+        while self._outbox:
+            try:
+                socket.send_fds(self._sock, [ANNEX], [self._outbox[0]])
+            except BlockingIOError:  # it has not looked for a long time
+                self._loop.add_writer(self._sock.fileno(), self._empty_outbox)
+                return
+            except OSError:
+                self._outbox.clear()  # its end of file is on its way
+                break
+            self._outbox.popleft()
+        self._loop.remove_writer(self._sock.fileno())
 
     def send(self, signal: bytes) -> None:
         try:
@@ -214,6 +240,7 @@ class _Connection:
         self._deadline.cancel()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
         self._listener.forget(self._sock)
         self._sock.close()
         if self._bell is not None:
@@ -274,7 +301,7 @@ class _Connection:
             self._bell = Bell.create()
             fds = [*fds, self._bell.fd, self._listener.bell.fd]
         self._deadline.cancel()
-        self.peer = Peer(self._sock, hello, self._pid, self._bell)
+        self.peer = Peer(self._loop, self._sock, hello, self._pid, self._bell)
         self._send_all(protocol.pack(welcome), fds)  # first of all: signals that follow must come after it
         self._host.attached(self.peer)
         if self._received:

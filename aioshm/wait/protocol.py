@@ -3,8 +3,9 @@
     reader                                writer
       Hello (version, queue, token, rank)   ->
                                             <-   Welcome (+ descriptors), or Refusal and end of file
-      PROVEN: overflow arrives here         ->
+      PROVEN: the ring is mapped            ->
                                             <-   GO: every reader is attached and proven
+                                            <-   ANNEX (+ a descriptor), again and again
       WAKE (where there is no eventfd)     <->   WAKE
       BYE: leaving on purpose              <->   BYE
 
@@ -22,7 +23,7 @@ from aioshm.errors import HandleError
 
 MAX_GREETING_BYTES = 4096
 
-PROVEN, GO, WAKE, BYE = b"P", b"G", b"W", b"B"
+PROVEN, GO, ANNEX, WAKE, BYE = b"P", b"G", b"A", b"W", b"B"
 
 _LENGTH = struct.Struct("!I")
 
@@ -50,14 +51,12 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     Attributes:
         pid: The writer's process id as it sees itself.
-        overflow: Address of the XPUB socket for messages that do not fit a chunk.
-        secret: What every genuine overflow message begins with; said to nobody else.
+        secret: What the header of a message in an annex repeats, so that no damaged one is taken for it.
         segment: Whether the first descriptor that comes along is the segment.
         bells: Whether the next two are eventfds: the reader's and the writer's.
     """
 
     pid: int
-    overflow: str
     secret: bytes
     segment: bool
     bells: bool

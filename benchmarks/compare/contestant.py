@@ -6,7 +6,7 @@ import secrets
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +40,7 @@ class Port:
 
     Attributes:
         call: Sends a message, or returns the next one; awaited if the contestant is.
-        close: Closes it. Awaited if it returns an awaitable.
+        close: Closes it; awaited if the contestant is and it returns an awaitable.
     """
 
     call: Callable[..., Any]
@@ -51,8 +51,11 @@ class End(ABC):
     """Becomes a port. Can be an argument of a spawned process."""
 
     @abstractmethod
-    async def open(self) -> Port:
-        """Return the port once no message can be lost any more; every other end of the line opens meanwhile."""
+    def open(self) -> Port | Coroutine[Any, Any, Port]:
+        """Return the port once no message can be lost any more; every other end of the line opens meanwhile.
+
+        Only where the contestant is awaited it may be a coroutine: the others run without an event loop.
+        """
 
     def leave(self) -> None:  # noqa: B027  # nothing to do for most
         """Close what this process holds of an end that another one opens, so that its death is noticed."""

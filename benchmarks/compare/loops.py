@@ -5,6 +5,7 @@ What they do themselves for a message is a store and two comparisons, so that th
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 import resource
@@ -55,35 +56,44 @@ class Heard:
     cpu_percent: float
 
 
-async def obey(order: Order, workload: Workload, awaited: bool, out: Port | None, back: Port | None) -> Any:
+def obey(order: Order, workload: Workload, out: Port | None, back: Port | None) -> Any:
     """Do it, and return the answer.
 
     Args:
         order: What to do.
         workload: What is sent.
-        awaited: Whether the contestant's calls are.
         out: The end that sends, if this process has one.
         back: The end that receives, if this process has one.
     """
     gc.collect()
     gc.freeze()
     if order.what in {"send", "tick"}:
-        assert out is not None
-        sending = _Sending(order, workload, out)
-        if order.what == "send":
-            return await sending.stream_awaited() if awaited else sending.stream()
-        return await sending.tick_awaited() if awaited else sending.tick()
-    assert back is not None
-    receiving = _Receiving(order, workload, back)
-    if order.what == "read":
-        return await receiving.read_awaited() if awaited else receiving.read()
-    if order.what == "listen":
-        return await receiving.listen_awaited() if awaited else receiving.listen()
-    assert out is not None
-    trips = _RoundTrips(order, workload, out, back)
-    if order.what == "ask":
-        return await trips.ask_awaited() if awaited else trips.ask()
-    return await trips.answer_awaited() if awaited else trips.answer()
+        sending = _Sending(order, workload, _there(out))
+        return sending.stream() if order.what == "send" else sending.tick()
+    if order.what in {"read", "listen"}:
+        receiving = _Receiving(order, workload, _there(back))
+        return receiving.read() if order.what == "read" else receiving.listen()
+    trips = _RoundTrips(order, workload, _there(out), _there(back))
+    return trips.ask() if order.what == "ask" else trips.answer()
+
+
+async def obey_awaited(order: Order, workload: Workload, out: Port | None, back: Port | None) -> Any:
+    """Do as `obey`, with a contestant that is awaited."""
+    gc.collect()
+    gc.freeze()
+    if order.what in {"send", "tick"}:
+        sending = _Sending(order, workload, _there(out))
+        return await (sending.stream_awaited() if order.what == "send" else sending.tick_awaited())
+    if order.what in {"read", "listen"}:
+        receiving = _Receiving(order, workload, _there(back))
+        return await (receiving.read_awaited() if order.what == "read" else receiving.listen_awaited())
+    trips = _RoundTrips(order, workload, _there(out), _there(back))
+    return await (trips.ask_awaited() if order.what == "ask" else trips.answer_awaited())
+
+
+def _there(port: Port | None) -> Port:
+    assert port is not None
+    return port
 
 
 class _Sending:
@@ -110,8 +120,6 @@ class _Sending:
             send(message)
 
     async def tick_awaited(self) -> None:
-        import asyncio
-
         send, message, key = self._send, self._workload.make(), self._workload.key
         for due in self._due():
             await asyncio.sleep(0)  # whatever its loop has still to do for the last message

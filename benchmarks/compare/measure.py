@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from benchmarks.compare.cases import CADENCES_MS, QUICK_CADENCES_MS, Case
 from benchmarks.compare.contestant import Contestant
@@ -52,26 +53,21 @@ class Run:
 async def measure(run: Run, case: Case, contestants: Sequence[Contestant]) -> None:
     """Run a case. A contestant that fails is noted and left out from then on."""
     progress(f"{case.name}: starting {', '.join(contestant.name for contestant in contestants)}")
-    async with AsyncExitStack() as memory:
+    async with AsyncExitStack() as everybody:
         copier = None
         if case.by_bytes:
             block = QUICK_BLOCK_BYTES if run.quick else BLOCK_BYTES
-            copier = await memory.enter_async_context(memcpy_on_stage(block))
-        stages: list[_Stage] = []
-        try:
-            for contestant in contestants:
-                stage = _Stage(run, case, contestant)
-                await stage.open()
-                stages.append(stage)
-            for repetition in range(run.repeat):
-                progress(f"{case.name}: repetition {repetition + 1} of {run.repeat}")
-                if copier is not None:
-                    await _copy(run, case, copier)
-                for stage in stages:
-                    await stage.perform()
-        finally:
+            copier = await everybody.enter_async_context(memcpy_on_stage(block))
+        stages = [_Stage(run, case, contestant) for contestant in contestants]
+        for stage in stages:
+            everybody.push_async_exit(stage.close)
+            await stage.open()
+        for repetition in range(run.repeat):
+            progress(f"{case.name}: repetition {repetition + 1} of {run.repeat}")
+            if copier is not None:
+                await _copy(run, case, copier)
             for stage in stages:
-                await stage.close()
+                await stage.perform()
 
 
 class _Stage:
@@ -106,9 +102,12 @@ class _Stage:
         except BenchmarkError as error:
             await self._fail(error)
 
-    async def close(self) -> None:
+    async def close(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End its processes: kindly, or at once if the run is given up."""
         try:
-            await self._stack.aclose()
+            await self._stack.__aexit__(exc_type, exc, traceback)
         except BenchmarkError as error:
             self._note(error)
 
@@ -119,7 +118,7 @@ class _Stage:
         try:
             await stack.__aexit__(type(error), error, error.__traceback__)
         except BenchmarkError:
-            pass  # the same one
+            pass  # is noted already
 
     def _note(self, error: BenchmarkError) -> None:
         text = f"{self._contestant.name} in {self._case.name}: {error}"

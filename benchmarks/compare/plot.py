@@ -38,7 +38,7 @@ def plot(report: Report, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     names = list(dict.fromkeys(result.contestant for result in report.results))
-    colours = {name: f"C{n % 10}" for n, name in enumerate(names)}
+    colours = {name: mpl.colormaps["tab20"](n % 20) for n, name in enumerate(names)}
     styles = {name: "-" if name.startswith("aioshm") else "--" if n < 10 else ":" for n, name in enumerate(names)}
     figure, axes = plt.subplots(3, 2, figsize=(14, 15), layout="constrained")
     (rates, fan_out), (sizes, trips), (late, cpu) = axes
@@ -47,7 +47,7 @@ def plot(report: Report, path: Path) -> None:
     draw = _Lines(report, names, colours, styles)
     draw.lines(fan_out, "small dict: messages/s, by readers", "messages_per_s", [(n, SMALL, n) for n in (1, 2, 4)])
     tensors = [(case.workload.nbytes, case.title, 1) for case in CASES if case.by_bytes]
-    draw.lines(sizes, "tensors: GB/s, by bytes", "volume_gb_per_s", tensors)
+    draw.lines(sizes, "tensors: GB/s, by size", "volume_gb_per_s", tensors)
     ticks = [(period, cadence_title(period), 1) for period in CADENCES_MS]
     draw.lines(late, "sent to received: p50 in µs, by ms between messages", "p50_us", ticks)
     draw.lines(cpu, "CPU of the reader in % of a core, by ms between messages", "reader_cpu_percent", ticks)
@@ -65,7 +65,7 @@ def _bars(
     figure: str,
     cases: Sequence[str],
     names: Sequence[str],
-    colours: dict[str, str],
+    colours: dict[str, Any],
 ) -> None:
     """Draw a bar for each contestant, with its spread, case by case."""
     ticks, labels, place = [], [], 0
@@ -91,7 +91,7 @@ def _bars(
 class _Lines:
     """Draws a line for each contestant."""
 
-    def __init__(self, report: Report, names: Sequence[str], colours: dict[str, str], styles: dict[str, str]) -> None:
+    def __init__(self, report: Report, names: Sequence[str], colours: dict[str, Any], styles: dict[str, str]) -> None:
         self._report, self._names, self._colours, self._styles = report, names, colours, styles
 
     def lines(self, axes: Any, title: str, figure: str, points: Sequence[tuple[int, str, int]]) -> None:
@@ -117,6 +117,10 @@ class _Lines:
         if drawn:
             axes.set_xscale("log", base=2 if max(x for x, *_ in points) > 1000 else 10)
             axes.set_yscale("log")
-            axes.set_xticks([x for x, *_ in points], [str(x) for x, *_ in points])
+            axes.set_xticks(
+                [x for x, *_ in points], [case.removesuffix(" tensor") if x > 1000 else str(x) for x, case, _ in points]
+            )
             axes.minorticks_off()
             axes.legend(fontsize=7)
+        else:
+            axes.text(0.5, 0.5, "not measured", ha="center")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.contestant import Contestant, End, Job
-from benchmarks.compare.loops import Order, obey
+from benchmarks.compare.contestant import Contestant, End, Job, Port
+from benchmarks.compare.loops import Order, obey, obey_awaited
 from benchmarks.compare.workload import Workload
 from benchmarks.crew import Boss, Crew, Hand
 
@@ -61,26 +61,14 @@ async def _start(crew: Crew, contestant: Contestant, workload: Workload, n_reade
     line = contestant.line(job)
     back = contestant.line(job) if both_ways else None
     cores = _cores(1 + n_reader)
-    writer = crew.start(
-        f"writer of {contestant.name}",
-        play,
-        contestant.awaited,
-        workload,
-        line.writer,
-        back and back.readers[0],
-        True,
-        cores[0],
-    )
+    role = play_awaited if contestant.awaited else play
+    writer_part = Part(workload, line.writer, back.readers[0] if back else None, True, cores[0])
+    writer = crew.start(f"writer of {contestant.name}", role, writer_part)
     readers = [
         crew.start(
             f"reader {rank} of {contestant.name}",
-            play,
-            contestant.awaited,
-            workload,
-            back and back.writer,
-            end,
-            False,
-            cores[1 + rank],
+            role,
+            Part(workload, back.writer if back else None, end, False, cores[1 + rank]),
         )
         for rank, end in enumerate(line.readers)
     ]
@@ -90,25 +78,57 @@ async def _start(crew: Crew, contestant: Contestant, workload: Workload, n_reade
     return Troupe(contestant, writer, readers)
 
 
-async def play(
-    boss: Boss,
-    awaited: bool,
-    workload: Workload,
-    sending: End | None,
-    receiving: End | None,
-    sends_first: bool,
-    core: int | None,
-) -> None:
+@dataclass(frozen=True)
+class Part:
+    """What a process has to know.
+
+    Attributes:
+        workload: What is sent.
+        sending: The end to send by.
+        receiving: The end to receive by.
+        sends_first: Which of the two is opened first.
+        core: Which core to stay on.
+    """
+
+    workload: Workload
+    sending: End | None
+    receiving: End | None
+    sends_first: bool
+    core: int | None
+
+    def ends(self) -> list[End | None]:
+        """Return the ends in the order in which they are opened."""
+        return [self.sending, self.receiving] if self.sends_first else [self.receiving, self.sending]
+
+    def ports(self, opened: list[Any]) -> tuple[Port | None, Port | None]:
+        """Hold the process to its core, and return the port to send by and the one to receive by."""
+        if self.core is not None:
+            _pin(self.core)
+        out, back = opened if self.sends_first else reversed(opened)
+        return out, back
+
+
+def play(boss: Boss, part: Part) -> None:
+    """Role: open the ends, then obey orders, without an event loop."""
+    out, back = part.ports([end and end.open() for end in part.ends()])
+    boss.reply("ready")
+    while (order := boss.plain_order()) is not None:
+        boss.reply(obey(order, part.workload, out, back))
+    for port in [out, back]:
+        if port is not None:
+            port.close()
+
+
+async def play_awaited(boss: Boss, part: Part) -> None:
     """Role: open the ends, then obey orders."""
-    out = await sending.open() if sending is not None and sends_first else None
-    back = await receiving.open() if receiving is not None else None
-    if sending is not None and not sends_first:
-        out = await sending.open()
-    if core is not None:
-        _pin(core)
+    opened = []
+    for end in part.ends():
+        opening = end and end.open()
+        opened.append(await opening if inspect.isawaitable(opening) else opening)
+    out, back = part.ports(opened)
     boss.reply("ready")
     while (order := await boss.order()) is not None:
-        boss.reply(await obey(order, workload, awaited, out, back))
+        boss.reply(await obey_awaited(order, part.workload, out, back))
     for port in [out, back]:
         closing = port.close() if port is not None else None
         if inspect.isawaitable(closing):

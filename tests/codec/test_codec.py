@@ -11,7 +11,7 @@ from aioshm.codec import get_codec
 
 
 def in_new_process(program: str) -> None:
-    program = inspect.getsource(encode) + program
+    program = "from __future__ import annotations\n" + inspect.getsource(encode) + program
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=100)
 
 

@@ -38,6 +38,14 @@ async def hold(handle: str, rank: str) -> None:
         await asyncio.sleep(1000)
 
 
+async def lease(handle: str, rank: str) -> None:
+    """Lease a message and never end it."""
+    reader = await _reader(handle, rank)
+    async with reader.lease():
+        say("leasing")
+        await asyncio.sleep(1000)
+
+
 async def wait(handle: str, rank: str, mode: str) -> None:
     """Wait for messages that never come."""
     reader = await _reader(handle, rank, mode)

@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from rings import Ends, NewEnds, NewRing
+from pairs_of_cores import NewPair, Pair, close_pair, make_pair
+from rings import CORES, Cores, Ends, NewEnds, NewRing
 
 from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
-from aioshm.ring.cursors import OrderedReader, OrderedWriter
 
 
 @pytest.fixture
@@ -24,18 +24,36 @@ def new_ring() -> Iterator[NewRing]:
         yield make
 
 
-@pytest.fixture(params=[(RingWriter, RingReader), (OrderedWriter, OrderedReader)], ids=["strong", "weak"])
-def new_ends(request: pytest.FixtureRequest, new_ring: NewRing) -> Iterator[NewEnds]:
-    """Make rings with all of their cursors: those of one memory order, and those of the other."""
-    writer_type, reader_type = request.param
+@pytest.fixture(params=CORES.values(), ids=CORES)
+def cores(request: pytest.FixtureRequest) -> Cores:
+    """The native core, where it was built, then its twin for either memory order."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def new_ends(cores: Cores, new_ring: NewRing) -> Iterator[NewEnds]:
+    """Make rings with all of their cursors."""
     with ExitStack() as stack:
 
         def make(n_reader: int = 2, chunks: int = 3, chunk_bytes: int = 100) -> Ends:
             ring = new_ring(n_reader, chunk_bytes, chunks)
-            writer = writer_type(ring.layout, ring.view)
-            readers = [reader_type(ring.layout, ring.view, index) for index in range(n_reader)]
+            writer = RingWriter(ring.layout, ring.view, cores.writer)
+            readers = [RingReader(ring.layout, ring.view, index, cores.reader) for index in range(n_reader)]
             for cursor in (writer, *readers):
                 stack.callback(cursor.close)
             return Ends(ring, writer, readers)
+
+        yield make
+
+
+@pytest.fixture
+def new_pair(cores: Cores, new_ring: NewRing) -> Iterator[NewPair]:
+    """Make rings with bare cores over them."""
+    with ExitStack() as stack:
+
+        def make(n_reader: int = 1, chunks: int = 3, chunk_bytes: int = 100, raw: bool = True) -> Pair:
+            pair = make_pair(new_ring(n_reader, chunk_bytes, chunks), cores, raw)
+            stack.callback(close_pair, pair)
+            return pair
 
         yield make

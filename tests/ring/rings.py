@@ -6,9 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
-from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
+from aioshm.ring import RingReader, RingWriter, ShmRingBuffer, _portable
+
+try:
+    from aioshm.ring import _native
+except ImportError:
+    _native = None  # type: ignore[assignment]
 
 
 class Ends(NamedTuple):
@@ -18,6 +24,20 @@ class Ends(NamedTuple):
     writer: RingWriter
     readers: list[RingReader]
 
+
+class Cores(NamedTuple):
+    """A writer's and a reader's core that belong together, and the module that has them."""
+
+    writer: type[_portable.WriterCore]
+    reader: type[_portable.ReaderCore]
+    module: ModuleType
+
+
+PORTABLE = Cores(_portable.WriterCore, _portable.ReaderCore, _portable)
+ORDERED = Cores(_portable.OrderedWriterCore, _portable.OrderedReaderCore, _portable)
+NATIVE = None if _native is None else Cores(_native.WriterCore, _native.ReaderCore, _native)
+TWINS = {"portable": PORTABLE, "ordered": ORDERED}
+CORES: dict[str, Cores] = TWINS if NATIVE is None else {"native": NATIVE, **TWINS}
 
 NewRing = Callable[..., ShmRingBuffer]
 NewEnds = Callable[..., Ends]
@@ -63,8 +83,8 @@ def receive(reader: RingReader) -> bytes | None:
     return message
 
 
-def write_all(ring: ShmRingBuffer, writer_type: type[RingWriter], amount: int) -> None:
-    writer = writer_type(ring.layout, ring.view)
+def write_all(ring: ShmRingBuffer, core: type[_portable.WriterCore], amount: int) -> None:
+    writer = RingWriter(ring.layout, ring.view, core)
     for number in range(amount):
         message = content(number, ring.layout.max_chunk_bytes)
         while put(writer, message) is None:
@@ -73,8 +93,8 @@ def write_all(ring: ShmRingBuffer, writer_type: type[RingWriter], amount: int) -
     ring.close()
 
 
-def read_all(ring: ShmRingBuffer, reader_type: type[RingReader], index: int, amount: int) -> None:
-    reader = reader_type(ring.layout, ring.view, index)
+def read_all(ring: ShmRingBuffer, core: type[_portable.ReaderCore], index: int, amount: int) -> None:
+    reader = RingReader(ring.layout, ring.view, index, core)
     for number in range(amount):
         while (message := look(reader)) is None:
             os.sched_yield()

@@ -9,12 +9,13 @@ from rings import python
 from aioshm.ring import atomics
 from aioshm.ring.atomics import memory_fence
 
-CURSORS_ON = """
-import platform, sys
+CORES_ON = """
+import os, platform, sys
+os.environ["AIOSHM_NATIVE"] = "0"
 platform.machine = lambda: sys.argv[1]
 from aioshm.ring import ShmRingBuffer, atomics
 ring = ShmRingBuffer(1, 64, 1)
-print(atomics.STRONG_ORDER, type(ring.writer()).__name__, type(ring.reader(0)).__name__)
+print(atomics.STRONG_ORDER, type(ring.writer().core).__name__, type(ring.reader(0).core).__name__, atomics.FULL_FENCE)
 ring.close()
 """
 
@@ -25,11 +26,13 @@ def test_this_machine() -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64", "riscv64", "ppc64le", ""])
-def test_a_machine_not_known_to_keep_order_gets_the_fenced_cursors(machine: str) -> None:
-    out, err = python(CURSORS_ON, machine).communicate()
+def test_a_machine_not_known_to_keep_order_gets_the_fenced_cores(machine: str) -> None:
+    out, err = python(CORES_ON, machine).communicate()
     strong = machine in {"x86_64", "AMD64"}
     assert out.split() == (
-        ["True", "RingWriter", "RingReader"] if strong else ["False", "OrderedWriter", "OrderedReader"]
+        ["True", "WriterCore", "ReaderCore", "True"]
+        if strong
+        else ["False", "OrderedWriterCore", "OrderedReaderCore", "False"]
     )
     assert err == ""
 

@@ -10,12 +10,11 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from rings import NewRing, answer, content, fds, look, put, read_all, write_all
+from rings import CORES, NATIVE, ORDERED, PORTABLE, NewRing, answer, content, fds, look, put, read_all, write_all
 
 from aioshm.errors import SharedMemoryError
-from aioshm.ring import Layout, RingHandle, RingReader, RingWriter, ShmRingBuffer, buffer
+from aioshm.ring import Layout, RingHandle, ShmRingBuffer, buffer
 from aioshm.ring import layout as at
-from aioshm.ring.cursors import OrderedReader, OrderedWriter
 
 spawn = get_context("spawn")
 
@@ -203,16 +202,13 @@ class TestOtherProcesses:
         assert bytes(ring.chunk(1)[:5]) == b"olleh"
 
     @pytest.mark.parametrize(
-        ("backing", "writer_type", "reader_type"),
-        [("memfd", RingWriter, RingReader), ("named", OrderedWriter, OrderedReader)],
+        ("backing", "kind"), [("memfd" if number % 2 else "named", kind) for number, kind in enumerate(CORES)]
     )
-    def test_20_000_messages_between_two_processes(
-        self, new_ring: NewRing, backing: str, writer_type: type[RingWriter], reader_type: type[RingReader]
-    ) -> None:
+    def test_20_000_messages_between_two_processes(self, new_ring: NewRing, backing: str, kind: str) -> None:
         ring = new_ring(1, 1000, 8, backing=backing)
         processes = [
-            spawn.Process(target=write_all, args=(ring, writer_type, 20_000)),
-            spawn.Process(target=read_all, args=(ring, reader_type, 0, 20_000)),
+            spawn.Process(target=write_all, args=(ring, CORES[kind].writer, 20_000)),
+            spawn.Process(target=read_all, args=(ring, CORES[kind].reader, 0, 20_000)),
         ]
         for process in processes:
             process.start()
@@ -221,12 +217,16 @@ class TestOtherProcesses:
         assert [process.exitcode for process in processes] == [0, 0]
         assert ring.reader(0).messages_read(0) == ring.writer().messages_written() == 20_000
 
-    def test_two_readers_and_few_slots(self, new_ring: NewRing) -> None:
+    @pytest.mark.parametrize("writer_kind", CORES)
+    def test_two_readers_and_few_slots_with_mixed_cores(self, new_ring: NewRing, writer_kind: str) -> None:
         ring = new_ring(2, 100, 2)
-        processes = [spawn.Process(target=read_all, args=(ring, RingReader, index, 3000)) for index in range(2)]
+        kinds = (PORTABLE, NATIVE or ORDERED)
+        processes = [
+            spawn.Process(target=read_all, args=(ring, kind.reader, index, 3000)) for index, kind in enumerate(kinds)
+        ]
         for process in processes:
             process.start()
-        write_all(through_the_descriptor(ring), RingWriter, 3000)
+        write_all(through_the_descriptor(ring), CORES[writer_kind].writer, 3000)
         for process in processes:
             process.join(100)
         assert [process.exitcode for process in processes] == [0, 0]

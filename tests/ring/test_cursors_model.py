@@ -16,10 +16,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from rings import look
+from rings import CORES, PORTABLE, Cores, look
 
 from aioshm.ring import Layout, RingReader, RingWriter, ShmRingBuffer
-from aioshm.ring.cursors import OrderedReader, OrderedWriter
 
 contents = st.binary(max_size=64)
 places = st.integers(0, 3)
@@ -28,16 +27,17 @@ places = st.integers(0, 3)
 class RingAgainstAList(RuleBasedStateMachine):
     """The model: every message sent so far, and how many of them each reader has finished with."""
 
-    writer_type: ClassVar[type[RingWriter]] = RingWriter
-    reader_type: ClassVar[type[RingReader]] = RingReader
+    cores: ClassVar[Cores] = PORTABLE
 
     @initialize(n_reader=st.integers(1, 4), room=st.integers(1, 64), chunks=st.integers(1, 4))
     def create(self, n_reader: int, room: int, chunks: int) -> None:
         sizes = Layout(n_reader, room, chunks)
         self.ring = ShmRingBuffer(n_reader, room, chunks)
         self.seen_by_readers = ShmRingBuffer.from_fd(sizes, os.dup(self.ring.fd), self.ring.queue_id)
-        self.writer = self.writer_type(sizes, self.ring.view)
-        self.readers = [self.reader_type(sizes, self.seen_by_readers.view, index) for index in range(n_reader)]
+        self.writer = RingWriter(sizes, self.ring.view, self.cores.writer)
+        self.readers = [
+            RingReader(sizes, self.seen_by_readers.view, index, self.cores.reader) for index in range(n_reader)
+        ]
         self.room, self.chunks = room, chunks
         self.sent: list[bytes] = []
         self.finished = [0] * n_reader
@@ -130,15 +130,10 @@ class RingAgainstAList(RuleBasedStateMachine):
         assert [self.writer.messages_read(i) for i in range(len(self.readers))] == self.finished
 
 
-class WeakRingAgainstAList(RingAgainstAList):
-    writer_type = OrderedWriter
-    reader_type = OrderedReader
-
-
-@pytest.mark.parametrize("machine", [RingAgainstAList, WeakRingAgainstAList])
-def test_any_order_of_calls(machine: type[RingAgainstAList]) -> None:
+@pytest.mark.parametrize("kind", CORES)
+def test_any_order_of_calls(kind: str) -> None:
     run_state_machine_as_test(
-        machine,
+        type(f"{kind}_ring", (RingAgainstAList,), {"cores": CORES[kind]}),
         settings=settings(
             max_examples=150,
             stateful_step_count=60,

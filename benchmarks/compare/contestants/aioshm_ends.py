@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -11,7 +11,6 @@ from typing import Any, Literal
 from aioshm import MessageQueue
 from aioshm.codec import get_codec
 from benchmarks.compare.contestant import ALL_CODECS, Codec, Contestant, End, Job, Line, Port
-from benchmarks.waiting import readable
 
 READY_TIMEOUT_S = 60.0
 
@@ -26,8 +25,8 @@ class WriterEnd(End):
     job: Job
     face: Face
 
-    async def open(self) -> Port:
-        queue: Any = _queue_class(self.face)(
+    def open(self) -> Port | Coroutine[Any, Any, Port]:
+        queue = _queue_class(self.face)(
             self.job.n_reader,
             self.job.n_reader,
             max_chunk_bytes=self.job.chunk_bytes,
@@ -37,7 +36,7 @@ class WriterEnd(End):
         for connection in self.handles:
             connection.send(queue.export_handle())
         self.leave()
-        return await _ready(queue, self.face, queue.enqueue)
+        return _ready(queue, self.face, queue.enqueue)
 
     def leave(self) -> None:
         for connection in self.handles:
@@ -52,11 +51,11 @@ class ReaderEnd(End):
     rank: int
     face: Face
 
-    async def open(self) -> Port:
-        await readable(self.handle.fileno())
-        queue: Any = _queue_class(self.face).create_from_handle(self.handle.recv(), self.rank)
+    def open(self) -> Port | Coroutine[Any, Any, Port]:
+        handle = self.handle.recv()  # nothing else is going on here yet that this could hold up
         self.leave()
-        return await _ready(queue, self.face, Leases(queue).receive if self.face == "leased" else queue.dequeue)
+        queue = _queue_class(self.face).create_from_handle(handle, self.rank)
+        return _ready(queue, self.face, Leases(queue).receive if self.face == "leased" else queue.dequeue)
 
     def leave(self) -> None:
         self.handle.close()
@@ -77,10 +76,14 @@ class Leases:
         return await self._held.__aenter__()
 
 
-async def _ready(queue: Any, face: Face, call: Callable[..., Any]) -> Port:
-    if face == "blocking":
-        queue.wait_until_ready(READY_TIMEOUT_S)
-        return Port(call, queue.close)
+def _ready(queue: Any, face: Face, call: Callable[..., Any]) -> Port | Coroutine[Any, Any, Port]:
+    if face != "blocking":
+        return _ready_awaited(queue, call)
+    queue.wait_until_ready(READY_TIMEOUT_S)
+    return Port(call, queue.close)
+
+
+async def _ready_awaited(queue: Any, call: Callable[..., Any]) -> Port:
     await queue.wait_until_ready(READY_TIMEOUT_S)
     return Port(call, queue.aclose)
 

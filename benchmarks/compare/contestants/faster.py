@@ -25,7 +25,7 @@ class WriterEnd(End):
     queues: tuple[Any, ...]
     codec: Codec
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         encode, puts = encoder(self.codec), [queue.put for queue in self.queues]
 
         def send(message: Any) -> None:
@@ -43,7 +43,7 @@ class ReaderEnd(End):
     queue: Any
     codec: Codec
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         decode, get_many, taken = decoder(self.codec), self.queue.get_many, deque[Any]()
 
         def receive() -> Any:

@@ -27,7 +27,7 @@ class WriterEnd(End):
     job: Job
     events: bool
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         import iceoryx2 as iox2
 
         node, service = _service(self.name, self.job)
@@ -45,6 +45,7 @@ class WriterEnd(End):
         _until(lambda: service.dynamic_config.number_of_subscribers >= self.job.n_reader)
         publisher.update_connections()
         encode, loan, memmove = encoder(self.job.codec), publisher.loan_slice_uninit, ctypes.memmove
+        loan(1).assume_init().send()  # says hello, so that both sides know each other before messages are in a hurry
 
         def send(message: Any) -> None:
             data = encode(message)
@@ -67,11 +68,12 @@ class ReaderEnd(End):
     job: Job
     events: bool
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         node, service = _service(self.name, self.job)
         subscriber = service.subscriber_builder().create()
         listener: Any = _event_service(node, self.name, self.job).listener_builder().create() if self.events else None
         decode, take, read = decoder(self.job.codec), subscriber.receive, ctypes.string_at
+        _until(lambda: take() is not None)  # the writer's hello
 
         def poll() -> Any:
             while (sample := take()) is None:

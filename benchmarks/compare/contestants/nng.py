@@ -19,7 +19,7 @@ class WriterEnd(End):
     addresses: tuple[str, ...]
     codec: Codec
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         import pynng
 
         sockets = [
@@ -46,7 +46,7 @@ class ReaderEnd(End):
     address: str
     codec: Codec
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         import pynng
 
         # Without blocking it goes on dialling until the writer listens.

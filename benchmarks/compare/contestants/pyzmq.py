@@ -29,7 +29,7 @@ class WriterEnd(End):
     job: Job
     awaited: bool
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         several = self.job.n_reader > 1
         # Both kinds of socket take the same steps; only what is awaited differs, so opening uses the plain one.
         plain: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB if several else zmq.PUSH)
@@ -52,7 +52,7 @@ class ReaderEnd(End):
     job: Job
     awaited: bool
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         several = self.job.n_reader > 1
         plain: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB if several else zmq.PULL)
         plain.rcvhwm = NO_BOUND if several else self.job.slots

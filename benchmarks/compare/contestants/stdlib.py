@@ -26,7 +26,7 @@ class PipesWriter(End):
     connections: tuple[Connection, ...]
     codec: Codec
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         encode, writes = encoder(self.codec), [connection.send_bytes for connection in self.connections]
         if len(writes) == 1:
             write = writes[0]
@@ -51,7 +51,7 @@ class PipeReader(End):
     connection: Connection
     codec: Codec
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         decode, read = decoder(self.codec), self.connection.recv_bytes
         return Port(read if self.codec == "raw" else lambda: decode(read()), self.leave)
 
@@ -72,7 +72,7 @@ class QueuesWriter(End):
     queues: tuple[Queue[Any], ...]
     codec: Codec
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         encode = encoder(self.codec)
 
         def send(message: Any) -> None:
@@ -95,7 +95,7 @@ class QueueReader(End):
     queue: Queue[Any]
     codec: Codec
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         decode, get = decoder(self.codec), self.queue.get
         return Port(get if self.codec == "raw" else lambda: decode(get()), self.queue.close)
 

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from benchmarks.compare.contestant import ALL_CODECS, Codec, Contestant, End, Job, Line, Port
-from benchmarks.waiting import readable
 
 Face = Literal["plain", "arena"]
 
@@ -29,7 +28,7 @@ class WriterEnd(End):
     job: Job
     face: Face
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         queue = _queue_class()(
             self.job.n_reader,
             self.job.n_reader,
@@ -56,9 +55,8 @@ class ReaderEnd(End):
     rank: int
     face: Face
 
-    async def open(self) -> Port:
+    def open(self) -> Port:
         queue_class = _queue_class()  # first: the handle is of one of its module's classes
-        await readable(self.handle.fileno())
         queue = queue_class.create_from_handle(self.handle.recv(), self.rank)
         self.leave()
         queue.wait_until_ready()

@@ -1,0 +1,119 @@
+"""The comparison runs with whatever is installed, says what is missing, and ends its processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support import eventually
+
+from benchmarks.compare.cases import SMALL
+from benchmarks.compare.install_vllm import DEVICES, extract, pinned
+from benchmarks.compare.promises import PROMISES, hold
+from benchmarks.report import Report
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 60
+HERE = ["aioshm", "aioshm blocking", "zmq.asyncio", "pyzmq"]
+
+without_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is not None, reason="matplotlib is installed")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.compare", *arguments]
+
+
+def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command("--quick", *arguments), cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def measured(report: Any) -> set[tuple[str, str, int]]:
+    return {(result["case"], result["contestant"], result["readers"]) for result in report["results"]}
+
+
+def test_streams_and_round_trips_as_json() -> None:
+    done = run("--only", "dict", "pingpong", "--contestants", *HERE, "--json", "-")
+    report = json.loads(done.stdout)
+    assert report["settings"]["failures"] == []
+    assert measured(report) == {(case, name, 1) for case in ("small dict", "64 B ping-pong") for name in HERE}
+    for result in report["results"]:
+        assert all(figure["median"] > 0 for figure in result["figures"].values())
+    promises = {promise["promise"]: promise for promise in report["promises"]}
+    assert "small dict: messages/s of aioshm against zmq.asyncio (at least 8x)" in promises
+    assert len(promises) == 3  # and two of round trips
+
+
+def test_a_table_a_file_and_who_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "figures.json"
+    names = ["aioshm", "mp.Queue", "mp.Pipe", "iceoryx2 polling"]
+    done = run("--only", "fanout-2", "cadence", "--contestants", *names, "--json", str(path))
+    report = json.loads(path.read_text())
+    assert str(path) in done.stderr
+    assert "small dict, 2 readers" in done.stdout
+    assert "every 5 ms" in done.stdout
+    assert "CPU of the reader" in done.stdout
+    assert "not measured: every 5 ms: p50 of aioshm against vLLM (at most 1x)" in done.stdout
+    assert {("small dict", "aioshm", 2), ("every 20 ms", "mp.Pipe", 1)} <= measured(report)
+    if find_spec("iceoryx2") is None:
+        hint = "missing: iceoryx2 polling (iceoryx2 is not installed; `make bench-rivals` gets it)"
+        assert hint in done.stderr
+        assert hint in report["settings"]["missing"]
+
+
+@without_matplotlib
+def test_a_plot_without_matplotlib_says_how_to_get_it(tmp_path: Path) -> None:
+    done = run("--only", "dict", "--plot", str(tmp_path / "plot.svg"), code=2)
+    assert "make bench-rivals" in done.stderr
+    assert not done.stdout
+
+
+def test_a_missed_promise_is_an_exit_code() -> None:
+    report = Report("compare", {}, {})
+    report.result(SMALL, "aioshm").add(messages_per_s=10.0)
+    report.result(SMALL, "vLLM").add(messages_per_s=2.0)
+    unheld = hold(report)
+    assert [promise.kept for promise in report.promises] == [False]
+    assert len(unheld) == len(PROMISES) - 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_its_processes_end_with_it(number: signal.Signals) -> None:
+    arguments = ["--only", "dict", "--contestants", "aioshm", "mp.Pipe", "--seconds", "30"]
+    with subprocess.Popen(
+        command(*arguments), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            parent = psutil.Process(process.pid)
+            eventually(lambda: len(parent.children()) == 5, "the start of every process", TIMEOUT_S)
+            children = parent.children(recursive=True)
+            process.send_signal(number)
+            process.wait(TIMEOUT_S)
+            _, alive = psutil.wait_procs(children, TIMEOUT_S)
+            assert not alive
+        finally:
+            process.kill()
+
+
+def test_only_a_few_files_come_out_of_vllm_s_wheel(tmp_path: Path) -> None:
+    wheel, target = tmp_path / "vllm.whl", tmp_path / "packages"
+    queue, arena = f"{DEVICES}/shm_broadcast.py", f"{DEVICES}/shm_tensor_arena.py"
+    metadata = f"{pinned().replace('==', '-')}.dist-info/METADATA"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in [queue, arena, metadata, "vllm/__init__.py"]:
+            archive.writestr(name, name)
+    assert sorted(extract(wheel, target)) == sorted([queue, arena, metadata])
+    assert (target / queue).read_text() == queue
+    assert not (target / "vllm/__init__.py").exists()

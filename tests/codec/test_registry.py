@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from aioshm.codec import Encoded, cannot_decode, get_codec, loads_of, register_codec, registry, view_of
+
+
+class Text:
+    name = "text"
+    code = 16
+
+    def encode(self, obj: Any) -> Encoded:
+        return str(obj).encode()
+
+    def decode(self, main: bytes | memoryview, buffers: Any) -> str:
+        return bytes(main).decode()
+
+
+def with_changes(**changes: Any) -> Any:
+    return type("Changed", (Text,), changes)
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    monkeypatch.setattr(registry, "_codes", dict(registry._codes))
+    return
+
+
+def test_registered_codecs_are_known_by_name() -> None:
+    register_codec("text", Text)
+    register_codec("text", Text)  # again: nothing happens
+    codec = get_codec("text")
+    assert isinstance(codec, Text)
+    assert codec is not get_codec("text")
+
+
+def test_unknown_names() -> None:
+    register_codec("text", Text)
+    with pytest.raises(ValueError, match=r"known are msgpack, pickle, raw, text;.*register_codec in every process"):
+        get_codec("other")
+
+
+def test_instances() -> None:
+    codec = Text()
+    assert get_codec(codec) is codec
+    register_codec("text", Text)
+    assert get_codec(codec) is codec
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"code": 17}, r"'text' \(code 17\).*'text' \(code 16\)"),
+        ({"name": "other"}, r"'other' \(code 16\).*'text' \(code 16\)"),
+        ({"name": "pickle", "code": 20}, r"'pickle' \(code 20\).*'pickle' \(code 1\)"),
+    ],
+)
+def test_collisions_name_both(changes: dict[str, Any], text: str) -> None:
+    register_codec("text", Text)
+    codec = with_changes(**changes)
+    with pytest.raises(ValueError, match=text):
+        register_codec(codec.name, codec)
+    with pytest.raises(ValueError, match=text):
+        get_codec(codec())
+
+
+@pytest.mark.parametrize("code", [0, 1, 15, 256, -1])
+def test_codes_that_are_not_theirs(code: int) -> None:
+    for act in (lambda codec: register_codec("text", codec), lambda codec: get_codec(codec())):
+        with pytest.raises(ValueError, match=f"code of codec 'text' is {code}, not 16 to 255"):
+            act(with_changes(code=code))
+
+
+def test_a_name_that_is_not_its_own() -> None:
+    with pytest.raises(ValueError, match="calls itself 'text', not 'other'"):
+        register_codec("other", Text)
+
+
+@pytest.mark.parametrize(
+    ("codec", "text"),
+    [
+        (None, "NoneType, which has no name, code, encode, decode"),
+        (object(), "no name, code, encode, decode"),
+        (Text, "class Text, not an instance"),
+        (with_changes(code="16")(), "code of codec 'text' is '16'"),
+        (with_changes(code=True)(), "is True, not an int"),
+        (with_changes(name=7)(), "is 7, not a text"),
+        (with_changes(decode=None)(), "decode of codec Changed cannot be called"),
+        (with_changes(view=1)(), "view of codec Changed cannot be called"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_codec(codec: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        get_codec(codec)
+
+
+def test_optional_parts() -> None:
+    assert loads_of(Text())(b"abc") == "abc"
+    assert view_of(Text())(memoryview(b"abc"), ()) == "abc"
+    changed = with_changes(loads=staticmethod(len), view=lambda self, main, buffers: main)()
+    assert loads_of(changed)(b"abc") == 3
+    assert view_of(changed)(memoryview(b"abc"), ()) == b"abc"
+    assert loads_of(get_codec("raw")) is bytes
+
+
+def test_cannot_decode() -> None:
+    def fail(action: Callable[[], Any]) -> Exception:
+        held = bytearray(1)
+        try:
+            with memoryview(held):
+                action()
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    error = fail(lambda: 1 / 0)
+    result = cannot_decode(error)
+    assert str(result) == "cannot unpickle a message: ZeroDivisionError: division by zero"
+    assert result.__cause__ is error
+    assert str(cannot_decode(error, "text")).startswith("cannot decode a text message: ZeroDivisionError")

@@ -1,0 +1,137 @@
+"""Decoding in place, for leases: what points into the given memory, and what may be written to."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from codec_helpers import encode
+from tensor_helpers import check_equal
+
+from aioshm.codec import Codec, MsgpackCodec, get_codec
+from aioshm.codec.buffers import flat
+from aioshm.codec.frames import body_bytes, split_body, write_body
+from aioshm.errors import CodecError
+
+LARGE = 10_000
+CODECS = ["pickle", "msgpack"]
+
+
+class Typed(msgspec.Struct):
+    array: np.ndarray
+    tensor: torch.Tensor
+    view: memoryview
+    data: bytes
+
+
+def lent(codec: Codec, obj: Any) -> tuple[Any, bytearray]:
+    main, buffers = encode(codec, obj)
+    slot = bytearray(body_bytes(len(main), [len(buffer) for buffer in buffers]))
+    write_body(memoryview(slot), [main], buffers)
+    main_view, views = split_body(memoryview(slot).toreadonly(), len(buffers), len(main))
+    return codec.view(main_view, views), slot
+
+
+def read_only(source: Any) -> Any:
+    source.flags.writeable = False
+    return source
+
+
+@pytest.mark.parametrize("name", CODECS)
+class TestInPlace:
+    @pytest.mark.parametrize(
+        "source",
+        [
+            np.ones(LARGE),
+            read_only(np.ones(LARGE)),
+            np.asfortranarray(np.ones((100, 100))),
+            read_only(np.asfortranarray(np.ones((100, 100)))),
+            np.ones(LARGE, "M8[s]"),
+            np.ones(LARGE, [("a", "f4"), ("b", "u1")]),
+        ],
+        ids=["C", "read-only", "F", "F read-only", "dates", "structured"],
+    )
+    def test_arrays(self, name: str, source: Any) -> None:
+        result, slot = lent(get_codec(name), {"k": [source]})
+        result = result["k"][0]
+        assert (result.dtype, result.shape, result.flags.writeable) == (source.dtype, source.shape, False)
+        assert result.flags.f_contiguous == source.flags.f_contiguous
+        assert result.tobytes() == source.tobytes()
+        slot[-source.nbytes :] = bytes(source.nbytes)
+        assert not any(result.tobytes())
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+    @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: torch.nn.Parameter(t, False), lambda t: t.view(4, -1).T])
+    def test_tensors(self, name: str, dtype: torch.dtype, wrap: Any) -> None:
+        source = wrap(torch.ones(LARGE, dtype=torch.float32).to(dtype))
+        result, slot = lent(get_codec(name), [source])
+        check_equal(result[0], source)
+        slot[-source.nbytes :] = bytes(source.nbytes)
+        assert not result[0].float().any()
+
+    def test_small_ones_are_copies(self, name: str) -> None:
+        result, slot = lent(get_codec(name), [np.ones(3), torch.ones(3), b"small", "text"])
+        slot[:] = bytes(len(slot))
+        assert (result[0].sum(), result[1].sum(), *result[2:]) == (3, 3, b"small", "text")
+
+    def test_memory_lives_as_long_as_the_result(self, name: str) -> None:
+        result, slot = lent(get_codec(name), [np.ones(LARGE), torch.ones(LARGE)])
+        del slot
+        gc.collect()
+        bytearray(120_000)
+        assert result[0].sum() == result[1].sum() == LARGE
+
+    def test_extra_buffers(self, name: str) -> None:
+        main, _ = encode(get_codec(name), "plain")
+        with pytest.raises(CodecError, match="more buffers than it uses"):
+            get_codec(name).view(memoryview(main), [memoryview(b"one")])
+
+    def test_cycles_are_collected(self, name: str) -> None:
+        for source in (np.ones(LARGE), read_only(np.ones(LARGE)), torch.ones(LARGE), memoryview(bytes(LARGE))):
+            if name == "pickle" and type(source) is memoryview:
+                continue
+            cycle: list[Any] = [lent(get_codec(name), [source]), encode(get_codec(name), [source])]
+            cycle.append(cycle)
+            del cycle
+        gc.collect()  # a crash here is a memoryview that exports to another
+
+
+def test_bytes() -> None:
+    source = [b"x" * LARGE, {"k": bytearray(LARGE)}]
+    result, slot = lent(get_codec("msgpack"), source)
+    for view in (result[0], result[1]["k"]):
+        assert (type(view), view.readonly) == (memoryview, True)
+    slot[:] = b"y" * len(slot)
+    assert bytes(result[0]) == b"y" * LARGE
+
+
+def test_typed() -> None:
+    codec = MsgpackCodec(type=Typed)
+    source = Typed(np.ones(LARGE), torch.ones(LARGE), memoryview(b"v" * LARGE), b"d" * LARGE)
+    result, slot = lent(codec, source)
+    slot[:] = bytes(len(slot))
+    assert (result.array.sum(), result.tensor.sum(), bytes(result.view)) == (0, 0, bytes(LARGE))
+    assert result.data == source.data  # what the type calls bytes is bytes, so a copy
+
+
+def test_raw() -> None:
+    memory = mmap.mmap(-1, 4096)
+    view = get_codec("raw").view(memoryview(memory)[:5], ())
+    assert (type(view), view.readonly) == (memoryview, True)
+    memory[:5] = b"hello"
+    assert view == b"hello"
+    with pytest.raises(CodecError, match="buffers beside"):
+        get_codec("raw").view(view, [view])
+
+
+def test_flat_survives_the_collector() -> None:
+    for source in (memoryview(bytearray(LARGE)), memoryview(bytearray(LARGE)).cast("d"), np.zeros(LARGE)):
+        cycle: list[Any] = [flat(source)]
+        cycle.append(cycle)
+        del source, cycle
+    gc.collect()

@@ -1,0 +1,169 @@
+"""Ctrl-C, and deaths, while a blocking end waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from faces import Thread, child, make_writer
+from support import eventually
+
+from aioshm import PeerDied, QueueFull, blocking
+
+
+def _asleep(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] == "S"
+
+
+def _until_asleep(pid: int) -> None:
+    eventually(lambda: all(_asleep(pid) or time.sleep(0.01) for _ in range(10)), f"process {pid} to sleep")
+
+
+@pytest.mark.parametrize("wait", ["adaptive", "spin"])
+@pytest.mark.parametrize("how", ["dequeue", "many", "lease"])
+def test_ctrl_c_ends_a_readers_wait_and_loses_nothing(how: str, wait: str) -> None:
+    with make_writer() as writer, child("interrupted", writer.export_handle().to_json(), how, wait) as reader:
+        reader.says("waiting")
+        writer.wait_until_ready(20)
+        writer.enqueue("first")
+        reader.says("waiting")
+        if wait == "adaptive":
+            _until_asleep(reader.pid)
+        os.kill(reader.pid, signal.SIGINT)
+        reader.says("KeyboardInterrupt")
+        writer.enqueue("kept")
+        reader.says("kept")
+        assert reader.end() == (0, "")
+
+
+def test_ctrl_c_ends_wait_until_ready() -> None:
+    with make_writer() as writer:
+        with child("interrupted", writer.export_handle().to_json(), "ready", "adaptive") as reader:
+            reader.says("waiting")
+            _until_asleep(reader.pid)
+            os.kill(reader.pid, signal.SIGINT)
+            reader.says("KeyboardInterrupt")
+            writer.enqueue("kept", 20)
+            reader.says("kept")
+            assert reader.end() == (0, "")
+
+
+def test_ctrl_c_ends_a_writers_wait_and_sends_nothing() -> None:
+    with child("interrupted_writer", "3") as writer:
+        with blocking.MessageQueue.create_from_handle(writer.says('{"type"'), 0) as reader:
+            reader.wait_until_ready(20)
+            writer.says("full")
+            _until_asleep(writer.pid)
+            os.kill(writer.pid, signal.SIGINT)
+            writer.says("KeyboardInterrupt")
+            assert list(reader) == [0, 1, 2, "after"]
+        assert writer.end() == (0, "")
+
+
+def test_ctrl_c_that_nobody_catches() -> None:
+    with make_writer() as writer, child("uncaught", writer.export_handle().to_json()) as reader:
+        writer.wait_until_ready(20)
+        reader.says("ready")
+        _until_asleep(reader.pid)
+        began = time.monotonic()
+        os.kill(reader.pid, signal.SIGINT)
+        status, said = reader.end()
+        assert time.monotonic() - began < 5
+        assert status == -signal.SIGINT
+        assert said.splitlines()[-1] == "KeyboardInterrupt"
+        assert "never retrieved" not in said
+        assert "destroyed" not in said
+
+
+def test_ctrl_c_again_and_again_in_a_stream_loses_nothing() -> None:
+    with make_writer() as writer:
+        with child("count_through_interrupts", writer.export_handle().to_json()) as reader:
+            writer.wait_until_ready(20)
+            reader.says("ready")
+            sent = 0
+            for _ in range(200):
+                for _ in range(5):
+                    writer.enqueue(sent, 20)
+                    sent += 1
+                    time.sleep(0.0005)  # so that the reader has to wait for each
+                os.kill(reader.pid, signal.SIGINT)
+            writer.enqueue(None, 20)
+            assert reader.process.wait(20) == 0, reader.process.communicate()[1][-3000:]
+            received, interrupts = map(int, reader.says().split())
+            assert received == sent
+            assert interrupts > 50
+
+
+def test_the_writer_is_killed_while_the_reader_waits() -> None:
+    with child("write", "20", "100") as writer:
+        with blocking.MessageQueue.create_from_handle(writer.says('{"type"'), 0) as reader:
+            reader.wait_until_ready(20)
+            received = [reader.dequeue(20) for _ in range(20)]
+            assert [number for number, _ in received] == list(range(20))
+            killing = Thread(lambda: (time.sleep(0.05), writer.process.kill()))
+            with pytest.raises(PeerDied) as caught:
+                reader.dequeue(20)
+            killing.result()
+            assert (caught.value.pid, caught.value.side) == (writer.pid, "writer")
+            with pytest.raises(PeerDied):
+                reader.dequeue_nowait()
+
+
+@pytest.mark.parametrize("size", ["100", "9000"])
+def test_the_writer_is_killed_while_it_streams(size: str) -> None:
+    with child("stream", size) as writer:
+        with blocking.MessageQueue.create_from_handle(writer.says('{"type"'), 0) as reader:
+            reader.wait_until_ready(20)
+            received = 0
+            with pytest.raises(PeerDied):
+                while True:
+                    number, payload = reader.dequeue(20)
+                    assert number == received
+                    assert payload == bytes([number % 256]) * int(size)
+                    received += 1
+                    if received == 500:
+                        writer.process.kill()
+            assert received >= 500
+
+
+def test_the_reader_is_killed_while_the_writer_waits() -> None:
+    with make_writer() as writer, child("collect", writer.export_handle().to_json()) as reader:
+        writer.wait_until_ready(20)
+        reader.says("ready")
+        os.kill(reader.pid, signal.SIGSTOP)
+        with pytest.raises(QueueFull):
+            for number in range(10):
+                writer.enqueue_nowait((number, b""))
+        killing = Thread(lambda: (time.sleep(0.05), reader.process.kill()))
+        with pytest.raises(PeerDied) as caught:
+            writer.enqueue("one more", 20)
+        killing.result()
+        assert (caught.value.rank, caught.value.pid) == (0, reader.pid)
+
+
+def test_the_reader_is_killed_while_it_is_streamed_to() -> None:
+    with make_writer(chunks=64) as writer, child("collect", writer.export_handle().to_json()) as reader:
+        writer.wait_until_ready(20)
+        reader.says("ready")
+        number = 0
+        with pytest.raises(PeerDied):
+            while True:
+                writer.enqueue((number, b"s" * 0), 20)
+                number += 1
+                if number == 1000:
+                    reader.process.kill()
+        assert number >= 1000
+
+
+def test_an_idle_reader_burns_no_cpu() -> None:
+    with make_writer() as writer, child("idle", writer.export_handle().to_json()) as reader:
+        writer.wait_until_ready(20)
+        reader.says("ready")
+        writer.enqueue(1)
+        reader.says("waiting")
+        time.sleep(1)  # what is measured
+        writer.enqueue(2)
+        assert float(reader.says()) < 0.05

@@ -1,0 +1,306 @@
+"""Leases: a message where it lies, held while the block lasts, a copy afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import attached
+from slots import slot_of
+
+from aioshm import CodecError, CorruptSlot, MessageQueue, QueueCancelled, QueueEmpty, QueueFull, RoleError
+from aioshm.ring.layout import SLOT_HEADER_BYTES
+
+LARGE = 300_000
+"""More than `leases.RESPITE_BYTES`."""
+
+
+def _chunk(writer: MessageQueue, number: int) -> memoryview:
+    return slot_of(writer, number)[SLOT_HEADER_BYTES:]
+
+
+def _shows(writer: MessageQueue, number: int, array: Any) -> bool:
+    """Say whether an array shows the slot itself: what is written there is seen at once."""
+    memory = np.frombuffer(array, np.uint8)
+    at = bytes(_chunk(writer, number)).find(memory.tobytes())
+    if at < 0:
+        return False
+    before = int(memory[0])
+    _chunk(writer, number)[at] = before ^ 0xFF
+    seen = int(memory[0]) == before ^ 0xFF
+    _chunk(writer, number)[at] = before
+    return seen
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+async def test_arrays_and_tensors_are_seen_where_they_lie(codec: str) -> None:
+    async with attached(1, codec=codec, chunk=1 << 20) as (writer, (reader,)):
+        rng = np.random.default_rng(1)
+        for number in range(10):
+            sent = {"array": rng.integers(0, 255, 5000 + number, np.uint8), "step": number}
+            await writer.enqueue(sent)
+            async with reader.lease(5) as obj:
+                assert obj["step"] == number
+                assert np.array_equal(obj["array"], sent["array"])
+                assert not obj["array"].flags.writeable
+                with pytest.raises(ValueError, match="read-only"):
+                    obj["array"][0] = 1
+                assert _shows(writer, number, obj["array"])
+        tensor = torch.from_numpy(rng.integers(0, 255, 9000, np.uint8))
+        await writer.enqueue(tensor)
+        async with reader.lease(5) as obj:
+            assert torch.equal(obj, tensor)
+            assert _shows(writer, 10, obj.numpy())
+        assert torch.equal(obj, tensor), "a copy by now"
+
+
+async def test_bytes_are_seen_where_they_lie() -> None:
+    payload = random.Random(1).randbytes(50_000)
+    async with attached(1, codec="raw", chunk=65536) as (writer, (reader,)):
+        await writer.enqueue(payload)
+        async with reader.lease(5) as obj:
+            assert isinstance(obj, memoryview)
+            assert obj.readonly
+            assert obj == payload
+            assert _shows(writer, 0, obj)
+        await writer.enqueue(bytes(50_000))
+        assert obj == payload
+    async with attached(1, codec="msgpack", chunk=65536) as (writer, (reader,)):
+        await writer.enqueue([payload, b"short"])
+        async with reader.lease(5) as (large, short):
+            assert isinstance(large, memoryview)
+            assert large.readonly
+            assert large == payload
+            assert short == b"short"
+            assert _shows(writer, 0, large)
+    async with attached(1, chunk=65536) as (writer, (reader,)):
+        async with writer.acquire_write() as buffer:
+            buffer[:50_000] = payload
+        async with reader.lease(5) as obj:
+            assert obj.readonly
+            assert obj[:50_000] == payload
+            assert _shows(writer, 0, obj[:50_000])
+
+
+async def test_leasing_costs_no_memory() -> None:
+    size = 64 << 20
+    async with attached(1, chunk=size + 4096, chunks=2) as (writer, (reader,)):
+        await writer.enqueue(np.ones(size, np.uint8))
+        status = Path("/proc/self/status")
+
+        def anonymous_kib() -> int:
+            lines = status.read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+        before = anonymous_kib()
+        async with reader.lease(5) as array:
+            assert int(array[::4096].sum()) == size // 4096
+            del array
+        assert anonymous_kib() - before < size // 1024 // 8
+
+
+async def test_small_messages_and_overflows_too() -> None:
+    async with attached(1) as (writer, (reader,)):
+        sent: list[Any] = [None, 5, {"a": [1, 2]}, b"x" * 100, b"o" * 9000, np.arange(3000), "end"]
+        kept = []
+        for obj in sent:
+            await writer.enqueue(obj)
+            async with reader.lease(5) as seen:
+                kept.append(seen)
+        for obj, seen in zip(sent, kept, strict=True):
+            assert np.array_equal(obj, seen)
+        assert reader.stats().overflows == 2
+        assert reader.stats().backlog == 0
+
+
+async def test_the_slot_is_held_as_long_as_the_block_lasts() -> None:
+    async with attached(1, chunks=2) as (writer, (reader,)):
+        for number in range(6):
+            await writer.enqueue((number, np.full(500, number)))
+            async with reader.lease(5) as (found, _):
+                assert found == number
+                await writer.enqueue("second")
+                with pytest.raises(QueueFull, match="rank 0"):
+                    writer.enqueue_nowait("third")
+                waiting = asyncio.ensure_future(writer.enqueue("third"))
+                for _turn in range(20):
+                    await asyncio.sleep(0)
+                assert not waiting.done()
+            await asyncio.wait_for(waiting, 5)
+            assert await reader.dequeue_many(5, 5) == ["second", "third"]
+
+
+async def test_a_block_that_raises_releases() -> None:
+    async with attached(1, chunks=1, chunk=1 << 20) as (writer, (reader,)):
+        for size in (10, 2000, LARGE):
+            await writer.enqueue(np.zeros(size, np.uint8))
+            error = ZeroDivisionError("mine")
+            with pytest.raises(ZeroDivisionError) as caught:
+                async with reader.lease(5):
+                    raise error
+            assert caught.value is error
+            await writer.enqueue("next", 5)
+            assert await reader.dequeue(5) == "next"
+
+
+async def test_a_cancelled_block_releases() -> None:
+    async with attached(1, chunks=1) as (writer, (reader,)):
+        entered = asyncio.Event()
+
+        async def hold() -> None:
+            async with reader.lease() as obj:
+                entered.set()
+                assert obj == "held"
+                await asyncio.Event().wait()
+
+        await writer.enqueue("held")
+        holding = asyncio.ensure_future(hold())
+        await entered.wait()
+        holding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await holding
+        await writer.enqueue("next", 5)
+        assert await reader.dequeue(5) == "next"
+
+
+async def test_5_000_random_cancellations() -> None:
+    rng = random.Random(3)
+    async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):
+        sent = begun = cancelled = 0
+        large = np.zeros(LARGE, np.uint8)
+
+        async def take() -> None:
+            nonlocal begun
+            async with reader.lease() as (number, _payload):
+                assert number == begun
+                begun += 1
+                for _ in range(rng.randrange(3)):
+                    await asyncio.sleep(0)
+
+        while cancelled < 5000:
+            if sent - begun < 3 and rng.random() < 0.6:
+                try:
+                    writer.enqueue_nowait((sent, large if sent % 9 == 0 else b"s" * (6000 if sent % 11 == 5 else 5)))
+                    sent += 1
+                except QueueFull:  # for a moment after a large message
+                    pass
+            task = asyncio.ensure_future(take())
+            for _ in range(rng.randrange(6)):
+                await asyncio.sleep(0)
+            task.cancel()
+            try:
+                await task
+            except asyncio.CancelledError:
+                cancelled += 1
+        while begun < sent:
+            await take()
+        with pytest.raises(QueueEmpty):
+            reader.dequeue_nowait()
+
+
+async def test_ways_out_of_waiting() -> None:
+    async with attached(1) as (writer, (reader,)):
+        with pytest.raises(TimeoutError):
+            async with reader.lease(0.01):
+                pytest.fail("nothing was there")
+        cancel = asyncio.Event()
+        cancel.set()
+        with pytest.raises(QueueCancelled):
+            async with reader.lease(cancel=cancel):
+                pytest.fail("nothing was there")
+        with pytest.raises(RoleError, match="reader"):
+            writer.lease()
+        await writer.enqueue(1)
+        async with reader.lease(0, cancel) as obj:
+            assert obj == 1
+
+
+async def test_damaged_messages() -> None:
+    async with attached(1, chunks=8, chunk=1 << 19) as (writer, (reader,)):
+        await writer.enqueue_many([0, np.zeros(LARGE, np.uint8), np.zeros(LARGE, np.uint8), "fine"])
+        slot_of(writer, 0)[8] ^= 0xFF
+        _chunk(writer, 1)[:8] = b"\xff" * 8
+        slot_of(writer, 2)[1] = 99  # the codec
+        for error in (CorruptSlot, CodecError, CodecError):
+            with pytest.raises(error):
+                async with reader.lease(5):
+                    pytest.fail("damaged bytes were handed out")
+        async with reader.lease(5) as obj:
+            assert obj == "fine"
+        assert reader.stats().backlog == 0
+
+
+async def test_two_tasks_lease_in_turn() -> None:
+    async with attached(1, chunks=4, chunk=1 << 19) as (writer, (reader,)):
+        inside = 0
+        received: list[int] = []
+
+        async def consume() -> None:
+            nonlocal inside
+            while True:
+                async with reader.lease() as (number, array):
+                    inside += 1
+                    assert inside == 1, "one lease at a time"
+                    await asyncio.sleep(0)
+                    assert (array == number % 251).all()
+                    received.append(number)
+                    inside -= 1
+
+        consumers = [asyncio.ensure_future(consume()) for _ in range(3)]
+        for number in range(150):
+            await writer.enqueue((number, np.full(LARGE if number % 4 else 5000, number % 251, np.uint8)), 10)
+        while len(received) < 150:
+            await asyncio.sleep(0.001)
+        for consumer in consumers:
+            consumer.cancel()
+        await asyncio.gather(*consumers, return_exceptions=True)
+        assert received == list(range(150))
+
+
+async def test_nothing_leaks_over_2_000_leases() -> None:
+    async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):
+
+        async def some(count: int) -> None:
+            for number in range(count):
+                await writer.enqueue(np.zeros(LARGE if number % 20 == 0 else 5000, np.uint8))
+                async with reader.lease(5) as array:
+                    assert array[-1] == 0
+
+        def resources() -> tuple[int, int]:
+            gc.collect()
+            return len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())
+
+        await some(50)
+        fds, maps = resources()
+        await some(2000)
+        assert resources()[0] == fds
+        assert resources()[1] <= maps + 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_windows_go_when_the_reader_closes() -> None:
+    def windows() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:aioshm")
+
+    gc.collect()
+    before = windows()
+    async with attached(1, chunk=1 << 19) as (writer, (reader,)):
+        for size in (5000, LARGE):
+            await writer.enqueue(np.full(size, 7, np.uint8))
+            async with reader.lease(5) as array:
+                pass
+        with pytest.raises(RoleError, match="wait for itself"):
+            await writer.enqueue(array)
+            async with reader.lease(5):
+                await reader.dequeue()
+    gc.collect()
+    assert windows() == before
+    assert (array == 7).all()

@@ -1,0 +1,232 @@
+"""What is kept of a leased message is never another message's bytes; and who dies or closes during a lease."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from children import child
+from pairs import attached
+
+from aioshm import MessageQueue, Options, PeerDied, QueueClosed, QueueEmpty, RoleError
+
+LARGE = 300_000
+"""More than `leases.RESPITE_BYTES`."""
+
+
+def _array(number: int, size: int) -> Any:
+    return np.full(size, number % 251, np.uint8)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 10])
+@pytest.mark.parametrize("size", [100, 5000, LARGE])
+async def test_what_is_kept_never_changes_while_the_writer_laps(size: int, chunks: int) -> None:
+    async with attached(1, chunks=chunks, chunk=1 << 19) as (writer, (reader,)):
+        kept = []
+        for number in range(40):
+            await writer.enqueue(_array(number, size), 5)
+            async with reader.lease(5) as array:
+                if number % 3 == 0:
+                    kept.append((number, array, array[5:50], memoryview(array)[7:]))
+        for number in range(40, 80):  # over everything, in every other way
+            await writer.enqueue(_array(number, size), 5)
+            assert (await reader.dequeue(5) == number % 251).all()
+        for number, array, part, view in kept:
+            assert array.shape == (size,)
+            assert (array == number % 251).all()
+            assert (part == number % 251).all()
+            assert set(bytes(view)) == {number % 251}
+
+
+async def test_kept_tensors_never_change_either() -> None:
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
+        kept = []
+        for number in range(30):
+            await writer.enqueue({"t": torch.full((LARGE // 4,), number, dtype=torch.int32)}, 5)
+            async with reader.lease(5) as obj:
+                kept.append(obj["t"][10:])
+                del obj
+        for number, tensor in enumerate(kept):
+            assert (tensor == number).all()
+
+
+async def test_a_kept_name_is_no_copy_until_the_next_lease_ends() -> None:
+    async with attached(1, chunks=4, chunk=1 << 19) as (writer, (reader,)):
+        await writer.enqueue_many([_array(number, LARGE) for number in range(3)])
+        async with reader.lease(5) as array:
+            pass
+        assert writer.stats().backlog >= 2
+        async with reader.lease(5) as second:
+            assert (array == 0).all()
+            assert (second == 1).all()
+        async with reader.lease(5):
+            assert (array == 0).all()
+            assert (second == 1).all()
+
+
+async def test_a_kept_slot_goes_back_by_itself() -> None:
+    async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):
+        for _ in range(3):
+            await writer.enqueue(_array(1, LARGE))
+            async with reader.lease(5) as array:
+                pass
+            await writer.enqueue_many([_array(2, LARGE)] * 3, 5)  # needs every slot
+            assert (array == 1).all()
+            assert len([await reader.dequeue(5) for _ in range(3)]) == 3
+
+
+async def _dequeue(reader: MessageQueue) -> Any:
+    return await reader.dequeue(5)
+
+
+async def _dequeue_many(reader: MessageQueue) -> Any:
+    return (await reader.dequeue_many(1, 5))[0]
+
+
+async def _dequeue_nowait(reader: MessageQueue) -> Any:
+    return reader.dequeue_nowait()
+
+
+async def _acquire_read(reader: MessageQueue) -> Any:
+    async with reader.acquire_read(5) as view:
+        return np.frombuffer(bytes(view[1000:3000]), np.uint8)
+
+
+@pytest.mark.parametrize("call", [_dequeue, _dequeue_many, _dequeue_nowait, _acquire_read])
+async def test_a_lease_is_over_before_the_next_call_reads(call: Callable[[MessageQueue], Awaitable[Any]]) -> None:
+    async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):
+        for number in range(0, 40, 2):
+            await writer.enqueue_many([_array(number, LARGE), _array(number + 1, LARGE)])
+            async with reader.lease(5) as array:
+                pass
+            got = await call(reader)
+            assert (got[:1000] == (number + 1) % 251).all()
+            assert writer.stats().backlog == 0
+            await writer.enqueue_many([_array(99, LARGE)] * 3, 5)
+            assert (array == number % 251).all()
+            for _ in range(3):
+                await reader.dequeue(5)
+
+
+@pytest.mark.parametrize("during", [True, False])
+@pytest.mark.parametrize("size", [5000, LARGE])
+async def test_closing_leaves_a_copy(size: int, during: bool) -> None:
+    async with attached(2, chunks=3, chunk=1 << 19) as (writer, (reader, other)):
+        await writer.enqueue(_array(5, size))
+        async with reader.lease(5) as array:
+            if during:
+                await reader.aclose()
+                assert (array == 5).all()
+        if not during:
+            await reader.aclose()
+        await other.dequeue(5)
+        for number in range(10):
+            await writer.enqueue(_array(100 + number, size), 5)
+            await other.dequeue(5)
+        assert (array == 5).all()
+
+
+async def test_the_writer_closes_during_a_lease() -> None:
+    async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):
+        await writer.enqueue_many([_array(5, LARGE), "last"])
+        async with reader.lease(5) as array:
+            await writer.aclose()
+            assert (array == 5).all()
+        async with reader.lease(5) as obj:
+            assert obj == "last"
+        assert (array == 5).all()
+        with pytest.raises(QueueClosed):
+            async with reader.lease(5):
+                pytest.fail("nothing was left")
+
+
+async def test_the_writer_dies_during_a_lease() -> None:
+    async with child("write", "2", "3000", "4") as writer:
+        async with MessageQueue.create_from_handle(await writer.says('{"type"'), 0) as reader:
+            await reader.wait_until_ready(20)
+            await writer.says("written")
+            async with reader.lease(5) as (number, payload):
+                writer.signal(signal.SIGKILL)
+                await writer.end()
+                assert (number, payload) == (0, bytes(3000))
+            async with reader.lease(5) as (number, _):
+                assert number == 1
+            with pytest.raises(PeerDied) as caught:
+                async with reader.lease(5):
+                    pytest.fail("nothing was left")
+            assert caught.value.pid == writer.pid
+
+
+@pytest.mark.parametrize("policy", ["raise", "evict"])
+async def test_a_reader_that_is_killed_during_a_lease_holds_nobody_up(policy: Any) -> None:
+    options = Options(on_reader_death=policy)
+    async with MessageQueue(2, 2, max_chunk_bytes=1 << 19, max_chunks=2, options=options) as writer:
+        async with MessageQueue.create_from_handle(writer.export_handle(), 1) as survivor:
+            async with child("lease", writer.export_handle().to_json(), "0") as leasing:
+                await asyncio.gather(writer.wait_until_ready(20), survivor.wait_until_ready(20))
+                await writer.enqueue(_array(1, LARGE))
+                await leasing.says("ready")
+                await leasing.says("leasing")
+                await writer.enqueue("second")
+                await survivor.dequeue_many(1, 5)
+                await survivor.dequeue(5)
+                waiting = asyncio.ensure_future(writer.enqueue_many(["third", "fourth"]))
+                await asyncio.sleep(0)
+                assert not waiting.done()
+                leasing.signal(signal.SIGKILL)
+                if policy == "raise":
+                    with pytest.raises(PeerDied) as caught:
+                        await asyncio.wait_for(waiting, 10)
+                    assert caught.value.rank == 0
+                else:
+                    await asyncio.wait_for(waiting, 10)
+                    assert await survivor.dequeue_many(9, 5) == ["third", "fourth"]
+
+
+# A task that holds a slot cannot wait for the same end
+
+
+async def test_a_task_does_not_wait_for_itself() -> None:
+    async with attached(1, chunks=8) as (writer, (reader,)):
+        await writer.enqueue_many(range(4))
+        for block in (reader.lease, reader.acquire_read):
+            async with block(5):
+                for call in (reader.dequeue, lambda: reader.dequeue_many(2)):
+                    with pytest.raises(RoleError, match="inside of a block that has its slot"):
+                        await call()
+                for inner in (reader.lease, reader.acquire_read):
+                    with pytest.raises(RoleError, match="inside of a block that has its slot"):
+                        async with inner():
+                            pytest.fail("it went in twice")
+                with pytest.raises(QueueEmpty):
+                    reader.dequeue_nowait()
+                await writer.enqueue("another end may be used")
+        assert await reader.dequeue_many(9, 5) == [2, 3, "another end may be used", "another end may be used"]
+        async with writer.acquire_write() as chunk:
+            for call in (lambda: writer.enqueue(1), lambda: writer.enqueue_many([1])):
+                with pytest.raises(RoleError, match="inside of a block that has its slot"):
+                    await call()
+            with pytest.raises(RoleError, match="inside of a block that has its slot"):
+                async with writer.acquire_write():
+                    pytest.fail("it went in twice")
+            chunk[:2] = b"ok"
+        assert (await reader.dequeue(5))[:2] == b"ok"
+        await writer.enqueue("goes on")
+        assert await reader.dequeue(5) == "goes on"
+
+
+async def test_another_task_waits_for_the_block_to_end() -> None:
+    async with attached(1) as (writer, (reader,)):
+        await writer.enqueue_many([1, 2])
+        async with reader.lease(5) as obj:
+            behind = asyncio.ensure_future(reader.dequeue())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not behind.done()
+            assert obj == 1
+        assert await asyncio.wait_for(behind, 5) == 2

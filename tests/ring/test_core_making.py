@@ -1,0 +1,300 @@
+"""Making a core of garbage, and unmaking it: nothing crashes, nothing leaks. One class for every kind of core."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import tracemalloc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pairs_of_cores import PLAIN, NewPair, Pair, open_gate
+from rings import NATIVE, Cores
+
+from aioshm.ring import Layout, _portable
+from aioshm.ring import layout as at
+
+FIELDS = (
+    "n_reader",
+    "max_chunk_bytes",
+    "max_chunks",
+    "slot_bytes",
+    "flag_bytes",
+    "header_bytes",
+    "metadata_offset",
+    "reader_lines",
+    "total_bytes",
+)
+GOOD = Layout(2, 100, 3)
+HOSTILE = [
+    0,
+    1,
+    7,
+    64,
+    65,
+    4096,
+    1 << 31,
+    1 << 32,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 64,
+    (1 << 64) - 8,
+    (1 << 64) - 1,
+]
+
+needs_native = pytest.mark.skipif(NATIVE is None, reason="the native core was not built")
+
+
+def described(**changes: object) -> SimpleNamespace:
+    return SimpleNamespace(**{**{name: getattr(GOOD, name) for name in FIELDS}, **changes})
+
+
+def of_layout(layout: Any, view: Any, slots: Any = (None,) * 3) -> Iterator[Any]:
+    """Make native cores; what is refused, is so with a typed error."""
+    assert NATIVE is not None
+    for arguments in ((), (0,), (1,)):
+        make: Any = NATIVE.reader if arguments else NATIVE.writer
+        try:
+            yield make(layout, view, slots, *arguments)
+        except (ValueError, TypeError, OverflowError, MemoryError, IndexError, BufferError):
+            continue
+
+
+def use(core: Any) -> None:
+    """Do what a core can do, whatever it answers."""
+    core.bind(bytes, 0, True, None)
+    open_gate(core)
+    for name in ("spin", "send", "receive", "put", "take", "take_many", "evict", "claim", "commit", "peek", "release"):
+        if hasattr(core, name):
+            arguments = {"spin": (10,), "send": (b"",), "put": (b"",), "take_many": (5,), "evict": (0,)}.get(name, ())
+            getattr(core, name)(*arguments)
+
+
+class TestMaking:
+    def test_memory(self, new_pair: NewPair) -> None:
+        pair = new_pair(2)
+        sizes = pair.ring.layout
+        for make, rest in ((pair.cores.writer, ()), (pair.cores.reader, (1,))):
+            with pytest.raises(ValueError, match="smaller than the layout says"):
+                make(sizes, memoryview(bytearray(sizes.total_bytes - 1)), pair.slots, *rest)  # type: ignore[call-arg]
+            with pytest.raises(BufferError):
+                make(sizes, memoryview(bytes(sizes.total_bytes)), pair.slots, *rest)  # type: ignore[call-arg]
+            for slots in ((), pair.slots[:2], list(pair.slots), None, pair.slots * 2):
+                with pytest.raises(TypeError):
+                    make(sizes, pair.ring.view, slots, *rest)  # type: ignore[call-arg, arg-type]
+            for arguments in ((), (sizes,), (sizes, pair.ring.view), (None, None, None, *rest), (1, b"", (), *rest)):
+                with pytest.raises((TypeError, AttributeError)):
+                    make(*arguments)  # type: ignore[call-arg, arg-type]
+            with pytest.raises(TypeError):
+                make(sizes, pair.ring.view, pair.slots, *rest, core=1)  # type: ignore[call-arg]
+
+    @pytest.mark.parametrize(
+        ("reader", "error"),
+        [(-1, IndexError), (2, IndexError), (1 << 40, IndexError), ("0", TypeError), (None, TypeError)],
+    )
+    def test_reader(self, new_pair: NewPair, reader: Any, error: type[Exception]) -> None:
+        pair = new_pair(2)
+        with pytest.raises(error):
+            pair.cores.reader(pair.ring.layout, pair.ring.view, pair.slots, reader)
+
+    @pytest.mark.parametrize("what", [-1, 1 << 64])
+    def test_bind_takes_a_word(self, new_pair: NewPair, what: int) -> None:
+        pair = new_pair()
+        with pytest.raises(OverflowError):
+            pair.writer.bind(bytes, what, True, None)
+        for arguments in ((), (bytes,), (bytes, "1", True, None), (bytes, None, True, None), (bytes, 1, 1, None, 1)):
+            with pytest.raises(TypeError):
+                pair.writer.bind(*arguments)
+        pair.writer.send(b"x")
+        assert pair.reader.take() == b"x", "what was bound stays"
+
+    def test_what_is_no_callable(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.bind(None, PLAIN, False, None)
+        with pytest.raises(TypeError):
+            pair.writer.send("x")
+        pair.writer.belong(5)
+        with pytest.raises(TypeError):
+            pair.writer.passes()
+
+
+@needs_native
+class TestHostileLayouts:
+    @pytest.mark.parametrize("field", FIELDS)
+    @pytest.mark.parametrize("value", [*HOSTILE, -1, 1 << 64, None, "1", 1.5], ids=repr)
+    def test_one_field(self, field: str, value: object) -> None:
+        memory = bytearray(GOOD.total_bytes)
+        for core in of_layout(described(**{field: value}), memory):
+            use(core)
+            core.close()
+
+    @given(
+        st.fixed_dictionaries({}, optional={name: st.sampled_from(HOSTILE) | st.integers(0, 9000) for name in FIELDS})
+    )
+    @settings(max_examples=300, deadline=None)
+    def test_any_fields(self, changes: dict[str, int]) -> None:
+        memory = bytearray(GOOD.total_bytes)
+        slots = (None,) * min(changes.get("max_chunks", 3), 5000)
+        for core in of_layout(described(**changes), memory, slots):
+            use(core)
+            core.close()
+
+    def test_unaligned_memory(self) -> None:
+        memory = memoryview(bytearray(GOOD.total_bytes + 8))
+        made = [len(list(of_layout(GOOD, memory[start:]))) for start in range(8)]
+        assert sorted(made) == [0] * 7 + [3]
+
+    def test_memory_with_gaps(self) -> None:
+        assert list(of_layout(GOOD, memoryview(bytearray(2 * GOOD.total_bytes))[::2])) == []
+
+    def test_never_made(self) -> None:
+        assert NATIVE is not None
+        for kind in (NATIVE.writer, NATIVE.reader):
+            core: Any = kind.__new__(kind)
+            open_gate(core)
+            with pytest.raises(ValueError, match="closed"):
+                use(core)
+            core.close()
+
+    def test_made_again(self, new_pair: NewPair) -> None:
+        assert NATIVE is not None
+        memory = bytearray(GOOD.total_bytes)
+        for core in of_layout(GOOD, memory):
+            with pytest.raises(RuntimeError, match="made already"):
+                core.__init__(GOOD, memory, (None,) * 3, *(() if hasattr(core, "put") else (1,)))
+            use(core)
+
+    def test_a_layout_that_meddles(self) -> None:
+        assert NATIVE is not None
+        memory = bytearray(GOOD.total_bytes)
+
+        class Meddling:
+            def __getattr__(self, name: str) -> int:
+                if name == "total_bytes":
+                    with pytest.raises(RuntimeError, match="made already"):
+                        core.__init__(GOOD, memory, (None,) * 3)
+                    with pytest.raises(ValueError, match="closed"):
+                        core.claim()
+                return int(getattr(GOOD, name))
+
+        core: Any = NATIVE.writer.__new__(NATIVE.writer)
+        core.__init__(Meddling(), memory, (None,) * 3)
+        use(core)
+
+    def test_members_refuse_garbage(self, new_pair: NewPair) -> None:
+        core: Any = next(of_layout(GOOD, bytearray(GOOD.total_bytes)))
+        for name in ("open", "turn", "turn_ends_ns", "spin_ns"):
+            with pytest.raises(TypeError):
+                setattr(core, name, "1")
+            with pytest.raises(TypeError):
+                delattr(core, name)
+        for name in ("seq", "spins", "hits", "spun_ns"):
+            with pytest.raises(AttributeError):
+                setattr(core, name, 1)
+        with pytest.raises(OverflowError):
+            core.turn = 1 << 63
+
+
+def test_the_constants_of_the_c_source() -> None:
+    text = (Path(_portable.__file__).parent / "_native.c").read_text()
+    constants = {name: int(value) for name, value in re.findall(r"^#define (\w+) (\d+)\b", text, re.MULTILINE)}
+    for name in ("WRITER_LINE", "WRITER_PARKED", "READERS_PARKED", "SLOT_HEADER_BYTES"):
+        assert constants[name] == getattr(at, name)
+    assert constants["COPY_MAX"] == _portable.COPY_MAX
+    assert constants["BATCH_LOOKS"] == _portable._LOOKS
+    assert constants["HELD_SPIN_NS"] == _portable._LONG_SPIN_NS
+
+
+class Owner:
+    """Holds a core, which holds its methods."""
+
+    def __init__(self, pair: Pair, end: str) -> None:
+        layout, view = pair.ring.layout, pair.ring.view
+        make: Any = getattr(pair.cores, end)
+        self.core = make(layout, view, pair.slots, *((0,) if end == "reader" else ()))
+        self.core.bind(self.code, PLAIN, False, self.parked)
+        self.core.belong(self.runs)
+
+    def code(self, obj: Any) -> Any:
+        return obj
+
+    def parked(self) -> None: ...
+
+    def runs(self) -> bool:
+        return True
+
+
+class TestMemory:
+    @pytest.mark.parametrize("end", ["writer", "reader"])
+    def test_cycles_are_collected(self, new_pair: NewPair, end: str) -> None:
+        pair = new_pair()
+        before = sys.getrefcount(pair.slots)
+        owners = [weakref.ref(Owner(pair, end)) for _ in range(100)]
+        gc.collect()
+        assert [owner() for owner in owners] == [None] * 100
+        after = sys.getrefcount(pair.slots)
+        assert after == before
+
+    def test_counts_stay(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 4, raw=False)
+        writer, reader, slots = pair.writer, pair.reader, pair.slots
+        text, message, code = "a text of its own", b"bytes of its own", lambda obj: message
+        bad: Any = object()
+        writer.bind(code, PLAIN, False, None)
+        NOTHING, ELSEWHERE = pair.cores.module.NOTHING, pair.cores.module.ELSEWHERE  # noqa: N806
+        watched = (text, message, code, bad, slots, *slots, NOTHING, ELSEWHERE, True, False, None)
+        process = psutil.Process()
+
+        def rounds(amount: int) -> None:
+            many = [message] * 3
+            for _ in range(amount):
+                assert writer.send(text) is None
+                assert reader.take() == "bytes of its own"
+                assert reader.receive() is NOTHING
+                assert writer.put_many(many, 0) == 3
+                assert len(reader.take_many(2)) == 2
+                assert reader.peek() is writer.claim() or reader.release() is False
+                while reader.ready():
+                    reader.release()
+                assert writer.claim() is not None
+                writer.passes(), reader.passes(), writer.free(2)
+                for call in (lambda: writer.put(bad), lambda: writer.evict(bad), lambda: reader.take_many(bad)):
+                    try:
+                        call()
+                    except TypeError:
+                        continue
+
+        rounds(500)
+        gc.collect()
+        counts, resident = [*map(sys.getrefcount, watched)], process.memory_info().rss
+        tracemalloc.start()
+        rounds(1000)
+        gc.collect()
+        traced = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        rounds(8000)  # about 100,000 calls
+        changes = [after - before for after, before in zip(map(sys.getrefcount, watched), counts, strict=True)]
+        assert changes[:-3] == [0] * (len(watched) - 3)
+        assert all(abs(change) < 300 for change in changes[-3:]), "one that is kept at every call shows in thousands"
+        assert traced < 50_000
+        assert process.memory_info().rss - resident < 8 << 20
+
+    def test_makers_and_errors_keep_nothing(self, cores: Cores, new_pair: NewPair) -> None:
+        pair = new_pair()
+        watched = (pair.slots, pair.ring.layout, pair.ring.view)
+        counts = [sys.getrefcount(each) for each in watched]
+        for _ in range(500):
+            cores.writer(pair.ring.layout, pair.ring.view, pair.slots).close()
+            cores.reader(pair.ring.layout, pair.ring.view, pair.slots, 0)
+            with pytest.raises((TypeError, ValueError)):
+                cores.writer(pair.ring.layout, pair.ring.view[:100], pair.slots)
+        gc.collect()
+        assert [sys.getrefcount(each) for each in watched] == counts

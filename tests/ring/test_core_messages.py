@@ -1,0 +1,326 @@
+"""put, take, batches and their answers. One class for every kind of core."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any
+
+import pytest
+from pairs_of_cores import PLAIN, NewPair, Notes, Pair, decode, flags
+
+COPY_MAX = 65536
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def call(*_: object) -> Any:
+        raise error
+
+    return call
+
+
+def rewrite(pair: Pair, what: int = PLAIN, seq: int = 0, size: int = 0) -> None:
+    struct.pack_into("<4Q", pair.slots[0].header, 0, what, seq, 1, size)
+
+
+class TestPut:
+    def test_passes_by_the_gate(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.open = pair.reader.open = False
+        assert pair.writer.put(b"x") is True
+        assert pair.reader.take() == b"x"
+        assert pair.reader.take() is pair.cores.module.NOTHING
+
+    @pytest.mark.parametrize("message", [bytearray(b"x"), "x", None, 1, memoryview(b"x")])
+    def test_takes_bytes(self, new_pair: NewPair, message: Any) -> None:
+        pair = new_pair()
+        with pytest.raises(TypeError):
+            pair.writer.put(message)
+        assert pair.writer.seq == 0
+
+    def test_full(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 2)
+        assert [pair.writer.put(b"x") for _ in range(3)] == [True, True, False]
+
+
+class TestPutMany:
+    def test_all(self, new_pair: NewPair) -> None:
+        pair = new_pair(2, 4)
+        assert pair.writer.put_many([b"a", b"bb", b""], 0) == 3
+        for reader in pair.readers:
+            assert reader.take_many(9) == [b"a", b"bb", b""]
+
+    @pytest.mark.parametrize(
+        ("messages", "start", "sent"),
+        [
+            ([], 0, []),
+            ([], 1, []),
+            ([b"a"], 1, []),
+            ([b"a"], 1 << 40, []),
+            ([b"a", b"b", b"c"], 1, [b"b", b"c"]),
+            ([b"a", None, b"c"], 0, [b"a"]),
+            ([b"a", None, b"c"], 1, []),
+            ([b"a", bytearray(b"b")], 0, [b"a"]),
+            ([b"a", b"b" * 101, b"c"], 0, [b"a"]),
+            ([b"a", b"b" * 100], 0, [b"a", b"b" * 100]),
+            ([b"%d" % number for number in range(9)], 0, [b"0", b"1", b"2", b"3"]),
+        ],
+    )
+    def test_where_it_ends(self, new_pair: NewPair, messages: list[Any], start: int, sent: list[bytes]) -> None:
+        pair = new_pair(1, 4)
+        before = list(messages)
+        assert pair.writer.put_many(messages, start) == len(sent)
+        assert messages == before
+        assert pair.reader.take_many(99) == sent
+
+    @pytest.mark.parametrize(
+        ("arguments", "error"),
+        [
+            (([b"a"], -1), ValueError),
+            (((b"a",), 0), TypeError),
+            ((b"a", 0), TypeError),
+            ((None, 0), TypeError),
+            (([b"a"], "0"), TypeError),
+            (([b"a"], None), TypeError),
+            (([b"a"],), TypeError),
+            ((), TypeError),
+            (([b"a"], 0, 0), TypeError),
+        ],
+    )
+    def test_garbage(self, new_pair: NewPair, arguments: tuple[Any, ...], error: type[Exception]) -> None:
+        pair = new_pair()
+        with pytest.raises(error):
+            pair.writer.put_many(*arguments)
+        assert flags(pair) == [bytes(2)] * 3
+
+    def test_counts_of_the_turn_and_tells_once(self, new_pair: NewPair) -> None:
+        pair, notes = new_pair(1, 4), Notes()
+        pair.writer.bind(bytes, PLAIN, True, notes.noting("parked"))
+        pair.writer.turn = 10
+        pair.ring.view[192] = 1
+        assert pair.writer.put_many([b"x"] * 3, 0) == 3
+        assert (notes, pair.writer.turn) == (["parked"], 7)
+        assert pair.writer.put_many([None], 0) == 0
+        assert notes == ["parked"], "nothing passed"
+        pair.writer.turn = 1
+        pair.writer.put_many([b"x"], 0)
+        assert pair.writer.turn == 0
+
+
+class TestTake:
+    @pytest.mark.parametrize(
+        ("words", "plain"),
+        [
+            ({"size": 3}, True),
+            ({"size": 100}, True),
+            ({"size": 101}, False),
+            ({"size": (1 << 64) - 1}, False),
+            ({"size": 1 << 63}, False),
+            ({"what": PLAIN + 1}, False),
+            ({"what": 0}, False),
+            ({"what": PLAIN | 1 << 63}, False),
+            ({"seq": 1}, False),
+            ({"seq": (1 << 64) - 1}, False),
+        ],
+    )
+    def test_what_the_header_says(self, new_pair: NewPair, words: dict[str, int], plain: bool) -> None:
+        pair = new_pair()
+        pair.writer.put(b"abc")
+        rewrite(pair, **words)
+        for call in (pair.reader.take, pair.reader.receive, lambda: pair.reader.take_many(3)):
+            if not plain:
+                elsewhere = pair.cores.module.ELSEWHERE
+                assert call() == ([] if call not in (pair.reader.take, pair.reader.receive) else elsewhere)
+                assert (pair.reader.seq, pair.reader.ready()) == (0, True), "it is still there"
+        if plain:
+            assert pair.reader.take() == (b"abc" + bytes(97))[: words["size"]]
+
+    @pytest.mark.parametrize(("size", "plain"), [(COPY_MAX, True), (COPY_MAX + 1, False)])
+    def test_large_ones_are_for_the_caller(self, new_pair: NewPair, size: int, plain: bool) -> None:
+        pair = new_pair(1, 2, 2 * COPY_MAX)
+        message = b"z" * size
+        assert pair.writer.put(message)
+        assert pair.reader.take() == (message if plain else pair.cores.module.ELSEWHERE)
+        if not plain:
+            assert pair.reader.take_many(2) == []
+
+    def test_a_message_that_cannot_be_decoded_is_finished_with(self, new_pair: NewPair) -> None:
+        pair = new_pair(raw=False)
+        pair.writer.put(b"\xff")
+        pair.writer.put(b"good")
+        with pytest.raises(UnicodeDecodeError):
+            pair.reader.take()
+        assert pair.reader.receive() == "good"
+
+    def test_decoding_that_takes_closes_and_binds(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.put(b"1")
+        pair.writer.put(b"2")
+
+        def code(message: bytes) -> object:
+            if message == b"1":
+                return message, pair.reader.take()
+            pair.reader.bind(bytes, 1, False, None)
+            pair.reader.close()
+            return message
+
+        pair.reader.bind(code, PLAIN, False, None)
+        assert pair.reader.take() == (b"1", b"2")
+        with pytest.raises(ValueError, match=r"closed|released"):
+            pair.reader.take()
+
+    def test_a_copy_of_its_own(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.put(b"abc")
+        message = pair.reader.take()
+        pair.slots[0].chunk[:3] = b"xyz"
+        assert (message, type(message)) == (b"abc", bytes)
+
+
+class TestTakeMany:
+    @pytest.mark.parametrize(("most", "amount"), [(0, 0), (-1, 0), (-(1 << 40), 0), (1, 1), (3, 3), (9, 4)])
+    def test_at_most(self, new_pair: NewPair, most: int, amount: int) -> None:
+        pair = new_pair(1, 4)
+        pair.writer.put_many([b"%d" % number for number in range(4)], 0)
+        assert pair.reader.take_many(most) == [b"%d" % number for number in range(amount)]
+        assert pair.reader.seq == amount
+
+    @pytest.mark.parametrize("most", ["1", None, b"", [1]])
+    def test_garbage(self, new_pair: NewPair, most: Any) -> None:
+        pair = new_pair(1, 4)
+        pair.writer.put(b"x")
+        with pytest.raises(TypeError):
+            pair.reader.take_many(most)
+        assert pair.reader.take_many(1) == [b"x"], "it is not in use any more"
+
+    def test_an_error_after_the_first_is_the_next_calls(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 4, raw=False)
+        pair.writer.put_many([b"a", b"\xff", b"c"], 0)
+        assert pair.reader.take_many(9) == ["a"]
+        with pytest.raises(UnicodeDecodeError):
+            pair.reader.take_many(9)
+        assert pair.reader.take_many(9) == ["c"]
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_an_exit_is_raised_at_once(self, new_pair: NewPair, first: bool) -> None:
+        pair = new_pair(1, 4)
+        pair.writer.put_many([b"exit", b"b"] if first else [b"a", b"exit"], 0)
+
+        def code(message: bytes) -> bytes:
+            if message == b"exit":
+                raise KeyboardInterrupt
+            return message
+
+        pair.reader.bind(code, PLAIN, False, None)
+        with pytest.raises(KeyboardInterrupt):
+            pair.reader.take_many(9)
+        pair.reader.bind(bytes, PLAIN, True, None)
+        assert pair.reader.take_many(9) == ([b"b"] if first else [b"exit"])
+
+    def test_ends_before_what_is_not_ordinary(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 4)
+        pair.writer.put(b"a")
+        pair.writer.bind(bytes, PLAIN + 1, True, None)
+        pair.writer.put(b"other")
+        assert [pair.reader.take_many(9), pair.reader.take_many(9)] == [[b"a"], []]
+        assert pair.reader.take() is pair.cores.module.ELSEWHERE
+
+    def test_ends_with_the_turn(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 64)
+        pair.writer.put_many([b"x"] * 64, 0)
+        pair.reader.turn_ends_ns = monotonic_ns()
+        assert len(pair.reader.take_many(64)) == 8
+        assert pair.reader.turn == 0
+
+    def test_nothing_but_looking_is_possible_from_inside(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 4)
+        pair.writer.put_many([b"1", b"2"], 0)
+        reader, refused = pair.reader, []
+
+        def code(message: bytes) -> bytes:
+            for call in (
+                reader.take,
+                reader.peek,
+                reader.release,
+                reader.skip,
+                lambda: reader.give_back(0),
+                lambda: reader.take_many(1),
+            ):
+                with pytest.raises(RuntimeError, match="in use"):
+                    call()
+                refused.append(call)
+            with pytest.raises(BufferError):
+                reader.close()
+            assert reader.receive() is pair.cores.module.NOTHING
+            assert (reader.passes(), reader.ready()) == (False, True)
+            return message
+
+        reader.bind(code, PLAIN, False, None)
+        assert reader.take_many(9) == [b"1", b"2"]
+        assert len(refused) == 12
+        reader.bind(decode, PLAIN, True, None)
+        assert reader.take() is pair.cores.module.NOTHING
+
+
+class TestTelling:
+    def test_of_a_parked_reader(self, new_pair: NewPair) -> None:
+        pair, notes = new_pair(20, 9), Notes()
+        pair.writer.bind(bytes, PLAIN, True, notes.noting("parked"))
+        for reader in range(20):
+            pair.writer.send(b"")
+            assert notes == []
+            pair.ring.view[192 + reader] = 1
+            assert pair.writer.free()
+            assert pair.writer.send(b"") is None
+            assert notes == ["parked"]
+            pair.ring.view[192 + reader] = 0
+            notes.clear()
+            for each in pair.readers:
+                each.take_many(9)
+
+    def test_of_a_parked_writer(self, new_pair: NewPair) -> None:
+        pair, notes = new_pair(1, 4), Notes()
+        pair.reader.bind(bytes, PLAIN, True, notes.noting("parked"))
+        pair.writer.put_many([b"x"] * 4, 0)
+        pair.reader.take()
+        assert notes == []
+        pair.ring.view[128] = 1
+        pair.reader.take()
+        pair.reader.receive()
+        pair.reader.take_many(9)
+        assert notes == ["parked"] * 3
+        pair.writer.put(b"x")
+        assert pair.reader.release() is True
+        assert notes == ["parked"] * 3, "release only says so"
+
+    @pytest.mark.parametrize("error", [OSError("the bell is gone"), KeyboardInterrupt()])
+    def test_that_fails_is_reported_and_loses_nothing(
+        self, new_pair: NewPair, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pair = new_pair(1, 4)
+        reported: list[BaseException | None] = []
+        monkeypatch.setattr(sys, "unraisablehook", lambda args: reported.append(args.exc_value))
+        pair.ring.view[128] = pair.ring.view[192] = 1
+        for core in (pair.writer, pair.reader):
+            core.bind(decode, PLAIN, True, raising(error))
+        assert pair.writer.send(b"1") is None
+        assert pair.writer.put(b"2") is True
+        assert pair.writer.put_many([b"3"], 0) == 1
+        assert [pair.reader.take(), pair.reader.receive(), pair.reader.take_many(3)] == [b"1", b"2", [b"3"]]
+        assert [str(each) for each in reported] == [str(error)] * 6
+
+    def test_that_unbinds_and_closes(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 4)
+        pair.ring.view[128] = pair.ring.view[192] = 1
+        for core in (pair.writer, pair.reader):
+
+            def parked(core: Any = core) -> None:
+                core.bind(decode, PLAIN, True, None)
+                core.close()
+
+            core.bind(decode, PLAIN, True, parked)
+            del parked
+        assert pair.writer.send(b"1") is None
+        assert pair.reader.receive() == b"1"

@@ -1,0 +1,208 @@
+"""Slots by hand: claim, commit, peek, release, skip, give back, evict, free. One class for every kind of core."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from pairs_of_cores import NewPair, Pair, flags
+
+from aioshm.ring import layout as at
+
+
+def words(pair: Pair, line: int) -> int:
+    return int(struct.unpack_from("<Q", pair.ring.view, line)[0])
+
+
+class TestSlots:
+    def test_come_from_the_tuple_that_was_given(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        for number in range(7):
+            slot = pair.writer.claim()
+            assert slot is pair.slots[number % 3]
+            assert pair.writer.claim() is slot
+            assert pair.writer.commit() is False
+            assert pair.reader.peek() is pair.slots[number % 3]
+            assert pair.reader.release() is False
+            assert pair.reader.peek() is None
+            assert words(pair, at.WRITER_LINE) == words(pair, pair.ring.layout.reader_line(0)) == number + 1
+
+    @pytest.mark.parametrize("readers", [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 200])
+    def test_each_reader_counts(self, new_pair: NewPair, readers: int) -> None:
+        pair = new_pair(readers, 1)
+        assert pair.writer.put(b"x")
+        assert flags(pair) == [b"\1" + bytes(readers)]
+        for reader in reversed(pair.readers):
+            assert not pair.writer.free()
+            assert pair.writer.claim() is None
+            assert reader.take() == b"x"
+        assert pair.writer.free()
+
+    @pytest.mark.parametrize("readers", [1, 2, 8, 9, 17])
+    @pytest.mark.parametrize("value", [2, 128, 255])
+    def test_a_flag_that_is_neither_0_nor_1(self, new_pair: NewPair, readers: int, value: int) -> None:
+        pair = new_pair(readers, 1)
+        for place in range(1 + readers):
+            pair.slots[0].flags[:] = b"\1" * (1 + readers)
+            assert pair.writer.free()
+            pair.slots[0].flags[place] = value
+            assert pair.writer.free() is False
+            assert pair.reader.ready() is False
+
+    @pytest.mark.parametrize("readers", [1, 3, 9, 70])
+    def test_parked_flags(self, new_pair: NewPair, readers: int) -> None:
+        pair = new_pair(readers, 1)
+        for place in range(at.READERS_PARKED - 1, at.READERS_PARKED + readers + 1):
+            pair.slots[0].flags[0] = 0
+            pair.ring.view[place] = 3
+            assert pair.writer.claim() is not None
+            assert pair.writer.commit() is (0 <= place - at.READERS_PARKED < readers)
+            pair.ring.view[place] = 0
+
+    def test_only_just_being_published(self, new_pair: NewPair) -> None:
+        pair = new_pair(2, 1)
+        pair.writer.put(b"x")
+        for reader in pair.readers:
+            reader.take()
+        pair.slots[0].flags[:] = b"\0\0\0"  # cleared, not yet written
+        assert not any(reader.ready() for reader in pair.readers)
+
+
+class TestSkipping:
+    def test_keeps_the_slot_until_it_is_given_back(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.put_many([b"a", b"b", b"c"], 0)
+        assert pair.reader.skip() is None
+        assert pair.reader.skip() is None
+        assert pair.reader.take() == b"c"
+        assert words(pair, pair.ring.layout.reader_line(0)) == pair.reader.seq == 3
+        assert not pair.writer.free()
+        assert pair.reader.give_back(0) is False
+        assert pair.writer.free()
+        assert not pair.writer.free(2)
+        pair.ring.view[at.WRITER_PARKED] = 1
+        assert pair.reader.give_back(1) is True
+        assert pair.writer.free(3)
+
+    @pytest.mark.parametrize("index", [-1, 3, 1 << 40])
+    def test_no_such_slot(self, new_pair: NewPair, index: int) -> None:
+        with pytest.raises(IndexError, match=f"{index}"):
+            new_pair().reader.give_back(index)
+
+    @pytest.mark.parametrize("index", ["0", None, 1.0, b""])
+    def test_garbage(self, new_pair: NewPair, index: Any) -> None:
+        with pytest.raises(TypeError):
+            new_pair().reader.give_back(index)
+
+
+class TestFree:
+    def test_so_many(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        assert [pair.writer.free(ahead) for ahead in (1, 2, 3)] == [True] * 3
+        pair.writer.put(b"x")
+        assert [pair.writer.free(ahead) for ahead in (1, 2, 3)] == [True, True, False]
+        pair.reader.take()
+        assert pair.writer.free(3)
+
+    @pytest.mark.parametrize("ahead", [0, -1, 4, 1 << 31, 1 << 40, -(1 << 40)])
+    def test_more_than_there_are(self, new_pair: NewPair, ahead: int) -> None:
+        pair = new_pair()
+        for call in (pair.writer.free, pair.writer.spin_for):
+            with pytest.raises(ValueError, match=f"a ring of 3 slots cannot have {ahead} of them free"):
+                call(ahead)
+
+    @pytest.mark.parametrize("ahead", ["1", None, b"1", [1]])
+    def test_garbage(self, new_pair: NewPair, ahead: Any) -> None:
+        pair = new_pair()
+        for call in (pair.writer.free, pair.writer.spin_for):
+            with pytest.raises(TypeError):
+                call(ahead)
+        with pytest.raises(TypeError):
+            pair.writer.free(1, 1)
+
+    def test_spinning_for_so_many(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.put_many([b"x"] * 2, 0)
+        pair.reader.take()
+        pair.writer.spin_for(2)
+        assert pair.writer.spin(1000) is True
+        pair.writer.spin_for(3)
+        assert pair.writer.spin(1000) is False
+        pair.reader.take()
+        assert pair.writer.spin(1000) is True
+
+
+class TestEvicting:
+    def test_from_now_on(self, new_pair: NewPair) -> None:
+        pair = new_pair(3)
+        pair.writer.put(b"x")
+        pair.ring.view[at.READERS_PARKED + 1] = 1
+        pair.writer.evict(1)
+        assert flags(pair) == [b"\1\0\1\0", b"\0\0\1\0", b"\0\0\1\0"]
+        assert pair.ring.view[at.READERS_PARKED + 1] == 0
+        pair.writer.put(b"y")
+        assert flags(pair)[1] == b"\1\0\1\0"
+        assert pair.readers[1].take() is pair.cores.module.NOTHING
+
+    @pytest.mark.parametrize("reader", [-1, 2, 1 << 40, -3])
+    def test_no_such_reader(self, new_pair: NewPair, reader: int) -> None:
+        pair = new_pair(2)
+        before = bytes(pair.ring.view)
+        with pytest.raises(IndexError, match=f"there is no reader {reader}"):
+            pair.writer.evict(reader)
+        assert bytes(pair.ring.view) == before
+
+    @pytest.mark.parametrize("reader", ["0", None, 0.0])
+    def test_garbage(self, new_pair: NewPair, reader: Any) -> None:
+        pair = new_pair(2)
+        with pytest.raises(TypeError):
+            pair.writer.evict(reader)
+
+
+class TestClosing:
+    def test_every_call_says_so(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        writer, reader = pair.writer, pair.reader
+        for core in (writer, reader):
+            core.close()
+            core.close()
+            assert (core.open, core.passes()) == (False, False)
+        before = bytes(pair.ring.view)
+        for call in (
+            writer.free,
+            writer.claim,
+            writer.commit,
+            lambda: writer.put(b""),
+            lambda: writer.put_many([b""], 0),
+            lambda: writer.evict(0),
+            lambda: writer.spin(10),
+            reader.ready,
+            reader.peek,
+            reader.release,
+            reader.skip,
+            lambda: reader.give_back(0),
+            reader.take,
+            lambda: reader.take_many(1),
+            lambda: reader.spin(10),
+        ):
+            with pytest.raises(ValueError, match=r"closed|released"):
+                call()
+        assert bytes(pair.ring.view) == before
+        assert writer.send(b"") is False
+        assert reader.receive() is pair.cores.module.NOTHING
+
+    def test_lets_the_memory_go(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        memory = bytearray(pair.ring.layout.total_bytes)
+        view = memoryview(memory)
+        writer = pair.cores.writer(pair.ring.layout, view, pair.slots)
+        reader = pair.cores.reader(pair.ring.layout, view, pair.slots, 0)
+        with pytest.raises(BufferError):
+            memory.append(0)
+        writer.close()
+        with pytest.raises(BufferError):
+            memory.append(0)
+        reader.close()
+        view.release()
+        memory.append(0)

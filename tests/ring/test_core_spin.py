@@ -1,0 +1,169 @@
+"""Spins, fences and timers. One class for every kind of core."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import threading
+from collections.abc import Iterator
+from time import monotonic_ns
+from typing import Any
+
+import pytest
+from pairs_of_cores import NewPair
+from rings import Cores
+from support import eventually
+
+from aioshm.ring import atomics
+
+MS = 1_000_000
+
+
+class TestSpin:
+    @pytest.mark.parametrize("end", ["writer", "reader"])
+    def test_there_at_once_is_no_spin(self, new_pair: NewPair, end: str) -> None:
+        pair = new_pair()
+        pair.writer.put(b"x")
+        core = getattr(pair, end)
+        assert core.spin(10**18) is True
+        assert (core.spins, core.hits, core.spun_ns) == (0, 0, 0)
+
+    @pytest.mark.parametrize("end", ["writer", "reader"])
+    @pytest.mark.parametrize("budget_ns", [-(1 << 62), -1, 0, 1, 10_000, 49_999, 50_000, 50_001, 2 * MS])
+    def test_the_budget(self, new_pair: NewPair, end: str, budget_ns: int) -> None:
+        pair = new_pair(1, 1)
+        if end == "writer":
+            pair.writer.put(b"x")
+        core = getattr(pair, end)
+        before = monotonic_ns()
+        assert core.spin(budget_ns) is False
+        spent = monotonic_ns() - before
+        assert (core.spins, core.hits) == (1, 0)
+        assert max(0, budget_ns) <= core.spun_ns <= spent
+        assert core.passes() is True, "it is not in use any more"
+
+    @pytest.mark.parametrize("budget", ["1", None, 1.5j, b"1"])
+    def test_garbage(self, new_pair: NewPair, budget: Any) -> None:
+        with pytest.raises(TypeError):
+            new_pair().reader.spin(budget)
+
+    def test_a_long_one_lets_other_threads_run_and_ends_with_a_message(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        hits: list[bool] = []
+        thread = threading.Thread(target=lambda: hits.append(pair.reader.spin(60_000 * MS)))
+        thread.start()
+        eventually(lambda: pair.reader.spins == 1, "the spin")
+        assert pair.reader.passes() is False, "it is in use"
+        with pytest.raises(BufferError):
+            pair.reader.close()
+        for call in (pair.reader.take, pair.reader.peek, pair.reader.release, pair.reader.skip):
+            with pytest.raises(RuntimeError, match="in use"):
+                call()
+        assert pair.reader.receive() is pair.cores.module.NOTHING
+        assert pair.writer.put(b"x")
+        thread.join(60)
+        assert hits == [True]
+        assert (pair.reader.hits, pair.reader.take()) == (1, b"x")
+
+    def test_a_writer_that_spins_is_in_use(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 1)
+        pair.writer.put(b"x")
+        pair.writer.spin_ns = 60_000 * MS
+        sent: list[object] = []
+
+        def send() -> None:
+            pair.writer.belong(None)
+            sent.append(pair.writer.send(b"y"))
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        eventually(lambda: pair.writer.spins == 1, "the spin")
+        for call in (pair.writer.claim, pair.writer.commit, lambda: pair.writer.put(b"")):
+            with pytest.raises(RuntimeError, match="in use"):
+                call()
+        with pytest.raises(BufferError):
+            pair.writer.close()
+        assert pair.writer.free() is False
+        assert pair.reader.take() == b"x"
+        thread.join(60)
+        assert sent == [None]
+        assert pair.reader.take() == b"y"
+
+    @pytest.mark.parametrize("spin_ns", [1000, MS])
+    def test_receive_spins(self, new_pair: NewPair, spin_ns: int) -> None:
+        pair = new_pair()
+        assert pair.reader.receive() is pair.cores.module.NOTHING
+        assert pair.reader.spins == 0
+        pair.reader.spin_ns = spin_ns
+        assert pair.reader.receive() is pair.cores.module.NOTHING
+        assert pair.reader.spins == 1
+        assert pair.reader.spun_ns >= spin_ns
+        pair.reader.open = False
+        pair.reader.receive()
+        assert pair.reader.spins == 1
+        pair.reader.open, pair.reader.spin_ns = True, -5
+        pair.reader.receive()
+        assert pair.reader.spins == 1
+
+
+def test_a_fence_can_be_called(cores: Cores) -> None:
+    assert cores.module.memory_fence() is None
+    with pytest.raises(TypeError):
+        cores.module.memory_fence(1)  # type: ignore[call-arg]
+
+
+@pytest.mark.skipif(not atomics.HAVE_TIMERFD, reason="only Linux has them")
+class TestTimers:
+    @pytest.fixture
+    def timer(self, cores: Cores) -> Iterator[int]:
+        fd = cores.module.timerfd_create()
+        yield fd
+        os.close(fd)
+
+    def rings(self, fd: int, within_s: float = 30) -> bool:
+        return bool(select.select([fd], [], [], within_s)[0])
+
+    def test_at_a_moment(self, cores: Cores, timer: int) -> None:
+        assert not self.rings(timer, 0)
+        at_ns = monotonic_ns() + 20 * MS
+        assert cores.module.timerfd_settime(timer, at_ns) is None
+        assert self.rings(timer)
+        assert monotonic_ns() >= at_ns
+        assert os.read(timer, 8) == (1).to_bytes(8, "little")
+        with pytest.raises(BlockingIOError):
+            os.read(timer, 8)
+
+    @pytest.mark.parametrize("at_ns", [1, -1, -(1 << 60), 10**9])
+    def test_long_ago_rings_at_once(self, cores: Cores, timer: int, at_ns: int) -> None:
+        cores.module.timerfd_settime(timer, at_ns)
+        assert self.rings(timer)
+
+    def test_disarmed(self, cores: Cores, timer: int) -> None:
+        cores.module.timerfd_settime(timer, 1)
+        assert self.rings(timer)
+        cores.module.timerfd_settime(timer, 0)
+        assert not self.rings(timer, 0)
+
+    def test_is_not_inherited(self, timer: int) -> None:
+        assert not os.get_inheritable(timer)
+
+    def test_no_descriptor(self, cores: Cores, timer: int) -> None:
+        for fd in (-1, 1 << 30):
+            with pytest.raises(OSError, match=os.strerror(errno.EBADF)) as caught:
+                cores.module.timerfd_settime(fd, 1)
+            assert caught.value.errno == errno.EBADF
+        other, end = os.pipe()
+        with pytest.raises(OSError, match=os.strerror(errno.EINVAL)) as caught:
+            cores.module.timerfd_settime(other, 1)
+        assert caught.value.errno == errno.EINVAL
+        os.close(other)
+        os.close(end)
+        with pytest.raises(OverflowError):
+            cores.module.timerfd_settime((1 << 32) + timer, 1)
+
+    def test_garbage(self, cores: Cores, timer: int) -> None:
+        for arguments in (("1", 1), (None, 1), (timer, "1"), (timer, None), (timer,), (), (timer, 1, 1)):
+            with pytest.raises(TypeError):
+                cores.module.timerfd_settime(*arguments)
+        assert not self.rings(timer, 0)

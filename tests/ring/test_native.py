@@ -1,0 +1,72 @@
+"""Which core runs, and that the package says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from rings import NATIVE
+
+import aioshm
+from aioshm.ring import atomics
+
+PASSES = """
+import aioshm, sys
+from aioshm.ring import ShmRingBuffer, atomics
+ring = ShmRingBuffer(1, 100, 2)
+writer, reader = ring.writer(), ring.reader(0)
+writer.core.bind(bytes, 1, True, None)
+reader.core.bind(bytes, 1, True, None)
+assert writer.core.put(b"message") and reader.core.take() == b"message"
+if atomics.HAVE_TIMERFD:
+    import os
+    timer = atomics.timerfd_create()
+    atomics.timerfd_settime(timer, 0)
+    os.close(timer)
+atomics.memory_fence()
+writer.close(), reader.close(), ring.close()
+print(aioshm.native_core, type(writer.core).__module__, atomics.memory_fence.__module__)
+"""
+NOT_BUILT = """
+import sys
+sys.modules["aioshm.ring._native"] = None  # importing it raises ImportError, as without a compiler at the build
+"""
+
+
+def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "AIOSHM_NATIVE"}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**inherited, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_this_process() -> None:
+    for part in (atomics.WriterCore, atomics.ReaderCore, atomics.memory_fence):
+        assert part.__module__ == ("aioshm.ring._native" if aioshm.native_core else "aioshm.ring._portable")
+
+
+@pytest.mark.skipif(NATIVE is None, reason="the native core was not built")
+@pytest.mark.parametrize("value", ["", "1"])
+def test_where_it_was_built_it_runs(value: str) -> None:
+    done = run(PASSES, AIOSHM_NATIVE=value)
+    assert (done.stdout.split(), done.stderr) == (["True", "aioshm.ring._native", "aioshm.ring._native"], "")
+
+
+@pytest.mark.parametrize(("prelude", "value"), [("", "0"), (NOT_BUILT, ""), (NOT_BUILT, "1"), (NOT_BUILT, "0")])
+def test_without_it_everything_works(prelude: str, value: str) -> None:
+    done = run(prelude + PASSES, AIOSHM_NATIVE=value)
+    assert (done.stdout.split(), done.stderr) == (["False", "aioshm.ring._portable", "aioshm.ring._portable"], "")
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "-1", " 1", "true"])
+def test_a_bad_value_is_refused_by_name(value: str) -> None:
+    done = run("import aioshm", AIOSHM_NATIVE=value)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == f"ValueError: AIOSHM_NATIVE={value!r}: it must be 0 or 1"
