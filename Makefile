@@ -49,7 +49,7 @@ sanitize: .venv/.ready    ## the native core under the address and undefined beh
 		-I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
 		$(SANITIZED)/aioshm/ring/_native.c -o $(SANITIZED)/aioshm/ring/_native.abi3.so
 	$(SANITIZED_PYTHON) -c 'import os, aioshm.ring._native as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
-	$(SANITIZED_PYTHON) -m pytest -p no:cacheprovider tests/ring/test_core*.py $(ARGS)
+	$(SANITIZED_PYTHON) -m pytest -p no:cacheprovider --capture=sys tests/ring/test_core*.py $(ARGS)
 
 .venv/.ready: pyproject.toml constraints.txt aioshm/ring/_native.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "aioshm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

@@ -1,5 +1,6 @@
 """aioshm: messages between the processes of one asyncio service."""
 
+from aioshm.codec import Codec, MsgpackCodec, register_codec
 from aioshm.config import Options
 from aioshm.errors import (
     AioshmError,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AioshmError",
+    "Codec",
     "CodecError",
     "CorruptSlot",
     "EngineDead",
@@ -40,6 +42,7 @@ __all__ = [
     "MessageQueue",
     "MessageTooLarge",
     "MessagesLost",
+    "MsgpackCodec",
     "Options",
     "PeerDied",
     "QueueCancelled",
@@ -53,4 +56,5 @@ __all__ = [
     "UnsafePayload",
     "memory_fence",
     "native_core",
+    "register_codec",
 ]

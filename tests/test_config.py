@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshm import config
-from aioshm.config import Options, check_int, check_seconds, default_runtime_dir
+from aioshm.config import Options, check_int, check_seconds, default_runtime_dir, native_wanted
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,12 @@ BAD: list[tuple[str, Any, type[Exception]]] = [
     ("stall_warning_s", "60", TypeError),
     ("stall_warning_s", True, TypeError),
     ("stall_warning_s", None, TypeError),
+    ("max_spin_cpu", -0.01, ValueError),
+    ("max_spin_cpu", 1.01, ValueError),
+    ("max_spin_cpu", float("nan"), ValueError),
+    ("max_spin_cpu", "0.1", TypeError),
+    ("max_spin_cpu", True, TypeError),
+    ("max_spin_cpu", None, TypeError),
     ("runtime_dir", "", ValueError),
     ("runtime_dir", None, (TypeError, ValueError)),  # type: ignore[list-item]
     ("runtime_dir", Path("/tmp"), (TypeError, ValueError)),  # type: ignore[list-item]
@@ -106,6 +112,7 @@ class TestOptions:
             prefault_bytes=st.integers(0, 2**40),
             max_message_bytes=st.integers(1, 2**50),
             stall_warning_s=st.floats(1e-9, 1e9),
+            max_spin_cpu=st.floats(0, 1),
             runtime_dir=st.text(min_size=1, max_size=30),
         )
     )
@@ -131,11 +138,17 @@ class TestEnvironment:
                 "AIOSHM_LIFELINE": "directory",
                 "AIOSHM_RUNTIME_DIR": "/run/mine",
                 "AIOSHM_WAIT": "park",
+                "AIOSHM_MAX_SPIN_CPU": "0.25",
                 "AIOSHM_STALL_WARNING_S": "2.5",
             }
         )
         assert options == Options(
-            backing="named", lifeline="directory", runtime_dir="/run/mine", wait="park", stall_warning_s=2.5
+            backing="named",
+            lifeline="directory",
+            runtime_dir="/run/mine",
+            wait="park",
+            max_spin_cpu=0.25,
+            stall_warning_s=2.5,
         )
 
     @pytest.mark.parametrize(
@@ -145,6 +158,10 @@ class TestEnvironment:
             ("AIOSHM_LIFELINE", "tcp"),
             ("AIOSHM_WAIT", "SPIN"),
             ("AIOSHM_WAIT", " spin"),
+            ("AIOSHM_MAX_SPIN_CPU", "much"),
+            ("AIOSHM_MAX_SPIN_CPU", "-0.1"),
+            ("AIOSHM_MAX_SPIN_CPU", "1.1"),
+            ("AIOSHM_MAX_SPIN_CPU", "nan"),
             ("AIOSHM_STALL_WARNING_S", "soon"),
             ("AIOSHM_STALL_WARNING_S", "0"),
             ("AIOSHM_STALL_WARNING_S", "-1"),
@@ -163,6 +180,7 @@ class TestEnvironment:
     def test_every_variable_is_on_the_page(self) -> None:
         rows = re.findall(r"^\| `(AIOSHM_\w+)` +\| `(\w+)`", config.__doc__ or "", re.MULTILINE)
         assert dict(rows) == {variable: field for variable, (field, _) in config._VARIABLES.items()}
+        assert re.search(r"^\| `AIOSHM_NATIVE` +\|", config.__doc__ or "", re.MULTILINE)
 
     def test_nobody_else_reads_any(self) -> None:
         package = Path(config.__file__).parent
@@ -170,6 +188,17 @@ class TestEnvironment:
         readers = [path for path in package.rglob("*.py") if reading.search(path.read_text())]
         assert readers == []
         assert re.search(r'^    "AIOSHM_', Path(config.__file__).read_text(), re.MULTILINE)
+
+
+class TestNative:
+    @pytest.mark.parametrize(("value", "wanted"), [(None, True), ("", True), ("1", True), ("0", False)])
+    def test_values(self, value: str | None, wanted: bool) -> None:
+        assert native_wanted({} if value is None else {"AIOSHM_NATIVE": value}) is wanted
+
+    @pytest.mark.parametrize("value", ["no", "2", "-1", " 0", "true", "00"])
+    def test_a_bad_value_names_the_variable(self, value: str) -> None:
+        with pytest.raises(ValueError, match=f"^AIOSHM_NATIVE={value!r}: it must be 0 or 1"):
+            native_wanted({"AIOSHM_NATIVE": value})
 
 
 class TestRuntimeDirectory:

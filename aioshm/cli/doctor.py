@@ -197,7 +197,7 @@ def _named_memory() -> Finding:
 def _zeromq() -> Finding:
     found = f"pyzmq {zmq.__version__}, libzmq {zmq.zmq_version()}"
     if not zmq.has("ipc"):
-        return Finding("zeromq", "bad", f"{found} without ipc", "large messages need ipc: install another pyzmq")
+        return Finding("zeromq", "bad", f"{found} without ipc", "events over ipc:// need it: install another pyzmq")
     return Finding("zeromq", "good", found)
 
 

@@ -43,7 +43,7 @@ pack_words = _WORDS.pack_into  # what, sequence, published, main_bytes
 unpack_words = _WORDS.unpack_from
 
 INLINE = 1  # the body is in the chunk
-OVERFLOW = 2  # the body did not fit the chunk and travels over ZeroMQ
+OVERFLOW = 2  # the body did not fit the chunk and lies in an annex, which the rest of the header names
 RAW = 3  # the chunk was written with acquire_write: no codec
 
 

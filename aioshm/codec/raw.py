@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aioshm.codec.base import Encoded
-from aioshm.codec.buffers import flat
+from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat
 from aioshm.errors import CodecError
 
 
@@ -31,7 +31,8 @@ class RawCodec:
             raise CodecError(f"the raw codec carries bytes-like objects, not {type(obj).__qualname__}") from error
         if not contiguous:
             raise CodecError(f"the raw codec cannot carry a {type(obj).__qualname__} that is not C-contiguous")
-        return (flat(obj),), ()
+        memory = flat(obj)
+        return bytes(memory) if len(memory) < OUT_OF_BAND_BYTES else ((memory,), ())
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> bytes:
         """Copy the message out.

@@ -8,29 +8,52 @@ that names it, so that a message whose marker can be seen can be read, whatever 
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
+import zlib
 from collections.abc import Callable, Sequence
-from mmap import PAGESIZE
+from contextlib import suppress
 
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import DEFAULT_BACKING
-from aioshm.errors import CorruptSlot, HandleError
+from aioshm.errors import CorruptSlot, SharedMemoryError
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import round_up
 from aioshm.ring.segment import Segment
 
 SECRET_BYTES = 16
-MARKER = struct.Struct(f"<{SECRET_BYTES}sIQ")
-"""What follows the header's fields in the slot of a message in an annex: secret, number of the annex, bytes."""
-
-MARKER_AT = HEADER.size
-SECRET = slice(HEADER.size, HEADER.size + SECRET_BYTES)
+_MARKER = struct.Struct(f"<{SECRET_BYTES}sIQ")  # secret, number of the annex, bytes
+_CHECKSUM = struct.Struct("<I")
+_MARKER_AT = HEADER.size
+_CHECKSUM_AT = _MARKER_AT + _MARKER.size
 
 IDLE_ANNEXES = 2
 """So many annexes keep their memory although they were not used for `IDLE_USES` messages."""
 
 IDLE_USES = 16
+
+
+def pack_marker(header: memoryview, secret: bytes, seq: int, number: int, size: int) -> None:
+    """Note behind the fields of a slot's header which annex has the message, and how many bytes.
+
+    The checksum tells a marker of this message from damage, and from an older message's, which stays where it is while
+    the slot holds others: nobody waits for an annex that will never come.
+    """
+    _MARKER.pack_into(header, _MARKER_AT, secret, number, size)
+    _CHECKSUM.pack_into(header, _CHECKSUM_AT, _checksum(header, seq))
+
+
+def unpack_marker(header: memoryview, secret: bytes, seq: int) -> tuple[int, int] | None:
+    """Return the annex that has a message, and how many bytes; None where the slot has no marker of that message."""
+    theirs, number, size = _MARKER.unpack_from(header, _MARKER_AT)
+    if theirs != secret or _CHECKSUM.unpack_from(header, _CHECKSUM_AT) != (_checksum(header, seq),):
+        return None
+    return number, size
+
+
+def _checksum(header: memoryview, seq: int) -> int:
+    return zlib.crc32(header[_MARKER_AT:_CHECKSUM_AT], seq & 0xFFFFFFFF)
 
 
 class _Annex:
@@ -96,10 +119,12 @@ class Annexes:
         for number in free:
             if self._annexes[number].segment.size >= size:
                 return number
-        room = round_up(size, PAGESIZE)
+        room = round_up(size, mmap.PAGESIZE)
         for number in free:
             if self._annexes[number].segment.grow(room):
                 return number
+        if free:  # they cannot grow here: few different sizes keep their number down
+            room = 1 << (room - 1).bit_length()
         segment = Segment.create(room, DEFAULT_BACKING, may_grow=True)
         segment.unlink()
         self._annexes.append(_Annex(segment))
@@ -118,49 +143,68 @@ class AnnexReader:
     """The annexes that a reader has been passed."""
 
     def __init__(self) -> None:
-        self._segments: list[Segment | int] = []  # a descriptor, until it is first needed
+        self._annexes: list[_Passed | None] = []
 
-    def arrived(self, fd: int) -> None:
-        """Take over the next annex' descriptor."""
-        self._segments.append(fd)
+    def arrived(self, fd: int | None) -> None:
+        """Take over the next annex' descriptor; None: there was none to be had for it."""
+        self._annexes.append(None if fd is None else _Passed(fd))
 
     def body(self, number: int, size: int, seq: int) -> memoryview | None:
-        """Return the first bytes of an annex, which the caller has to release; None if it has not arrived yet.
+        """Return the first bytes of an annex, read-only, which the caller has to release; None if it has yet to arrive.
 
         Raises:
-            CorruptSlot: It is smaller than that.
+            CorruptSlot: It is smaller than that, or can never be read here.
+            SharedMemoryError: There is no room for it now; it can be tried again.
         """
-        if number >= len(self._segments):
+        if number >= len(self._annexes):
             return None
-        segment = self._segments[number]
+        annex = self._annexes[number]
+        if annex is None:
+            raise CorruptSlot(seq, seq, "this process had too many open files to receive its annex (ulimit -n)")
         try:
-            if isinstance(segment, int):
-                segment = self._segments[number] = _whole(segment)
-            elif segment.size < size:  # it has grown since
-                grown = _whole(os.dup(segment.fd))
-                segment.close()
-                segment = self._segments[number] = grown
-        except (OSError, HandleError) as error:
-            raise CorruptSlot(seq, seq, f"its annex cannot be mapped: {error}") from None
-        if segment.size < size:
-            raise CorruptSlot(seq, seq, f"its annex has {segment.size} bytes, not {size}")
-        return segment.view[:size]
+            view = annex.view(size)
+        except OSError as error:
+            raise SharedMemoryError(
+                error.errno, f"message {seq} of {size} bytes cannot be mapped: {error.strerror}"
+            ) from None
+        if view is None:
+            raise CorruptSlot(seq, seq, f"its annex has fewer bytes than {size}")
+        return view
 
     def close(self) -> None:
         """Unmap and close all of them. Idempotent."""
-        for segment in self._segments:
-            if isinstance(segment, int):
-                os.close(segment)
-            else:
-                segment.close()
-        self._segments.clear()
+        for annex in self._annexes:
+            if annex is not None:
+                annex.close()
+        self._annexes.clear()
 
 
-def _whole(fd: int) -> Segment:
-    """Map all that a descriptor, which this takes over, has."""
-    try:
-        size = os.fstat(fd).st_size
-    except OSError:
-        os.close(fd)
-        raise
-    return Segment(fd, size, None)
+class _Passed:
+    """One annex, as a reader sees it: mapped when it is first needed, and anew when it has grown."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._map: mmap.mmap | None = None
+
+    def view(self, size: int) -> memoryview | None:
+        """Return its first bytes, or None if it has not so many."""
+        if self._map is None or len(self._map) < size:
+            actual = os.fstat(self._fd).st_size
+            if actual < max(size, 1):  # mapped beyond its end, a touch would be a SIGBUS
+                return None
+            grown = mmap.mmap(self._fd, actual, access=mmap.ACCESS_READ)
+            self._unmap()
+            self._map = grown
+        with memoryview(self._map) as whole:
+            return whole[:size]
+
+    def close(self) -> None:
+        """Unmap it, as soon as no view of it is held any more."""
+        self._unmap()
+        os.close(self._fd)
+
+    def _unmap(self) -> None:
+        if self._map is not None:
+            with suppress(BufferError):  # an error's frames may still hold a view; the mapping goes when they do
+                self._map.close()
+            self._map = None

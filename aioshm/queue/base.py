@@ -32,7 +32,7 @@ class MessageQueue:
         n_reader: Readers in all; each receives every message.
         n_local_reader: Readers on this host, which read the ring.
         local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
-        max_chunk_bytes: Room for one message in the ring, in bytes; larger ones travel over a socket.
+        max_chunk_bytes: Room for one message in the ring, in bytes; larger ones lie in memory beside it.
         max_chunks: Messages that the ring holds before the writer has to wait for the slowest reader.
         connect_ip: The address that remote readers connect to.
         codec: How objects become bytes: ``"pickle"``, ``"msgpack"``, ``"raw"``, the name of a codec that was registered
@@ -97,7 +97,7 @@ class MessageQueue:
         raise self._wrong_end("export_handle", "writer")
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until every reader is attached and large messages are known to reach it. Every end calls this.
+        """Wait until every reader has the ring mapped. Every end calls this.
 
         May be cancelled, and called again.
 

@@ -130,7 +130,8 @@ class MessageQueue:
 
     def acquire_write(self, timeout: float | None = None) -> AbstractContextManager[memoryview]:
         """Give the next free slot's chunk to the block to fill."""
-        return self._entered(self._end.acquire_write(timeout))
+        block = self._end.acquire_write(timeout)
+        return self._entered(lambda _: block)
 
     # Receiving
 
@@ -145,8 +146,9 @@ class MessageQueue:
         if obj is not NOTHING and obj is not ELSEWHERE:
             return obj
         obj = self._wait(cancel, lambda event: self._end.dequeue(timeout, event, indefinite))
-        if isinstance(self._end, LocalReader) and not self._interrupted:
-            self._receive = self._end.receive
+        # No call from here on: that is where Python would let Ctrl-C take the message away.
+        if not self._interrupted:
+            self._receive = self._end.receive  # type: ignore[attr-defined]
         return obj
 
     def dequeue_many(
@@ -260,31 +262,33 @@ class MessageQueue:
         except BaseException:
             call.close()
             raise
-        self._task = task = loop.create_task(call)
         guarding = get_ident() == threading.main_thread().ident and (
             _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
         )
+        task = None
         try:
-            try:
-                if guarding:
-                    _signal.signal(_signal.SIGINT, self._on_interrupt)
-                return loop.run_until_complete(task)
-            finally:
-                if guarding:
-                    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
-                self._task = None
-                if self._interrupted:
-                    # The call may have ended just before it could be cancelled; then the next one tells.
-                    self._send, self._receive = _not_at_once, _nothing_at_once
+            if guarding:
+                _signal.signal(_signal.SIGINT, self._on_interrupt)
+            self._task = task = loop.create_task(call)
+            return loop.run_until_complete(task)
         except asyncio.CancelledError:
             self._raise_interrupt()
             raise
         except BaseException:
-            if not task.done():  # a signal's handler raised, while the loop waited
+            if task is None:
+                call.close()
+            elif not task.done():  # a signal's handler raised, while the loop waited
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     loop.run_until_complete(task)
             raise
+        finally:
+            self._task = task = None  # an error that it has raised refers to this frame
+            if self._interrupted:
+                # The call may have ended just before it could be cancelled; then the next one tells.
+                self._send, self._receive = _not_at_once, _nothing_at_once
+            if guarding:
+                _signal.signal(_signal.SIGINT, _signal.default_int_handler)
 
     def _loop_for_call(self, closing: bool) -> asyncio.AbstractEventLoop:
         if asyncio._get_running_loop() is not None:  # which, unlike get_running_loop(), does not raise
@@ -329,13 +333,13 @@ class MessageQueue:
     @contextlib.contextmanager
     def _entered(
         self,
-        block: AbstractAsyncContextManager[T] | Callable[[asyncio.Event | None], AbstractAsyncContextManager[T]],
+        block: Callable[[asyncio.Event | None], AbstractAsyncContextManager[T]],
         cancel: threading.Event | None = None,
     ) -> Iterator[T]:
         entered: list[AbstractAsyncContextManager[T]] = []
 
         def enter(event: asyncio.Event | None) -> Coroutine[Any, Any, T]:
-            entered.append(block(event) if callable(block) else block)
+            entered.append(block(event))
             return entered[0].__aenter__()
 
         # The value keeps no name here: a lease would take that for somebody who holds it.

@@ -146,9 +146,11 @@ class End(MessageQueue, ABC):
     def __del__(self) -> None:
         if getattr(self, "_dismantled", True):  # also when __init__ has failed
             return
-        warnings.warn(f"{self!r} was not closed: use `async with`, or await aclose()", ResourceWarning, 2, self)
-        self._dismantled = True
-        self._take_apart()
+        try:
+            warnings.warn(f"{self!r} was not closed: use `async with`, or await aclose()", ResourceWarning, 2, self)
+        finally:  # the warning may be an error
+            self._dismantled = True
+            self._take_apart()
 
     # Whose this end is
 

@@ -124,7 +124,7 @@ class LocalEnd(End, ABC):
         self._going_changed()
 
     def _on_writer_gone(self, said_goodbye: bool) -> None:
-        if said_goodbye:
+        if said_goodbye or self._ring.writer_closed():  # its goodbye may have found no room in a full socket
             self._writer_gone = lambda: QueueClosed(f"{self!r}: the writer has closed the queue")
         else:
             pid = self._lifeline.welcome.pid
@@ -132,8 +132,9 @@ class LocalEnd(End, ABC):
         self._wake()
         self._going_changed()
 
-    def _on_annex(self, fd: int) -> None:
+    def _on_annex(self, fd: int | None) -> None:
         self._annexes.arrived(fd)
+        self._wake()  # where bells are bytes on the same socket, this one may have left no room for them
         self._going_changed()
 
     def _going_changed(self) -> None:

@@ -16,7 +16,7 @@ from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, plain, split_
 from aioshm.codec.raw import RawCodec
 from aioshm.config import Options, check_int
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, MessagesLost, PeerDied, QueueEmpty
-from aioshm.queue.annexes import MARKER, MARKER_AT, SECRET
+from aioshm.queue.annexes import unpack_marker
 from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.leases import Leases
@@ -151,6 +151,8 @@ class LocalReader(LocalEnd):
                 with body[: len(body) if n_buffers else size].toreadonly() as view:
                     yield view
             finally:
+                if elsewhere:
+                    body.release()
                 self._release(at)
         finally:
             self._leave()
@@ -297,11 +299,14 @@ class LocalReader(LocalEnd):
             self._lifeline.ring()
 
     def _is_marker(self, slot: Slot, seq: int) -> bool:
-        return seq == self._seq and slot.header[SECRET] == self._lifeline.welcome.secret
+        return seq == self._seq and unpack_marker(slot.header, self._lifeline.welcome.secret, seq) is not None
 
     def _annex_body(self, slot: Slot) -> memoryview | None:
         """Return what lies in the annex that a marker names; None if that has not arrived yet."""
-        _secret, number, size = MARKER.unpack_from(slot.header, MARKER_AT)
+        marker = unpack_marker(slot.header, self._lifeline.welcome.secret, self._seq)
+        if marker is None:  # damaged while this waited
+            raise CorruptSlot(self._seq, self._seq)
+        number, size = marker
         body = self._annexes.body(number, size, self._seq)
         if body is None:
             self._lifeline.look()  # it was passed before the message was published
@@ -382,7 +387,7 @@ class LocalReader(LocalEnd):
         self._check_usable()
 
     def _annex_lost(self) -> AioshmError:
-        if self._lifeline.said_goodbye:
+        if self._lifeline.said_goodbye or self._ring.writer_closed():
             return MessagesLost(self._seq, self._ring.messages_written() - 1)
         return PeerDied(-1, self._lifeline.welcome.pid, "writer", f"with the annex of message {self._seq}")
 

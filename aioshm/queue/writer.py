@@ -16,7 +16,7 @@ from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, pack_header, 
 from aioshm.codec.raw import RawCodec
 from aioshm.config import Options, check_int
 from aioshm.errors import MessageTooLarge, QueueFull
-from aioshm.queue.annexes import MARKER, MARKER_AT, SECRET_BYTES, Annexes
+from aioshm.queue.annexes import SECRET_BYTES, Annexes, pack_marker
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.end import End, deadline_after
 from aioshm.queue.handle import Handle, host_id
@@ -288,7 +288,7 @@ class Writer(End):
         else:
             kind = OVERFLOW
             number = self._annexes.put(parts, buffers, size)
-            MARKER.pack_into(slot.header, MARKER_AT, self._secret, number, size)
+            pack_marker(slot.header, self._secret, self._core.seq, number, size)
             self._overflows += 1
         main_bytes = sum(map(len, parts))
         pack_header(slot.header, 0, kind, self._code, 0, len(buffers), self._core.seq, monotonic_ns(), main_bytes)

@@ -421,16 +421,15 @@ static void put_bytes(Core *self, const char *bytes, size_t size, uint64_t now)
     publish(self);
 }
 
-static bool put(Core *self, PyObject *message)
+static bool put(Core *self, const char *bytes, size_t size)
 {
-    size_t size = (size_t)PyBytes_Size(message);
     if (size > self->chunk_bytes)
         return false;
     if (!is_free(self, self->index)
         && (self->spin_ns <= 0 || !spin_unless(self, self->spin_ns) || !is_free(self, self->index)))
         return false;
     uint64_t now = now_ns();
-    put_bytes(self, PyBytes_AsString(message), size, now);
+    put_bytes(self, bytes, size, now);
     self->published_ns = now;
     count_turn(self, 1, now);
     if (readers_parked(self))
@@ -446,7 +445,22 @@ static PyObject *writer_put(Core *self, PyObject *message)
         PyErr_SetString(PyExc_TypeError, "put() takes bytes");
         return NULL;
     }
-    return PyBool_FromLong(put(self, message));
+    return PyBool_FromLong(put(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message)));
+}
+
+/* Send what shows contiguous memory; 0 without an error if it does not, or is no ordinary message, or has no slot. */
+static int send_memory(Core *self, PyObject *obj)
+{
+    Py_buffer memory;
+    if (PyObject_GetBuffer(obj, &memory, PyBUF_SIMPLE) < 0) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
+        PyErr_Clear();  /* encoding it says what is wrong with it */
+        return 0;
+    }
+    int sent = check_unused(self) < 0 ? -1 : put(self, memory.buf, (size_t)memory.len);
+    PyBuffer_Release(&memory);
+    return sent;
 }
 
 static PyObject *writer_send(Core *self, PyObject *obj)
@@ -458,6 +472,11 @@ static PyObject *writer_send(Core *self, PyObject *obj)
     if (self->raw && PyBytes_CheckExact(obj)) {
         message = Py_NewRef(obj);
     } else {
+        if (self->raw) {
+            int sent = send_memory(self, obj);
+            if (sent != 0)
+                return sent < 0 ? NULL : Py_NewRef(Py_None);
+        }
         message = call(self->code, obj);
         if (message == NULL || !PyBytes_CheckExact(message))
             return message;
@@ -466,7 +485,7 @@ static PyObject *writer_send(Core *self, PyObject *obj)
             return NULL;
         }
     }
-    if (!put(self, message))
+    if (!put(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message)))
         return message;
     Py_DECREF(message);
     Py_RETURN_NONE;
@@ -617,8 +636,16 @@ static PyObject *reader_receive(Core *self, PyObject *Py_UNUSED(ignored))
     int passed = passes(self);
     if (passed < 0)
         return NULL;
-    if (!passed || (!is_ready(self, self->index) && (self->spin_ns <= 0 || !spin_unless(self, self->spin_ns))))
+    if (!passed)
         return Py_NewRef(self->nothing);
+    if (!is_ready(self, self->index)) {
+        if (self->spin_ns <= 0 || !spin_unless(self, self->spin_ns))
+            return Py_NewRef(self->nothing);
+        if (PyErr_CheckSignals() < 0)  /* before the message is taken: an error afterwards would lose it */
+            return NULL;
+        if (check_unused(self) < 0 || !is_ready(self, self->index))  /* a handler is any code */
+            return PyErr_Occurred() ? NULL : Py_NewRef(self->nothing);
+    }
     return take(self);
 }
 
@@ -794,7 +821,8 @@ static int reader_init(Core *self, PyObject *args, PyObject *kwargs)
 static int core_traverse(Core *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)self));
-    Py_VISIT(self->buffer.obj);
+    /* Not buffer.obj: CPython's collector clears a memoryview that it finds in garbage although others have its memory,
+     * and crashes (seen in 3.11). Unseen it is no garbage; it knows nobody that could know this object. */
     Py_VISIT(self->slots);
     Py_VISIT(self->code);
     Py_VISIT(self->on_parked);

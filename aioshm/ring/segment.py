@@ -115,14 +115,21 @@ class Segment:
         # No reader can shrink it under the others, which would turn their next touch into a SIGBUS.
         seals = fcntl.F_SEAL_SHRINK if may_grow else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
-        return cls(fd, size, None)
+        return cls._mapped(fd, size, None, "memfd")
+
+    @classmethod
+    def _mapped(cls, fd: int, size: int, name: str | None, backing: Backing) -> Segment:
+        try:
+            return cls(fd, size, name)
+        except OSError as error:  # this process may have no more memory (ulimit -v), or no more descriptors
+            raise _cannot_create(size, backing, error) from None
 
     @classmethod
     def _create_named(cls, size: int) -> Segment:
         name, fd = _new_name(size)
         try:
             _or_close(fd, size, "named", lambda: _reserve(fd, size))
-            segment = cls(fd, size, name)
+            segment = cls._mapped(fd, size, name, "named")
         except BaseException:
             _posixshmem.shm_unlink(f"/{name}")
             raise
@@ -132,19 +139,23 @@ class Segment:
     def grow(self, size: int) -> bool:
         """Make the segment larger and map it anew; return whether this system and this segment can.
 
-        Nobody may hold a view of it here; mappings elsewhere stay as they are.
+        Nobody may hold a view of it here; mappings elsewhere stay as they are. Where it cannot, it stays usable.
 
         Raises:
             SharedMemoryError: There can never be enough memory.
         """
         _check_memory(size)
         try:
-            os.ftruncate(self.fd, size)
+            if self.name is None:
+                os.ftruncate(self.fd, size)
+            else:
+                _reserve(self.fd, size)
+            grown = mmap.mmap(self.fd, size)
         except OSError:
             return False
         self.view.release()
         self._map.close()
-        self._map = mmap.mmap(self.fd, size)
+        self._map = grown
         self.view = memoryview(self._map)
         self.size = size
         return True

@@ -12,7 +12,7 @@ from aioshm.errors import HandleError, PeerDied
 from aioshm.wait import protocol
 from aioshm.wait.address import peer_credentials, sockaddr
 from aioshm.wait.bell import Bell
-from aioshm.wait.protocol import BYE, GO, PROVEN, WAKE, Hello, Welcome
+from aioshm.wait.protocol import ANNEX, BYE, GO, PROVEN, WAKE, Hello, Welcome
 
 _RETRY_S = 0.01  # while the writer's backlog is full
 _MAX_FDS = 3
@@ -53,7 +53,7 @@ class Lifeline:
         on_go: Callable[[], None],
         on_wake: Callable[[], None],
         on_gone: Callable[[bool], None],
-        on_descriptor: Callable[[int], None],
+        on_descriptor: Callable[[int | None], None],
     ) -> None:
         """Begin to report.
 
@@ -61,7 +61,8 @@ class Lifeline:
             on_go: Every reader is ready.
             on_wake: The writer rang.
             on_gone: The writer left; True: it said goodbye.
-            on_descriptor: The writer passed a descriptor, which is the callee's from here on.
+            on_descriptor: The writer passed a descriptor, which is the callee's from here on; None: one that is lost,
+                because this process has too many open files.
         """
         self._on_go, self._on_wake, self._on_gone, self._on_descriptor = on_go, on_wake, on_gone, on_descriptor
         self._loop.add_reader(self._sock.fileno(), self._readable)
@@ -137,6 +138,8 @@ class Lifeline:
                 data, fds = b"", []
             for fd in fds:
                 self._on_descriptor(fd)
+            for _ in range(data.count(ANNEX) - len(fds)):  # each comes together with its byte, or not at all
+                self._on_descriptor(None)
             if data:
                 self._signals(data)
             else:

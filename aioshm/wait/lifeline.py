@@ -27,6 +27,7 @@ HELLO_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64
 """Connections that have not greeted yet; one more, and the oldest is dropped."""
 
+_HAND_OVER_PAUSE_S = 0.01  # after the system has refused to take a descriptor for now
 _ACCEPT_PAUSE_S = 0.2  # after a failed accept, where the socket stays readable
 
 
@@ -95,8 +96,12 @@ class Peer:
             except BlockingIOError:  # it has not looked for a long time
                 self._loop.add_writer(self._sock.fileno(), self._empty_outbox)
                 return
-            except OSError:
-                self._outbox.clear()  # its end of file is on its way
+            except OSError as error:
+                if error.errno in (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):  # unix(7): too many are under way
+                    self._loop.remove_writer(self._sock.fileno())
+                    self._loop.call_later(_HAND_OVER_PAUSE_S, self._empty_outbox)
+                    return
+                self._outbox.clear()  # its end of file is coming
                 break
             self._outbox.popleft()
         self._loop.remove_writer(self._sock.fileno())

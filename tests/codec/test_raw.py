@@ -51,14 +51,21 @@ def test_any_bytes_both_ways(data: bytes) -> None:
 
 
 def test_encoding_does_not_copy() -> None:
-    source = bytearray(b"before")
+    source = bytearray(b"before" * 1000)
     main, buffers = encode(RAW, source)
     assert isinstance(main, memoryview)
     assert (main.format, main.ndim, buffers) == ("B", 1, ())
-    source[:] = b"after!"
-    assert bytes(main) == b"after!"
+    source[:] = b"after!" * 1000
+    assert bytes(main) == b"after!" * 1000
     data = b"same"
     assert encode(RAW, data)[0] is data
+
+
+def test_a_small_message_is_copied_at_once() -> None:
+    source = bytearray(b"before")
+    encoded = RAW.encode(source)
+    source[:] = b"after!"
+    assert encoded == b"before"
 
 
 def test_the_view_keeps_its_memory_alive() -> None:

@@ -13,6 +13,10 @@ ROOT = Path(__file__).parents[2]
 EXPECTED = {
     "events_router.py": ["rank 1 was cleared: now to rank 0", "the conversation goes to rank 1"],
     "quickstart.py": ["received {'number': 0}", "received {'number': 1}", "received {'number': 2}"],
+    "typed_steps.py": [
+        *(f"step {number} for ann and bob" for number in range(6)),
+        "the sum of all logits is 750000",
+    ],
     "decode_steps.py": [
         "scheduler: reader 1 (pid",
         "worker 0: 50 steps, and the loop went on: True",

@@ -132,8 +132,11 @@ def count_through_interrupts(handle: str) -> None:
             interrupts += 1
         except EOFError:
             break
+    try:
+        reader.close()
+    except KeyboardInterrupt:  # that came with the last message
+        interrupts += 1
     say(f"{expected} {interrupts}")
-    reader.close()
 
 
 if __name__ == "__main__":

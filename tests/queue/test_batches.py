@@ -99,7 +99,7 @@ async def test_batches_of_several_tasks_stay_together() -> None:
         count = sum(1 + (task + number) % 8 for task in range(5) for number in range(60))
         received = await _drain(reader, count)
         await asyncio.gather(*sending)
-        expected = {task: 0 for task in range(5)}
+        expected = dict.fromkeys(range(5), 0)
         while received:
             task, number, _ = received[0]
             size = 1 + (task + number) % 8

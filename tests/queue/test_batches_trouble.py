@@ -220,9 +220,9 @@ async def test_closing_ends_the_waiting_calls() -> None:
 
 async def test_wrong_ends_threads_and_loops() -> None:
     async with attached() as (writer, (reader,)):
-        with pytest.raises(RoleError, match="enqueue_many.. belongs to the queue's writer"):
+        with pytest.raises(RoleError, match=r"enqueue_many\(\) belongs to the queue's writer"):
             await reader.enqueue_many([1])
-        with pytest.raises(RoleError, match="dequeue_many.. belongs to the queue's reader"):
+        with pytest.raises(RoleError, match=r"dequeue_many\(\) belongs to the queue's reader"):
             await writer.dequeue_many(1)
         await writer.enqueue("kept")
 
@@ -272,10 +272,10 @@ async def test_a_stream_of_batches_starves_no_other_task() -> None:
 async def test_one_wake_up_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with attached(2, chunks=8, wait="park") as (writer, readers):
         roster: Any = writer._roster  # type: ignore[attr-defined]
-        rung = []
-        for peer in roster._peers:
-            monkeypatch.setattr(type(peer), "ring", lambda peer, ring=type(peer).ring: (rung.append(peer), ring(peer)))
-            break
+        rung: list[Any] = []
+        peers = type(roster._peers[0])
+        ring = peers.ring
+        monkeypatch.setattr(peers, "ring", lambda peer: (rung.append(peer), ring(peer)))
         for round_ in range(20):
             waiting = [asyncio.ensure_future(reader.dequeue_many(8)) for reader in readers]
             before = [reader.stats().parks for reader in readers]

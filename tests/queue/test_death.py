@@ -161,15 +161,13 @@ async def test_readers_that_leave_hold_nobody_up() -> None:
                 await writer.enqueue("z", 5)
 
 
-@pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "overflow"])
+@pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "annexes"])
 async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
     async with child("write", "5", str(size)) as writer:
         reader = MessageQueue.create_from_handle(await writer.says("{"), 0)
         async with reader:
             await reader.wait_until_ready(20)
             await writer.says("written")
-            # Its I/O thread may still be handing large payloads over; those on this side are what must survive.
-            await asyncio.sleep(0.2)
             writer.signal(signal.SIGKILL)
             await writer.end()
             for number in range(5):
@@ -194,18 +192,6 @@ async def test_a_killed_writer_ends_a_waiting_dequeue(wait: str) -> None:
             with pytest.raises(PeerDied):
                 await waiting
             assert time.monotonic() - began < 5
-
-
-async def test_a_payload_that_died_with_the_writer_is_no_hang() -> None:
-    async with child("write", "1", "200000000") as writer:
-        reader = MessageQueue.create_from_handle(await writer.says("{"), 0)
-        async with reader:
-            await reader.wait_until_ready(20)
-            waiting = asyncio.ensure_future(reader.dequeue())
-            await writer.says("written")
-            writer.signal(signal.SIGKILL)  # most of 200 MB is on its way
-            with pytest.raises(PeerDied, match="payload of message 0"):
-                await asyncio.wait_for(waiting, 10)
 
 
 async def test_a_writer_killed_before_it_answers() -> None:
@@ -294,8 +280,8 @@ async def test_killing_the_whole_tree_leaves_nothing(backing: str, monkeypatch: 
     eventually(lambda: not list(Path("/dev/shm").glob("aioshm-*")), "an empty /dev/shm")
 
 
-async def test_socket_files_of_killed_writers_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = tmp_path / "run"
+async def test_socket_files_of_killed_writers_are_swept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = base / "run"
     monkeypatch.setenv("AIOSHM_LIFELINE", "directory")
     monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(directory))
     async with child("write", "0", "0") as writer:
@@ -306,7 +292,7 @@ async def test_socket_files_of_killed_writers_are_swept(tmp_path: Path, monkeypa
     for path in directory.iterdir():
         os.utime(path, (0, 0), follow_symlinks=False)
     async with attached(1, lifeline="directory", runtime_dir=str(directory)) as (fresh, (reader,)):
-        assert len(list(directory.iterdir())) == 2, "the new queue's two sockets, and no others"
+        assert len(list(directory.iterdir())) == 1, "the new queue's socket, and no others"
         await fresh.enqueue(b"o" * 10_000)
         assert await reader.dequeue(5) == b"o" * 10_000
     assert list(directory.iterdir()) == []

@@ -139,8 +139,8 @@ async def test_waiting_over_the_socket_where_there_is_no_eventfd(monkeypatch: py
 
 @pytest.mark.parametrize("backing", ["memfd", "named"])
 @pytest.mark.parametrize("lifeline", ["abstract", "directory"])
-async def test_every_backing_and_address(backing: str, lifeline: str, tmp_path: Any) -> None:
-    options = Options(backing=backing, lifeline=lifeline, runtime_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
+async def test_every_backing_and_address(backing: str, lifeline: str, base: Path) -> None:
+    options = Options(backing=backing, lifeline=lifeline, runtime_dir=str(base / "run"))  # type: ignore[arg-type]
     writer = MessageQueue(1, 1, max_chunk_bytes=4096, options=options)
     async with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
         await asyncio.gather(writer.wait_until_ready(5), reader.wait_until_ready(5))
@@ -183,13 +183,13 @@ asyncio.run(main())
 """
 
 
-def test_everything_works_without_what_only_linux_has(tmp_path: Path) -> None:
+def test_everything_works_without_what_only_linux_has(base: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PORTABLE],
-        env={**os.environ, "AIOSHM_LIFELINE": "directory", "AIOSHM_RUNTIME_DIR": str(tmp_path / "run")},
+        env={**os.environ, "AIOSHM_LIFELINE": "directory", "AIOSHM_RUNTIME_DIR": str(base / "run")},
         capture_output=True,
         text=True,
         timeout=30,
     )
     assert (done.stdout, done.stderr) == ("woken over the socket\n10000\n", "")
-    assert list((tmp_path / "run").iterdir()) == []
+    assert list((base / "run").iterdir()) == []

@@ -136,7 +136,15 @@ class TestSend:
         assert pair.writer.send(b"message") is None
         assert pair.reader.receive() == b"message"
         with pytest.raises(AssertionError):
-            pair.writer.send(type("Bytes", (bytes,), {})(b"no plain bytes"))
+            pair.writer.send("no bytes")
+
+    @pytest.mark.parametrize("kind", [bytearray, memoryview, type("Bytes", (bytes,), {})])
+    def test_other_memory_that_stands_for_itself(self, new_pair: NewPair, kind: Callable[[bytes], object]) -> None:
+        pair = new_pair()
+        pair.writer.bind(bytes, 7, True, None)
+        assert pair.writer.send(kind(b"message")) is None
+        assert pair.reader.receive() == b"message"
+        assert pair.writer.send(kind(bytes(101))) == bytes(101), "encoded, for it is too large"
 
     def test_encoded(self, new_pair: NewPair) -> None:
         pair = new_pair(raw=False)

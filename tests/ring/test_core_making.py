@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 import tracemalloc
@@ -74,7 +75,9 @@ def use(core: Any) -> None:
     open_gate(core)
     for name in ("spin", "send", "receive", "put", "take", "take_many", "evict", "claim", "commit", "peek", "release"):
         if hasattr(core, name):
-            arguments = {"spin": (10,), "send": (b"",), "put": (b"",), "take_many": (5,), "evict": (0,)}.get(name, ())
+            arguments = {"spin": (10,), "send": (b"",), "put": (bytes(5000),), "take_many": (5,), "evict": (0,)}.get(
+                name, ()
+            )
             getattr(core, name)(*arguments)
 
 
@@ -146,6 +149,31 @@ class TestHostileLayouts:
         for core in of_layout(described(**changes), memory, slots):
             use(core)
             core.close()
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"max_chunk_bytes": 129},
+            {"slot_bytes": 165},
+            {"slot_bytes": 184, "header_bytes": 4097},
+            {"slot_bytes": 200},
+            {"flag_bytes": 2},
+            {"flag_bytes": 4},
+            {"n_reader": 0},
+            {"metadata_offset": GOOD.total_bytes - 8},
+            {"header_bytes": 192},
+            {"total_bytes": GOOD.total_bytes + 1},
+            {"max_chunks": 2},
+        ],
+        ids=str,
+    )
+    def test_a_little_off(self, changes: dict[str, int]) -> None:
+        assert list(of_layout(described(**changes), bytearray(GOOD.total_bytes))) == []
+
+    @pytest.mark.parametrize("lines", [257, 4096, 4096 - 64 + 8, (1 << 64) - 64, (1 << 64) - 128])
+    def test_a_readers_line_elsewhere(self, lines: int) -> None:
+        cores = list(of_layout(described(reader_lines=lines), bytearray(GOOD.total_bytes)))
+        assert [hasattr(core, "put") for core in cores] == [True], "which has its own line"
 
     def test_unaligned_memory(self) -> None:
         memory = memoryview(bytearray(GOOD.total_bytes + 8))
@@ -285,7 +313,8 @@ class TestMemory:
         assert changes[:-3] == [0] * (len(watched) - 3)
         assert all(abs(change) < 300 for change in changes[-3:]), "one that is kept at every call shows in thousands"
         assert traced < 50_000
-        assert process.memory_info().rss - resident < 8 << 20
+        if "PYTHONMALLOC" not in os.environ:  # else the address sanitizer keeps what was freed, to see it used again
+            assert process.memory_info().rss - resident < 8 << 20
 
     def test_makers_and_errors_keep_nothing(self, cores: Cores, new_pair: NewPair) -> None:
         pair = new_pair()

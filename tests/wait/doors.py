@@ -61,7 +61,7 @@ class Door:
             raise HandleError(f"no local reader has rank {greeting.rank}")
         fds = [self.segment] if self.segment >= 0 else []
         bells = self.listener.bell is not None
-        return Welcome(pid=4711, overflow="ipc://overflow", secret=b"secret", segment=bool(fds), bells=bells), fds
+        return Welcome(pid=4711, secret=b"secret", segment=bool(fds), bells=bells), fds
 
     def attached(self, peer: Peer) -> None:
         self.log.append(("attached", peer.rank))
@@ -82,15 +82,17 @@ class Door:
 
 
 class Reader:
-    """An admitted reader. What it hears, in order, is in ``heard``."""
+    """An admitted reader. What it hears, in order, is in ``heard``; the descriptors it is passed are in ``passed``."""
 
     def __init__(self, lifeline: Lifeline) -> None:
         self.lifeline = lifeline
         self.heard: list[str] = []
+        self.passed: list[int | None] = []
         lifeline.start(
             lambda: self.heard.append("go"),
             lambda: self.heard.append("wake"),
             lambda said_goodbye: self.heard.append("closed" if said_goodbye else "died"),
+            self.passed.append,
         )
 
     @classmethod

@@ -39,7 +39,7 @@ class TestAbstract:
         options = Options(lifeline="abstract", runtime_dir="/nonexistent")
         address = new_address(options, QUEUE_ID, "lifeline")
         assert address == f"@aioshm-{QUEUE_ID.hex()}.lifeline"
-        assert new_address(options, QUEUE_ID, "overflow") != address
+        assert new_address(options, QUEUE_ID, "another") != address
         assert new_address(options, bytes(16), "lifeline") != address
         assert sockaddr(address) == "\0" + address[1:]
 

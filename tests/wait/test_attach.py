@@ -19,7 +19,7 @@ from aioshm.errors import HandleError, PeerDied
 from aioshm.wait.attach import attach, dial
 from aioshm.wait.protocol import MAX_GREETING_BYTES, Refusal, Welcome, pack
 
-WELCOME = Welcome(pid=1, overflow="", secret=b"", segment=True, bells=True)
+WELCOME = Welcome(pid=1, secret=b"", segment=True, bells=True)
 
 
 def frame(body: bytes) -> bytes:

@@ -97,3 +97,21 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert Path("/sys/fs/cgroup") == cpus._CGROUP
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
+
+
+def test_the_cpus_of_other_ends_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = {0: {1}, 11: {1}, 12: {2}, 13: {2, 3}}
+
+    def affinity(pid: int) -> set[int]:
+        if pid not in pinned:
+            raise ProcessLookupError
+        return pinned[pid]
+
+    monkeypatch.setattr(os, "sched_getaffinity", affinity, raising=False)
+    nowhere = tmp_path / "nothing"
+    assert usable_cpus(nowhere) == 1
+    assert usable_cpus(nowhere, pids=[11]) == 1
+    assert usable_cpus(nowhere, pids=[12]) == 2
+    assert usable_cpus(nowhere, pids=iter([11, 12, 13])) == 3
+    assert usable_cpus(nowhere, pids=[99, 12]) == 2  # one is gone, or in another pid namespace
+    assert usable_cpus(v2(tmp_path, "200000 100000\n"), pids=[12, 13]) == 2

@@ -77,7 +77,7 @@ class TestLeaving:
             connection, _ = writer.accept()
             with connection:
                 connection.recv(4096)
-                connection.send(pack(Welcome(1, "", b"", segment=False, bells=False)))
+                connection.send(pack(Welcome(1, b"", segment=False, bells=False)))
                 reader = Reader(await attach(address, hello(), sock))
                 reader.lifeline.prove()
                 connection.send(last_words)

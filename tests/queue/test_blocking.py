@@ -1,0 +1,385 @@
+"""The face for threads without an event loop: alone, and together with the other one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faces import Thread, child, make_writer, reading
+
+from aioshm import (
+    CodecError,
+    MessageQueue,
+    QueueCancelled,
+    QueueClosed,
+    QueueEmpty,
+    QueueFull,
+    RoleError,
+    blocking,
+)
+
+
+def _sample(number: int) -> Any:
+    return number, bytes([number % 251]) * (9000 if number % 13 == 5 else number % 60)
+
+
+def test_a_writer_and_a_reader_in_two_threads() -> None:
+    with reading(list) as (writer, thread):
+        for number in range(2000):
+            writer.enqueue(_sample(number), 20)
+        writer.close()
+        assert thread.result() == [_sample(number) for number in range(2000)]
+
+
+def test_every_way_to_send_meets_every_way_to_receive() -> None:
+    def read(reader: Any) -> list[Any]:
+        received = [reader.dequeue(10), *reader.dequeue_many(1, 10)]
+        with reader.lease(10) as obj:
+            received.append(bytes(obj[:3]))
+        with reader.acquire_read(10) as view:
+            received.append(bytes(view[:3]))
+        received.append(reader.broadcast_object())
+        while True:
+            try:
+                received.append(reader.dequeue_nowait())
+                break
+            except QueueEmpty:
+                time.sleep(0.001)
+        return received
+
+    with reading(read, codec="raw") as (writer, thread):
+        writer.enqueue(b"one")
+        writer.enqueue_many([b"two", b"333"])
+        with writer.acquire_write(10) as chunk:
+            chunk[:3] = b"444"
+        assert writer.broadcast_object(b"five") == b"five"
+        while True:
+            try:
+                writer.enqueue_nowait(b"six")
+                break
+            except QueueFull:
+                time.sleep(0.001)
+        assert thread.result() == [b"one", b"two", b"333", b"444", b"five", b"six"]
+        assert writer.stats().messages == 6
+
+
+async def test_an_async_writer_and_a_blocking_reader() -> None:
+    async with MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=4) as writer:
+        handle = writer.export_handle()
+
+        def read() -> list[Any]:
+            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+                return list(reader)
+
+        thread = Thread(read)
+        async with MessageQueue.create_from_handle(handle.to_json(), 1) as other:
+
+            async def read_here() -> list[Any]:
+                return [obj async for obj in other]
+
+            here = asyncio.ensure_future(read_here())
+            for number in range(500):
+                await writer.enqueue(_sample(number), 10)
+            await writer.enqueue_many([_sample(number) for number in range(500, 600)], 10)
+            await writer.aclose()
+            assert await here == await asyncio.to_thread(thread.result) == [_sample(n) for n in range(600)]
+
+
+async def test_a_blocking_writer_and_an_async_reader() -> None:
+    handles: list[Any] = []
+    made = threading.Event()
+
+    def write() -> None:
+        with make_writer() as writer:
+            handles.append(writer.export_handle())
+            made.set()
+            for number in range(500):
+                writer.enqueue(_sample(number), 10)
+            writer.enqueue_many((_sample(number) for number in range(500, 600)), 10)
+
+    thread = Thread(write)
+    await asyncio.to_thread(made.wait)
+    async with MessageQueue.create_from_handle(handles[0], 0) as reader:
+        assert [obj async for obj in reader] == [_sample(number) for number in range(600)]
+    await asyncio.to_thread(thread.result)
+
+
+def test_other_processes() -> None:
+    with make_writer() as writer, child("collect", writer.export_handle().to_json()) as reader:
+        for number in range(3000):
+            writer.enqueue((number, bytes([number % 256]) * (9000 if number % 99 == 5 else 50)), 20)
+        writer.close()
+        reader.says("ready")
+        reader.says("3000 then closed")
+        assert reader.end() == (0, "")
+
+
+# Errors
+
+
+def test_ways_out_of_waiting() -> None:
+    def read(reader: Any) -> None:
+        for call in (reader.dequeue, lambda timeout: reader.dequeue_many(2, timeout)):
+            with pytest.raises(TimeoutError, match="message 0 did not come in time"):
+                call(0.02)
+        with pytest.raises(TimeoutError):
+            with reader.lease(0.01):
+                pytest.fail("nothing was there")
+        cancel = threading.Event()
+        setting = threading.Timer(0.05, cancel.set)
+        setting.start()
+        for call in (reader.dequeue, lambda **kw: reader.dequeue_many(2, **kw)):
+            with pytest.raises(QueueCancelled, match="the cancel event is set"):
+                call(cancel=cancel)
+        for block in (reader.lease, reader.acquire_read):
+            with pytest.raises(QueueCancelled):
+                with block(cancel=cancel):
+                    pytest.fail("nothing was there")
+        setting.join()
+        with pytest.raises(QueueEmpty, match="nothing to read yet"):
+            reader.dequeue_nowait()
+        with pytest.raises(ValueError, match="max_items"):
+            reader.dequeue_many(0)
+        with pytest.raises(RoleError, match="belongs to the queue's writer"):
+            reader.enqueue(1)
+        with pytest.raises(RoleError, match="belongs to the queue's writer"):
+            reader.acquire_write()
+
+    with reading(read) as (writer, thread):
+        thread.result()
+        with pytest.raises(QueueClosed, match="every reader has left"):
+            while True:
+                writer.enqueue("x", 5)
+        with pytest.raises(RoleError, match="belongs to the queue's reader"):
+            writer.dequeue()
+
+
+def test_a_full_ring() -> None:
+    go = threading.Event()
+
+    def read(reader: Any) -> list[Any]:
+        go.wait(20)
+        return list(reader)
+
+    with reading(read, chunks=2) as (writer, thread):
+        writer.enqueue_many([1, 2])
+        with pytest.raises(QueueFull, match="rank 0"):
+            writer.enqueue_nowait(3)
+        with pytest.raises(TimeoutError, match="no slot became free: rank 0"):
+            writer.enqueue(3, 0.02)
+        with pytest.raises(CodecError, match="function"):
+            writer.enqueue(lambda: None)
+        go.set()
+        writer.enqueue(3, 10)
+        writer.close()
+        assert thread.result() == [1, 2, 3]
+
+
+def test_other_threads_while_one_waits() -> None:
+    counted = 0
+
+    def read(reader: Any) -> int:
+        before = counted
+        with pytest.raises(TimeoutError):
+            reader.dequeue(0.2)
+        return counted - before
+
+    with reading(read) as (_, thread):
+        while thread.running:
+            counted += 1
+        assert thread.result() > 10_000
+
+
+def test_another_thread_and_a_running_loop_are_refused() -> None:
+    def read(reader: Any) -> list[Any]:
+        errors = []
+
+        def elsewhere() -> None:
+            for call in (
+                reader.dequeue,
+                reader.dequeue_nowait,
+                lambda: reader.dequeue_many(1),
+                reader.wait_until_ready,
+            ):
+                with pytest.raises(RoleError, match="belongs to another thread than") as caught:
+                    call()
+                errors.append(caught.value)
+
+        Thread(elsewhere).result()
+        assert len(errors) == 4
+
+        async def in_a_loop() -> None:
+            for call in (reader.wait_until_ready, reader.dequeue_nowait, lambda: reader.dequeue_many(1)):
+                with pytest.raises(RoleError, match=r"use aioshm\.MessageQueue there"):
+                    call()
+
+        asyncio.run(in_a_loop())
+        return list(reader)
+
+    with reading(read) as (writer, thread):
+        writer.enqueue("kept")
+        writer.close()
+        assert thread.result() == ["kept"]
+
+
+def test_a_forked_child_is_refused_and_harms_nobody() -> None:
+    def nothing(reader: Any) -> list[Any]:
+        return list(reader)
+
+    with reading(nothing) as (writer, thread):
+        writer.enqueue("before")
+        told, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            verdict = b"no error"
+            try:
+                writer.enqueue("from the child")
+            except RoleError as error:
+                verdict = str(error).encode()
+            finally:
+                writer._close_loop()
+                os.write(tell, verdict)
+                os._exit(0)
+        os.close(tell)
+        assert b"forked" in os.read(told, 1000)
+        os.close(told)
+        os.waitpid(pid, 0)
+        for number in range(100):  # woken as before
+            writer.enqueue(number, 10)
+        writer.close()
+        assert thread.result() == ["before", *range(100)]
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, GeneratorExit, StopIteration, SystemExit])
+@pytest.mark.parametrize("block", ["lease", "acquire_read"])
+def test_what_a_block_raises_is_not_changed(block: str, error: type[BaseException]) -> None:
+    def read(reader: Any) -> None:
+        mine = error("mine")
+        with pytest.raises(error) as caught:
+            with getattr(reader, block)(10):
+                raise mine
+        assert caught.value is mine
+        assert traceback.extract_tb(mine.__traceback__)[0].line == "raise mine" or "with getattr" in str(
+            traceback.extract_tb(mine.__traceback__)[0].line
+        )
+        assert reader.dequeue(10) == "next"
+
+    with reading(read, chunks=1) as (writer, thread):
+        writer.enqueue(np.zeros(100), 10)
+        writer.enqueue("next", 10)
+        thread.result()
+        with pytest.raises((error, QueueClosed)):
+            with writer.acquire_write(10):
+                raise error
+        assert writer.stats().messages == 2
+
+
+def test_a_block_that_would_wait_for_itself() -> None:
+    def read(reader: Any) -> list[Any]:
+        with reader.lease(10) as obj:
+            for call in (reader.dequeue, lambda: reader.dequeue_many(1), lambda: reader.lease().__enter__()):
+                with pytest.raises(RoleError, match="inside of a block that has its slot"):
+                    call()
+        return [obj, *reader]
+
+    with reading(read) as (writer, thread):
+        writer.enqueue(1)
+        with writer.acquire_write() as chunk:
+            with pytest.raises(RoleError, match="inside of a block that has its slot"):
+                writer.enqueue(5)
+            chunk[:1] = b"x"
+        writer.close()
+        first, second = thread.result()
+        assert (first, second[:1]) == (1, b"x")
+
+
+@pytest.mark.parametrize("size", [100, 5000, 300_000])
+def test_what_is_kept_of_a_lease_never_changes(size: int) -> None:
+    def read(reader: Any) -> list[Any]:
+        kept = []
+        for number in range(60):
+            if number % 3 == 2:
+                assert (reader.dequeue(10) == number).all()
+            else:
+                with reader.lease(10) as array:
+                    kept.append((number, array))
+        return [(number, array.copy()) for number, array in kept]
+
+    with reading(read, chunk=1 << 19, chunks=3) as (writer, thread):
+        for number in range(60):
+            writer.enqueue(np.full(size, number, np.uint8), 10)
+        for number, array in thread.result():
+            assert (array == number).all()
+
+
+# Closing
+
+
+def test_closing() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with make_writer() as writer:
+        with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            with pytest.raises(TimeoutError, match="the writer does not answer"):
+                reader.wait_until_ready(0.01)
+            reader.close()
+            reader.close()
+        with pytest.raises(QueueClosed):
+            reader.dequeue()
+        writer.aclose()
+    calls: list[Callable[[], Any]] = [
+        lambda: writer.enqueue(1),
+        lambda: writer.enqueue_many([1]),
+        writer.wait_until_ready,
+    ]
+    for call in calls:
+        with pytest.raises(QueueClosed, match="this end was closed"):
+            call()
+    assert repr(writer).startswith("<blocking <Writer of queue")
+    assert writer.stats().messages == 0
+    writer.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_forgotten_end_warns_and_leaks_nothing() -> None:
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    writer = make_writer()
+    reader = blocking.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    with pytest.warns(ResourceWarning, match="LocalReader of queue .* was not closed"):
+        del reader
+        gc.collect()
+    with pytest.warns(ResourceWarning, match="Writer of queue .* was not closed"):
+        del writer
+        gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_forty_queues_leak_nothing() -> None:
+    def resources() -> tuple[int, int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("memfd:aioshm")
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+
+    def once() -> None:
+        with reading(list) as (writer, thread):
+            writer.enqueue_many([1, b"x" * 10_000])
+            writer.close()
+            assert thread.result() == [1, b"x" * 10_000]
+
+    once()
+    before = resources()
+    for _ in range(20):
+        once()
+    assert resources() == before

@@ -1,0 +1,165 @@
+"""Codecs over a real queue: by name, as instances, third-party ones, here and in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from pairs import attached
+
+from aioshm import CodecError, HandleError, MessageQueue, blocking
+from aioshm.codec import MsgpackCodec, register_codec, registry
+from aioshm.errors import RoleError
+
+
+class Step(msgspec.Struct):
+    number: int
+    name: str
+    payload: bytes
+
+
+class Reversed:
+    """A codec of somebody else's: bytes, backwards."""
+
+    name = "reversed"
+    code = 77
+
+    def encode(self, obj: Any) -> bytes:
+        if not isinstance(obj, bytes):
+            raise CodecError(f"not bytes but {type(obj).__name__}")
+        return obj[::-1]
+
+    def decode(self, main: Any, buffers: Any) -> bytes:
+        return bytes(main)[::-1]
+
+
+@pytest.fixture
+def reversed_codec() -> Iterator[None]:
+    register_codec("reversed", Reversed)
+    yield
+    del registry._factories["reversed"], registry._codes["reversed"]
+
+
+def _received_elsewhere(handle: str, codec: Any, register: bool, pipe: Any) -> None:
+    """Read a queue to its end and return everything; runs in a process of its own."""
+    if register:
+        register_codec("reversed", Reversed)
+    with blocking.MessageQueue.create_from_handle(handle, 0, codec=codec) as reader:
+        pipe.send_bytes(pickle.dumps(list(reader)))  # multiprocessing would hand over descriptors for tensors
+
+
+async def _through_a_process(codec: Any, at_reader: Any, sent: list[Any], *, register: bool = False) -> list[Any]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    async with MessageQueue(1, 1, max_chunk_bytes=65536, codec=codec) as writer:
+        handle = writer.export_handle().to_json()
+        process = context.Process(target=_received_elsewhere, args=(handle, at_reader, register, there))
+        process.start()
+        try:
+            await writer.wait_until_ready(30)
+            for obj in sent:
+                await writer.enqueue(obj, 10)
+        finally:
+            await writer.aclose()
+        received: list[Any] = pickle.loads(await asyncio.to_thread(here.recv_bytes))
+    process.join(20)
+    assert process.exitcode == 0
+    here.close()
+    there.close()
+    process.close()
+    return received
+
+
+async def test_msgpack_in_another_process() -> None:
+    sent = [{"k": [1, 2.5, None]}, b"x" * 100_000, np.arange(2000.0), np.zeros(100_000), torch.arange(5000), "end"]
+    received = await _through_a_process("msgpack", None, sent)
+    assert received[0] == sent[0]
+    assert received[1] == sent[1]
+    for got, wanted in zip(received[2:5], sent[2:5], strict=True):
+        assert type(got) is type(wanted)
+        assert got.dtype == wanted.dtype
+        assert np.array_equal(got, wanted)
+    assert received[5] == "end"
+
+
+async def test_a_third_party_codec_in_another_process(reversed_codec: None) -> None:
+    sent = [b"", b"abc", bytes(range(256)) * 1000]
+    assert await _through_a_process("reversed", None, sent, register=True) == sent
+
+
+async def test_typed_msgpack() -> None:
+    writer = MessageQueue(2, 2, max_chunk_bytes=4096, codec=MsgpackCodec(type=Step))
+    handle = writer.export_handle()
+    typed = MessageQueue.create_from_handle(handle, 0, codec=MsgpackCodec(type=Step))
+    untyped = MessageQueue.create_from_handle(handle, 1)
+    async with writer, typed, untyped:
+        for number, size in enumerate([10, 4090, 4200, 50_000]):
+            sent = [Step(number, "s", b"p" * size), Step(number, "t", b"")]
+            _, got, plain = await asyncio.gather(writer.enqueue_many(sent, 10), typed.dequeue(10), untyped.dequeue(10))
+            assert got == sent[0]
+            assert plain == {"number": number, "name": "s", "payload": b"p" * size}
+            async with typed.lease(5) as step:
+                assert step == sent[1]
+            await untyped.dequeue(5)
+        await writer.enqueue({"number": "no number"})
+        await writer.enqueue(Step(9, "fine", b""))
+        with pytest.raises(CodecError, match="int"):
+            await typed.dequeue(5)
+        assert (await typed.dequeue(5)).name == "fine"
+
+
+async def test_wrong_codecs_at_the_reader() -> None:
+    async with MessageQueue(1, 1, max_chunk_bytes=4096, codec="msgpack") as writer:
+        for codec in ("pickle", "raw"):
+            with pytest.raises(ValueError, match=f"codec must be 'msgpack', as the handle says, not '{codec}'"):
+                MessageQueue.create_from_handle(writer.export_handle(), 0, codec=codec)
+        with pytest.raises(TypeError, match="class MsgpackCodec, not an instance"):
+            MessageQueue.create_from_handle(writer.export_handle(), 0, codec=MsgpackCodec)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="known are"):
+            MessageQueue.create_from_handle(writer.export_handle(), 0, codec="zip")
+    with pytest.raises(RoleError):
+        await writer.dequeue()
+
+
+async def test_a_codec_that_nobody_registered_here() -> None:
+    async with MessageQueue(1, 1, max_chunk_bytes=4096, codec=Reversed()) as writer:
+        with pytest.raises(HandleError, match="must be registered with register_codec in every process"):
+            MessageQueue.create_from_handle(writer.export_handle(), 0)
+        async with MessageQueue.create_from_handle(writer.export_handle(), 0, codec=Reversed()) as reader:
+            _, got = await asyncio.gather(writer.enqueue(b"abc"), reader.dequeue(10))
+            assert got == b"abc"
+
+
+async def test_a_registered_codec(reversed_codec: None) -> None:
+    async with attached(2, codec="reversed", chunks=8) as (writer, readers):
+        sent = [b"", b"one", b"L" * 9000 + b"!", b"x" * 4000]
+        await writer.enqueue_many(sent)
+        with pytest.raises(CodecError, match="not bytes but int"):
+            await writer.enqueue(5)
+        first, second = readers
+        received: list[Any] = []
+        while len(received) < 4:
+            received += await first.dequeue_many(9, 5)
+        assert received == sent
+        for obj in sent:
+            async with second.lease(5) as got:
+                assert got == obj
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+async def test_arrays_and_tensors_arrive_writable(codec: str) -> None:
+    async with attached(1, codec=codec, chunk=65536) as (writer, (reader,)):
+        for size in (10, 5000, 200_000):  # in the stream, beside it, over the socket
+            for sent in (np.arange(size, dtype=np.uint8), torch.arange(size).to(torch.bfloat16)):
+                await writer.enqueue({"x": sent})
+                got = (await reader.dequeue(10))["x"]
+                assert type(got) is type(sent)
+                assert (got == sent).all()
+                got[:] = 0
