@@ -7,25 +7,22 @@ this face with the other one.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # what signal wraps, whose conversions to enums would cost each wait 8 us
 import asyncio
 import contextlib
-import os
-import selectors
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from threading import get_ident
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from aioshm.codec import Codec, cannot_decode
 from aioshm.config import Options
-from aioshm.errors import QueueClosed, RoleError
+from aioshm.errors import QueueClosed
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.end import End
 from aioshm.queue.handle import Handle
 from aioshm.queue.local_reader import LocalReader
+from aioshm.queue.private_loop import PrivateLoop
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.writer import Writer
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
@@ -90,10 +87,7 @@ class MessageQueue:
     def _adopt(self, end: End) -> None:
         self._end = end
         end.block()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = self._pid = -1
-        self._task: asyncio.Task[Any] | None = None
-        self._interrupted = False
+        self._loop = PrivateLoop(lambda: f"<blocking {end!r}>")
         # What usually is all that a call needs; until the end is ready, both say that they cannot.
         self._send: Callable[[Any], Any] = end.send if isinstance(end, Writer) else _not_at_once
         self._receive: Callable[[], Any] = _nothing_at_once
@@ -117,6 +111,8 @@ class MessageQueue:
             end = self._end
             if isinstance(end, Writer):
                 self._run(end.enqueue_slowly(obj, message, timeout))
+                if not self._loop.interrupted:
+                    self._send = end.send
             else:
                 self._run(end.enqueue(obj, timeout))
 
@@ -147,7 +143,7 @@ class MessageQueue:
             return obj
         obj = self._wait(cancel, lambda event: self._end.dequeue(timeout, event, indefinite))
         # No call from here on: that is where Python would let Ctrl-C take the message away.
-        if not self._interrupted:
+        if not self._loop.interrupted:
             self._receive = self._end.receive  # type: ignore[attr-defined]
         return obj
 
@@ -215,113 +211,28 @@ class MessageQueue:
 
     def close(self) -> None:
         """Close this end: the other side is told. Idempotent."""
-        if self._loop is not None and self._loop.is_closed():
+        if self._loop.closed:
             return
         self._run(self._end.aclose(), closing=True)
-        self._close_loop()
-        self._raise_interrupt()
+        self._loop.close()
+        self._loop.raise_interrupt()
 
     aclose = close
 
     def __del__(self) -> None:
-        if getattr(self, "_loop", None) is not None:
-            self._close_loop()  # the end itself warns
-
-    def _close_loop(self) -> None:
-        loop = self._loop
-        if loop is None or loop.is_closed() or loop.is_running():
-            return
-        if os.getpid() == self._pid:
-            left = asyncio.all_tasks(loop)
-            for task in left:
-                task.cancel()
-            if left and get_ident() == self._thread:
-                loop.run_until_complete(asyncio.wait(left))
-        loop.close()
+        if hasattr(self, "_loop"):
+            self._loop.close()  # the end itself warns
 
     # Running the loop
 
     def _run(self, call: Coroutine[Any, Any, T], *, closing: bool = False, leaving: bool = False) -> T:
-        """Run the loop until a call of the end is done.
-
-        Ctrl-C cancels the call, where that loses nothing, instead of raising an error wherever Python happens to be.
-
-        Args:
-            call: What to run.
-            closing: Any thread may do it while no call waits.
-            leaving: This must run, so an interrupt that is still to be told waits.
-
-        Raises:
-            RoleError: This thread has an event loop that runs, or this end belongs to another thread or process.
-            KeyboardInterrupt: Ctrl-C was pressed, and the call has done nothing.
-        """
         try:
-            loop = self._loop_for_call(closing)
-            if self._interrupted and not (closing or leaving):
-                self._raise_interrupt()
-        except BaseException:
-            call.close()
-            raise
-        guarding = get_ident() == threading.main_thread().ident and (
-            _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
-        )
-        task = None
-        try:
-            if guarding:
-                _signal.signal(_signal.SIGINT, self._on_interrupt)
-            self._task = task = loop.create_task(call)
-            return loop.run_until_complete(task)
-        except asyncio.CancelledError:
-            self._raise_interrupt()
-            raise
-        except BaseException:
-            if task is None:
-                call.close()
-            elif not task.done():  # a signal's handler raised, while the loop waited
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    loop.run_until_complete(task)
-            raise
+            return self._loop.run(call, closing=closing, leaving=leaving)
         finally:
-            self._task = task = None  # an error that it has raised refers to this frame
-            if self._interrupted:
-                # The call may have ended just before it could be cancelled; then the next one tells.
+            if self._loop.interrupted:
+                # The call ended just before it could be cancelled. So the next one takes no short cut, but comes here
+                # and tells.
                 self._send, self._receive = _not_at_once, _nothing_at_once
-            if guarding:
-                _signal.signal(_signal.SIGINT, _signal.default_int_handler)
-
-    def _loop_for_call(self, closing: bool) -> asyncio.AbstractEventLoop:
-        if asyncio._get_running_loop() is not None:  # which, unlike get_running_loop(), does not raise
-            raise RoleError(f"{self!r} would block this thread's event loop: use aioshm.MessageQueue there")
-        if self._loop is None:
-            # Not uvloop: it starts and stops slower, and does nothing better here. And no epoll: a forked child, which
-            # shares it, would take its descriptors out of it for the parent, too.
-            self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
-            self._thread, self._pid = get_ident(), os.getpid()
-        elif os.getpid() != self._pid:
-            raise RoleError(f"{self!r} belongs to the process that this one was forked from")
-        elif get_ident() != self._thread and not (closing and not self._loop.is_running()):
-            raise RoleError(f"{self!r} belongs to another thread than {threading.current_thread().name}")
-        elif self._loop.is_closed():
-            raise QueueClosed(f"{self!r}: this end was closed")
-        return self._loop
-
-    def _on_interrupt(self, _number: int, _frame: object) -> None:
-        if self._interrupted:
-            raise KeyboardInterrupt  # again: whoever presses it does not want to wait for the end of the call
-        self._interrupted = True
-        task = self._task
-        if task is not None:
-            # Not at once: the task may be running, and a result that it is about to return would be lost.
-            task.get_loop().call_soon_threadsafe(task.cancel)
-
-    def _raise_interrupt(self) -> None:
-        """Raise what Ctrl-C raises, if it was pressed and that has not been told."""
-        if self._interrupted:
-            self._interrupted = False
-            if isinstance(self._end, Writer):
-                self._send = self._end.send
-            raise KeyboardInterrupt from None
 
     def _wait(
         self, cancel: threading.Event | None, call: Callable[[asyncio.Event | None], Coroutine[Any, Any, T]]

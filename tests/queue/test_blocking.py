@@ -246,7 +246,7 @@ def test_a_forked_child_is_refused_and_harms_nobody() -> None:
             except RoleError as error:
                 verdict = str(error).encode()
             finally:
-                writer._close_loop()
+                writer._loop.close()
                 os.write(tell, verdict)
                 os._exit(0)
         os.close(tell)
