@@ -142,30 +142,41 @@ class _Receiving:
 
     def read(self) -> float:
         """Return the seconds from the last message of the warm-up to the last one."""
-        order, work, receive = self._order, self._workload, self._receive
+        began = 0.0
+        for numbers in self._numbers():
+            began = time.perf_counter()
+            self._read(numbers)
+        return time.perf_counter() - began
+
+    def _read(self, numbers: range) -> None:
+        work, receive = self._workload, self._receive
         key, mask, body, length, is_tensor = work.key, work.mask, work.body, work.length, work.codec == "tensor"
-        began = time.perf_counter()
-        for number in range(order.warm_up + order.count):
-            if number == order.warm_up:
-                began = time.perf_counter()
+        for number in numbers:
             message = receive()
             part = message if body is None else message[body]
             if message[key] != number & mask or len(part) != length or (is_tensor and part[-1] != TAIL):
                 raise work.wrong(message, number)
-        return time.perf_counter() - began
 
     async def read_awaited(self) -> float:
-        order, work, receive = self._order, self._workload, self._receive
+        began = 0.0
+        for numbers in self._numbers():
+            began = time.perf_counter()
+            await self._read_awaited(numbers)
+        return time.perf_counter() - began
+
+    async def _read_awaited(self, numbers: range) -> None:
+        work, receive = self._workload, self._receive
         key, mask, body, length, is_tensor = work.key, work.mask, work.body, work.length, work.codec == "tensor"
-        began = time.perf_counter()
-        for number in range(order.warm_up + order.count):
-            if number == order.warm_up:
-                began = time.perf_counter()
+        for number in numbers:
             message = await receive()
             part = message if body is None else message[body]
             if message[key] != number & mask or len(part) != length or (is_tensor and part[-1] != TAIL):
                 raise work.wrong(message, number)
-        return time.perf_counter() - began
+
+    def _numbers(self) -> tuple[range, range]:
+        """Return the numbers of the warm-up's messages, and those of the others."""
+        warm_up = self._order.warm_up
+        return range(warm_up), range(warm_up, warm_up + self._order.count)
 
     def listen(self) -> Heard:
         order, work, receive = self._order, self._workload, self._receive
