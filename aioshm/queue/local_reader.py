@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from time import monotonic_ns
 from typing import Any
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
@@ -15,21 +13,15 @@ from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, plain, split_body, unpack_header
 from aioshm.codec.raw import RawCodec
 from aioshm.config import Options, check_int
-from aioshm.errors import AioshmError, CodecError, CorruptSlot, MessagesLost, PeerDied, QueueEmpty
-from aioshm.queue.annexes import unpack_marker
+from aioshm.errors import CodecError, CorruptSlot, QueueEmpty
 from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
-from aioshm.queue.leases import Leases
-from aioshm.queue.local_end import LocalEnd
-from aioshm.queue.report import SUSPECT_STATES, process_state
+from aioshm.queue.local_slots import LocalSlots
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.ring.slot import Slot
-from aioshm.wait.line import settle
-
-logger = logging.getLogger("aioshm.queue")
 
 
-class LocalReader(LocalEnd):
+class LocalReader(LocalSlots):
     """An end that receives; made by `MessageQueue.create_from_handle`, whose docstring describes the arguments."""
 
     def __init__(
@@ -45,23 +37,10 @@ class LocalReader(LocalEnd):
         self._code = self._codec.code
         self.receive: Callable[[], Any] = lambda: NOTHING  # until there is a ring
         self._view = view_of(self._codec)
-        self._leases: Leases | None = None
-        self._waking = False
-        self._wake_at = 0
 
     def _begin(self) -> None:
         self._core.bind(loads_of(self._codec), plain(self._code), isinstance(self._codec, RawCodec), self._writer_waits)
         self.receive = self._core.receive
-
-    def _reopen(self) -> None:
-        super()._reopen()
-        if self._leases is not None and self._leases.pending:
-            self._core.open = False  # it has to be settled before the next message is read
-
-    def _dismantle(self) -> None:
-        if self._leases is not None:
-            self._leases.close()
-        super()._dismantle()
 
     @property
     def codec_name(self) -> str:
@@ -261,163 +240,3 @@ class LocalReader(LocalEnd):
             return body[:size]
         main, buffers = split_body(body, n_buffers, size)
         return self._view(main, buffers)
-
-    def _leases_of_this(self) -> Leases:
-        if self._leases is None:
-            assert self._attachment is not None
-            assert self._loop is not None
-            self._leases = Leases(
-                self._attachment.segment_fd, self._ring.layout, self._core, self._loop, self._writer_waits
-            )
-        return self._leases
-
-    def _release(self, published_ns: int = 0) -> None:
-        core = self._core
-        if published_ns:
-            core.published_ns = published_ns
-        core.turn = core.turn - 1 if monotonic_ns() < core.turn_ends_ns else 0
-        if core.release():
-            self._writer_waits()
-
-    def _writer_waits(self) -> None:
-        """Wake the writer, but not for each slot: it would fill that one and go to sleep again.
-
-        Within one turn of the loop it is woken once, or when half of the ring has become free.
-        """
-        assert self._loop is not None
-        if not self._waking:
-            self._waking = True
-            self._wake_at = self._core.seq - 1 + self._handle.max_chunks // 2
-            self._loop.call_soon(self._wake_writer)
-        if self._core.seq >= self._wake_at:
-            self._wake_writer()
-
-    def _wake_writer(self) -> None:
-        self._waking = False
-        if not self._dismantled and self._ring.writer_can_go_on():
-            self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
-            self._lifeline.ring()
-
-    def _is_marker(self, slot: Slot, seq: int) -> bool:
-        return seq == self._seq and unpack_marker(slot.header, self._lifeline.welcome.secret, seq) is not None
-
-    def _annex_body(self, slot: Slot) -> memoryview | None:
-        """Return what lies in the annex that a marker names; None if that has not arrived yet."""
-        marker = unpack_marker(slot.header, self._lifeline.welcome.secret, self._seq)
-        if marker is None:  # damaged while this waited
-            raise CorruptSlot(self._seq, self._seq)
-        number, size = marker
-        body = self._annexes.body(number, size, self._seq)
-        if body is None:
-            self._lifeline.look()  # it was passed before the message was published
-            body = self._annexes.body(number, size, self._seq)
-        if body is not None:
-            self._overflows += 1
-        return body
-
-    # Waiting
-
-    async def _line_up(self, deadline: float | None, cancel: asyncio.Event | None, *, leasing: bool = False) -> None:
-        """Wait until it is this task's turn to read, which lasts until `_leave`."""
-        if not self._ready:
-            await self._become_ready(deadline, cancel)
-        self._check_usable()
-        await self._yield_turn()
-        await self._enter(deadline, cancel)
-        if self._leases is not None and not leasing:
-            try:
-                self._leases.settle()
-            except BaseException:
-                self._leave()
-                raise
-
-    async def _next_slot(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Slot:
-        assert self._poller is not None
-        while True:
-            self._check_usable()
-            gone = self._writer_gone  # before looking: what was published before the writer went is then seen
-            slot = self._ring.peek()
-            if slot is not None:
-                return slot
-            if gone is not None:
-                raise gone()
-            stall = None if indefinite else self._stall(self._report_writer)
-            try:
-                if await self._poller.wait(
-                    self._may_go_on,
-                    self._seq,
-                    self._core.published_ns,
-                    deadline=deadline,
-                    cancel=cancel,
-                    stall=stall,
-                ):
-                    self._new_turn()
-            except TimeoutError:
-                raise TimeoutError(f"{self!r}: message {self._seq} did not come in time") from None
-            finally:
-                self._core.spin_ns = self._poller.inline_spin_ns
-
-    def _may_go_on(self) -> bool:
-        return self._refusal is not None or self._writer_gone is not None or self._ring.ready()
-
-    async def _body(
-        self, slot: Slot, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool
-    ) -> memoryview:
-        """Return what lies in the annex that a marker names, which the caller has to release."""
-        try:
-            while (body := self._annex_body(slot)) is None:
-                await self._annex(deadline, cancel, indefinite)
-        except CorruptSlot:
-            self._release()
-            raise
-        return body
-
-    async def _annex(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
-        """Wait for an annex, or for any other news."""
-        self._check_usable()
-        if self._writer_gone is not None:
-            raise self._annex_lost()
-        assert self._loop is not None
-        self._news = news = self._loop.create_future()
-        stall = None if indefinite else self._stall(self._report_annex)
-        try:
-            await settle(news, deadline=deadline, cancel=cancel, stall=stall)
-        except TimeoutError:
-            raise TimeoutError(f"{self!r}: the annex of message {self._seq} did not come in time") from None
-        self._check_usable()
-
-    def _annex_lost(self) -> AioshmError:
-        if self._lifeline.said_goodbye or self._ring.writer_closed():
-            return MessagesLost(self._seq, self._ring.messages_written() - 1)
-        return PeerDied(-1, self._lifeline.welcome.pid, "writer", f"with the annex of message {self._seq}")
-
-    # Reporting
-
-    @property
-    def _seq(self) -> int:
-        return self._core.seq
-
-    def _report_writer(self) -> None:
-        # Nothing to read is no news; a writer that cannot write is.
-        state = process_state(self._lifeline.writer_pid)
-        if state in SUSPECT_STATES:
-            logger.warning(
-                "%r, rank %d: waited %g s for message %d: the writer (pid %d) is %s",
-                self,
-                self._rank,
-                self._options.stall_warning_s,
-                self._seq,
-                self._lifeline.welcome.pid,
-                state,
-            )
-
-    def _report_annex(self) -> None:
-        logger.warning(
-            "%r, rank %d: waited %g s for the annex of message %d from the writer (pid %d, %s)",
-            self,
-            self._rank,
-            self._options.stall_warning_s,
-            self._seq,
-            self._lifeline.welcome.pid,
-            process_state(self._lifeline.writer_pid),
-        )
