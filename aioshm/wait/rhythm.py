@@ -27,9 +27,9 @@ _FAR = 5.0  # mean deviations from the expectation that make a surprise
 _UNSURE_NS = 1_000_000.0  # mean deviation of what has been seen once, at most
 _FAR_NS = 20_000  # and at least this far: every process is late now and then
 # A microsecond earlier costs a microsecond of spinning for every message; one later only for those that are late.
-_EARLY, _LATE = 1.8, 3.5  # mean deviations before and after the likeliest arrival that make the window
+_EARLY, _LATE = 1.85, 3.5  # mean deviations before and after the likeliest arrival that make the window
 _LATE_NS = 20_000  # and at least this long after it
-_CORE = 0.42  # of its width: a window shrunk further would miss half of the messages
+_CORE = 0.455  # of its width: a window shrunk further would miss half of the messages
 _ACCOUNT = 4.0  # periods whose share of spinning can be saved up
 _MAX_LATE_NS = 1_000_000.0  # of one timer; more is a busy loop
 

@@ -49,7 +49,7 @@ class TestSteady:
     @pytest.mark.parametrize("jitter", [0.2, 0.5])
     def test_too_much_jitter_is_not_spun_for(self, jitter: float) -> None:
         record = followed(times(jittered(5 * MS, jitter, 1000)))
-        assert record.spin_share < 0.006
+        assert record.spin_share < 0.005
         assert record.windows_tried(LEARNING) < 50
 
     @pytest.mark.parametrize("period", [5 * MS, 20 * MS])
@@ -130,7 +130,7 @@ class TestChange:
     def test_of_period_is_followed_within_a_few_messages(self, before: float, after: float) -> None:
         gaps = [*jittered(before * MS, 0.01, 200), *jittered(after * MS, 0.01, 60)]
         record = followed(times(gaps))
-        assert record.hit_ratio(LEARNING, 200) > 0.88
+        assert record.hit_ratio(LEARNING, 200) > 0.9
         assert record.windows_tried(200 + 8, 260) > 0.85 * 52
         assert record.hit_ratio(200 + 8, 260) > 0.8
 
