@@ -22,14 +22,15 @@ MISSES = 2
 _LAGS = (1, 2, 3, 4)
 _TRUST = 0.35  # a share of surprises below which a rhythm is believed
 _SURPRISED = 0.25  # weight of the newest beat in that share
+_CHANCE = 0.25  # a correlation of errors below this may be chance, and acting on it would only add to them
 _SETTLED, _SETTLED_SURPRISES = 64, 0.05  # beats as expected after which no other pattern is looked for
 _FAR = 5.0  # mean deviations from the expectation that make a surprise
 _UNSURE_NS = 1_000_000.0  # mean deviation of what has been seen once, at most
 _FAR_NS = 20_000  # and at least this far: every process is late now and then
 # A microsecond earlier costs a microsecond of spinning for every message; one later only for those that are late.
-_EARLY, _LATE = 1.85, 3.5  # mean deviations before and after the likeliest arrival that make the window
+_EARLY, _LATE = 1.8, 3.5  # mean deviations before and after the likeliest arrival that make the window
 _LATE_NS = 20_000  # and at least this long after it
-_CORE = 0.455  # of its width: a window shrunk further would miss half of the messages
+_CORE = 0.467  # of its width: a window shrunk further would miss half of the messages
 _ACCOUNT = 4.0  # periods whose share of spinning can be saved up
 _MAX_LATE_NS = 1_000_000.0  # of one timer; more is a busy loop
 
@@ -118,7 +119,10 @@ class Lag:
         # A sender that keeps to a schedule is early after it was late, a drifting one is late again.
         if not self._square:
             return 0.0
-        return min(0.6, max(-0.6, self._product / self._square)) * self._error
+        share = self._product / self._square
+        if abs(share) < _CHANCE:
+            return 0.0
+        return min(0.6, max(-0.6, share)) * self._error
 
 
 class Rhythm:
