@@ -7,4 +7,7 @@ Each of these prints a table, or JSON with ``--json``, and fails with ``--check`
     python -m benchmarks.latency        round trips, and waking a reader that is just going to sleep
     python -m benchmarks.idle           what a waiting reader costs
     python -m benchmarks.fairness       what a busy queue does to another task on its loop
+    python -m benchmarks.writer_cost    what a message costs the writer of 1 to 64 readers
+    python -m benchmarks.memory         what a million messages leave in memory
+    python -m benchmarks.compare        all of that which other libraries can do too, against them (make bench-rivals)
 """

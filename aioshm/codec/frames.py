@@ -37,11 +37,6 @@ HEADER = struct.Struct("<BBHIQQQ")
 pack_header = HEADER.pack_into
 unpack_header = HEADER.unpack_from
 
-# The same bytes as four numbers, which is quicker: the first one is `plain` for a message without buffers.
-_WORDS = struct.Struct("<4Q")
-pack_words = _WORDS.pack_into  # what, sequence, published, main_bytes
-unpack_words = _WORDS.unpack_from
-
 INLINE = 1  # the body is in the chunk
 OVERFLOW = 2  # the body did not fit the chunk and lies in an annex, which the rest of the header names
 RAW = 3  # the chunk was written with acquire_write: no codec

@@ -16,6 +16,7 @@ import os
 import struct
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
@@ -57,7 +58,7 @@ def _always() -> bool:
     return True
 
 
-class _Core:
+class _Core(ABC):
     """What both ends have.
 
     Attributes:
@@ -161,8 +162,9 @@ class _Core:
         self._slot, self._slots = _CLOSED, (_CLOSED,) * len(self._slots)
         self._count.release()
 
+    @abstractmethod
     def _may_go_on(self) -> bool:
-        raise NotImplementedError
+        """Return whether what this end waits for is there."""
 
     def _check_unused(self) -> None:
         if self._slot is _CLOSED:

@@ -307,5 +307,5 @@ def _cannot_create(size: int, backing: Backing, error: OSError | OverflowError) 
 def _too_large(size: int, free: int, where: str, remedy: str) -> SharedMemoryError:
     return SharedMemoryError(
         errno.ENOSPC,
-        f"the ring needs {size / _MIB:.1f} MiB, {where} has {free / _MIB:.1f} MiB free: {remedy}",
+        f"{size / _MIB:.1f} MiB of shared memory are needed, {where} has {free / _MIB:.1f} MiB free: {remedy}",
     )

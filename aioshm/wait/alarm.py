@@ -48,17 +48,6 @@ class Alarm:
                 self._timer.cancel()
             self._start_timer()
 
-    def disarm(self) -> None:
-        """Do not call back any more, until armed again."""
-        if not self._at_ns:
-            return
-        self._at_ns = 0
-        if self._fd >= 0:
-            timerfd_settime(self._fd, 0)
-        elif self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def close(self) -> None:
         """Disarm it for good and give the descriptor back. Idempotent; needs no running loop."""
         self._closed = True

@@ -120,7 +120,7 @@ class _Lines:
             axes.set_xticks(
                 [x for x, *_ in points], [case.removesuffix(" tensor") if x > 1000 else str(x) for x, case, _ in points]
             )
-            axes.minorticks_off()
-            axes.legend(fontsize=7)
+            axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+            axes.legend(fontsize=7, framealpha=0.5)
         else:
             axes.text(0.5, 0.5, "not measured", ha="center")

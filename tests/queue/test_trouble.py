@@ -198,5 +198,5 @@ async def test_strangers_on_the_lifeline_harm_nobody() -> None:
 
 
 async def test_too_little_shared_memory_says_what_to_do() -> None:
-    with pytest.raises(SharedMemoryError, match=r"needs .* MiB, .* free: use fewer or smaller chunks"):
+    with pytest.raises(SharedMemoryError, match=r"MiB of shared memory are needed, .* free: use fewer or smaller chunks"):
         MessageQueue(1, 1, max_chunk_bytes=1 << 40)

@@ -8,7 +8,8 @@ import pytest
 from pairs_of_cores import NewPair, Pair, close_pair, make_pair
 from rings import CORES, Cores, Ends, NewEnds, NewRing
 
-from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
+from aioshm.ring import RingReader, RingWriter, ShmRingBuffer, window
+from aioshm.ring.window import Windows
 
 
 @pytest.fixture
@@ -57,3 +58,24 @@ def new_pair(cores: Cores, new_ring: NewRing) -> Iterator[NewPair]:
             return pair
 
         yield make
+
+
+@pytest.fixture(params=["mremap", "map_fixed"])
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchange memory as Linux does, and as other systems do."""
+    chosen = {"mremap": window._move_over, "map_fixed": window._map_over}[request.param]
+    monkeypatch.setattr(window, "_exchange", chosen)
+
+
+@pytest.fixture
+def ring() -> Iterator[ShmRingBuffer]:
+    ring = ShmRingBuffer(2, 3000, 4)
+    yield ring
+    ring.close()
+
+
+@pytest.fixture
+def windows(ring: ShmRingBuffer) -> Iterator[Windows]:
+    windows = Windows(ring.fd, ring.layout)
+    yield windows
+    windows.close()

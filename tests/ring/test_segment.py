@@ -182,7 +182,9 @@ class TestNamed:
         segment.close()
 
 
-TEXT = r"the ring needs (?P<needed>[\d.]+) MiB, (?P<where>.*) has (?P<free>[\d.]+) MiB free: (?P<remedy>.+)"
+TEXT = (
+    r"(?P<needed>[\d.]+) MiB of shared memory are needed, (?P<where>.*) has (?P<free>[\d.]+) MiB free: (?P<remedy>.+)"
+)
 
 
 def told(error: SharedMemoryError) -> tuple[float, str, float, str]:

@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +34,6 @@ SHAPES = {
 @pytest.fixture(params=["memfd", "named"])
 def backing(request: pytest.FixtureRequest) -> Backing:
     return request.param
-
-
-@pytest.fixture(params=["mremap", "map_fixed"])
-def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchange memory as Linux does, and as other systems do."""
-    chosen = {"mremap": window._move_over, "map_fixed": window._map_over}[request.param]
-    monkeypatch.setattr(window, "_exchange", chosen)
-
-
-@pytest.fixture
-def ring() -> Iterator[ShmRingBuffer]:
-    ring = ShmRingBuffer(2, 3000, 4)
-    yield ring
-    ring.close()
-
-
-@pytest.fixture
-def windows(ring: ShmRingBuffer) -> Iterator[Windows]:
-    windows = Windows(ring.fd, ring.layout)
-    yield windows
-    windows.close()
 
 
 @pytest.mark.parametrize(("chunk_bytes", "chunks"), SHAPES.values(), ids=SHAPES.keys())

@@ -8,7 +8,6 @@ import gc
 import mmap
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,27 +18,6 @@ from windowed import KEEP, NEW, OLD, Keep, address_of, as_tensor, mappings, perm
 from aioshm.errors import SharedMemoryError
 from aioshm.ring import ShmRingBuffer, window
 from aioshm.ring.window import Windows
-
-
-@pytest.fixture(params=["mremap", "map_fixed"])
-def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchange memory as Linux does, and as other systems do."""
-    chosen = {"mremap": window._move_over, "map_fixed": window._map_over}[request.param]
-    monkeypatch.setattr(window, "_exchange", chosen)
-
-
-@pytest.fixture
-def ring() -> Iterator[ShmRingBuffer]:
-    ring = ShmRingBuffer(2, 3000, 4)
-    yield ring
-    ring.close()
-
-
-@pytest.fixture
-def windows(ring: ShmRingBuffer) -> Iterator[Windows]:
-    windows = Windows(ring.fd, ring.layout)
-    yield windows
-    windows.close()
 
 
 class TestKept:

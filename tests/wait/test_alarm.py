@@ -97,40 +97,6 @@ async def test_armed_anew_before_the_loop_noticed_it_rings_once(kind: str) -> No
     bedside.alarm.close()
 
 
-async def test_disarmed_it_does_not_ring() -> None:
-    bedside, other = Bedside(), Bedside()
-    bedside.alarm.arm(monotonic_ns() + MS)
-    bedside.alarm.disarm()
-    bedside.alarm.disarm()
-    other.alarm.arm(monotonic_ns() + 20 * MS)
-    await other.rung(1)
-    assert bedside.rings == []
-    bedside.alarm.arm(monotonic_ns())
-    await bedside.rung(1)
-    bedside.alarm.close()
-    other.alarm.close()
-
-
-async def test_disarmed_by_what_came_due_in_the_same_turn() -> None:
-    """Both are readable and the loop may know it; yet what the other has disarmed does not ring."""
-    rings: list[int] = []
-    loop = asyncio.get_running_loop()
-    alarms = [
-        Alarm(loop, lambda: (rings.append(0), alarms[1].disarm())),
-        Alarm(loop, lambda: (rings.append(1), alarms[0].disarm())),
-    ]
-    at_ns = monotonic_ns() + MS
-    for alarm in alarms:
-        alarm.arm(at_ns)
-    while monotonic_ns() < at_ns + 2 * MS:  # holds the loop until both have come due
-        pass
-    await until(lambda: rings, "a ring")
-    await turns(20)
-    assert len(rings) == 1
-    for alarm in alarms:
-        alarm.close()
-
-
 async def test_its_callback_may_arm_it() -> None:
     bedside = Bedside()
 
@@ -161,7 +127,6 @@ async def test_its_callback_may_close_it() -> None:
 async def test_takes_no_descriptor_before_it_is_armed(kind: str) -> None:
     before = open_fds()
     bedside = Bedside()
-    bedside.alarm.disarm()
     assert open_fds() == before
     bedside.alarm.arm(monotonic_ns() + 3_600_000 * MS)
     assert len(open_fds()) == len(before) + (kind == "timerfd")
@@ -175,7 +140,6 @@ async def test_closed_it_is_silent_for_good() -> None:
     bedside.alarm.close()
     bedside.alarm.close()
     bedside.alarm.arm(monotonic_ns())
-    bedside.alarm.disarm()
     other.alarm.arm(monotonic_ns() + 10 * MS)
     await other.rung(1)
     other.alarm.close()

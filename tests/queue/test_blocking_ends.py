@@ -1,0 +1,220 @@
+"""How calls of the face for threads end when they do not succeed, and how its ends close."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faces import Thread, make_writer, reading
+
+from aioshm import (
+    CodecError,
+    QueueCancelled,
+    QueueClosed,
+    QueueEmpty,
+    QueueFull,
+    RoleError,
+    blocking,
+)
+
+# Errors
+
+
+def test_ways_out_of_waiting() -> None:
+    def read(reader: Any) -> None:
+        for call in (reader.dequeue, lambda timeout: reader.dequeue_many(2, timeout)):
+            with pytest.raises(TimeoutError, match="message 0 did not come in time"):
+                call(0.02)
+        with pytest.raises(TimeoutError):
+            with reader.lease(0.01):
+                pytest.fail("nothing was there")
+        cancel = threading.Event()
+        setting = threading.Timer(0.05, cancel.set)
+        setting.start()
+        for call in (reader.dequeue, lambda **kw: reader.dequeue_many(2, **kw)):
+            with pytest.raises(QueueCancelled, match="the cancel event is set"):
+                call(cancel=cancel)
+        for block in (reader.lease, reader.acquire_read):
+            with pytest.raises(QueueCancelled):
+                with block(cancel=cancel):
+                    pytest.fail("nothing was there")
+        setting.join()
+        with pytest.raises(QueueEmpty, match="nothing to read yet"):
+            reader.dequeue_nowait()
+        with pytest.raises(ValueError, match="max_items"):
+            reader.dequeue_many(0)
+        with pytest.raises(RoleError, match="belongs to the queue's writer"):
+            reader.enqueue(1)
+        with pytest.raises(RoleError, match="belongs to the queue's writer"):
+            reader.acquire_write()
+
+    with reading(read) as (writer, thread):
+        thread.result()
+        with pytest.raises(QueueClosed, match="every reader has left"):
+            while True:
+                writer.enqueue("x", 5)
+        with pytest.raises(RoleError, match="belongs to the queue's reader"):
+            writer.dequeue()
+
+
+def test_a_full_ring() -> None:
+    go = threading.Event()
+
+    def read(reader: Any) -> list[Any]:
+        go.wait(20)
+        return list(reader)
+
+    with reading(read, chunks=2) as (writer, thread):
+        writer.enqueue_many([1, 2])
+        with pytest.raises(QueueFull, match="rank 0"):
+            writer.enqueue_nowait(3)
+        with pytest.raises(TimeoutError, match="no slot became free: rank 0"):
+            writer.enqueue(3, 0.02)
+        with pytest.raises(CodecError, match="function"):
+            writer.enqueue(lambda: None)
+        go.set()
+        writer.enqueue(3, 10)
+        writer.close()
+        assert thread.result() == [1, 2, 3]
+
+
+def test_other_threads_while_one_waits() -> None:
+    counted = 0
+
+    def read(reader: Any) -> int:
+        before = counted
+        with pytest.raises(TimeoutError):
+            reader.dequeue(0.2)
+        return counted - before
+
+    with reading(read) as (_, thread):
+        while thread.running:
+            counted += 1
+        assert thread.result() > 10_000
+
+
+def test_another_thread_and_a_running_loop_are_refused() -> None:
+    def read(reader: Any) -> list[Any]:
+        errors = []
+
+        def elsewhere() -> None:
+            for call in (
+                reader.dequeue,
+                reader.dequeue_nowait,
+                lambda: reader.dequeue_many(1),
+                reader.wait_until_ready,
+            ):
+                with pytest.raises(RoleError, match="belongs to another thread than") as caught:
+                    call()
+                errors.append(caught.value)
+
+        Thread(elsewhere).result()
+        assert len(errors) == 4
+
+        async def in_a_loop() -> None:
+            for call in (reader.wait_until_ready, reader.dequeue_nowait, lambda: reader.dequeue_many(1)):
+                with pytest.raises(RoleError, match=r"use aioshm\.MessageQueue there"):
+                    call()
+
+        asyncio.run(in_a_loop())
+        return list(reader)
+
+    with reading(read) as (writer, thread):
+        writer.enqueue("kept")
+        writer.close()
+        assert thread.result() == ["kept"]
+
+
+def test_a_forked_child_is_refused_and_harms_nobody() -> None:
+    def nothing(reader: Any) -> list[Any]:
+        return list(reader)
+
+    with reading(nothing) as (writer, thread):
+        writer.enqueue("before")
+        told, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            verdict = b"no error"
+            try:
+                writer.enqueue("from the child")
+            except RoleError as error:
+                verdict = str(error).encode()
+            finally:
+                writer._loop.close()
+                os.write(tell, verdict)
+                os._exit(0)
+        os.close(tell)
+        assert b"forked" in os.read(told, 1000)
+        os.close(told)
+        os.waitpid(pid, 0)
+        for number in range(100):  # woken as before
+            writer.enqueue(number, 10)
+        writer.close()
+        assert thread.result() == ["before", *range(100)]
+
+
+# Closing
+
+
+def test_closing() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with make_writer() as writer:
+        with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            with pytest.raises(TimeoutError, match="the writer does not answer"):
+                reader.wait_until_ready(0.01)
+            reader.close()
+            reader.close()
+        with pytest.raises(QueueClosed):
+            reader.dequeue()
+        writer.aclose()
+    calls: list[Callable[[], Any]] = [
+        lambda: writer.enqueue(1),
+        lambda: writer.enqueue_many([1]),
+        writer.wait_until_ready,
+    ]
+    for call in calls:
+        with pytest.raises(QueueClosed, match="this end was closed"):
+            call()
+    assert repr(writer).startswith("<blocking <Writer of queue")
+    assert writer.stats().messages == 0
+    writer.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_forgotten_end_warns_and_leaks_nothing() -> None:
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    writer = make_writer()
+    reader = blocking.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    with pytest.warns(ResourceWarning, match="LocalReader of queue .* was not closed"):
+        del reader
+        gc.collect()
+    with pytest.warns(ResourceWarning, match="Writer of queue .* was not closed"):
+        del writer
+        gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_forty_queues_leak_nothing() -> None:
+    def resources() -> tuple[int, int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("memfd:aioshm")
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+
+    def once() -> None:
+        with reading(list) as (writer, thread):
+            writer.enqueue_many([1, b"x" * 10_000])
+            writer.close()
+            assert thread.result() == [1, b"x" * 10_000]
+
+    once()
+    before = resources()
+    for _ in range(20):
+        once()
+    assert resources() == before
