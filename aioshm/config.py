@@ -8,6 +8,7 @@
 | `AIOSHM_WAIT`            | `wait`            | `adaptive`, `spin` or `park`                                          |
 | `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core that waiting for periodic messages may spin away      |
 | `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before one warning is logged                 |
+| `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the other end of a connection is dead  |
 | `AIOSHM_NATIVE`          |                   | `0` runs the Python twin although the native core was built           |
 """
 
@@ -32,6 +33,11 @@ MAX_SPIN_CPU = 0.10
 STALL_WARNING_S = 60.0
 PREFAULT_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 36
+REMOTE_TIMEOUT_S = 10.0
+MIN_REMOTE_TIMEOUT_S, MAX_REMOTE_TIMEOUT_S = 0.1, 86_400.0
+REMOTE_WINDOW = 4096
+MAX_REMOTE_WINDOW = 1 << 20
+REMOTE_WINDOW_BYTES = 64 << 20
 
 _ON_LINUX = sys.platform == "linux"
 DEFAULT_BACKING: Backing = "memfd" if hasattr(os, "memfd_create") else "named"
@@ -62,6 +68,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         stall_warning_s: Seconds without movement before one warning names who holds the queue up.
         on_reader_death: ``"raise"`` lets every ``enqueue`` raise `PeerDied`; ``"evict"`` goes on with the others.
         max_message_bytes: Encoded messages above this raise `MessageTooLarge`.
+        remote_timeout: Seconds of silence after which the other end of a network connection is dead.
+        remote_window: Messages that may be on their way to remote readers, or wait there; then `enqueue` waits.
+        remote_window_bytes: The same in bytes; a larger message goes alone.
+        secure: Whether connections are encrypted, and only holders of the handle let in. Without, pickle is refused.
+        allow_insecure_pickle: Unpickle what comes over connections that are not: whoever reaches the port runs code.
     """
 
     # Segment
@@ -78,6 +89,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     on_reader_death: OnReaderDeath = "raise"
     # Messages
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    # Remote readers
+    remote_timeout: float = REMOTE_TIMEOUT_S
+    remote_window: int = REMOTE_WINDOW
+    remote_window_bytes: int = REMOTE_WINDOW_BYTES
+    secure: bool = True
+    allow_insecure_pickle: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("backing", self.backing, ("memfd", "named"))
@@ -87,6 +104,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         check_int("prefault_bytes", self.prefault_bytes, minimum=0)
         check_int("max_message_bytes", self.max_message_bytes, minimum=1)
         check_seconds("stall_warning_s", self.stall_warning_s)
+        check_seconds("remote_timeout", self.remote_timeout)
+        if not MIN_REMOTE_TIMEOUT_S <= self.remote_timeout <= MAX_REMOTE_TIMEOUT_S:
+            bounds = f"{MIN_REMOTE_TIMEOUT_S} to {MAX_REMOTE_TIMEOUT_S:.0f}"
+            raise ValueError(f"remote_timeout must be {bounds} seconds, not {self.remote_timeout}")
+        check_int("remote_window", self.remote_window, minimum=1)
+        if self.remote_window > MAX_REMOTE_WINDOW:
+            raise ValueError(f"remote_window must be at most {MAX_REMOTE_WINDOW}, not {self.remote_window}")
+        check_int("remote_window_bytes", self.remote_window_bytes, minimum=1)
+        _check_bool("secure", self.secure)
+        _check_bool("allow_insecure_pickle", self.allow_insecure_pickle)
         _check_share("max_spin_cpu", self.max_spin_cpu)
         if not isinstance(self.runtime_dir, str) or not self.runtime_dir:
             raise ValueError(f"runtime_dir must be a path, not {self.runtime_dir!r}")
@@ -121,6 +148,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "AIOSHM_WAIT": ("wait", str),
     "AIOSHM_MAX_SPIN_CPU": ("max_spin_cpu", float),
     "AIOSHM_STALL_WARNING_S": ("stall_warning_s", float),
+    "AIOSHM_REMOTE_TIMEOUT_S": ("remote_timeout", float),
 }
 
 
@@ -159,6 +187,11 @@ def _check_share(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number, not {value!r}")
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be a share of a core, 0 to 1, not {value}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

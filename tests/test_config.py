@@ -53,6 +53,20 @@ BAD: list[tuple[str, Any, type[Exception]]] = [
     ("max_spin_cpu", "0.1", TypeError),
     ("max_spin_cpu", True, TypeError),
     ("max_spin_cpu", None, TypeError),
+    ("remote_timeout", 0, ValueError),
+    ("remote_timeout", 0.05, ValueError),
+    ("remote_timeout", 1e6, ValueError),
+    ("remote_timeout", float("nan"), ValueError),
+    ("remote_timeout", "10", TypeError),
+    ("remote_timeout", None, TypeError),
+    ("remote_window", 0, ValueError),
+    ("remote_window", 1 << 21, ValueError),
+    ("remote_window", 1.0, TypeError),
+    ("remote_window_bytes", 0, ValueError),
+    ("remote_window_bytes", "1", TypeError),
+    ("secure", 1, TypeError),
+    ("secure", None, TypeError),
+    ("allow_insecure_pickle", "no", TypeError),
     ("runtime_dir", "", ValueError),
     ("runtime_dir", None, (TypeError, ValueError)),  # type: ignore[list-item]
     ("runtime_dir", Path("/tmp"), (TypeError, ValueError)),  # type: ignore[list-item]
@@ -113,6 +127,11 @@ class TestOptions:
             max_message_bytes=st.integers(1, 2**50),
             stall_warning_s=st.floats(1e-9, 1e9),
             max_spin_cpu=st.floats(0, 1),
+            remote_timeout=st.floats(0.1, 86_400),
+            remote_window=st.integers(1, 1 << 20),
+            remote_window_bytes=st.integers(1, 2**50),
+            secure=st.booleans(),
+            allow_insecure_pickle=st.booleans(),
             runtime_dir=st.text(min_size=1, max_size=30),
         )
     )
@@ -140,6 +159,7 @@ class TestEnvironment:
                 "AIOSHM_WAIT": "park",
                 "AIOSHM_MAX_SPIN_CPU": "0.25",
                 "AIOSHM_STALL_WARNING_S": "2.5",
+                "AIOSHM_REMOTE_TIMEOUT_S": "3.5",
             }
         )
         assert options == Options(
@@ -148,6 +168,7 @@ class TestEnvironment:
             runtime_dir="/run/mine",
             wait="park",
             max_spin_cpu=0.25,
+            remote_timeout=3.5,
             stall_warning_s=2.5,
         )
 
@@ -163,6 +184,8 @@ class TestEnvironment:
             ("AIOSHM_MAX_SPIN_CPU", "1.1"),
             ("AIOSHM_MAX_SPIN_CPU", "nan"),
             ("AIOSHM_STALL_WARNING_S", "soon"),
+            ("AIOSHM_REMOTE_TIMEOUT_S", "soon"),
+            ("AIOSHM_REMOTE_TIMEOUT_S", "0.01"),
             ("AIOSHM_STALL_WARNING_S", "0"),
             ("AIOSHM_STALL_WARNING_S", "-1"),
             ("AIOSHM_STALL_WARNING_S", "nan"),

@@ -22,10 +22,10 @@ from aioshm.events.messages import (
     UnknownEvent,
 )
 from aioshm.events.publisher import ZmqEventPublisher
-from aioshm.events.sockets import CurveKeys
 from aioshm.events.stats import PublisherStats, SubscriberStats
 from aioshm.events.subscriber import EventSubscriber
 from aioshm.events.threaded import ThreadedEventPublisher
+from aioshm.zeromq import CurveKeys
 
 __all__ = [
     "MEDIUM_CPU",

@@ -68,8 +68,3 @@ def is_wildcard(endpoint: str) -> bool:
         return False
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     return host in ("*", "0.0.0.0", "[::]", "::", "[*]")
-
-
-def is_ipv6(endpoint: str) -> bool:
-    """Tell whether the socket needs IPv6 switched on."""
-    return endpoint.startswith("tcp://") and ("[" in endpoint or "::" in endpoint)

@@ -11,7 +11,7 @@ import zmq
 
 from aioshm.events.endpoints import check_endpoint, for_rank, is_wildcard, publisher_binds
 from aioshm.events.replay_server import CLIENT_HWM
-from aioshm.events.sockets import CurveKeys, LogLimiter, Monitor, Watch, attach, context_for, open_socket
+from aioshm.zeromq import CurveKeys, LogLimiter, Monitor, Watch, attach, context_for, open_socket
 
 logger = logging.getLogger("aioshm.events")
 

@@ -28,8 +28,8 @@ from aioshm.events.outbox import Outbox, Overflow
 from aioshm.events.replay_buffer import ReplayBuffer
 from aioshm.events.replay_server import ReplayServer
 from aioshm.events.sender import Sender
-from aioshm.events.sockets import CurveKeys
 from aioshm.events.stats import PublisherStats
+from aioshm.zeromq import CurveKeys
 
 logger = logging.getLogger("aioshm.events")
 

@@ -21,7 +21,7 @@ import zmq
 from aioshm.errors import CodecError
 from aioshm.events import wire
 from aioshm.events.replay_buffer import Entry, ReplayBuffer
-from aioshm.events.sockets import LogLimiter, Watch
+from aioshm.zeromq import LogLimiter, Watch
 
 logger = logging.getLogger("aioshm.events")
 

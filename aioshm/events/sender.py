@@ -14,7 +14,7 @@ from aioshm.events.ends import PublisherEnds
 from aioshm.events.messages import EventBatch
 from aioshm.events.outbox import Outbox
 from aioshm.events.replay_buffer import ReplayBuffer
-from aioshm.events.sockets import LogLimiter
+from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.events")
 

@@ -16,9 +16,9 @@ from aioshm.errors import CodecError
 from aioshm.events import wire
 from aioshm.events.decoding import BatchDecoder
 from aioshm.events.deliveries import Delivery, Received
-from aioshm.events.sockets import CurveKeys, LogLimiter, Monitor, Watch, attach, open_socket
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.tracker import Message, SourceTracker, Start
+from aioshm.zeromq import CurveKeys, LogLimiter, Monitor, Watch, attach, open_socket
 
 logger = logging.getLogger("aioshm.events")
 

@@ -16,10 +16,10 @@ from aioshm.events.config import DEFAULT_HWM
 from aioshm.events.deliveries import Delivery, Received
 from aioshm.events.endpoints import check_endpoint, subscriber_binds
 from aioshm.events.messages import KVEventBatch
-from aioshm.events.sockets import CurveKeys
 from aioshm.events.source import EventSource
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.tracker import Start
+from aioshm.zeromq import CurveKeys
 
 # How long a replay may be silent before it is asked for again.
 REPLAY_TIMEOUT_S = 5.0

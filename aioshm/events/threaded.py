@@ -24,9 +24,9 @@ from aioshm.events.encoding import Encoding
 from aioshm.events.messages import EventBatch
 from aioshm.events.outbox import Overflow
 from aioshm.events.publisher import ZmqEventPublisher
-from aioshm.events.sockets import CurveKeys
 from aioshm.events.stats import PublisherStats
 from aioshm.events.wire import ReplayFormat
+from aioshm.zeromq import CurveKeys
 
 _T = TypeVar("_T")
 

@@ -30,28 +30,35 @@ class MessageQueue:
 
     Args:
         n_reader: Readers in all; each receives every message.
-        n_local_reader: Readers on this host, which read the ring.
+        n_local_reader: Readers on this host, which read the ring; the others connect over TCP.
         local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
         max_chunk_bytes: Room for one message in the ring, in bytes; larger ones lie in memory beside it.
         max_chunks: Messages that the ring holds before the writer has to wait for the slowest reader.
-        connect_ip: The address that remote readers connect to.
+        connect_ip: The address of this host that remote readers connect to; None: the one that its packets to other
+            hosts have. ``"*"``, ``"0.0.0.0"`` or ``"::"``: all of them, with that one in the handle.
         codec: How objects become bytes: ``"pickle"``, ``"msgpack"``, ``"raw"``, the name of a codec that was registered
             with `register_codec`, or a codec of one's own making, such as ``MsgpackCodec(type=Step)``.
         options: Everything else; None takes the defaults and the environment.
+        remote_reader_ranks: The ranks of the remote readers; None means the lowest that are not local.
 
     Raises:
         ValueError, TypeError: An argument is out of range; the text names it.
+        UnsafePayload: There are remote readers, and ``options.secure=False`` goes with pickle.
         SharedMemoryError: There is not enough memory, or no socket can be bound.
     """
 
     _side: ClassVar[str]
 
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
-        if cls is MessageQueue:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if cls is not MessageQueue:
+            return object.__new__(cls)
+        if _all_local(*args, **kwargs):
             from aioshm.queue.writer import Writer
 
             return object.__new__(Writer)  # type: ignore[return-value]
-        return object.__new__(cls)
+        from aioshm.queue.wide_writer import WideWriter
+
+        return object.__new__(WideWriter)  # type: ignore[return-value]
 
     def __init__(
         self,
@@ -64,6 +71,7 @@ class MessageQueue:
         *,
         codec: str | Codec = "pickle",
         options: Options | None = None,
+        remote_reader_ranks: Sequence[int] | None = None,
     ) -> None:
         raise AssertionError(_UNMADE)
 
@@ -75,7 +83,7 @@ class MessageQueue:
         codec: str | Codec | None = None,
         options: Options | None = None,
     ) -> MessageQueue:
-        """Make a reader's end.
+        """Make a reader's end: a local one if the rank is one of ``handle.local_reader_ranks``, else a remote one.
 
         Args:
             handle: The writer's handle, or its JSON text.
@@ -88,6 +96,13 @@ class MessageQueue:
                 that is not registered here.
             ValueError: No reader has this rank, or ``codec`` is another one than the writer's.
         """
+        from aioshm.queue.handle import as_handle
+
+        handle = as_handle(handle)
+        if handle.remote is not None and rank in handle.remote.ranks:
+            from aioshm.queue.remote_reader import RemoteReader
+
+            return RemoteReader(handle, rank, codec=codec, options=options)
         from aioshm.queue.local_reader import LocalReader
 
         return LocalReader(handle, rank, codec=codec, options=options)
@@ -278,3 +293,7 @@ class MessageQueue:
 
     def _wrong_end(self, call: str, end: str) -> RoleError:
         return RoleError(f"{call}() belongs to the queue's {end}; this is a {self._side}: {self!r}")
+
+
+def _all_local(n_reader: object = None, n_local_reader: object = None, *_args: object, **_kwargs: object) -> bool:
+    return n_reader == n_local_reader

@@ -18,11 +18,11 @@ from typing import Any, Self, TypeVar, cast
 from aioshm.codec import Codec, cannot_decode
 from aioshm.config import Options
 from aioshm.errors import QueueClosed
+from aioshm.queue import base
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
-from aioshm.queue.end import End
 from aioshm.queue.handle import Handle
-from aioshm.queue.local_reader import LocalReader
 from aioshm.queue.private_loop import PrivateLoop
+from aioshm.queue.reader_end import ReaderEnd
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.writer import Writer
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
@@ -41,7 +41,8 @@ class MessageQueue:
     interrupted call has lost nothing. It notices what happens to the other ends only inside of calls.
 
     Args:
-        n_reader, n_local_reader, local_reader_ranks, max_chunk_bytes, max_chunks, connect_ip, codec, options: As
+        n_reader, n_local_reader, local_reader_ranks, max_chunk_bytes, max_chunks, connect_ip, codec, options,
+            remote_reader_ranks: As
             `aioshm.MessageQueue`.
     """
 
@@ -56,9 +57,10 @@ class MessageQueue:
         *,
         codec: str | Codec = "pickle",
         options: Options | None = None,
+        remote_reader_ranks: Sequence[int] | None = None,
     ) -> None:
         self._adopt(
-            Writer(
+            base.MessageQueue(
                 n_reader,
                 n_local_reader,
                 local_reader_ranks,
@@ -67,6 +69,7 @@ class MessageQueue:
                 connect_ip,
                 codec=codec,
                 options=options,
+                remote_reader_ranks=remote_reader_ranks,
             )
         )
 
@@ -81,11 +84,12 @@ class MessageQueue:
     ) -> Self:
         """Make a reader's end, as `aioshm.MessageQueue.create_from_handle`."""
         queue = cls.__new__(cls)
-        queue._adopt(LocalReader(handle, rank, codec=codec, options=options))
+        queue._adopt(base.MessageQueue.create_from_handle(handle, rank, codec=codec, options=options))
         return queue
 
-    def _adopt(self, end: End) -> None:
-        self._end = end
+    def _adopt(self, end: base.MessageQueue) -> None:
+        assert isinstance(end, (Writer, ReaderEnd))
+        self._end: Writer | ReaderEnd = end
         end.block()
         self._loop = PrivateLoop(lambda: f"<blocking {end!r}>")
         # What usually is all that a call needs; until the end is ready, both say that they cannot.
@@ -138,13 +142,13 @@ class MessageQueue:
         try:
             obj = self._receive()
         except Exception as error:
-            raise cannot_decode(error, cast(LocalReader, self._end).codec_name) from error
+            raise cannot_decode(error, cast(ReaderEnd, self._end).codec_name) from error
         if obj is not NOTHING and obj is not ELSEWHERE:
             return obj
         obj = self._wait(cancel, lambda event: self._end.dequeue(timeout, event, indefinite))
         # No call from here on: that is where Python would let Ctrl-C take the message away.
         if not self._loop.interrupted:
-            self._receive = self._end.receive  # type: ignore[attr-defined]
+            self._receive = cast(ReaderEnd, self._end).receive
         return obj
 
     def dequeue_many(

@@ -11,6 +11,7 @@ import msgspec
 from aioshm.config import Options
 from aioshm.errors import HandleError
 from aioshm.ring.layout import VERSION, Layout
+from aioshm.zeromq import CurveKeys
 
 
 def host_id() -> str:
@@ -19,6 +20,38 @@ def host_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return platform.node()
+
+
+class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where remote readers connect, and what lets them in.
+
+    Attributes:
+        data: Endpoint of the writer's XPUB socket.
+        control: Endpoint of its ROUTER socket.
+        topic: 16 random bytes that every data message begins with.
+        ranks: The remote readers.
+        server_key: The writer's public CURVE key; None: the connections are not encrypted.
+        client_public: The readers' public CURVE key, the same for all.
+        client_secret: Its other half.
+    """
+
+    data: str
+    control: str
+    topic: bytes
+    ranks: tuple[int, ...]
+    server_key: bytes | None
+    client_public: bytes | None
+    client_secret: bytes | None
+
+    @property
+    def keys(self) -> CurveKeys | None:
+        """A reader's keys, if the connections are encrypted."""
+        if self.server_key is None or self.client_public is None or self.client_secret is None:
+            return None
+        return CurveKeys(public=self.client_public, secret=self.client_secret, server=self.server_key)
+
+    def __repr__(self) -> str:
+        return f"<RemoteAddress {self.data}, {self.control}, ranks {self.ranks}, keys hidden>"
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
@@ -38,6 +71,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         segment: Name of the POSIX segment, or None where its descriptor comes over the lifeline.
         codec: How messages are encoded.
         connect_ip: The address that remote readers connect to, as the writer was told.
+        remote: Where they connect; None where all readers are local.
         options: The writer's, which hold for its readers too.
     """
 
@@ -54,6 +88,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
     segment: str | None
     codec: str
     connect_ip: str | None
+    remote: RemoteAddress | None
     options: Options
 
     @property
@@ -77,14 +112,21 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
             raise HandleError(f"not a handle: {error}") from None
 
-    def check(self) -> None:
-        """Refuse a handle that cannot work here.
+    def check_version(self) -> None:
+        """Refuse a handle of another version.
 
         Raises:
-            HandleError: Another version, host or user.
+            HandleError: It is one.
         """
         if self.version != VERSION:
             raise HandleError(f"the handle has layout version {self.version}, this aioshm reads {VERSION}")
+
+    def check_local(self) -> None:
+        """Refuse a handle whose ring cannot be mapped here.
+
+        Raises:
+            HandleError: Another host or user.
+        """
         if self.host != host_id():
             raise HandleError(f"the handle was made on another host ({self.host}); its local readers must run there")
         if self.uid != os.geteuid():
@@ -93,5 +135,18 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
     def __repr__(self) -> str:
         return (
             f"<Handle of queue {self.queue_id.hex()[:8]}, {self.n_reader} readers, "
-            f"{self.max_chunks} x {self.max_chunk_bytes} bytes, token hidden>"
+            f"{self.max_chunks} x {self.max_chunk_bytes} bytes, secrets hidden>"
         )
+
+
+def as_handle(handle: Handle | str | bytes) -> Handle:
+    """Return a handle, or what its JSON text says.
+
+    Raises:
+        HandleError: It is neither.
+    """
+    if isinstance(handle, (str, bytes)):
+        return Handle.from_json(handle)
+    if not isinstance(handle, Handle):
+        raise HandleError(f"not a handle: {type(handle).__name__}")
+    return handle

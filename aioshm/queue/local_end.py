@@ -6,17 +6,18 @@ import asyncio
 import functools
 import logging
 import os
+import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import cast
 
-from aioshm.codec import Codec, get_codec
-from aioshm.config import Options, check_int
+from aioshm.codec import Codec
+from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, PeerDied, QueueClosed
 from aioshm.queue.annexes import AnnexReader
 from aioshm.queue.attachment import Attachment
-from aioshm.queue.end import End, NotAttached, deadline_after
+from aioshm.queue.end import NotAttached, deadline_after
 from aioshm.queue.handle import Handle
+from aioshm.queue.reader_end import ReaderEnd
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import ReaderCore
@@ -28,10 +29,8 @@ from aioshm.wait.protocol import Hello
 logger = logging.getLogger("aioshm.queue")
 
 
-class LocalEnd(End, ABC):
+class LocalEnd(ReaderEnd, ABC):
     """Dials when it is made, attaches when it is first awaited."""
-
-    _side = "reader"
 
     # Set when the writer has admitted this reader, before which nothing that uses them runs.
     _lifeline: Lifeline
@@ -39,32 +38,28 @@ class LocalEnd(End, ABC):
     _annexes: AnnexReader
     _core: ReaderCore
 
-    def __init__(
-        self, handle: Handle | str | bytes, rank: int, codec: str | Codec | None, options: Options | None
-    ) -> None:
-        if isinstance(handle, (str, bytes)):
-            handle = Handle.from_json(handle)
-        if not isinstance(handle, Handle):
-            raise HandleError(f"not a handle: {type(handle).__name__}")
-        if options is not None and not isinstance(options, Options):
-            raise TypeError(f"options must be an Options or None, not {options!r}")
-        handle.check()
-        check_int("rank", rank, minimum=0)
-        if rank not in handle.local_reader_ranks:
-            raise ValueError(f"rank must be one of {handle.local_reader_ranks}, not {rank}")
-        self._codec = _codec_for(handle, codec)
-        self._handle = handle
-        self._rank = rank
-        self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid())
-        self._sock = dial(handle.lifeline, self._hello)
+    def __init__(self, handle: Handle, rank: int, codec: str | Codec | None, options: Options | None) -> None:
+        self._core = cast(ReaderCore, NotAttached())
         self._attaching: asyncio.Task[None] | None = None
         self._going: asyncio.Future[None] | None = None
         self._news: asyncio.Future[None] | None = None  # what a message that waits for its annex listens to
         self._attachment: Attachment | None = None
-        # Set once the writer is gone: what to raise when everything it published has been read.
-        self._writer_gone: Callable[[], AioshmError] | None = None
-        self._core = cast(ReaderCore, NotAttached())
-        super().__init__(handle.queue_id, handle.options if options is None else options)
+        self._sock: socket.socket | None = None
+        super().__init__(handle, rank, codec, options)
+        self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid())
+        try:
+            self._sock = dial(handle.lifeline, self._hello)
+        except BaseException:
+            self._dismantled = True
+            raise
+
+    def _check_rank(self, handle: Handle, rank: int) -> None:
+        handle.check_local()
+        if rank not in handle.local_reader_ranks:
+            elsewhere = () if handle.remote is None else handle.remote.ranks
+            raise ValueError(
+                f"rank must be one of {tuple(sorted((*handle.local_reader_ranks, *elsewhere)))}, not {rank}"
+            )
 
     # Attaching
 
@@ -184,16 +179,3 @@ class LocalEnd(End, ABC):
             os.close(self._sock.detach())
         if self._attachment is not None:
             self._lifeline.abandon()
-
-
-def _codec_for(handle: Handle, codec: str | Codec | None) -> Codec:
-    """Return the reader's codec: the one that the handle names, or the caller's own instance of it."""
-    try:
-        own = get_codec(handle.codec if codec is None else codec)
-    except ValueError as error:
-        if codec is None:
-            raise HandleError(f"the handle's {error}") from None
-        raise
-    if own.name != handle.codec:
-        raise ValueError(f"codec must be {handle.codec!r}, as the handle says, not {own.name!r}")
-    return own

@@ -26,7 +26,7 @@ class LocalReader(LocalSlots):
 
     def __init__(
         self,
-        handle: Handle | str | bytes,
+        handle: Handle,
         rank: int,
         *,
         codec: str | Codec | None = None,
@@ -41,11 +41,6 @@ class LocalReader(LocalSlots):
     def _begin(self) -> None:
         self._core.bind(loads_of(self._codec), plain(self._code), isinstance(self._codec, RawCodec), self._writer_waits)
         self.receive = self._core.receive
-
-    @property
-    def codec_name(self) -> str:
-        """The codec's name."""
-        return self._codec.name
 
     # Receiving
 

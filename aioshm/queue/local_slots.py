@@ -24,9 +24,7 @@ logger = logging.getLogger("aioshm.queue")
 class LocalSlots(LocalEnd, ABC):
     """Knows which slot is next, and nothing of what is in it but an annex' marker."""
 
-    def __init__(
-        self, handle: Handle | str | bytes, rank: int, codec: str | Codec | None, options: Options | None
-    ) -> None:
+    def __init__(self, handle: Handle, rank: int, codec: str | Codec | None, options: Options | None) -> None:
         super().__init__(handle, rank, codec, options)
         self._leases: Leases | None = None
         self._waking = False

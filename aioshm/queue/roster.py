@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from aioshm.config import OnReaderDeath
-from aioshm.errors import AioshmError, HandleError, PeerDied, QueueClosed
+from aioshm.errors import AioshmError, HandleError, PeerDied
 from aioshm.queue.report import process_state
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import ATTACHED, DIED, LEFT
@@ -84,13 +84,13 @@ class Roster:
                 if peer is not None:
                     peer.ring()
 
-    def missing(self) -> str:
+    def missing(self) -> list[str]:
         """Name the readers that are not attached yet."""
-        return ", ".join(f"rank {rank}" for rank, ok in zip(self.ranks, self._settled, strict=True) if not ok)
+        return [f"rank {rank}" for rank, ok in zip(self.ranks, self._settled, strict=True) if not ok]
 
-    def laggards(self, slots: int = 1) -> str:
+    def laggards(self, slots: int = 1) -> list[str]:
         """Name the readers that keep so many slots from being written, with pid and process state."""
-        return ", ".join(self._described(self._ring.laggards(slots)))
+        return list(self._described(self._ring.laggards(slots)))
 
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""
@@ -144,8 +144,6 @@ class Roster:
                     self._ring.messages_read(index),
                 )
             self._ring.evict(index)
-            if self.complete and not self.alive and self.trouble is None:
-                self.trouble = functools.partial(QueueClosed, f"queue {self._name}: every reader has left")
         self._changed()
 
     def woken(self) -> None:

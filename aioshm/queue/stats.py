@@ -18,6 +18,10 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         backlog: Slots that are written and that this end (a writer: the slowest reader) has not finished with.
         max_chunks: Slots in the ring.
         readers: A writer's readers that are attached and alive.
+        kept: Messages that a writer keeps because a remote reader has not acknowledged them yet.
+        kept_bytes: Their size.
+        resent: Messages sent again to remote readers, or received twice by this one.
+        reconnects: Times that a remote reader has lost a connection and got it back.
         spins: Times this end span, each for some microseconds.
         spin_hits: Spins that ended with what was waited for.
         spin_s: Seconds spent spinning.
@@ -39,3 +43,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     spin_s: float
     naps: int
     parks: int
+    kept: int = 0
+    kept_bytes: int = 0
+    resent: int = 0
+    reconnects: int = 0

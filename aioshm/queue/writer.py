@@ -43,18 +43,18 @@ class Writer(WriterEnd):
         for message in messages:
             if type(message) is not bytes or len(message) > self._chunk_bytes:
                 self._check_size(message)
-        most = self._ring.layout.max_chunks
-        if self._core.passes() and len(messages) <= most and self._ring.free(max(1, len(messages))):
+        parts = self._parts(messages)
+        if self._core.passes() and len(parts) == 1 and self._has_room(messages):
             self._put_all(messages)
             return
-        for start in range(0, len(messages), most):
-            await self._put_waiting(messages[start : start + most], deadline)
+        for part in parts:
+            await self._put_waiting(part, deadline)
 
     def enqueue_nowait(self, obj: Any) -> None:
         self._check_nowait()
         message = self._encode(obj)
         if self._in_line or not self._put(message):
-            raise QueueFull(f"{self!r}: no slot is free: {self._roster.laggards()}")
+            raise QueueFull(f"{self!r}: {self._why_full()}: {self._laggards()}")
 
     @asynccontextmanager
     async def acquire_write(self, timeout: float | None = None) -> AsyncIterator[memoryview]:
@@ -63,7 +63,7 @@ class Writer(WriterEnd):
         await self._enter(deadline)
         try:
             while (slot := self._claim_checked()) is None:
-                await self._wait_for_slots(1, deadline)
+                await self._wait_for_chunk(deadline)
             chunk = slot.chunk[:]
             self._hold()
             try:
@@ -71,8 +71,7 @@ class Writer(WriterEnd):
             finally:
                 chunk.release()
             self._check_usable()
-            pack_header(slot.header, 0, RAW, 0, 0, 0, self._core.seq, monotonic_ns(), self._chunk_bytes)
-            self._commit()
+            self._put_raw(slot)
         finally:
             self._leave()
 
@@ -95,8 +94,8 @@ class Writer(WriterEnd):
         await self._enter(deadline)
         try:
             self._check_usable()
-            while not self._ring.free(len(messages)):
-                await self._wait_for_slots(len(messages), deadline)
+            while not self._has_room(messages):
+                await self._wait_for_room(messages, deadline)
                 self._check_usable()
             self._put_all(messages)
         finally:
@@ -110,6 +109,31 @@ class Writer(WriterEnd):
             if not done:  # no ordinary message
                 self._put(messages[sent])
             sent += done or 1
+
+    def _put_raw(self, slot: Slot) -> None:
+        """Publish the claimed slot, which the caller's block has filled."""
+        pack_header(slot.header, 0, RAW, 0, 0, 0, self._core.seq, monotonic_ns(), self._chunk_bytes)
+        self._commit()
+
+    def _parts(self, messages: list[Encoded]) -> list[list[Encoded]]:
+        """Divide messages into runs for which there can be room."""
+        most = self._ring.layout.max_chunks
+        return [messages[start : start + most] for start in range(0, len(messages), most)]
+
+    def _has_room(self, messages: Sequence[Encoded]) -> bool:
+        """Return whether all of some messages can be sent now."""
+        return self._ring.free(max(1, len(messages)))
+
+    def _why_full(self) -> str:
+        return "no slot is free"
+
+    async def _wait_for_room(self, messages: Sequence[Encoded], deadline: float | None) -> None:
+        """Wait for what makes room for all of some messages; there may be more to wait for then."""
+        await self._wait_for_slots(len(messages), deadline)
+
+    async def _wait_for_chunk(self, deadline: float | None) -> None:
+        """Wait for what lets a slot be claimed."""
+        await self._wait_for_slots(1, deadline)
 
     def _claim_checked(self) -> Slot | None:
         self._check_usable()
@@ -132,7 +156,7 @@ class Writer(WriterEnd):
                 self._new_turn()
         except TimeoutError:
             what = "no slot became free" if wanted == 1 else f"{wanted} slots did not become free"
-            raise TimeoutError(f"{self!r}: {what}: {self._roster.laggards(wanted)}") from None
+            raise TimeoutError(f"{self!r}: {what}: {self._laggards(wanted)}") from None
         finally:
             if not self._dismantled:
                 core.spin_for(1)

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import secrets
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aioshm.codec import Codec, get_codec
 from aioshm.codec.frames import plain
 from aioshm.codec.raw import RawCodec
-from aioshm.config import Options, check_int
+from aioshm.config import Options
+from aioshm.errors import AioshmError, QueueClosed
 from aioshm.queue.annexes import SECRET_BYTES, Annexes
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.end import End, deadline_after
-from aioshm.queue.handle import Handle, host_id
+from aioshm.queue.handle import Handle, RemoteAddress, host_id
+from aioshm.queue.ranks import checked_ranks
 from aioshm.queue.roster import Roster
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.atomics import WriterCore
 from aioshm.ring.layout import VERSION
-from aioshm.wait.address import new_address
+from aioshm.wait.address import check_ip, new_address
 from aioshm.wait.lifeline import LifelineListener
 from aioshm.wait.line import settle
+from aioshm.wait.poller import Stall
 from aioshm.wait.protocol import Welcome
 
 logger = logging.getLogger("aioshm.queue")
@@ -49,11 +53,11 @@ class WriterEnd(End, ABC):
         *,
         codec: str | Codec = "pickle",
         options: Options | None = None,
+        remote_reader_ranks: Sequence[int] | None = None,
     ) -> None:
-        ranks = _checked_ranks(n_reader, n_local_reader, local_reader_ranks)
-        if connect_ip is not None and not isinstance(connect_ip, str):
-            raise TypeError(f"connect_ip must be a string or None, not {connect_ip!r}")
-        self._connect_ip = connect_ip
+        ranks, _ = checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
+        self._connect_ip = check_ip(connect_ip)
+        self._n_reader = n_reader
         self._codec = get_codec(codec)
         self._encode = self._codec.encode
         self._code = self._codec.code
@@ -73,7 +77,7 @@ class WriterEnd(End, ABC):
             self._buffer.close()
             raise
         self._segment_name = self._buffer.name
-        self._buffer.prefault(options.prefault_bytes, write=True)
+        self._buffer.prefault(options.prefault_bytes if n_local_reader else 0, write=True)
         self._ring = self._buffer.writer()
         self._ring.set_writer_state(closed=False, pid=os.getpid())
         self._roster = Roster(
@@ -97,7 +101,7 @@ class WriterEnd(End, ABC):
             token=self._token,
             host=host_id(),
             uid=os.geteuid(),
-            n_reader=sizes.n_reader,
+            n_reader=self._n_reader,
             local_reader_ranks=self._roster.ranks,
             max_chunk_bytes=sizes.max_chunk_bytes,
             max_chunks=sizes.max_chunks,
@@ -105,8 +109,13 @@ class WriterEnd(End, ABC):
             segment=self._segment_name,
             codec=self._codec.name,
             connect_ip=self._connect_ip,
+            remote=self._remote_address(),
             options=self._options,
         )
+
+    def _remote_address(self) -> RemoteAddress | None:
+        """Return what the handle tells remote readers."""
+        return None
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         await self._become_ready(deadline_after(timeout))
@@ -115,30 +124,67 @@ class WriterEnd(End, ABC):
         loop = self._bind()
         if not self._listening:
             self._listening = True
-            self._listener.start(loop, self._roster)
+            self._listen(loop)
         stall = self._stall(self._report_missing)
         try:
-            while not self._roster.complete:
-                if self._change is None or self._change.done():
-                    self._change = loop.create_future()
-                await settle(self._change, deadline=deadline, stall=stall)
+            while not self._complete():
+                await self._news(deadline, stall)
                 self._check_usable()  # a reader may have died
         except TimeoutError:
-            raise TimeoutError(f"{self!r}: not attached yet: {self._roster.missing()}") from None
+            raise TimeoutError(f"{self!r}: not attached yet: {', '.join(self._missing())}") from None
         if not self._ready:
             self._ready = True
             self._poller = self._new_poller(self._ring.parked, self._roster.pids())
             self._buffer.unlink()  # everybody has it mapped
-            self._roster.go()
-            logger.debug("%r: %d readers", self, self._roster.alive)
+            self._go()
+            logger.debug("%r: %d readers", self, self._alive())
             self._reopen()
+
+    async def _news(self, deadline: float | None, stall: Stall) -> None:
+        """Wait until something has changed."""
+        if self._change is None or self._change.done():
+            assert self._loop is not None
+            self._change = self._loop.create_future()
+        await settle(self._change, deadline=deadline, stall=stall)
 
     def _changed(self) -> None:
         """Look again at the readers and at the ring."""
-        if self._roster.trouble is not None and self._refusal is None:
-            self._refuse(self._roster.trouble)
+        trouble = self._trouble()
+        if trouble is None and self._listening and self._complete() and not self._alive():
+            trouble = functools.partial(QueueClosed, f"queue {self._name}: every reader has left")
+        if trouble is not None and self._refusal is None:
+            self._refuse(trouble)
         else:
             self._interrupt()
+
+    # The readers, wherever they are
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._listener.start(loop, self._roster)
+
+    def _complete(self) -> bool:
+        """Return whether no reader is waited for any more."""
+        return self._roster.complete
+
+    def _alive(self) -> int:
+        """Return how many readers are attached."""
+        return self._roster.alive
+
+    def _missing(self) -> list[str]:
+        """Name the readers that are not attached yet."""
+        return self._roster.missing()
+
+    def _laggards(self, slots: int = 1) -> str:
+        """Name the readers that so many messages have to wait for."""
+        return ", ".join(self._roster.laggards(slots))
+
+    def _trouble(self) -> Callable[[], AioshmError] | None:
+        """Return what makes the error that this end has to raise from now on, if any."""
+        return self._roster.trouble
+
+    def _go(self) -> None:
+        """Tell every reader that all are ready."""
+        self._roster.go()
 
     def _welcome(self) -> tuple[Welcome, list[int]]:
         by_descriptor = self._segment_name is None
@@ -149,7 +195,10 @@ class WriterEnd(End, ABC):
 
     def _report_missing(self) -> None:
         logger.warning(
-            "%r: waited %g s for readers to attach: %s", self, self._options.stall_warning_s, self._roster.missing()
+            "%r: waited %g s for readers to attach: %s",
+            self,
+            self._options.stall_warning_s,
+            ", ".join(self._missing()),
         )
 
     def _report_laggards(self, wanted: int) -> None:
@@ -158,11 +207,11 @@ class WriterEnd(End, ABC):
             self,
             self._options.stall_warning_s,
             self._ring.seq,
-            self._roster.laggards(wanted),
+            self._laggards(wanted),
         )
 
     def _current_stats(self) -> QueueStats:
-        return self._stats(self._ring, -1, self._roster.backlog(), self._roster.alive)
+        return self._stats(self._ring, -1, self._roster.backlog(), self._alive())
 
     # Closing (see `End`)
 
@@ -183,19 +232,3 @@ class WriterEnd(End, ABC):
 
     def _abandon(self) -> None:
         self._listener.abandon()
-
-
-def _checked_ranks(n_reader: int, n_local_reader: int, ranks: Sequence[int] | None) -> tuple[int, ...]:
-    check_int("n_reader", n_reader, minimum=1)
-    check_int("n_local_reader", n_local_reader, minimum=0)
-    if n_local_reader != n_reader:
-        raise ValueError(
-            f"n_local_reader is {n_local_reader} and n_reader {n_reader}: this release has no readers on other hosts"
-        )
-    checked = tuple(range(n_local_reader) if ranks is None else ranks)
-    if len(checked) != n_local_reader or len(set(checked)) != n_local_reader:
-        raise ValueError(f"local_reader_ranks must be {n_local_reader} different ranks, not {ranks!r}")
-    for rank in checked:
-        if check_int("a rank in local_reader_ranks", rank, minimum=0) >= n_reader:
-            raise ValueError(f"local_reader_ranks must be below n_reader ({n_reader}), not {rank}")
-    return checked

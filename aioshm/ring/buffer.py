@@ -46,7 +46,7 @@ class ShmRingBuffer:
     still an object; using it raises `SharedMemoryError`.
 
     Args:
-        n_reader: Readers; each reads every message.
+        n_reader: Readers; each reads every message. With none, a slot is free again as soon as it is written.
         max_chunk_bytes: Room for one message, in bytes.
         max_chunks: Slots.
         name: An existing named segment to open instead of creating one.
@@ -224,7 +224,7 @@ def _reopen(handle: RingHandle) -> ShmRingBuffer:
 
 
 def _checked_layout(n_reader: int, max_chunk_bytes: int, max_chunks: int) -> Layout:
-    check_int("n_reader", n_reader, minimum=1)
+    check_int("n_reader", n_reader, minimum=0)
     check_int("max_chunk_bytes", max_chunk_bytes, minimum=1)
     check_int("max_chunks", max_chunks, minimum=1)
     return Layout(n_reader, max_chunk_bytes, max_chunks)

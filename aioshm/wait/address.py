@@ -9,6 +9,7 @@ import stat
 import struct
 import sys
 import time
+from ipaddress import ip_address
 from pathlib import Path
 
 from aioshm.config import Options
@@ -49,6 +50,38 @@ def remove(address: str) -> None:
     """Remove the address' file, if it has one."""
     if not address.startswith("@"):
         Path(address).unlink(missing_ok=True)
+
+
+def own_address() -> str:
+    """Return this host's own address: the one that its packets to other hosts come from, else the loopback's."""
+    # Connecting a datagram socket sends nothing; these are addresses for documentation (RFC 5737, RFC 3849).
+    for family, there in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((there, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def check_ip(address: object) -> str | None:
+    """Return an address that readers are to connect to, or None.
+
+    Raises:
+        TypeError, ValueError: It is neither None, nor an IP address, nor ``"*"``.
+    """
+    if address is None:
+        return None
+    if not isinstance(address, str):
+        raise TypeError(f"connect_ip must be a string or None, not {address!r}")
+    bare = address.removeprefix("[").removesuffix("]")
+    if bare != "*":
+        try:
+            ip_address(bare)
+        except ValueError:
+            raise ValueError(f"connect_ip must be an IP address of this host, not {address!r}") from None
+    return bare
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:

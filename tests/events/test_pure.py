@@ -11,13 +11,13 @@ from aioshm.events import wire
 from aioshm.events.endpoints import (
     check_endpoint,
     for_rank,
-    is_ipv6,
     is_wildcard,
     publisher_binds,
     subscriber_binds,
 )
 from aioshm.events.outbox import Outbox
 from aioshm.events.replay_buffer import ReplayBuffer
+from aioshm.zeromq import is_ipv6
 
 from .helpers import batch
 

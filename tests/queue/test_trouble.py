@@ -102,7 +102,7 @@ async def test_handles_travel_as_pickle_and_as_json() -> None:
         assert pickle.loads(pickle.dumps(handle)) == handle
         assert Handle.from_json(handle.to_json()) == handle
         assert handle.token.hex() not in repr(handle)
-        assert "token hidden" in f"{handle}"
+        assert "secrets hidden" in f"{handle}"
         async with MessageQueue.create_from_handle(handle.to_json(), 0) as reader:
             await asyncio.gather(writer.enqueue("x"), reader.wait_until_ready(5))
             assert await reader.dequeue(5) == "x"
@@ -198,5 +198,5 @@ async def test_strangers_on_the_lifeline_harm_nobody() -> None:
 
 
 async def test_too_little_shared_memory_says_what_to_do() -> None:
-    with pytest.raises(SharedMemoryError, match=r"MiB of shared memory are needed, .* free: use fewer or smaller chunks"):
+    with pytest.raises(SharedMemoryError, match=r"MiB of shared memory are needed, .* free: use fewer or smaller"):
         MessageQueue(1, 1, max_chunk_bytes=1 << 40)

@@ -152,9 +152,14 @@ class TestClosing:
 
 
 class TestArguments:
+    def test_a_chunk_cannot_be_empty(self) -> None:
+        for name in ("max_chunk_bytes", "max_chunks"):
+            with pytest.raises(ValueError, match=f"{name} must be .* not 0"):
+                ShmRingBuffer(**{"n_reader": 1, "max_chunk_bytes": 1, "max_chunks": 1, name: 0})
+
     @pytest.mark.parametrize("name", ["n_reader", "max_chunk_bytes", "max_chunks"])
     @pytest.mark.parametrize(
-        ("value", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), ("1", TypeError), (True, TypeError)]
+        ("value", "error"), [(-1, ValueError), (1.0, TypeError), ("1", TypeError), (True, TypeError)]
     )
     def test_sizes(self, name: str, value: object, error: type[Exception]) -> None:
         sizes: dict[str, Any] = {"n_reader": 1, "max_chunk_bytes": 1, "max_chunks": 1, name: value}

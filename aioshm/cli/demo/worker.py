@@ -10,10 +10,9 @@ import asyncio
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import msgspec
 
@@ -24,8 +23,7 @@ from aioshm.cli.demo.script import MAX_TENSOR_BYTES, Mismatch, Phase, make_scrip
 from aioshm.cli.demo.source import printable
 from aioshm.errors import AioshmError, PeerDied, QueueClosed
 from aioshm.queue.base import MessageQueue
-
-T = TypeVar("T")
+from aioshm.wait.background import in_thread
 
 READY_TIMEOUT_S = 60.0
 _PROGRESS_S = 0.1
@@ -99,7 +97,7 @@ async def _follow(orders: _Orders, ended: Callable[[], object]) -> None:
 
 async def _work(role: str, report: Reporter, orders: _Orders) -> Result:
     job = msgspec.json.decode(await orders.get(), type=Job)
-    script = await _in_background(lambda: _prepare(job))
+    script = await in_thread(lambda: _prepare(job))
     if role == "writer":
         return await _write(job, script, report)
     return await _read(script, (await orders.get()).decode(), int(role.removeprefix("reader-")))
@@ -147,31 +145,6 @@ async def _tell_progress(queue: MessageQueue, report: Reporter) -> None:
         stats = queue.stats()
         report(Progress(stats.messages - stats.backlog))
         await asyncio.sleep(_PROGRESS_S)
-
-
-async def _in_background(function: Callable[[], T]) -> T:
-    """Run ``function`` in a thread that, unlike those of ``asyncio.to_thread``, holds up nobody who wants to leave."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(setter: Callable[..., None], value: object) -> None:
-        if not done.done():
-            setter(value)
-
-    def work() -> None:
-        try:
-            value = function()
-        except Exception as error:
-            outcome: tuple[Callable[..., None], object] = (done.set_exception, error)
-        else:
-            outcome = (done.set_result, value)
-        try:
-            loop.call_soon_threadsafe(settle, *outcome)
-        except RuntimeError:
-            pass  # the loop is closed: they have left
-
-    threading.Thread(target=work, daemon=True).start()
-    return await done
 
 
 def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
-
-from aioshm.events.endpoints import is_ipv6
 
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
@@ -23,6 +21,11 @@ RECONNECT_MAX_MS = 1000
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Tell whether the socket needs IPv6 switched on."""
+    return endpoint.startswith("tcp://") and ("[" in endpoint or "::" in endpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,23 +185,27 @@ class Monitor:
         """Return how many connections came back since the last call, and the peers whose handshake failed."""
         came_back = 0
         failed: list[str] = []
-        while True:
-            try:
-                frames = self._pair.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:  # nothing there, or closed
-                break
-            event = parse_monitor_message(frames)
-            kind = event["event"]
+        for kind, endpoint in self.events():
             if kind & _HANDSHAKE_FAILURES:
-                failed.append(event["endpoint"].decode(errors="replace"))
+                failed.append(endpoint)
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._lost = True
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._lost:
+            elif self._lost:
                 self._lost = False
                 came_back += 1
         self.reconnects += came_back
         self.handshake_failures += len(failed)
         return came_back, failed
+
+    def events(self) -> Iterator[tuple[int, str]]:
+        """Yield what has happened since the last call: one of the kinds above, and the endpoint."""
+        while True:
+            try:
+                frames = self._pair.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:  # nothing there, or closed
+                return
+            event = parse_monitor_message(frames)
+            yield event["event"], event["endpoint"].decode(errors="replace")
 
     def close(self) -> None:
         """Stop listening; call it before the monitored socket is closed."""

@@ -1,0 +1,175 @@
+"""What the collectives of a process group look like here, and the two steps that queues are made with.
+
+Ranks are always the group's own, 0 to ``world_size`` - 1, never the global ones of ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from aioshm.config import check_int
+from aioshm.errors import AioshmError, HandleError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+class GroupBroken(AioshmError, ConnectionError):
+    """The other members of a process group, or the store that connects them, cannot be reached any more."""
+
+
+@runtime_checkable
+class ObjectGroup(Protocol):
+    """A process group as queues need it: `StatelessProcessGroup`, or anybody's own.
+
+    Every rank makes the same calls in the same order. They block, and are made in a thread other than the event
+    loop's.
+
+    Attributes:
+        rank: This process' rank in the group.
+        world_size: How many ranks there are.
+    """
+
+    rank: int
+    world_size: int
+
+    def broadcast_obj(self, obj: Any, src: int) -> Any:
+        """Return rank ``src``'s object at every rank; the others' are ignored."""
+
+    def all_gather_obj(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, by rank, at every rank."""
+
+
+class _TorchGroup:
+    """The collectives of a ``torch.distributed.ProcessGroup``."""
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        import torch.distributed as dist
+
+        # Raises ValueError itself for a group that was destroyed.
+        backends = dist.get_backend_config(pg)
+        if "cpu" not in {backend.partition(":")[0] for backend in str(backends).split(",")}:
+            raise ValueError(
+                f"pg must have a backend for the CPU, this group has only {backends!r}: "
+                "pass one made with torch.distributed.new_group(ranks, backend='gloo')"
+            )
+        self._pg = pg
+        self.rank = dist.get_rank(pg)
+        self.world_size = dist.get_world_size(pg)
+        if self.rank < 0:
+            raise _not_a_member()
+
+    def broadcast_obj(self, obj: Any, src: int) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        objects = [obj]
+        source = dist.get_global_rank(self._pg, src)  # what torch counts sources by, also in a subgroup
+        self._collective(
+            lambda: dist.broadcast_object_list(objects, source, group=self._pg, device=torch.device("cpu"))
+        )
+        return objects[0]
+
+    def all_gather_obj(self, obj: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        objects: list[Any] = [None] * self.world_size
+        self._collective(lambda: dist.all_gather_object(objects, obj, group=self._pg))
+        return objects
+
+    def _collective(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except RuntimeError as error:  # all that gloo raises
+            text = str(error)
+            if "timed out" in text.lower() or "timeout" in text.lower():
+                raise TimeoutError(f"a collective of the process group timed out: {text}") from error
+            raise GroupBroken(f"a collective of the process group failed: {text}") from error
+
+
+def as_group(pg: ProcessGroup | ObjectGroup) -> ObjectGroup:
+    """Return the collectives of whatever may be passed as a process group.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: This process is no member of it, it was destroyed, or it has no backend for the CPU.
+    """
+    # Nobody can have one of torch's groups without having imported torch, and this must not.
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available():
+        if isinstance(pg, dist.ProcessGroup):
+            return _TorchGroup(pg)
+        if type(pg) is type(dist.GroupMember.NON_GROUP_MEMBER) and pg == dist.GroupMember.NON_GROUP_MEMBER:
+            raise _not_a_member()  # an int, which is what new_group() returns there
+    if not isinstance(pg, ObjectGroup):
+        raise TypeError(
+            "pg must be a torch.distributed.ProcessGroup, a StatelessProcessGroup or an object with rank, world_size, "
+            f"broadcast_obj(obj, src) and all_gather_obj(obj), not {pg!r}"
+        )
+    if check_int("pg.rank", pg.rank, minimum=0) >= check_int("pg.world_size", pg.world_size, minimum=1):
+        raise ValueError(f"pg.rank must be below pg.world_size ({pg.world_size}), not {pg.rank}")
+    return pg
+
+
+def check_rank(name: str, rank: object, world_size: int) -> int:
+    """Return ``rank`` if it is one of a group of ``world_size``; the errors name the argument and the value."""
+    checked = check_int(name, rank, minimum=0)
+    if checked >= world_size:
+        raise ValueError(f"{name} must be below the group's world size ({world_size}), not {rank}")
+    return checked
+
+
+def gather(group: ObjectGroup, step: Callable[[], T]) -> list[T]:
+    """Take a step at every rank and return everybody's result, by rank; if it fails at one rank, raise at all.
+
+    Raises:
+        HandleError: It failed at another rank; the text names that rank and its error.
+        Exception: What the step raised here.
+    """
+    mine, error = _attempt(step)
+    everybody: list[tuple[Any, str | None]] = group.all_gather_obj((mine, _text(error)))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(everybody):
+        if failure is not None:
+            raise HandleError(f"no queue was made, because rank {rank} could not take part: {failure}")
+    return [value for value, _ in everybody]
+
+
+def tell(group: ObjectGroup, source: int, step: Callable[[], T]) -> T:
+    """Take a step at one rank and return its result at every rank; if it fails there, raise at all.
+
+    Raises:
+        HandleError: It failed at ``source``, which is another rank; the text names it and its error.
+        Exception: What the step raised here.
+    """
+    if group.rank != source:
+        value, failure = group.broadcast_obj(None, source)
+        if failure is not None:
+            raise HandleError(f"rank {source} could not make the queue: {failure}")
+        return value  # type: ignore[no-any-return]
+    mine, error = _attempt(step)
+    group.broadcast_obj((mine, _text(error)), source)
+    if error is not None:
+        raise error
+    assert mine is not None
+    return mine
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return step(), None
+    except Exception as error:
+        return None, error
+
+
+def _text(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _not_a_member() -> ValueError:
+    return ValueError("pg is a process group that this process is no member of")

@@ -1,0 +1,45 @@
+"""Which ranks the readers of a queue have, and which of them are on the writer's host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count, islice
+
+from aioshm.config import check_int
+from aioshm.queue.wire import MAX_RANK
+
+
+def checked_ranks(
+    n_reader: int, n_local_reader: int, local: Sequence[int] | None, remote: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks of the local and of the remote readers.
+
+    Args:
+        n_reader: Readers in all.
+        n_local_reader: Those that read the ring.
+        local: Their ranks; None: the first ones from 0 on.
+        remote: The others' ranks; None: the first ones from 0 on that are not local.
+
+    Raises:
+        TypeError, ValueError: They do not fit together; the text names what.
+    """
+    check_int("n_reader", n_reader, minimum=1)
+    if check_int("n_local_reader", n_local_reader, minimum=0) > n_reader:
+        raise ValueError(f"n_local_reader must be at most n_reader ({n_reader}), not {n_local_reader}")
+    here = _checked("local_reader_ranks", range(n_local_reader) if local is None else local, n_local_reader)
+    n_remote = n_reader - n_local_reader
+    others = islice((rank for rank in count() if rank not in here), n_remote)
+    there = _checked("remote_reader_ranks", list(others) if remote is None else remote, n_remote)
+    if set(here) & set(there):
+        raise ValueError(f"remote_reader_ranks must be others than local_reader_ranks, not {remote!r}")
+    return here, there
+
+
+def _checked(name: str, ranks: Sequence[int], number: int) -> tuple[int, ...]:
+    checked = tuple(ranks)
+    for rank in checked:
+        if check_int(f"a rank in {name}", rank, minimum=0) > MAX_RANK:
+            raise ValueError(f"a rank in {name} must be at most {MAX_RANK}, not {rank}")
+    if len(checked) != number or len(set(checked)) != number:
+        raise ValueError(f"{name} must be {number} different ranks, not {ranks!r}")
+    return checked

@@ -1,0 +1,251 @@
+"""A reader's end of a queue whose writer is on another host."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any
+
+from aioshm.codec import Codec, cannot_decode, loads_of, view_of
+from aioshm.codec.buffers import own_copy
+from aioshm.codec.frames import INLINE, RAW, split_body
+from aioshm.config import Options, check_int
+from aioshm.errors import CodecError, MessagesLost, QueueEmpty
+from aioshm.queue import wire
+from aioshm.queue.delivery import Missing
+from aioshm.queue.end import deadline_after
+from aioshm.queue.handle import Handle
+from aioshm.queue.remote_end import RemoteEnd
+from aioshm.ring.atomics import NOTHING
+
+logger = logging.getLogger("aioshm.queue")
+
+
+class RemoteReader(RemoteEnd):
+    """An end that receives; made by `MessageQueue.create_from_handle`, whose docstring describes the arguments."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        rank: int,
+        *,
+        codec: str | Codec | None = None,
+        options: Options | None = None,
+    ) -> None:
+        super().__init__(handle, rank, codec, options)
+        self._loads = loads_of(self._codec)
+        self._view = view_of(self._codec)
+        self.receive = self._receive
+
+    # Receiving
+
+    async def dequeue(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> Any:
+        obj = self.receive()
+        if obj is not NOTHING:
+            return obj
+        deadline = deadline_after(timeout)
+        await self._line_up(deadline, cancel)
+        try:
+            await self._next_message(deadline, cancel, indefinite)
+            return self._take()
+        finally:
+            self._leave()
+
+    def _receive(self) -> Any:
+        """Return the next message, or `NOTHING` if it is not there or needs more than a look."""
+        if not self._passes() or not self._look():
+            return NOTHING
+        return self._take()
+
+    async def dequeue_many(
+        self,
+        max_items: int,
+        timeout: float | None = None,
+        cancel: asyncio.Event | None = None,
+        indefinite: bool = False,
+    ) -> list[Any]:
+        check_int("max_items", max_items, minimum=1)
+        if self._passes() and self._look():
+            return self._take_many(max_items)
+        deadline = deadline_after(timeout)
+        await self._line_up(deadline, cancel)
+        try:
+            await self._next_message(deadline, cancel, indefinite)
+            return self._take_many(max_items)
+        finally:
+            self._leave()
+
+    def dequeue_nowait(self) -> Any:
+        self._check_nowait()
+        if self._in_line:
+            raise QueueEmpty(f"{self!r}: other tasks wait in line")
+        gone = self._writer_gone
+        if not self._look():
+            raise QueueEmpty(f"{self!r}: nothing to read yet") if gone is None else gone()
+        return self._take()
+
+    @asynccontextmanager
+    async def acquire_read(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> AsyncIterator[memoryview]:
+        deadline = deadline_after(timeout)
+        await self._line_up(deadline, cancel)
+        try:
+            data = await self._next_message(deadline, cancel, indefinite)
+            self._hold()
+            try:
+                with data.body.toreadonly() as view:
+                    yield view
+            finally:
+                self._done()
+        finally:
+            self._leave()
+
+    @asynccontextmanager
+    async def lease(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> AsyncIterator[Any]:
+        deadline = deadline_after(timeout)
+        await self._line_up(deadline, cancel)
+        try:
+            data = await self._next_message(deadline, cancel, indefinite)
+            self._hold()
+            try:
+                # It is nobody else's memory, so views of it may live on; but ZeroMQ aligns it as it likes.
+                body = memoryview(own_copy(data.body)) if data.n_buffers else data.body
+                yield self._seen(data, body.toreadonly())
+            finally:
+                self._done()
+        finally:
+            self._leave()
+
+    async def broadcast_object(self, obj: Any = None) -> Any:
+        return await self.dequeue()
+
+    # Waiting
+
+    def _passes(self) -> bool:
+        """Return whether this thread may read at once."""
+        core = self._core
+        return bool(core.open and core.turn > 0 and get_ident() == self._thread and self._loop_runs())
+
+    async def _line_up(self, deadline: float | None, cancel: asyncio.Event | None) -> None:
+        """Wait until it is this task's turn to read, which lasts until `_leave`."""
+        if not self._ready:
+            await self._become_ready(deadline, cancel)
+        self._check_usable()
+        await self._yield_turn()
+        await self._enter(deadline, cancel)
+
+    def _look(self) -> bool:
+        """Return whether there is something to read, also in the sockets."""
+        if not self._window.ready and self._sockets is not None:
+            self._sockets.look()
+        return bool(self._window.ready)
+
+    async def _next_message(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> wire.Data:
+        """Wait for the next message, and leave it where it is.
+
+        Raises:
+            MessagesLost: It cannot be had any more; the one behind is next.
+        """
+        assert self._poller is not None
+        while True:
+            self._check_usable()
+            gone = self._writer_gone  # before looking: what had arrived before the writer went is then seen
+            if self._look():
+                message = self._window.ready[0][0]
+                if isinstance(message, Missing):
+                    self._finished_one()
+                    raise MessagesLost(message.first, message.last)
+                return message
+            if gone is not None:
+                raise gone()
+            stall = None if indefinite else self._stall(self._report_writer)
+            try:
+                if await self._poller.wait(
+                    self._may_go_on, self._window.taken, 0, deadline=deadline, cancel=cancel, stall=stall
+                ):
+                    self._new_turn()
+            except TimeoutError:
+                raise TimeoutError(f"{self!r}: message {self._window.taken} did not come in time") from None
+
+    def _may_go_on(self) -> bool:
+        return self._refusal is not None or self._writer_gone is not None or bool(self._window.ready)
+
+    def _report_writer(self) -> None:
+        # Nothing to read is no news; a connection that is down is.
+        assert self._sockets is not None
+        if not (self._sockets.control_connection.up and self._sockets.data_connection.up):
+            logger.warning(
+                "%r, rank %d: waited %g s for message %d: no connection to the writer at %s",
+                self,
+                self._rank,
+                self._options.stall_warning_s,
+                self._window.taken,
+                self._remote.control,
+            )
+
+    # Taking
+
+    def _take(self) -> Any:
+        """Return the first message in line, which is there, and let go of it whatever it is."""
+        message = self._window.ready[0][0]
+        try:
+            if isinstance(message, Missing):
+                raise MessagesLost(message.first, message.last)
+            return self._decoded(message)
+        finally:
+            self._done()
+
+    def _take_many(self, most: int) -> list[Any]:
+        """Return what is there: at least one message; it ends before one that is damaged, if that is not the first."""
+        batch = [self._take()]
+        ready = self._window.ready
+        while len(batch) < most and self._core.turn > 0 and self._look():
+            message = ready[0][0]
+            if isinstance(message, Missing):
+                break
+            try:
+                batch.append(self._decoded(message))
+            except CodecError:
+                break
+            self._done()
+        return batch
+
+    def _done(self) -> None:
+        core = self._core
+        core.turn = core.turn - 1 if monotonic_ns() < core.turn_ends_ns else 0
+        self._finished_one()
+
+    def _decoded(self, data: wire.Data) -> Any:
+        if data.kind == RAW:
+            return bytearray(data.body)
+        self._check_codec(data)
+        if data.n_buffers:
+            main, buffers = split_body(data.body, data.n_buffers, data.main_bytes)
+            return self._codec.decode(main, buffers)
+        try:
+            return self._loads(bytes(data.body))
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
+
+    def _seen(self, data: wire.Data, body: memoryview) -> Any:
+        """Decode a message where it lies."""
+        if data.kind == RAW:
+            return body
+        self._check_codec(data)
+        main, buffers = split_body(body, data.n_buffers, data.main_bytes)
+        return self._view(main, buffers)
+
+    def _check_codec(self, data: wire.Data) -> None:
+        if data.kind != INLINE or data.codec != self._codec.code:
+            raise CodecError(
+                f"message {data.seq} has codec {data.codec}, the queue has {self._codec.code} ({self._codec.name!r})"
+            )

@@ -1,0 +1,275 @@
+"""What passes between a writer and its remote readers, read and written. No I/O.
+
+Data goes from the writer's XPUB socket to the readers' SUB sockets, in one frame or, for a long body, in two:
+
+    0        16      20                  52
+    +--------+-------+-------------------+-------------+        +--------+
+    | secret | whom  | header, as in a   | body        |   or   | body   |  in a frame of its own
+    | topic  | u32   | slot (frames.py)  |             |        |        |
+    +--------+-------+-------------------+-------------+        +--------+
+
+``whom`` is `EVERYONE`, or the rank of the one reader that asked for this message again. Both lie in the part of a frame
+that a subscription is for, so only subscribers that know the secret get anything at all.
+
+Control messages, readers' DEALER to writer's ROUTER and back, are MessagePack arrays that begin with their name.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, RAW
+
+SECRET_BYTES = 16
+EVERYONE = 2**32 - 1
+MAX_RANK = EVERYONE - 1
+
+MARK = 16
+"""A kind of data message without a body: its sequence number is that of the message behind it. A reader that has just
+subscribed gets one, and thereby knows which messages it will not get by itself."""
+
+BODY_APART = 1  # in the header's third field
+ONE_FRAME_BYTES = 16 * 1024
+"""Bodies up to this are joined to their head: one more frame costs more than the copy."""
+
+_ADDRESS = struct.Struct(f"<{SECRET_BYTES}sI")
+ADDRESS_BYTES = _ADDRESS.size
+HEAD_BYTES = ADDRESS_BYTES + HEADER.size
+MAX_SUBSCRIPTION_BYTES = 1024  # which ZeroMQ's own handshake must fit, too
+MAX_CONTROL_BYTES = 64 * 1024
+MAX_RANGES = 64
+_MAX_TEXT = 4096
+
+
+class WireError(Exception):
+    """These frames are not what a writer or a reader of this queue sends."""
+
+
+def address(secret: bytes, rank: int = EVERYONE) -> bytes:
+    """Return what the data messages for a reader, or for all of them, begin with: a subscription's topic."""
+    return _ADDRESS.pack(secret, rank)
+
+
+def subscriber(subscription: bytes, secret: bytes) -> int | None:
+    """Return the rank of the reader that this message of an XPUB socket says has subscribed, if it is one's."""
+    if len(subscription) != 1 + ADDRESS_BYTES or subscription[0] != 1:
+        return None
+    found, rank = _ADDRESS.unpack_from(subscription, 1)
+    return rank if found == secret and rank != EVERYONE else None
+
+
+class Data(msgspec.Struct, frozen=True, gc=False):
+    """A data message.
+
+    Attributes:
+        kind: `INLINE`, `RAW` or `MARK`.
+        codec: The code of the codec that the body is in.
+        n_buffers: Out-of-band buffers in the body.
+        seq: The sequence number.
+        main_bytes: Length of the body's main part.
+        body: As it would lie in a chunk.
+    """
+
+    kind: int
+    codec: int
+    n_buffers: int
+    seq: int
+    main_bytes: int
+    body: memoryview
+
+
+def parse_data(head: memoryview, body: memoryview | None) -> Data:
+    """Read a data message; that it begins with the secret was checked by the subscription.
+
+    Args:
+        head: The first frame.
+        body: The second one.
+
+    Raises:
+        WireError: This is none.
+    """
+    if len(head) < HEAD_BYTES:
+        raise WireError(f"a frame of {len(head)} bytes instead of {HEAD_BYTES} or more")
+    kind, codec, apart, n_buffers, seq, _, main_bytes = HEADER.unpack_from(head, ADDRESS_BYTES)
+    if apart != (BODY_APART if body is not None else 0) or (apart and len(head) != HEAD_BYTES):
+        raise WireError("another number of frames than the first one says")
+    if body is None:
+        body = head[HEAD_BYTES:]
+    if kind not in (INLINE, RAW, MARK) or n_buffers > MAX_BUFFERS or main_bytes > len(body):
+        raise WireError(f"kind {kind}, {n_buffers} buffers, {main_bytes} of {len(body)} bytes")
+    if not n_buffers and main_bytes != len(body):
+        raise WireError(f"{len(body)} bytes instead of {main_bytes}")
+    return Data(kind, codec, n_buffers, seq, main_bytes, body)
+
+
+class Control(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):
+    """What every control message is."""
+
+    def pack(self) -> bytes:
+        """Return the message as bytes."""
+        return _encoder.encode(self)
+
+
+class Hello(Control):
+    """A reader introduces itself, again after every new connection.
+
+    Attributes:
+        version: Of the protocol, which changes with the segment's layout.
+        queue_id: Of its handle.
+        token: Of its handle.
+        rank: Its own.
+        pid: Its process.
+        host: Where that is, for people.
+        proven: Whether data has reached it.
+    """
+
+    version: int
+    queue_id: bytes
+    token: bytes
+    rank: int
+    pid: int
+    host: str
+    proven: bool
+
+
+class Proven(Control):
+    """Data has reached the reader."""
+
+
+class Acknowledge(Control):
+    """What a reader has finished with.
+
+    Attributes:
+        consumed: Sequence number of the first message that it has not finished with.
+    """
+
+    consumed: int
+
+
+class Resend(Control):
+    """What a reader is missing.
+
+    Attributes:
+        ranges: First and last sequence numbers of runs of messages.
+    """
+
+    ranges: list[tuple[int, int]]
+
+
+class Finished(Control):
+    """The reader has heard that the writer is closing, and has received everything."""
+
+
+class Leave(Control):
+    """A reader says goodbye."""
+
+
+class Welcome(Control):
+    """The writer admits a reader.
+
+    Attributes:
+        pid: The writer's.
+        host: Where that is, for people.
+    """
+
+    pid: int
+    host: str
+
+
+class Refused(Control):
+    """The writer does not admit a reader, or not any more.
+
+    Attributes:
+        reason: For people.
+        evicted: Whether it had been admitted, but was silent for too long.
+    """
+
+    reason: str
+    evicted: bool
+
+
+class Go(Control):
+    """Every reader is ready."""
+
+
+class Tick(Control):
+    """The writer asks whether the reader is there; the answer is an `Acknowledge`."""
+
+
+class Lost(Control):
+    """Messages that a reader asked for are not to be had any more.
+
+    Attributes:
+        first: Sequence number of the first one.
+        last: Sequence number of the last one.
+    """
+
+    first: int
+    last: int
+
+
+class Left(Control):
+    """The writer has heard a reader's goodbye."""
+
+
+class Closing(Control):
+    """The writer says goodbye.
+
+    Attributes:
+        end: Sequence number that the next message would have had.
+    """
+
+    end: int
+
+
+FromReader = Hello | Proven | Acknowledge | Resend | Finished | Leave
+FromWriter = Welcome | Refused | Go | Tick | Lost | Left | Closing
+
+_encoder = msgspec.msgpack.Encoder()
+_from_reader: msgspec.msgpack.Decoder[FromReader] = msgspec.msgpack.Decoder(FromReader)
+_from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
+_T = TypeVar("_T")
+
+
+def parse_from_reader(data: bytes) -> FromReader:
+    """Read a control message that a reader sent.
+
+    Raises:
+        WireError: This is none.
+    """
+    message = _parse(_from_reader, data)
+    if isinstance(message, Hello) and (not 0 <= message.rank <= MAX_RANK or len(message.host) > _MAX_TEXT):
+        raise WireError(f"a greeting from rank {message.rank}")
+    if isinstance(message, Acknowledge) and message.consumed < 0:
+        raise WireError(f"{message.consumed} messages acknowledged")
+    if isinstance(message, Resend) and not (
+        len(message.ranges) <= MAX_RANGES and all(0 <= first <= last for first, last in message.ranges)
+    ):
+        raise WireError("a request for no runs of messages")
+    return message
+
+
+def parse_from_writer(data: bytes) -> FromWriter:
+    """Read a control message that the writer sent.
+
+    Raises:
+        WireError: This is none.
+    """
+    message = _parse(_from_writer, data)
+    if isinstance(message, Lost) and not 0 <= message.first <= message.last:
+        raise WireError(f"{message.first} to {message.last} lost")
+    if isinstance(message, Closing) and message.end < 0:
+        raise WireError(f"an end at {message.end}")
+    return message
+
+
+def _parse(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+    if len(data) > MAX_CONTROL_BYTES:
+        raise WireError(f"a control message of {len(data)} bytes")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(f"no control message: {error}") from None

@@ -1,0 +1,424 @@
+"""Queues from process groups; here the ranks are threads and tasks of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from members import Member, meet
+
+from aioshm import AioshmError, HandleError, MessageQueue, MsgpackCodec, Options, SharedMemoryError
+from aioshm.queue import Handle
+from aioshm.queue.groups import create_from_process_group, create_from_process_group_single_reader
+from aioshm.queue.process_group import ObjectGroup
+from aioshm.queue.stateless_group import StatelessProcessGroup
+
+SIZES = (4096, 4)
+COLLECTIVES = 6  # that create_from_process_group consists of
+
+
+async def everywhere(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Await what each rank does; return results and errors, by rank."""
+    return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+
+
+async def close_all(ends: list[Any]) -> None:
+    for end in ends:
+        if isinstance(end, MessageQueue):
+            await end.aclose()
+
+
+async def check_messages(writer: MessageQueue, readers: list[MessageQueue], count: int = 20) -> None:
+    async def read(reader: MessageQueue) -> list[Any]:
+        return [await reader.dequeue(10) for _ in range(count)]
+
+    reading = [asyncio.ensure_future(read(reader)) for reader in readers]
+    for number in range(count):
+        await writer.enqueue(number, 10)
+    assert await asyncio.gather(*reading) == [list(range(count))] * len(readers)
+
+
+def sockets_and_threads() -> set[str]:
+    """Return what a probe has while it runs."""
+    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if ".probe" in line}
+    return sockets | {thread.name for thread in threading.enumerate() if "probe" in thread.name}
+
+
+# One writer
+
+
+@pytest.mark.parametrize(("world_size", "writer"), [(4, 2), (4, 0), (4, 3), (2, 1)])
+async def test_one_rank_writes_to_all_others(world_size: int, writer: int) -> None:
+    group = meet(world_size)
+    ends = await everywhere([create_from_process_group(pg, *SIZES, writer) for pg in group])
+    readers = [end for rank, end in enumerate(ends) if rank != writer]
+    handle = ends[writer].export_handle()
+    assert handle.n_reader == world_size - 1
+    assert handle.local_reader_ranks == tuple(rank for rank in range(world_size) if rank != writer)
+    assert [end.stats().rank for end in readers] == list(handle.local_reader_ranks)
+    assert all(end.stats().ready for end in ends)
+    await check_messages(ends[writer], readers)
+    assert sockets_and_threads() == set()
+    await close_all(ends)
+
+
+async def test_without_blocking_nobody_waits() -> None:
+    ends = await everywhere([create_from_process_group(pg, *SIZES, blocking=False) for pg in meet(3)])
+    assert not any(end.stats().ready for end in ends)
+    await asyncio.gather(*(end.wait_until_ready(10) for end in ends))
+    await check_messages(ends[0], ends[1:])
+    await close_all(ends)
+
+
+@pytest.mark.parametrize("form", ["handle", "text"])
+async def test_a_writer_outside_of_the_group(form: str) -> None:
+    async with MessageQueue(3, 3, None, *SIZES, codec="msgpack") as writer:
+        handle = writer.export_handle()
+        # Only what rank 1 passes counts, as it is the one that would write.
+        passed = [None, handle if form == "handle" else handle.to_json(), "nonsense"]
+        calls = [
+            create_from_process_group(pg, *SIZES, 1, external)  # type: ignore[arg-type]
+            for pg, external in zip(meet(3), passed, strict=True)
+        ]
+        ends = await everywhere([*calls, writer.wait_until_ready(20)])
+        assert [end.stats().rank for end in ends[:3]] == [0, 1, 2]
+        await check_messages(writer, ends[:3])
+        await close_all(ends)
+
+
+async def test_the_only_rank_can_only_read() -> None:
+    (alone,) = meet(1)
+    with pytest.raises(ValueError, match="world_size 1 has nobody to read"):
+        await create_from_process_group(alone, *SIZES)
+    async with MessageQueue(1, 1, None, *SIZES) as writer:
+        ends = await everywhere(
+            [create_from_process_group(alone, *SIZES, 0, writer.export_handle()), writer.wait_until_ready(20)]
+        )
+        await check_messages(writer, ends[:1])
+        await close_all(ends)
+
+
+class Step(msgspec.Struct):
+    number: int
+
+
+async def test_options_and_codec_are_the_queues() -> None:
+    options = Options(backing="named", lifeline="abstract", wait="park")
+    codec = MsgpackCodec(type=Step)
+    calls = [create_from_process_group(pg, *SIZES, options=options, codec=codec, connect_ip="::1") for pg in meet(2)]
+    ends = await everywhere(calls)
+    handle = ends[0].export_handle()
+    assert handle.options == options
+    assert handle.segment is not None
+    assert handle.connect_ip == "::1"
+    await ends[0].enqueue(Step(3))
+    assert await ends[1].dequeue(10) == Step(3)
+    await close_all(ends)
+
+
+async def test_a_reader_takes_the_writers_codec() -> None:
+    one, two = meet(2)
+    ends = await everywhere(
+        [create_from_process_group(one, *SIZES, codec="msgpack"), create_from_process_group(two, *SIZES)]
+    )
+    await check_messages(ends[0], ends[1:])
+    await close_all(ends)
+
+
+# One reader
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_every_rank_writes_to_one(blocking: bool) -> None:
+    group = meet(4)
+
+    async def reader() -> list[list[Any]]:
+        own, handles = await create_from_process_group_single_reader(group[2], *SIZES, 2, blocking)
+        assert [type(handle) for handle in handles] == [Handle] * 4
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(own)
+            queues = [await stack.enter_async_context(MessageQueue.create_from_handle(handle, 0)) for handle in handles]
+            await asyncio.gather(own.wait_until_ready(20), *(queue.wait_until_ready(20) for queue in queues))
+            await own.enqueue((2, 0))
+            await own.enqueue((2, 1))
+            return [[await queue.dequeue(20), await queue.dequeue(20)] for queue in queues]
+
+    async def writer(pg: Member) -> list[Handle]:
+        queue, handles = await create_from_process_group_single_reader(pg, *SIZES, 2, blocking)
+        async with queue:
+            assert queue.stats().ready == blocking
+            await queue.wait_until_ready(20)
+            await queue.enqueue((pg.rank, 0))
+            await queue.enqueue((pg.rank, 1))
+        return handles
+
+    results = await everywhere([writer(group[0]), writer(group[1]), reader(), writer(group[3])])
+    assert results == [[], [], [[(rank, 0), (rank, 1)] for rank in range(4)], []]
+
+
+async def test_the_only_rank_may_read_what_it_writes() -> None:
+    queue, handles = await create_from_process_group_single_reader(meet(1)[0], *SIZES, 0, True)
+    reader = MessageQueue.create_from_handle(handles[0], 0)
+    await asyncio.gather(queue.wait_until_ready(20), reader.wait_until_ready(20))
+    await check_messages(queue, [reader])
+    await close_all([queue, reader])
+
+
+# The loop
+
+
+async def test_the_loop_goes_on_while_a_rank_is_late() -> None:
+    one, two = meet(2)
+    come = threading.Event()
+    two.before = lambda number: come.wait(20) and None
+    calls = asyncio.gather(*(create_from_process_group(pg, *SIZES) for pg in (one, two)))
+    turns, longest, last = 0, 0.0, time.monotonic()
+    while time.monotonic() - last < 0.3 and turns < 100:
+        before = time.monotonic()
+        await asyncio.sleep(0.002)
+        longest = max(longest, time.monotonic() - before)
+        last, turns = before, turns + 1
+    assert turns == 100, f"the loop stood still for {longest} s"
+    assert not calls.done()
+    come.set()
+    await close_all(await calls)
+
+
+async def test_calls_with_one_group_take_turns() -> None:
+    group = meet(3)
+    entered: list[int] = []
+    for pg in group:
+        pg.before = lambda number, pg=pg: time.sleep(0.001 * pg.rank)  # type: ignore[misc]
+
+    async def rank(pg: Member) -> list[Any]:
+        first = asyncio.ensure_future(create_from_process_group(pg, *SIZES, 0))
+        second = asyncio.ensure_future(create_from_process_group_single_reader(pg, *SIZES, 1))
+        third = asyncio.ensure_future(create_from_process_group(pg, *SIZES, 2))
+        entered.append(pg.rank)
+        return [await first, (await second)[0], await third]
+
+    ends = await everywhere([rank(pg) for pg in group])
+    await check_messages(ends[0][0], [ends[1][0], ends[2][0]])
+    await check_messages(ends[2][2], [ends[0][2], ends[1][2]])
+    await close_all([end for of_rank in ends for end in of_rank])
+
+
+# Cancellation
+
+
+@pytest.mark.parametrize("number", range(COLLECTIVES))
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_cancelling_one_rank_at_any_step_fails_at_all(rank: int, number: int) -> None:
+    group = meet(3)
+    loop = asyncio.get_running_loop()
+    tasks = [asyncio.ensure_future(create_from_process_group(pg, *SIZES)) for pg in group]
+    cancelled = threading.Event()
+
+    def cancel() -> None:
+        tasks[rank].cancel()
+        loop.call_soon(cancelled.set)
+
+    def before(call: int) -> None:
+        if call == number:
+            loop.call_soon_threadsafe(cancel)
+            cancelled.wait(20)
+
+    group[rank].before = before
+    await asyncio.wait(tasks, timeout=20)
+    assert tasks[rank].cancelled()
+    for other in (task for task in tasks if task is not tasks[rank]):
+        # Another reader may have been let down only after its own reader was attached.
+        assert isinstance(other.exception(), AioshmError), other
+    assert all(pg.calls == group[0].calls for pg in group)
+    assert sockets_and_threads() == set()
+
+
+@pytest.mark.parametrize("number", range(COLLECTIVES - 1))
+async def test_cancelling_every_rank_at_any_step_leaves_nothing(number: int) -> None:
+    group = meet(3)
+    loop = asyncio.get_running_loop()
+    tasks = [asyncio.ensure_future(create_from_process_group_single_reader(pg, *SIZES)) for pg in group]
+    reached = asyncio.Event()
+    go_on = threading.Event()
+
+    def before(call: int) -> None:
+        if call == number:
+            loop.call_soon_threadsafe(reached.set)
+            go_on.wait(20)
+
+    group[2].before = before
+    await asyncio.wait_for(reached.wait(), 20)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=20)
+    assert all(task.cancelled() for task in tasks)
+    go_on.set()
+    # The next call waits until the cancelled ones are over, and is not disturbed by them.
+    ends = await everywhere([create_from_process_group(pg, *SIZES) for pg in group])
+    await check_messages(ends[0], ends[1:])
+    await close_all(ends)
+
+
+async def test_cancelling_the_wait_for_the_others_closes_the_queue() -> None:
+    one, two = meet(2)
+    call = asyncio.ensure_future(create_from_process_group(one, *SIZES))
+    reader = await create_from_process_group(two, *SIZES, blocking=False)
+    await asyncio.sleep(0.02)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    with pytest.raises(AioshmError):
+        await reader.wait_until_ready(10)
+    await reader.aclose()
+
+
+def test_a_stuck_collective_holds_up_nobody_who_leaves() -> None:
+    script = f"""
+        import asyncio, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from members import meet
+        from aioshm.queue.groups import create_from_process_group
+
+        async def main():
+            alone, _ = meet(2, timeout=1000)
+            try:
+                await asyncio.wait_for(create_from_process_group(alone, 100, 2), 0.1)
+            except TimeoutError:
+                print("left")
+
+        asyncio.run(main())
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((0, 4), ValueError),
+        ((4096, "4"), TypeError),
+        ((1 << 60, 4), SharedMemoryError),
+    ],
+    ids=["value", "type", "memory"],
+)
+async def test_an_error_of_the_writer_reaches_all(arguments: tuple[Any, Any], error: type[Exception]) -> None:
+    group = meet(3)
+    wrong = [create_from_process_group(group[rank], *(arguments if rank == 1 else SIZES), 1) for rank in range(3)]
+    errors = await everywhere(wrong)
+    assert type(errors[1]) is error
+    for other in (errors[0], errors[2]):
+        assert type(other) is HandleError
+        assert str(other) == f"rank 1 could not make the queue: {error.__name__}: {errors[1]}"
+    # And the group can be used again.
+    await close_all(await everywhere([create_from_process_group(pg, *SIZES, 1) for pg in group]))
+
+
+@pytest.mark.parametrize("maker", [create_from_process_group, create_from_process_group_single_reader])
+async def test_an_error_of_any_rank_reaches_all(maker: Any) -> None:
+    errors = await everywhere([maker(pg, *SIZES, options="mine" if pg.rank == 2 else None) for pg in meet(3)])
+    assert type(errors[2]) is TypeError
+    for other in errors[:2]:
+        assert type(other) is HandleError
+        assert "rank 2 could not take part: TypeError: options must be an Options or None, not 'mine'" in str(other)
+
+
+async def test_a_reader_that_cannot_attach_fails_at_all() -> None:
+    codec = MsgpackCodec(type=Step)
+    errors = await everywhere(
+        [create_from_process_group(pg, *SIZES, codec=codec if pg.rank == 2 else "pickle") for pg in meet(3)]
+    )
+    assert type(errors[2]) is ValueError
+    for other in errors[:2]:
+        assert type(other) is HandleError
+        assert "rank 2 could not take part: ValueError: codec must be 'pickle'" in str(other)
+
+
+async def test_an_error_of_the_probe_reaches_all(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    options = Options(lifeline="directory", runtime_dir=str(file))
+    errors = await everywhere([create_from_process_group(pg, *SIZES, options=options) for pg in meet(3)])
+    assert type(errors[0]) is SharedMemoryError
+    assert [type(error) for error in errors[1:]] == [HandleError, HandleError]
+    assert all("rank 0 could not make the queue: SharedMemoryError" in str(error) for error in errors[1:])
+
+
+async def test_a_broken_group_leaves_nothing() -> None:
+    group = meet(2, timeout=0.2)
+
+    def fail(number: int) -> None:
+        if number == 4:
+            raise ConnectionResetError("the network is down")
+
+    group[1].before = fail
+    errors = await everywhere([create_from_process_group(pg, *SIZES) for pg in group])
+    assert [type(error) for error in errors] == [threading.BrokenBarrierError, ConnectionResetError]
+    assert sockets_and_threads() == set()
+
+
+@pytest.mark.parametrize(
+    ("maker", "name"),
+    [(create_from_process_group, "writer_rank"), (create_from_process_group_single_reader, "reader_rank")],
+)
+async def test_ranks_are_checked(maker: Any, name: str) -> None:
+    for rank, error in [(2, ValueError), (-1, ValueError), ("0", TypeError), (True, TypeError)]:
+        errors = await everywhere([maker(pg, *SIZES, rank if pg.rank == 1 else 0) for pg in meet(2)])
+        assert type(errors[0]) is HandleError
+        assert type(errors[1]) is error
+        assert name in str(errors[1])
+        assert str(rank) in str(errors[1])
+    errors = await everywhere([maker(pg, *SIZES, pg.rank) for pg in meet(2)])
+    assert [str(error) for error in errors] == [
+        f"{name} must be the same at every rank: it is 0 at rank 0, 1 at rank 1"
+    ] * 2
+
+
+@pytest.mark.parametrize("external", [3, "nonsense", b""], ids=repr)
+async def test_an_external_handle_is_checked(external: Any) -> None:
+    errors = await everywhere([create_from_process_group(pg, *SIZES, 0, external) for pg in meet(2)])
+    assert type(errors[0]) is (TypeError if external == 3 else HandleError)
+    assert type(errors[1]) is HandleError
+    assert "rank 0" in str(errors[1])
+
+
+async def test_an_external_queue_without_room_for_all() -> None:
+    async with MessageQueue(1, 1, None, *SIZES) as writer:
+        errors = await everywhere([create_from_process_group(pg, *SIZES, 0, writer.export_handle()) for pg in meet(2)])
+    assert type(errors[0]) is HandleError
+    assert "rank 1 could not take part" in str(errors[0])
+    assert type(errors[1]) is ValueError
+
+
+@pytest.mark.parametrize("pg", [None, 3, object(), -100], ids=repr)
+async def test_what_is_no_process_group(pg: Any) -> None:
+    for maker in (create_from_process_group, create_from_process_group_single_reader):
+        with pytest.raises((TypeError, ValueError), match="pg "):
+            await maker(pg, *SIZES)
+
+
+async def test_a_group_of_ones_own_is_checked() -> None:
+    member = meet(2)[0]
+    member.rank = 2
+    with pytest.raises(ValueError, match=r"pg.rank must be below pg.world_size \(2\), not 2"):
+        await create_from_process_group(member, *SIZES)
+
+
+def test_who_has_the_interface() -> None:
+    assert isinstance(meet(1)[0], ObjectGroup)
+    assert isinstance(StatelessProcessGroup(None, "nowhere", 0, 1, 1.0), ObjectGroup)  # type: ignore[arg-type]
+    assert not isinstance(object(), ObjectGroup)

@@ -1,0 +1,410 @@
+"""The process group that is an object and nothing else; its ranks are threads here, except where one has to die."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import eventually
+
+from aioshm import AioshmError, RoleError
+from aioshm.queue import stateless_group
+from aioshm.queue.process_group import GroupBroken
+from aioshm.queue.stateless_group import StatelessProcessGroup
+
+CHILD = Path(__file__).with_name("group_child.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def each(groups: list[Any], call: Callable[[Any], Any]) -> list[Any]:
+    """Make a call at every rank at once; return the results, or errors, by rank."""
+
+    def attempt(group: Any) -> Any:
+        try:
+            return call(group)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(attempt, groups))
+
+
+def join(world_size: int, timeout: float = 20.0) -> list[StatelessProcessGroup]:
+    port = free_port()
+
+    def create(rank: int) -> StatelessProcessGroup:
+        return StatelessProcessGroup.create("127.0.0.1", port, rank, world_size, timeout=timeout)
+
+    groups = each(list(range(world_size)), create)
+    assert [type(group) for group in groups] == [StatelessProcessGroup] * world_size, groups
+    return groups
+
+
+@contextlib.contextmanager
+def joined(world_size: int, timeout: float = 20.0) -> Iterator[list[StatelessProcessGroup]]:
+    groups = join(world_size, timeout)
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.close()
+
+
+def keys_of(group: StatelessProcessGroup) -> int:
+    assert group._store is not None
+    return int(group._store.num_keys())
+
+
+# What it does
+
+
+def test_objects_reach_everybody_and_nothing_stays() -> None:
+    with joined(3) as groups:
+        assert [(group.rank, group.world_size) for group in groups] == [(0, 3), (1, 3), (2, 3)]
+        before = keys_of(groups[0])
+
+        def talk(group: StatelessProcessGroup) -> list[Any]:
+            heard: list[Any] = []
+            for number in range(60):
+                src = number % 3
+                heard.append(group.broadcast_obj({"number": number} if group.rank == src else "not this", src))
+                heard.append(group.all_gather_obj((group.rank, number)))
+                group.barrier()
+            return heard
+
+        heard = each(groups, talk)
+        expected = [
+            part for number in range(60) for part in ({"number": number}, [(rank, number) for rank in range(3)])
+        ]
+        assert heard == [expected] * 3
+        assert keys_of(groups[0]) == before
+
+
+def test_the_ranks_need_not_keep_step() -> None:
+    with joined(3) as groups:
+
+        def talk(group: StatelessProcessGroup) -> list[int]:
+            rng = random.Random(group.rank)
+            heard = []
+            for number in range(100):
+                if rng.random() < 0.1:
+                    time.sleep(rng.random() * 0.003)
+                heard.append(group.broadcast_obj(number, rng_of_all[number]))
+            return heard
+
+        rng_of_all = [random.Random(7).randrange(3) for _ in range(100)]
+        assert each(groups, talk) == [list(range(100))] * 3
+
+
+def test_large_objects_and_ones_own() -> None:
+    with joined(2) as groups:
+        large = random.Random(0).randbytes(20 << 20)
+        assert each(groups, lambda group: group.broadcast_obj(large, 1) == large) == [True, True]
+        own = [object_with_identity(), object_with_identity()]
+        gathered = each(groups, lambda group: group.all_gather_obj(own[group.rank]))
+        assert gathered[0][0] is own[0]
+        assert gathered[1][1] is own[1]
+        assert groups[0].broadcast_obj is not None
+
+
+class object_with_identity:  # noqa: N801
+    pass
+
+
+def test_a_group_of_one() -> None:
+    with joined(1) as (alone,):
+        assert alone.broadcast_obj("mine", 0) == "mine"
+        assert alone.all_gather_obj("mine") == ["mine"]
+        alone.barrier()
+
+
+def test_groups_side_by_side() -> None:
+    with joined(2) as groups, joined(3) as others:
+        assert each([*groups, *others], lambda group: len(group.all_gather_obj(None))) == [2, 2, 3, 3, 3]
+        groups[0].close()
+        assert each(others, lambda group: group.broadcast_obj(group.rank, 2)) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("call", ["broadcast_obj", "all_gather_obj", "barrier"])
+def test_rank_0_may_close_after_any_call(call: str) -> None:
+    for _ in range(10):
+        groups = join(3)
+
+        def last_call(group: StatelessProcessGroup) -> Any:
+            if group.rank:
+                time.sleep(0.01)
+            with group:
+                return getattr(group, call)(*{"broadcast_obj": ("x", 0), "all_gather_obj": ("x",)}.get(call, ()))
+
+        expected = {"broadcast_obj": "x", "all_gather_obj": ["x"] * 3}.get(call)
+        assert each(groups, last_call) == [expected] * 3
+
+
+def test_rank_0_listens_at_its_address_alone() -> None:
+    with joined(1) as (alone,):
+        port = int(re.search(r":(\d+),", repr(alone))[1])  # type: ignore[index]
+        with socket.create_connection(("127.0.0.1", port)):
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port))
+
+
+def test_it_can_be_reached_by_ipv6() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+            port = probe.getsockname()[1]
+    except OSError as error:
+        pytest.skip(f"there is no IPv6 here: {error}")
+    groups = each([0, 1], lambda rank: StatelessProcessGroup.create("::1", port, rank, 2, timeout=20))
+    assert each(groups, lambda group: group.all_gather_obj(group.rank)) == [[0, 1], [0, 1]]
+    assert f"[::1]:{port}" in repr(groups[0])
+    for group in groups:
+        group.close()
+
+
+def test_nothing_is_left_open() -> None:
+    with joined(3) as groups:
+        each(groups, lambda group: group.barrier())
+    before = len(os.listdir("/proc/self/fd"))
+    with joined(3) as groups:
+        each(groups, lambda group: group.barrier())
+    del groups
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, "the end of every socket")
+
+
+# Who is missing
+
+
+def test_a_barrier_names_who_is_missing() -> None:
+    with joined(4, timeout=0.3) as groups:
+        errors = each(groups[::2], lambda group: group.barrier())
+        for error in errors:
+            assert type(error) is TimeoutError
+            assert str(error) == "barrier: ranks 1, 3 did not come within 0.3 s"
+
+
+def test_a_broadcast_names_its_source() -> None:
+    with joined(3, timeout=0.3) as groups:
+        errors = each(groups[:2], lambda group: group.broadcast_obj(None, 2))
+        assert [str(error) for error in errors] == ["broadcast_obj: rank 2 sent nothing within 0.3 s"] * 2
+
+
+def test_a_gathering_names_who_is_missing() -> None:
+    with joined(3, timeout=0.3) as groups:
+        errors = each(groups[1:], lambda group: group.all_gather_obj("x"))
+        assert [str(error) for error in errors] == ["all_gather_obj: rank 0 did not come within 0.3 s"] * 2
+
+
+def test_rank_0_names_who_has_not_fetched() -> None:
+    with joined(3, timeout=0.3) as groups:
+        errors = each(groups[:2], lambda group: group.broadcast_obj("x", 0))
+        assert str(errors[0]) == "broadcast_obj: rank 2 did not fetch its result within 0.3 s"
+        assert errors[1] == "x"
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_call_that_timed_out_may_be_repeated(late: int) -> None:
+    with joined(3, timeout=0.2) as groups:
+        before = keys_of(groups[0])
+
+        def gather(group: StatelessProcessGroup) -> list[Any]:
+            if group.rank == late:
+                time.sleep(0.5)
+            while True:
+                try:
+                    return group.all_gather_obj(group.rank)
+                except TimeoutError:
+                    if group.rank == late:
+                        raise
+
+        assert each(groups, gather) == [[0, 1, 2]] * 3
+        assert each(groups, lambda group: group.broadcast_obj("then", 1)) == ["then"] * 3
+        assert keys_of(groups[0]) == before
+
+
+def test_creating_names_who_is_missing() -> None:
+    port = free_port()
+
+    def create(rank: int) -> StatelessProcessGroup:
+        return StatelessProcessGroup.create("127.0.0.1", port, rank, 4, timeout=0.5)
+
+    errors = each([0, 2], create)
+    assert [type(error) for error in errors] == [TimeoutError] * 2
+    assert str(errors[0]) == "create: ranks 1, 3 did not come within 0.5 s"
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=f"rank 0 did not come: nobody listens at 127.0.0.1:{port}"):
+        create(1)
+    assert time.monotonic() - started < 1
+    with pytest.raises(TimeoutError, match=r"nobody listens at no\.such\.host\.invalid:"):
+        StatelessProcessGroup.create("no.such.host.invalid", port, 1, 2, timeout=0.2)
+
+
+# What goes wrong
+
+
+def test_a_closed_store_is_told_at_once() -> None:
+    with joined(2, timeout=60) as groups:
+        results = []
+        waiting = threading.Thread(target=lambda: results.append(each(groups[1:], lambda group: group.barrier())))
+        waiting.start()
+        time.sleep(0.1)
+        started = time.monotonic()
+        groups[0].close()
+        waiting.join(20)
+        assert time.monotonic() - started < 5
+        ((error,),) = results
+        assert type(error) is GroupBroken
+        assert isinstance(error, AioshmError)
+        assert isinstance(error, ConnectionError)
+        assert re.match(r"the store of rank 0 at 127.0.0.1:\d+ is gone: ", str(error))
+        with pytest.raises(GroupBroken, match="is gone"):  # and it stays so
+            groups[1].barrier()
+        with pytest.raises(GroupBroken, match="was closed"):
+            groups[0].barrier()
+
+
+def test_a_store_that_is_frozen_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stateless_group, "GRACE_S", 0.3)
+    port = free_port()
+    with subprocess.Popen(
+        [sys.executable, str(CHILD), "store", str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            frozen, killed = each(
+                [1, 2], lambda rank: StatelessProcessGroup.create("127.0.0.1", port, rank, 3, timeout=20)
+            )
+            for group in (frozen, killed):
+                group._timeout = 0.3
+            child.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
+            for _ in range(2):
+                with pytest.raises(GroupBroken, match=f"the store of rank 0 at 127.0.0.1:{port} does not answer"):
+                    frozen.barrier()
+            assert time.monotonic() - started < 5
+            child.kill()
+            with pytest.raises(GroupBroken, match=f"the store of rank 0 at 127.0.0.1:{port} is gone"):
+                killed.barrier()
+        finally:
+            child.kill()
+    frozen.close()
+    killed.close()
+
+
+def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stateless_group, "GRACE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(GroupBroken, match=f"what listens at 127.0.0.1:{port} does not answer as rank 0 would"):
+            StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=0.2)
+        with pytest.raises(OSError, match=f"rank 0 cannot listen at 127.0.0.1, port {port}") as caught:
+            StatelessProcessGroup.create("127.0.0.1", port, 0, 2)
+        assert caught.value.errno == errno.EADDRINUSE
+        # The stuck thread ends with its connection.
+    eventually(lambda: not any(thread.name == "aioshm-apart" for thread in threading.enumerate()))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_rank_0_needs_an_address_of_its_own(host: str) -> None:
+    with pytest.raises(OSError):
+        StatelessProcessGroup.create(host, free_port(), 0, 2)
+
+
+def test_one_thread_at_a_time() -> None:
+    with joined(2) as groups:
+        waiting = threading.Thread(target=groups[1].barrier)
+        waiting.start()
+        eventually(lambda: groups[1]._lock.locked())
+        with pytest.raises(RoleError, match="in use by another thread"):
+            groups[1].barrier()
+        groups[0].barrier()
+        waiting.join(20)
+
+
+def test_an_interrupted_call_leaves_the_group_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with joined(2) as groups:
+        with monkeypatch.context() as patch:
+            patch.setattr(stateless_group, "run_apart", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                groups[0].barrier()
+        with pytest.raises(GroupBroken, match="an earlier call was broken off"):
+            groups[0].barrier()
+
+
+def test_what_cannot_be_pickled_is_refused_at_its_rank() -> None:
+    with joined(2) as groups:
+        for call in (lambda group: group.broadcast_obj(lambda: 0, 0), lambda group: group.all_gather_obj(lambda: 0)):
+            with pytest.raises((pickle.PicklingError, AttributeError)):
+                call(groups[0])
+        assert each(groups, lambda group: group.broadcast_obj("x", 0)) == ["x", "x"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"host": 3}, TypeError, "host must be a string, not 3"),
+        ({"host": ""}, ValueError, "host must name rank 0's machine, not ''"),
+        ({"port": 0}, ValueError, "port must be at least 1, not 0"),
+        ({"port": 65536}, ValueError, "port must be at most 65535, not 65536"),
+        ({"port": "80"}, TypeError, "port must be an int, not '80'"),
+        ({"rank": 2}, ValueError, "rank must be below the group's world size (2), not 2"),
+        ({"rank": -1}, ValueError, "rank must be at least 0, not -1"),
+        ({"world_size": 0}, ValueError, "world_size must be at least 1, not 0"),
+        ({"world_size": 2.0}, TypeError, "world_size must be an int, not 2.0"),
+        ({"timeout": 0}, ValueError, "timeout must be a finite number of seconds above 0, not 0"),
+        ({"timeout": None}, TypeError, "timeout must be a number of seconds, not None"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    arguments = {"host": "127.0.0.1", "port": 1, "rank": 1, "world_size": 2, "timeout": 1.0} | change
+    with pytest.raises(error, match=re.escape(text)):
+        StatelessProcessGroup.create(**arguments)
+
+
+def test_a_source_is_checked() -> None:
+    with joined(1) as (alone,):
+        for src, error in [(1, ValueError), (-1, ValueError), ("0", TypeError)]:
+            with pytest.raises(error, match="src must be"):
+                alone.broadcast_obj(None, src)  # type: ignore[arg-type]
+
+
+def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'aioshm[torch]'")):
+        StatelessProcessGroup.create("127.0.0.1", 1, 0, 1)
+
+
+def test_it_is_imported_without_torch() -> None:
+    script = "import sys, aioshm.queue.groups, aioshm.queue.stateless_group; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=20, check=False).returncode == 0
+
+
+def test_no_global_state() -> None:
+    import torch.distributed as dist
+
+    with joined(2):
+        assert not dist.is_initialized()
