@@ -49,6 +49,8 @@ def main(
     *,
     repeat: int,
     seconds: float,
+    rivals: Sequence[Rival] = RIVALS,
+    payloads: Sequence[Payload] | None = None,
 ) -> int:
     """Run a benchmark from the command line.
 
@@ -58,6 +60,8 @@ def main(
         run: Measures, and notes what it finds.
         repeat: Repetitions, unless the command line says otherwise.
         seconds: Of one measurement, unless the command line says otherwise.
+        rivals: The contestants to choose from.
+        payloads: The kinds of messages; None: the usual ones.
 
     Returns:
         The exit code: 1 if a promise was missed and ``--check`` given, 2 if the benchmark could not be finished.
@@ -71,7 +75,7 @@ def main(
         "--seconds", type=positive_float, default=None, help=f"length of one measurement (default: {seconds:g})"
     )
     parser.add_argument("--loop", choices=_LOOPS, default=_LOOPS[0], help="event loop of every process")
-    names = [rival.name for rival in RIVALS]
+    names = [rival.name for rival in rivals]
     parser.add_argument("--rivals", nargs="+", choices=names, default=names, help="contestants (default: all)")
     args = parser.parse_args()
     settings = Settings(
@@ -79,8 +83,8 @@ def main(
         seconds=args.seconds or (QUICK_SECONDS if args.quick else seconds),
         quick=args.quick,
         loop_factory=_loop_factory(args.loop),
-        rivals=[rival for rival in RIVALS if rival.name in args.rivals],
-        payloads=QUICK_PAYLOADS if args.quick else PAYLOADS,
+        rivals=[rival for rival in rivals if rival.name in args.rivals],
+        payloads=payloads or (QUICK_PAYLOADS if args.quick else PAYLOADS),
     )
     report = Report(
         name,

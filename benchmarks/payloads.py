@@ -17,6 +17,7 @@ _ARRAY_BYTES = 64 * KIB
 
 _SMALL_DICT = {"a": 1, "b": "hello", "c": 3.5, "l": list(range(16))}
 _PADDING = bytes(56)
+_BYTES_KINDS = 7
 
 
 class WrongMessageError(Exception):
@@ -82,6 +83,23 @@ class Block(Payload):
             raise WrongMessageError(f"expected number {number} and {self.nbytes} bytes, got {found} and {len(block)}")
 
 
+class Bytes(Payload):
+    """Plain bytes that carry the last digits of their number; made beforehand, so that making costs nothing."""
+
+    def message(self, number: int) -> bytes:
+        return _bytes(self.nbytes, number % _BYTES_KINDS)
+
+    def check(self, message: Any, number: int) -> None:
+        wanted = number % _BYTES_KINDS
+        if len(message) != self.nbytes or message[0] != wanted or message[-1] != wanted:
+            raise WrongMessageError(f"expected message {wanted} of {self.nbytes} bytes, got {len(message)}")
+
+
+@cache
+def _bytes(nbytes: int, kind: int) -> bytes:
+    return bytes([kind]) * nbytes
+
+
 @cache
 def _block(nbytes: int) -> Any:
     block: Any = bytearray(nbytes) if nbytes < _ARRAY_BYTES else np.zeros(nbytes, np.uint8)
@@ -94,6 +112,8 @@ SHORT_BYTES = ShortBytes("64 B", 64, 512, 64 * KIB)
 BLOCK_4K = Block("4 KiB", 4 * KIB, 512, 64 * KIB)
 BLOCK_1M = Block("1 MiB", MIB, 16, 2 * MIB)
 BLOCK_16M = Block("16 MiB", 16 * MIB, 10, 24 * MIB)
+BYTES_4K = Bytes("4 KiB", 4 * KIB, 512, 64 * KIB)
+BYTES_4M = Bytes("4 MiB", 4 * MIB, 10, 8 * MIB)
 
 PAYLOADS = [SMALL_DICT, BLOCK_4K, BLOCK_1M, BLOCK_16M]
 QUICK_PAYLOADS = [SMALL_DICT, BLOCK_1M]

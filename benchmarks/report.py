@@ -76,6 +76,7 @@ class Report:
     settings: dict[str, Any]
     results: list[Result] = field(default_factory=list)
     promises: list[Promise] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     def find(self, case: str, contestant: str, n_reader: int = 1) -> Result | None:
         """Return what this contestant did in this case, if it was run."""
@@ -111,6 +112,7 @@ class Report:
                     }
                     for promise in self.promises
                 ],
+                "remarks": self.remarks,
             },
             indent=2,
         )
@@ -128,6 +130,8 @@ class Report:
         print_table("median of the repetitions (least to largest)", head, rows)
         for promise in self.promises:
             print(promise)
+        for remark in self.remarks:
+            print(remark)
 
 
 def _case_order(results: Sequence[Result]) -> Callable[[Result], int]:

@@ -47,6 +47,24 @@ def test_json_tells_everything():
         assert 0 < reader["phases"][1]["p50_us"] <= reader["phases"][1]["p99_us"]
 
 
+def test_remote_readers_check_every_message_too(start_demo):
+    demo = start_demo("--readers", "1", "--remote", "2", "--repeat", "2", "--json", without=("torch",))
+    output, errors, code = demo.end()
+    assert (errors, code) == ("", 0)
+    report = json.loads(output)
+    assert [(reader["rank"], reader["remote"]) for reader in report["readers"]] == [(0, False), (1, True), (2, True)]
+    assert {reader["messages"] for reader in report["readers"]} == {report["messages"]}
+
+
+def test_there_may_be_remote_readers_only(start_demo):
+    demo = start_demo("--readers", "0", "--remote", "1", "--repeat", "2", without=("torch", "numpy"))
+    output, errors, code = demo.end()
+    assert (errors, code) == ("", 0)
+    assert "1 writer, 1 over TCP, encrypted," in output
+    assert "reader 0, TCP" in output
+    assert "messages verified by every reader" in output.splitlines()[-1]
+
+
 def test_plain_output(start_demo, tmp_path):
     text = tmp_path / os.fsdecode(b"not [UTF-8] \xff")
     text.write_bytes(b"\n\xff\n\nthe last, without an end")
@@ -135,6 +153,9 @@ def test_killing_the_first_process_ends_all(start_demo):
     [
         (["--readers", "0"], "--readers must be at least 1, not 0"),
         (["--readers", "-1"], "--readers must be at least 1, not -1"),
+        (["--remote", "-1"], "--remote must be at least 0, not -1"),
+        (["--remote", "65"], "--remote must be at most 64, not 65"),
+        (["--readers", "0", "--remote", "0"], "--readers must be at least 1, not 0"),
         (["--readers", "9999"], "--readers must be at most 64, not 9999"),
         (["--readers", "two"], "'--readers'"),
         (["--repeat", "0"], "--repeat must be at least 1, not 0"),

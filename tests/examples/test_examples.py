@@ -17,6 +17,7 @@ EXPECTED = {
         *(f"step {number} for ann and bob" for number in range(6)),
         "the sum of all logits is 750000",
     ],
+    "two_hosts.py": ["local: 5 steps", "remote: 5 steps", "serving on 127.0.0.1; the remote reader needs handle.json"],
     "decode_steps.py": [
         "scheduler: reader 1 (pid",
         "worker 0: 50 steps, and the loop went on: True",

@@ -50,6 +50,9 @@ def _demo(
         ),
     ] = None,
     readers: Annotated[int, typer.Option("--readers", metavar="N", help="How many processes read.")] = 2,
+    remote: Annotated[
+        int, typer.Option("--remote", metavar="N", help="How many more processes read over TCP, on the loopback.")
+    ] = 0,
     repeat: Annotated[
         int | None,
         typer.Option(
@@ -63,7 +66,8 @@ def _demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Send a text and tensors from one process to others, and check every message in each of them."""
-    _check_range("--readers", readers, 1, MAX_READERS)
+    _check_range("--remote", remote, 0, MAX_READERS)
+    _check_range("--readers", readers, 0 if remote else 1, MAX_READERS)
     if repeat is not None:
         _check_range("--repeat", repeat, 1)
     _check_environment()
@@ -73,6 +77,7 @@ def _demo(
         input=os.fsencode(path.absolute()),
         repeat=repeat or -(-LINES_WANTED // n_lines),
         readers=readers,
+        remote=remote,
         arrays=_arrays(),
     )
     _perform(job, n_lines, _loop_name(loop), remark, as_json)
@@ -87,7 +92,7 @@ def _perform(job: Job, n_lines: int, loop: str, remark: str | None, as_json: boo
         _introduce(console, job, n_lines, facts, remark)
     began = monotonic()
     with nullcontext(_nothing) if as_json else shown_progress(console, phases) as progressed:
-        writer, *readers = asyncio.run(until_interrupted(Crew(job.readers, progressed).run(job, loop)))
+        writer, *readers = asyncio.run(until_interrupted(Crew(job.readers + job.remote, progressed).run(job, loop)))
         progressed(total)
     for rank, result in enumerate(readers):
         if result.messages != total:  # a reader's own count; the file may have changed in between
@@ -96,19 +101,26 @@ def _perform(job: Job, n_lines: int, loop: str, remark: str | None, as_json: boo
         report = _report(job, n_lines, total, monotonic() - began, facts, writer, readers)
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
         return
-    show_results(console, writer, readers)
+    show_results(console, writer, readers, job.readers)
     console.print(f"[bold green]all {total:,} messages verified by every reader[/]")
 
 
 def _introduce(console: Console, job: Job, n_lines: int, facts: dict[str, Any], remark: str | None) -> None:
     console.print(
-        f"aioshm {facts['aioshm']}: 1 writer, {job.readers} reader{'s' if job.readers > 1 else ''} on {facts['loop']}, "
+        f"aioshm {facts['aioshm']}: 1 writer, {_readers(job)} on {facts['loop']}, "
         f"Python {facts['python']}, {'native' if facts['native_core'] else 'portable'} core, "
         f"{facts['usable_cpus']} usable CPU{'s' if facts['usable_cpus'] > 1 else ''}"
     )
     console.print(f"{n_lines:,} lines x {job.repeat:,} of {printable(job.input)}", markup=False, overflow="fold")
     if remark is not None:
         console.print(remark, markup=False)
+
+
+def _readers(job: Job) -> str:
+    local = f"{job.readers} reader{'' if job.readers == 1 else 's'}"
+    if not job.remote:
+        return local
+    return f"{local} and {job.remote} over TCP, encrypted," if job.readers else f"{job.remote} over TCP, encrypted,"
 
 
 def _report(
@@ -127,7 +139,10 @@ def _report(
         "machine": facts,
         "input": {"path": printable(job.input), "lines": n_lines, "repeat": job.repeat},
         "writer": _process_report(writer),
-        "readers": [{"rank": rank, **_process_report(result)} for rank, result in enumerate(readers)],
+        "readers": [
+            {"rank": rank, "remote": rank >= job.readers, **_process_report(result)}
+            for rank, result in enumerate(readers)
+        ],
     }
 
 

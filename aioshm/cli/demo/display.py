@@ -38,14 +38,14 @@ def shown_progress(console: Console, phases: Mapping[str, int]) -> Iterator[Prog
         yield _Bars(progress, phases)
 
 
-def show_results(console: Console, writer: Result, readers: Sequence[Result]) -> None:
-    """Print the table of what each process measured."""
+def show_results(console: Console, writer: Result, readers: Sequence[Result], n_local: int) -> None:
+    """Print the table of what each process measured; readers from ``n_local`` on are remote."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("")
     table.add_column("phase")
     for column in ("messages", "messages/s", "GB/s", "p50 µs", "p99 µs", "CPU"):
         table.add_column(column, justify="right")
-    names = [*(f"reader {rank}" for rank in range(len(readers))), "writer"]
+    names = [*(f"reader {rank}{', TCP' if rank >= n_local else ''}" for rank in range(len(readers))), "writer"]
     for name, result in zip(names, [*readers, writer], strict=True):
         for index, figures in enumerate(result.phases):
             table.add_row("" if index else name, *_row(figures), end_section=index == len(result.phases) - 1)

@@ -18,13 +18,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         input: The absolute path of the text file; bytes, because a path need not be text.
         repeat: How often its lines are sent.
-        readers: How many there are.
+        readers: How many read the ring.
+        remote: How many more read over TCP; they have the ranks behind.
         arrays: What the large messages are made of.
     """
 
     input: bytes
     repeat: int
     readers: int
+    remote: int = 0
     arrays: Arrays
 
 

@@ -26,6 +26,7 @@ from aioshm.queue.base import MessageQueue
 from aioshm.wait.background import in_thread
 
 READY_TIMEOUT_S = 60.0
+LOOPBACK = "127.0.0.1"  # where remote readers connect: they are all on this machine
 _PROGRESS_S = 0.1
 
 _Orders = asyncio.Queue[bytes]
@@ -117,7 +118,7 @@ def _prepare(job: Job) -> list[Phase]:
 
 async def _write(job: Job, script: list[Phase], report: Reporter) -> Result:
     try:
-        queue = MessageQueue(job.readers, job.readers)
+        queue = MessageQueue(job.readers + job.remote, job.readers, connect_ip=LOOPBACK)
     except (AioshmError, OSError, ValueError) as error:
         raise _CannotStart(str(error)) from None
     async with queue:

@@ -1,0 +1,356 @@
+"""Who may read and write over the network, and what becomes of everybody else."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import logging
+import os
+import pickle
+import random
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import zmq
+from attackers import RAW
+from remotes import ready_ends
+
+from aioshm import HandleError, MessageQueue, MsgpackCodec, Options, UnsafePayload
+from aioshm.codec.frames import HEADER
+from aioshm.queue import Handle, wire
+from aioshm.wait.address import own_address
+
+HERE = Path(__file__).parent
+
+
+def altered(handle: Handle, **changes: Any) -> Handle:
+    return msgspec.structs.replace(handle, remote=msgspec.structs.replace(handle.remote, **changes))
+
+
+def listening(pid: int) -> set[str]:
+    found = psutil.Process(pid).net_connections("inet")
+    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
+
+
+# What is secret
+
+
+async def test_no_secret_is_ever_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    shown = []
+    async with ready_ends(0, 1, remote_timeout=1.0) as (writer, (reader,)):
+        handle = writer.export_handle()
+        assert handle.remote is not None
+        remote = handle.remote
+        shown += [f"{handle!r} {remote!r} {writer!r} {reader!r} {handle} {remote} {writer.stats()} {reader.stats()}"]
+        for broken in (altered(handle, topic=b"short"), altered(handle, data="ipc:///tmp/x")):
+            with pytest.raises(HandleError) as caught:
+                MessageQueue.create_from_handle(broken, 0)
+            shown.append(f"{caught.value!r}")
+        async with MessageQueue.create_from_handle(handle, 0) as second:
+            with pytest.raises(HandleError, match="rank 0 is taken") as caught:
+                await second.wait_until_ready(10)
+            shown.append(f"{caught.value!r}")
+    shown.append(caplog.text)
+    secrets = [handle.token, remote.topic, remote.client_secret, remote.client_public, remote.server_key]
+    for secret in secrets:
+        assert secret is not None
+        for form in (repr(secret)[2:-1], secret.hex(), secret.decode(errors="replace")):
+            assert form not in " ".join(shown)
+
+
+async def test_the_handle_travels_whole() -> None:
+    async with MessageQueue(3, 1, connect_ip="127.0.0.1") as writer:
+        handle = writer.export_handle()
+        assert Handle.from_json(handle.to_json()) == handle
+        assert pickle.loads(pickle.dumps(handle)) == handle
+        assert handle.remote is not None
+        assert handle.remote.ranks == (1, 2)
+
+
+# Who gets in
+
+
+@pytest.mark.parametrize("server_key", [False, True])
+async def test_without_the_handles_key_there_is_no_way_in(server_key: bool) -> None:
+    """A wrong client key is refused by name; with a wrong server key, nothing even answers."""
+    public, secret = zmq.curve_keypair()
+    async with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
+        attaching = asyncio.create_task(writer.wait_until_ready())
+        handle = writer.export_handle()
+        wrong: dict[str, Any] = (
+            {"server_key": public} if server_key else {"client_public": public, "client_secret": secret}
+        )
+        async with MessageQueue.create_from_handle(altered(handle, **wrong), 0) as stranger:
+            if server_key:
+                with pytest.raises(TimeoutError, match=r"no connection to tcp://127\.0\.0\.1"):
+                    await stranger.wait_until_ready(1)
+            else:
+                with pytest.raises(HandleError, match="does not let the handle's key in"):
+                    await stranger.wait_until_ready(10)
+        assert writer.stats().readers == 0
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            await asyncio.gather(attaching, reader.wait_until_ready(10))
+            await writer.enqueue("for those who may")
+            assert await reader.dequeue(10) == "for those who may"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"token": bytes(32)}, "the handle is another queue's"),
+        ({"queue_id": bytes(16)}, "the handle is another queue's"),
+    ],
+)
+async def test_another_queues_handle_is_refused(change: dict[str, Any], reason: str) -> None:
+    async with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
+        attaching = asyncio.create_task(writer.wait_until_ready())
+        handle = msgspec.structs.replace(writer.export_handle(), **change)
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            with pytest.raises(HandleError, match=reason):
+                await reader.wait_until_ready(10)
+            with pytest.raises(HandleError, match=reason):
+                await reader.dequeue()
+        attaching.cancel()
+
+
+async def test_a_rank_that_nobody_has_is_refused_by_the_writer_too() -> None:
+    async with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
+        attaching = asyncio.create_task(writer.wait_until_ready())
+        handle = writer.export_handle()
+        with pytest.raises(ValueError, match="rank must be one of"):
+            MessageQueue.create_from_handle(handle, 7)
+        async with MessageQueue.create_from_handle(altered(handle, ranks=(7,)), 7) as reader:
+            with pytest.raises(HandleError, match="no remote reader has rank 7"):
+                await reader.wait_until_ready(10)
+        attaching.cancel()
+
+
+# Without encryption
+
+
+def test_without_encryption_pickle_is_refused_at_both_ends() -> None:
+    with pytest.raises(UnsafePayload, match="allow_insecure_pickle"):
+        MessageQueue(1, 0, connect_ip="127.0.0.1", options=Options(secure=False))
+    options = Options(secure=False, allow_insecure_pickle=True)
+    writer = MessageQueue(1, 0, connect_ip="127.0.0.1", options=options)
+    handle = writer.export_handle()
+    with pytest.raises(UnsafePayload):
+        MessageQueue.create_from_handle(handle, 0, options=Options(secure=False))
+    with pytest.raises(HandleError, match="not encrypted"):
+        MessageQueue.create_from_handle(handle, 0, options=Options())
+    asyncio.run(writer.aclose())
+
+
+@pytest.mark.parametrize("codec", ["msgpack", "raw", MsgpackCodec(type=int)])
+async def test_without_encryption_other_codecs_go(codec: Any) -> None:
+    message: Any = b"bytes" if codec == "raw" else 5
+    async with ready_ends(0, 1, codec=codec, secure=False) as (writer, (reader,)):
+        await writer.enqueue(message)
+        assert await reader.dequeue(10) == message
+
+
+async def test_without_encryption_a_stranger_gets_nothing_and_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ready_ends(0, 1, codec="msgpack", secure=False) as (writer, (reader,)):
+        remote = writer.export_handle().remote
+        assert remote is not None
+        context = zmq.Context()
+        try:
+            sub = context.socket(zmq.SUB)
+            dealer = context.socket(zmq.DEALER)
+            for sock in (sub, dealer):
+                sock.linger = 0
+            sub.subscribe(b"")
+            sub.subscribe(bytes(wire.ADDRESS_BYTES))
+            sub.connect(remote.data)
+            dealer.connect(remote.control)
+            forged = [
+                wire.Acknowledge(10**6).pack(),
+                wire.Resend([(0, 10**6)]).pack(),
+                wire.Leave().pack(),
+                wire.Hello(1, bytes(16), bytes(32), 0, 1, "elsewhere", True).pack(),
+                b"",
+                b"\x93\xa5Hello",
+                os.urandom(1000),
+            ]
+            for number in range(100):
+                for data in forged:
+                    dealer.send(data)
+                await writer.enqueue(number, timeout=10)
+                assert await reader.dequeue(10) == number
+            assert await asyncio.to_thread(sub.poll, 200) == 0
+            refusals = 0
+            while await asyncio.to_thread(dealer.poll, 200):
+                assert isinstance(wire.parse_from_writer(dealer.recv()), wire.Refused)
+                refusals += 1
+            assert refusals > 0
+        finally:
+            context.destroy(linger=0)
+        assert writer.stats().readers == 1
+    assert len(caplog.records) <= 2  # rate-limited
+
+
+# Where it listens
+
+
+@pytest.mark.parametrize(
+    ("connect_ip", "bound"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("::1", "::1"),
+        ("[::1]", "::1"),
+        (None, own_address()),
+        ("*", "0.0.0.0"),
+        ("0.0.0.0", "0.0.0.0"),
+    ],
+)
+async def test_no_wildcard_is_bound_unless_asked_for(connect_ip: str | None, bound: str) -> None:
+    before = listening(os.getpid())
+    async with MessageQueue(1, 0, connect_ip=connect_ip) as writer:
+        assert listening(os.getpid()) - before == {bound}
+        remote = writer.export_handle().remote
+        assert remote is not None
+        host = own_address() if bound == "0.0.0.0" else bound
+        shown = f"[{host}]" if ":" in host else host
+        assert remote.data.startswith(f"tcp://{shown}:")
+        assert remote.control.startswith(f"tcp://{shown}:")
+    assert listening(os.getpid()) == before
+
+
+async def test_local_readers_alone_need_no_port() -> None:
+    before = listening(os.getpid())
+    async with MessageQueue(1, 1) as writer:
+        assert listening(os.getpid()) == before
+        assert writer.export_handle().remote is None
+
+
+# What strangers can do to the ports
+
+
+def connections() -> int:
+    return len(psutil.Process().net_connections("inet"))
+
+
+@pytest.mark.parametrize(("secure", "seconds"), [(True, 10.0), (False, 3.0)])
+async def test_strangers_at_every_port_do_no_harm(
+    secure: bool, seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    codec = "pickle" if secure else "msgpack"
+    async with ready_ends(1, 1, codec=codec, secure=secure) as (writer, readers):
+        remote = writer.export_handle().remote
+        assert remote is not None
+        ports = [endpoint.removeprefix("tcp://") for endpoint in (remote.data, remote.control)]
+        before = connections()
+        attack = await asyncio.create_subprocess_exec(
+            sys.executable, HERE / "attackers.py", str(seconds), *ports, stdout=asyncio.subprocess.PIPE
+        )
+        attacking = asyncio.create_task(attack.communicate())
+        number = 0
+        generator = random.Random(6)
+        while not attacking.done():
+            message = [number, generator.randbytes(generator.choice([10, 1000, 100_000]))]
+            await writer.enqueue(message, timeout=10)
+            for reader in readers:
+                assert await reader.dequeue(10) == message
+            number += 1
+            await asyncio.sleep(0.001)
+        output, _ = await attacking
+        made = ast.literal_eval(output.decode())
+        assert made["received"] == 0
+        assert made["refused"] == 0
+        assert all(made[way.__name__] > 10 * seconds for way in RAW), made
+        assert made["zeromq"] > 10 * seconds
+        assert number > 100 * seconds
+        assert writer.stats().readers == 2
+        assert readers[1].stats().reconnects == 0
+        for _ in range(300):
+            if connections() <= before:
+                break
+            await asyncio.sleep(0.1)
+        assert connections() <= before, "the strangers' connections are still open"
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) <= 3
+
+
+async def test_an_impostor_in_the_writers_place_feeds_a_reader_nothing() -> None:
+    """Whoever takes the ports over without the server's key is not even talked to."""
+    async with AsyncExitStack() as stack:
+        writer = await stack.enter_async_context(MessageQueue(1, 0, connect_ip="127.0.0.1"))
+        handle = writer.export_handle()
+        context = zmq.Context()
+        stack.callback(context.destroy, 0)
+        endpoints, sockets = [], []
+        for kind in (zmq.XPUB, zmq.ROUTER):
+            sock = context.socket(kind)
+            sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
+            sock.curve_server = True
+            sockets.append(sock)
+            endpoints.append(f"tcp://127.0.0.1:{sock.bind_to_random_port('tcp://127.0.0.1')}")
+        wrong = altered(handle, data=endpoints[0], control=endpoints[1])
+        reader = await stack.enter_async_context(MessageQueue.create_from_handle(wrong, 0))
+        with pytest.raises(TimeoutError, match="no connection"):
+            await reader.wait_until_ready(1)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        lambda secret: [wire.address(secret)],
+        lambda secret: [wire.address(secret) + os.urandom(32)],
+        lambda secret: [wire.address(secret) + os.urandom(31), b"body"],
+        lambda secret: [wire.address(secret) + HEADER.pack(1, 1, 1, 0, 5, 0, 10**12), b"short"],
+        lambda secret: [wire.address(secret) + HEADER.pack(1, 1, 0, 2**32 - 1, 0, 0, 0)],
+        lambda secret: [wire.address(secret) + HEADER.pack(1, 1, 0, 0, 10**15, 0, 0)],
+        lambda secret: [wire.address(secret), b"a", b"b", b"c"],
+        lambda secret: [wire.address(secret) + HEADER.pack(wire.MARK, 0, 0, 0, 0, 0, 0), b"x" * 1000],
+    ],
+)
+async def test_bad_data_frames_are_dropped_before_anything_is_decoded(
+    frames: Callable[[bytes], list[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As from a writer gone mad: the reader drops them, says so once, and goes on."""
+    async with ready_ends(0, 1, codec="msgpack", secure=False) as (writer, (reader,)):
+        handle = writer.export_handle()
+        assert handle.remote is not None
+        xpub = writer._remote._sockets._xpub  # type: ignore[attr-defined]
+        for number in range(20):
+            xpub.send_multipart(frames(handle.remote.topic))
+            await writer.enqueue(number)
+            assert await reader.dequeue(10) == number
+    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "dropped what no writer sends" in warnings[0]
+
+
+def test_sockets_are_not_inherited_by_programs_that_are_started() -> None:
+    writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+    try:
+        inodes = {
+            os.readlink(f"/proc/self/fd/{each.fd}")
+            for each in psutil.Process().net_connections("inet")
+            if each.status == psutil.CONN_LISTEN
+        }
+        assert inodes
+        child = psutil.Popen([sys.executable, "-c", "input()"], stdin=-1, close_fds=False)
+        held = {os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()}
+        child.communicate(b"\n")
+        assert not inodes & held
+    finally:
+        asyncio.run(writer.aclose())
+
+
+def test_the_loopback_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    assert own_address() == "127.0.0.1"
