@@ -1,7 +1,7 @@
-"""Strangers at a queue's ports: ``python attackers.py SECONDS HOST:PORT...`` annoys each port in every way it knows.
+"""Strangers at a queue's ports: ``python -m benchmarks.attackers SECONDS HOST:PORT...`` annoys each in every way.
 
-Each way opens and leaves so many connections a second, without waiting for an answer for long. Says at the end how many
-it made of each kind.
+Each way opens and leaves so many connections a second, without waiting for an answer for long. Says at the end how
+many it made of each kind. For the machine that it runs on, at the lowest priority: it plays others.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ RAW = (scan, garbage, http, half_greeting, null_handshake, oversized, curve_garb
 
 
 def annoy(way: Callable[[socket.socket], None], port: tuple[str, int], ends: float, made: dict[str, int]) -> None:
+    """Do it again and again, until a time."""
     while time.monotonic() < ends:
         try:
             sock = socket.create_connection(port, timeout=1)
@@ -110,6 +111,9 @@ def with_zeromq(port: tuple[str, int], ends: float, made: dict[str, int]) -> Non
 
 
 def main() -> None:
+    """Annoy until the time is over."""
+    os.nice(19)
+    print("annoying", *sys.argv[2:], flush=True)
     seconds, *ports = sys.argv[1:]
     ends = time.monotonic() + float(seconds)
     made = dict.fromkeys([*(way.__name__ for way in RAW), "zeromq", "received", "refused"], 0)
