@@ -19,7 +19,7 @@ from aioshm.queue import wire
 from aioshm.queue.delivery import SendWindow
 from aioshm.queue.handle import RemoteAddress
 from aioshm.queue.outgoing import Outbox, Outgoing
-from aioshm.queue.sockets import WriterSockets
+from aioshm.queue.writer_sockets import WriterSockets
 from aioshm.ring.layout import VERSION
 from aioshm.zeromq import LogLimiter
 

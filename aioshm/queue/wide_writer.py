@@ -71,7 +71,7 @@ class WideWriter(Writer):
             super()._dismantle()
             raise
         self._someone_here = n_local_reader > 0
-        self.send = _not_at_once
+        self.send = self._send
 
     # The readers, wherever they are
 
@@ -161,18 +161,32 @@ class WideWriter(Writer):
     def _claim_checked(self) -> Slot | None:
         return super()._claim_checked() if self._remote.room(1, self._chunk_bytes) else None
 
+    def _send(self, obj: Any) -> Any:
+        """Encode and publish an object if nothing forbids it; return what `WriterCore.send` does."""
+        if not self._core.passes():
+            return False
+        message = self._encode(obj)
+        return None if self._put(message) else message
+
     def _put_all(self, messages: list[Encoded]) -> None:
         for message in messages:
-            self._put(message)
+            sent = self._publish(message)
+            assert sent  # there is room
 
     def _put(self, message: Encoded) -> bool:
+        if not self._remote.room(1, self._size(message)):
+            return False
+        return self._publish(message)
+
+    def _publish(self, message: Encoded) -> bool:
+        """Publish a message that the window has room for, or return False if no slot is free."""
         if isinstance(message, bytes):
             parts: Sequence[bytes | memoryview] = (message,)
             buffers: Sequence[memoryview] = ()
         else:
             parts, buffers = message
         size = self._message_bytes(parts, buffers)
-        if not self._remote.room(1, size) or not self._ring.free():
+        if not self._ring.free():
             return False
         # First what may fail: then either all readers get it, or none.
         outgoing = self._remote.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size)
@@ -232,7 +246,3 @@ def check_safety(codec: Codec, encrypted: bool, options: Options) -> None:
             "options.secure is False, so whoever reaches the port could run code by what they send: "
             "use codec='msgpack' or 'raw', or options.allow_insecure_pickle=True where nobody else does"
         )
-
-
-def _not_at_once(_obj: Any) -> bool:
-    return False

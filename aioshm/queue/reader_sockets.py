@@ -1,0 +1,218 @@
+"""A remote reader's sockets; see ``sockets.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import zmq
+
+from aioshm.config import Options
+from aioshm.queue import wire
+from aioshm.queue.sockets import BURST, CONTROL_HWM, Socket, watched_by_heartbeats, watched_by_tcp
+from aioshm.zeromq import CurveKeys, Monitor, Watch, attach, open_socket
+
+_NOTHING = memoryview(b"")
+
+
+class ReaderSockets:
+    """SUB and DEALER, connected to a writer's; made on the loop that they belong to.
+
+    Args:
+        loop: Calls back.
+        data: The endpoint of the writer's data socket.
+        control: The endpoint of its control socket.
+        keys: What lets this reader in.
+        topics: What to subscribe to.
+        options: For how long peers may be silent.
+        on_data: A data message came: its first frame, and its second.
+        on_message: A control message came.
+        on_change: A connection came up or went down.
+
+    Raises:
+        OSError: The endpoints are malformed.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        data: str,
+        control: str,
+        keys: CurveKeys | None,
+        topics: Sequence[bytes],
+        options: Options,
+        on_data: Callable[[memoryview, memoryview | None], None],
+        on_message: Callable[[bytes], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._on_data, self._on_message, self._on_change = on_data, on_message, on_change
+        self._coming: set[str] = set()
+        self._watches: list[Watch] = []
+        self._context: zmq.Context[Socket] = zmq.Context()
+        timeout_ms = int(options.remote_timeout * 1000)
+        # The writer's window bounds what is here.
+        self._sub = open_socket(self._context, zmq.SUB, data, bind=False, hwm=0, curve=keys)
+        self._dealer = open_socket(self._context, zmq.DEALER, control, bind=False, hwm=CONTROL_HWM, curve=keys)
+        self.data_connection = Connection(self._sub)
+        self.control_connection = Connection(self._dealer)
+        try:
+            for topic in topics:
+                self._sub.setsockopt(zmq.SUBSCRIBE, topic)
+            self._sub.setsockopt(zmq.MAXMSGSIZE, _largest_frame(options.max_message_bytes))
+            watched_by_tcp(self._sub, options.remote_timeout)
+            self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
+            self._dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_CONTROL_BYTES)
+            watched_by_heartbeats(self._dealer, timeout_ms)
+            for each in (self._sub, self._dealer):
+                each.setsockopt(zmq.CONNECT_TIMEOUT, max(1, timeout_ms // 2))
+            attach(self._sub, data, bind=False)
+            attach(self._dealer, control, bind=False)
+        except BaseException:
+            self.close()
+            raise
+        self._watches = [
+            Watch(loop, self._sub, self.look),
+            Watch(loop, self._dealer, self._look_at_control),
+            Watch(loop, self.data_connection.pair, self._look_at_connections),
+            Watch(loop, self.control_connection.pair, self._look_at_connections),
+        ]
+
+    def send(self, message: wire.Control) -> bool:
+        """Send a control message; return False if too many wait already."""
+        # What made the descriptor readable may be noticed, and forgotten, by a call that sends.
+        self._soon("control", self._look_at_control)
+        try:
+            self._dealer.send(message.pack(), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether this was closed."""
+        return self._context.closed
+
+    def look(self) -> None:
+        """Read some of the data that has come, without waiting for the loop to find it."""
+        if not self._context.closed and self._read_data():
+            self._soon("data", self.look)
+
+    def look_at_all(self) -> None:
+        """Read whatever has come, and what has become of the connections."""
+        while not self._context.closed and (self._read_data() | self._read_messages()):
+            pass
+        self._look_at_connections()
+
+    def close(self) -> None:
+        """Close everything; what was not sent yet is forgotten. Idempotent."""
+        if self._context.closed:
+            return
+        for watch in self._watches:
+            watch.pause()
+        self.data_connection.close()
+        self.control_connection.close()
+        self._sub.close(linger=0)
+        self._dealer.close(linger=0)
+        self._context.term()
+
+    def _look_at_control(self) -> None:
+        if not self._context.closed and self._read_messages():
+            self._soon("control", self._look_at_control)
+
+    def _look_at_connections(self) -> None:
+        # What had arrived when a connection ended is there when its end is told: so it is read first.
+        self.look()
+        self._look_at_control()
+        if not self._context.closed and (self.data_connection.changed() | self.control_connection.changed()):
+            self._on_change()
+
+    def _soon(self, what: str, look: Callable[[], None]) -> None:
+        """Look again in the loop's next turn."""
+        if what in self._coming or self._loop.is_closed():
+            return
+
+        def come() -> None:
+            self._coming.discard(what)
+            look()
+
+        self._coming.add(what)
+        self._loop.call_soon(come)
+
+    def _read_data(self) -> bool:
+        sub = self._sub
+        for _ in range(BURST):
+            if self._context.closed:
+                return False
+            try:
+                head = sub.recv(zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError:
+                return False
+            if not head.more:
+                self._on_data(head.buffer, None)
+                continue
+            body = sub.recv(zmq.NOBLOCK, copy=False)
+            if not body.more:
+                self._on_data(head.buffer, body.buffer)
+                continue
+            while sub.getsockopt(zmq.RCVMORE):
+                sub.recv(zmq.NOBLOCK, copy=False)
+            self._on_data(_NOTHING, None)  # no writer sends that
+        return True
+
+    def _read_messages(self) -> bool:
+        for _ in range(BURST):
+            if self._context.closed:
+                return False
+            try:
+                frames = self._dealer.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return False
+            if len(frames) == 1:
+                self._on_message(frames[0])
+        return True
+
+
+class Connection:
+    """Whether a connecting socket has its connection, and since when not.
+
+    Attributes:
+        up: Whether it has it.
+        down_since: Since when not, by the monotonic clock; None while it has it, and before it ever had.
+        refused: Whether the latest handshake failed because this end is not let in.
+        connections: How many connections there were.
+    """
+
+    def __init__(self, sock: Socket) -> None:
+        self._monitor = Monitor(sock)
+        self.up = False
+        self.down_since: float | None = None
+        self.refused = False
+        self.connections = 0
+
+    @property
+    def pair(self) -> Socket:
+        """The socket to watch."""
+        return self._monitor.pair
+
+    def changed(self) -> bool:
+        """Read what has become known; return whether anything has."""
+        before = self.up, self.connections, self.refused
+        for event, _endpoint in self._monitor.events():
+            self.refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (self.refused and not self.up)
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.up, self.down_since, self.refused = True, None, False
+                self.connections += 1
+            elif self.up:
+                self.up, self.down_since = False, monotonic()
+        return before != (self.up, self.connections, self.refused)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._monitor.close()
+
+
+def _largest_frame(max_message_bytes: int) -> int:
+    return min(max_message_bytes + wire.HEAD_BYTES, 2**63 - 1)
