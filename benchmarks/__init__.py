@@ -9,5 +9,7 @@ Each of these prints a table, or JSON with ``--json``, and fails with ``--check`
     python -m benchmarks.fairness       what a busy queue does to another task on its loop
     python -m benchmarks.writer_cost    what a message costs the writer of 1 to 64 readers
     python -m benchmarks.memory         what a million messages leave in memory
+    python -m benchmarks.remote         messages/s to a reader over TCP, and what encryption costs
+    python -m benchmarks.strangers      messages/s while strangers annoy every open port
     python -m benchmarks.compare        all of that which other libraries can do too, against them (make bench-rivals)
 """

@@ -12,8 +12,11 @@ from aioshm.config import Options
 from aioshm.errors import QueueClosed, RoleError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from aioshm.codec import Codec
     from aioshm.queue.handle import Handle
+    from aioshm.queue.process_group import ObjectGroup
     from aioshm.queue.stats import QueueStats
 
 MAX_CHUNK_BYTES = 24 * 1024 * 1024
@@ -106,6 +109,66 @@ class MessageQueue:
         from aioshm.queue.local_reader import LocalReader
 
         return LocalReader(handle, rank, codec=codec, options=options)
+
+    @staticmethod
+    async def create_from_process_group(
+        pg: ProcessGroup | ObjectGroup,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | str | bytes | None = None,
+        blocking: bool = True,
+        *,
+        options: Options | None = None,
+        codec: str | Codec = "pickle",
+        connect_ip: str | None = None,
+    ) -> MessageQueue:
+        """Make a queue from one rank of a process group to all the others; every rank awaits this.
+
+        See `aioshm.queue.groups.create_from_process_group`, which this is.
+        """
+        from aioshm.queue.groups import create_from_process_group
+
+        return await create_from_process_group(
+            pg,
+            max_chunk_bytes,
+            max_chunks,
+            writer_rank,
+            external_writer_handle,
+            blocking,
+            options=options,
+            codec=codec,
+            connect_ip=connect_ip,
+        )
+
+    @staticmethod
+    async def create_from_process_group_single_reader(
+        pg: ProcessGroup | ObjectGroup,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        reader_rank: int = 0,
+        blocking: bool = False,
+        *,
+        options: Options | None = None,
+        codec: str | Codec = "pickle",
+        connect_ip: str | None = None,
+    ) -> tuple[MessageQueue, list[Handle]]:
+        """Make a queue from every rank of a process group to one of them; every rank awaits this.
+
+        See `aioshm.queue.groups.create_from_process_group_single_reader`, which this is.
+        """
+        from aioshm.queue.groups import create_from_process_group_single_reader
+
+        return await create_from_process_group_single_reader(
+            pg,
+            max_chunk_bytes,
+            max_chunks,
+            reader_rank,
+            blocking,
+            options=options,
+            codec=codec,
+            connect_ip=connect_ip,
+        )
 
     def export_handle(self) -> Handle:
         """Return what readers need in order to attach: picklable, and JSON by its ``to_json``."""

@@ -29,14 +29,14 @@ class QueueReceiver(Receiver):
     """A reader's end of a queue."""
 
     def __init__(self, queue: MessageQueue) -> None:
-        self._queue = queue
+        self.queue = queue
         self.receive = queue.dequeue
 
     def parks(self) -> int:
-        return self._queue.stats().parks
+        return self.queue.stats().parks
 
     async def aclose(self) -> None:
-        await self._queue.aclose()
+        await self.queue.aclose()
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 The bare one promises nothing: it forgets what a reader misses while its connection is down, holds nobody back, and lets
 anybody in. It has no high-water mark here, so that every message of the measurement arrives; with one, it would drop
-them silently. It sends and receives with ``copy=False`` where that is quicker.
+them silently. It takes part twice: as it comes, with one copy at either end, and with ``copy=False``, where what is
+received is a view of ZeroMQ's memory, as aioshm's leases are.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -17,13 +19,12 @@ import zmq
 import zmq.asyncio
 
 from aioshm import MessageQueue, Options
-from benchmarks.payloads import KIB, Payload
+from benchmarks.payloads import Payload
 from benchmarks.rivals.aioshm_queue import READY_TIMEOUT_S, QueueReaderEnd, QueueSender
 from benchmarks.rivals.base import Line, ReaderEnd, Receiver, Rival, Sender, WriterEnd
 from benchmarks.waiting import readable
 
 ADDRESS = "127.0.0.1"
-NO_COPY_BYTES = 64 * KIB
 BEACON_S = 0.01
 
 _READY, _GO = b"ready?", b"go"
@@ -62,6 +63,28 @@ class RemoteWriterEnd(WriterEnd):
             connection.close()
 
 
+class LeasingReceiver(Receiver):
+    """A reader's end that leases each message instead of dequeuing it."""
+
+    def __init__(self, queue: MessageQueue) -> None:
+        self._queue = queue
+
+    async def receive(self) -> Any:
+        async with self._queue.lease() as message:
+            return message  # of a remote reader's, it stays valid
+
+    async def aclose(self) -> None:
+        await self._queue.aclose()
+
+
+@dataclass(frozen=True)
+class LeasingReaderEnd(QueueReaderEnd):
+    """Attaches to the queue, to lease its messages."""
+
+    async def open(self) -> Receiver:  # type: ignore[override]
+        return LeasingReceiver((await super().open()).queue)
+
+
 class XpubSender(Sender):
     """Publishes bytes."""
 
@@ -97,7 +120,7 @@ class XpubEnd(WriterEnd):
     """Binds, and publishes beacons until every reader has seen one."""
 
     readers: list[Connection]
-    payload: Payload
+    copy: bool
 
     async def open(self) -> XpubSender:
         socket = zmq.asyncio.Context.instance().socket(zmq.XPUB)
@@ -114,7 +137,7 @@ class XpubEnd(WriterEnd):
             socket.close(linger=0)
             raise
         self.leave()
-        return XpubSender(socket, self.payload.nbytes < NO_COPY_BYTES)
+        return XpubSender(socket, self.copy)
 
     def leave(self) -> None:
         for connection in self.readers:
@@ -126,7 +149,7 @@ class SubEnd(ReaderEnd):
     """Connects, and says so on the first beacon."""
 
     writer: Connection
-    payload: Payload
+    copy: bool
 
     async def open(self) -> SubReceiver:
         await readable(self.writer.fileno())
@@ -143,33 +166,33 @@ class SubEnd(ReaderEnd):
             socket.close(linger=0)
             raise
         self.leave()
-        return SubReceiver(socket, self.payload.nbytes < NO_COPY_BYTES)
+        return SubReceiver(socket, self.copy)
 
     def leave(self) -> None:
         self.writer.close()
 
 
-def _queue_line(payload: Payload, n_reader: int, secure: bool) -> Line:
-    pipes = [Pipe(duplex=False) for _ in range(n_reader)]
-    readers = [QueueReaderEnd(receiver, rank) for rank, (receiver, _) in enumerate(pipes)]
-    return Line(RemoteWriterEnd([sender for _, sender in pipes], payload, secure), readers)
+def _queue_line(end: type[QueueReaderEnd], secure: bool) -> Callable[[Payload, int], Line]:
+    def line(payload: Payload, n_reader: int) -> Line:
+        pipes = [Pipe(duplex=False) for _ in range(n_reader)]
+        readers = [end(receiver, rank) for rank, (receiver, _) in enumerate(pipes)]
+        return Line(RemoteWriterEnd([sender for _, sender in pipes], payload, secure), readers)
+
+    return line
 
 
-def _plain_line(payload: Payload, n_reader: int) -> Line:
-    return _queue_line(payload, n_reader, secure=False)
+def _bare_line(copy: bool) -> Callable[[Payload, int], Line]:
+    def line(payload: Payload, n_reader: int) -> Line:
+        pipes = [Pipe() for _ in range(n_reader)]
+        return Line(XpubEnd([ours for ours, _ in pipes], copy), [SubEnd(theirs, copy) for _, theirs in pipes])
+
+    return line
 
 
-def _curve_line(payload: Payload, n_reader: int) -> Line:
-    return _queue_line(payload, n_reader, secure=True)
+PLAIN = Rival("aioshm, secure=False", _queue_line(QueueReaderEnd, secure=False), blocks=False)
+CURVE = Rival("aioshm, CURVE", _queue_line(QueueReaderEnd, secure=True), blocks=False)
+LEASED = Rival("aioshm leased, secure=False", _queue_line(LeasingReaderEnd, secure=False), blocks=False)
+BARE = Rival("bare zmq.asyncio", _bare_line(copy=True), blocks=False)
+BARE_UNCOPIED = Rival("bare zmq.asyncio, copy=False", _bare_line(copy=False), blocks=False)
 
-
-def _bare_line(payload: Payload, n_reader: int) -> Line:
-    pipes = [Pipe() for _ in range(n_reader)]
-    return Line(XpubEnd([ours for ours, _ in pipes], payload), [SubEnd(theirs, payload) for _, theirs in pipes])
-
-
-PLAIN = Rival("aioshm, secure=False", _plain_line, blocks=False)
-CURVE = Rival("aioshm, CURVE", _curve_line, blocks=False)
-BARE = Rival("bare zmq.asyncio", _bare_line, blocks=False)
-
-OVER_TCP = [PLAIN, CURVE, BARE]
+OVER_TCP = [PLAIN, CURVE, LEASED, BARE, BARE_UNCOPIED]

@@ -57,6 +57,24 @@ def measured(report: Any) -> set[tuple[str, str, int]]:
 
 
 @both_loops
+def test_remote(loop_name: str) -> None:
+    report = run_json("remote", "--loop", loop_name)
+    contestants = {"aioshm, secure=False", "aioshm, CURVE", "aioshm leased, secure=False"}
+    contestants |= {"bare zmq.asyncio", "bare zmq.asyncio, copy=False"}
+    assert measured(report) == {(size, name, 1) for size in ("4 KiB", "4 MiB") for name in contestants}
+    assert len(report["promises"]) == 4
+    assert [remark.split()[0] for remark in report["remarks"]] == ["CURVE", "CURVE"]
+
+
+@both_loops
+def test_strangers(loop_name: str) -> None:
+    report = run_json("strangers", "--loop", loop_name)
+    assert measured(report) == {("4 KiB", "quiet", 1), ("4 KiB", "with strangers", 1)}
+    assert len(report["promises"]) == 1
+    assert "'received': 0" in report["remarks"][0]
+
+
+@both_loops
 def test_throughput(loop_name: str) -> None:
     report = run_json("throughput", "--loop", loop_name)
     assert report["machine"]["loop"] == loop_name
