@@ -9,6 +9,7 @@ from aioshm.errors import (
     EngineDead,
     EngineStartupError,
     EventsLost,
+    GroupBroken,
     HandleError,
     HandshakeError,
     MessagesLost,
@@ -22,7 +23,15 @@ from aioshm.errors import (
     SharedMemoryError,
     UnsafePayload,
 )
-from aioshm.queue import Handle, MessageQueue, QueueStats
+from aioshm.queue import (
+    Handle,
+    Merged,
+    MessageQueue,
+    QueueStats,
+    StatelessProcessGroup,
+    in_the_same_node_as,
+    merge,
+)
 from aioshm.ring import ShmRingBuffer, memory_fence
 from aioshm.ring.atomics import native_core
 
@@ -36,9 +45,11 @@ __all__ = [
     "EngineDead",
     "EngineStartupError",
     "EventsLost",
+    "GroupBroken",
     "Handle",
     "HandleError",
     "HandshakeError",
+    "Merged",
     "MessageQueue",
     "MessageTooLarge",
     "MessagesLost",
@@ -53,8 +64,11 @@ __all__ = [
     "RoleError",
     "SharedMemoryError",
     "ShmRingBuffer",
+    "StatelessProcessGroup",
     "UnsafePayload",
+    "in_the_same_node_as",
     "memory_fence",
+    "merge",
     "native_core",
     "register_codec",
 ]

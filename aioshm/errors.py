@@ -94,6 +94,10 @@ class HandleError(AioshmError, ValueError):
     """Not a handle, or one of another version, host, user or queue, or one whose queue is gone."""
 
 
+class GroupBroken(AioshmError, ConnectionError):
+    """The other members of a process group, or the store that connects them, cannot be reached any more."""
+
+
 class CorruptSlot(AioshmError):
     """A slot holds something else than the next message; it was skipped.
 

@@ -19,6 +19,7 @@ from aioshm.errors import (
     EngineDead,
     EngineStartupError,
     EventsLost,
+    GroupBroken,
     HandleError,
     HandshakeError,
     MessagesLost,
@@ -57,6 +58,7 @@ PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     HandshakeError: (EngineStartupError,),
     EngineDead: (AioshmError,),
     EventsLost: (AioshmError,),
+    GroupBroken: (AioshmError, ConnectionError),
 }
 
 EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [

@@ -51,6 +51,7 @@ class SendWindow(Generic[K]):
         self.seq = 0
         self.nbytes = 0
         self.readers: dict[int, int] = {}
+        self._again: dict[int, set[int]] = {}  # what each reader was sent again over its present connection
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -94,9 +95,14 @@ class SendWindow(Generic[K]):
         """Count on a reader, from the next message on."""
         self.readers[rank] = self.seq
 
+    def connected(self, rank: int) -> None:
+        """Note that a reader has a new connection, over which nothing was sent again so far."""
+        self._again[rank] = set()
+
     def leave(self, rank: int) -> list[K]:
         """Count on a reader no more; return what need not be kept any more."""
         self.readers.pop(rank, None)
+        self._again.pop(rank, None)
         return self._let_go()
 
     def acknowledged(self, rank: int, consumed: int) -> list[K]:
@@ -112,8 +118,11 @@ class SendWindow(Generic[K]):
         self.readers[rank] = consumed
         return self._let_go()
 
-    def resend(self, first: int, last: int) -> tuple[Iterator[tuple[int, K]], tuple[int, int] | None]:
+    def resend(self, rank: int, first: int, last: int) -> tuple[Iterator[tuple[int, K]], tuple[int, int] | None]:
         """Return what is to be sent again of a run of messages, and what run of it is lost for good.
+
+        A connection loses nothing while it lasts. So what was sent again over this one is left out: however often a
+        reader asks, no more than two windows are on their way, which is what the sockets have room for.
 
         Raises:
             WireError: Some of it was never sent.
@@ -122,7 +131,10 @@ class SendWindow(Generic[K]):
             raise WireError(f"messages {first} to {last} of {self.seq} are asked for")
         oldest = self.first
         lost = (first, min(last, oldest - 1)) if first < oldest else None
-        return ((seq, self._kept[seq - oldest]) for seq in range(max(first, oldest), last + 1)), lost
+        again = self._again.setdefault(rank, set())
+        if len(again) > self._max_messages:
+            again.difference_update([seq for seq in again if seq < oldest])
+        return self._once(again, max(first, oldest), last), lost
 
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""
@@ -132,6 +144,12 @@ class SendWindow(Generic[K]):
         """Return the readers that the window waits for."""
         first = self.first
         return [rank for rank, consumed in self.readers.items() if consumed <= first < self.seq]
+
+    def _once(self, again: set[int], first: int, last: int) -> Iterator[tuple[int, K]]:
+        for seq in range(first, last + 1):
+            if seq not in again:
+                again.add(seq)
+                yield seq, self._kept[seq - self.first]
 
     def _let_go(self) -> list[K]:
         needed = min(self.readers.values(), default=self.seq)

@@ -69,6 +69,7 @@ class End(MessageQueue, ABC):
         self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
         self._blocks = False
         self._poller: Poller | None = None
+        self._watcher: Callable[[], None] | None = None  # what else waits for whatever wakes this end
         self._line = Line()
         self._in_line = 0
         self._holder: object = None  # whose block has a slot
@@ -243,6 +244,8 @@ class End(MessageQueue, ABC):
             self._dismantle_unless_used()
         else:
             self._reopen()
+        if self._watcher is not None:
+            self._watcher()
 
     # Waiting
 
@@ -254,20 +257,14 @@ class End(MessageQueue, ABC):
             others: The process of each other end that this one has to do with, 0 where that is not known.
         """
         assert self._loop is not None
-        options, cpus = self._options, usable_cpus(pids=[pid for pid in others if pid > 0])
-        # Ends of one process hand over to each other through its event loop, or its GIL: spinning would keep both.
-        apart = os.getpid() not in others
-        predictor = Predictor(
-            may_spin=apart and cpus > 1,
-            crowded=apart and 1 + len(others) > cpus,
-            max_spin_cpu=options.max_spin_cpu,
-        )
-        return Poller(self._loop, parked, predictor, options.wait, self._core.spin)
+        return Poller(self._loop, parked, predictor_among(others, self._options), self._options.wait, self._core.spin)
 
     def _wake(self) -> None:
         """Let a waiting call look at the ring."""
         if self._poller is not None:
             self._poller.wake()
+        if self._watcher is not None:
+            self._watcher()
 
     def _stall(self, report: Callable[[], None]) -> Stall:
         return Stall(self._options.stall_warning_s, report)
@@ -303,6 +300,23 @@ class End(MessageQueue, ABC):
 
 def _always() -> bool:
     return True
+
+
+def predictor_among(others: Sequence[int], options: Options) -> Predictor:
+    """Return what decides how an end waits for others.
+
+    Args:
+        others: The process of each, 0 where that is not known.
+        options: The end's.
+    """
+    cpus = usable_cpus(pids=[pid for pid in others if pid > 0])
+    # Ends of one process hand over to each other through its event loop, or its GIL: spinning would keep both.
+    apart = os.getpid() not in others
+    return Predictor(
+        may_spin=apart and cpus > 1,
+        crowded=apart and 1 + len(others) > cpus,
+        max_spin_cpu=options.max_spin_cpu,
+    )
 
 
 def deadline_after(timeout: float | None) -> float | None:

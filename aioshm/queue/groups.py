@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from aioshm.codec import Codec
 from aioshm.config import Options
@@ -44,7 +44,8 @@ async def create_from_process_group(
     out, read the ring; the others are remote readers.
 
     If it fails at one rank, it raises at all. Cancelling it takes effect here at once, and makes it fail at the others
-    when their collectives get to it; later calls with the same group wait until these are over.
+    when their collectives get to it; once all have their end, closes this one instead. Later calls with the same group
+    wait until the collectives are over.
 
     Args:
         pg: A ``torch.distributed.ProcessGroup`` with a backend for the CPU such as gloo, a `StatelessProcessGroup`, or
@@ -67,7 +68,7 @@ async def create_from_process_group(
         SharedMemoryError: There is not enough memory, or no socket can be bound.
         ValueError, TypeError: An argument is out of range, or ``writer_rank`` not the same everywhere; there would be
             no reader; ``pg`` is no process group, or none that this process belongs to.
-        TimeoutError, GroupBroken: A collective of the group failed.
+        TimeoutError, GroupBroken: A collective of the group failed, whose ranks may be out of step from then on.
         PeerDied, QueueClosed: With ``blocking``: another rank went away before everybody was attached.
     """
     call = _Call(pg, max_chunk_bytes, max_chunks, options, codec, connect_ip)
@@ -254,8 +255,8 @@ class _Turn:
     The collectives of two calls at a time would get mixed up, differently at each rank.
     """
 
-    _last: dict[int, threading.Event] = {}  # noqa: RUF012  # by the group's id: set at the end of the last call's turn
-    _lock = threading.Lock()
+    _last: ClassVar[dict[int, threading.Event]] = {}  # by the group's id: set when the last call is over
+    _lock: ClassVar = threading.Lock()
 
     def __init__(self, pg: object) -> None:
         self._pg = pg  # kept, so that no other group gets its id

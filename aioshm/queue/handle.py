@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from aioshm.config import Options
 from aioshm.errors import HandleError
 from aioshm.ring.layout import VERSION, Layout
-from aioshm.zeromq import CurveKeys
+
+if TYPE_CHECKING:
+    from aioshm.zeromq import CurveKeys
 
 
 def host_id() -> str:
@@ -46,6 +49,8 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def keys(self) -> CurveKeys | None:
         """A reader's keys, if the connections are encrypted."""
+        from aioshm.zeromq import CurveKeys  # here, because who has local readers only needs no ZeroMQ
+
         if self.server_key is None or self.client_public is None or self.client_secret is None:
             return None
         return CurveKeys(public=self.client_public, secret=self.client_secret, server=self.server_key)

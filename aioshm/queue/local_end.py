@@ -67,12 +67,7 @@ class LocalEnd(ReaderEnd, ABC):
         await self._become_ready(deadline_after(timeout))
 
     async def _become_ready(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
-        loop = self._bind()
-        if self._attaching is None:
-            # A task of its own, so that a caller that gives up and comes back finds it where it was.
-            self._going = loop.create_future()
-            self._attaching = loop.create_task(self._attach())
-            self._attaching.add_done_callback(self._attached)
+        self._start_attaching()
         assert self._going is not None
         try:
             await settle(self._going, deadline=deadline, cancel=cancel, stall=self._stall(self._report_not_ready))
@@ -83,6 +78,14 @@ class LocalEnd(ReaderEnd, ABC):
             assert self._writer_gone is not None
             raise self._writer_gone()
         self._reopen()
+
+    def _start_attaching(self) -> None:
+        loop = self._bind()
+        if self._attaching is None:
+            # A task of its own, so that a caller that gives up and comes back finds it where it was.
+            self._going = loop.create_future()
+            self._attaching = loop.create_task(self._attach())
+            self._attaching.add_done_callback(self._attached)
 
     async def _attach(self) -> None:
         sock, self._sock = self._sock, None
@@ -111,12 +114,19 @@ class LocalEnd(ReaderEnd, ABC):
 
     def _on_go(self) -> None:
         if self._poller is None:
-            others = self._ring.reader_pids()
-            others[self._ring.reader] = self._lifeline.writer_pid  # in its place: this end is no other
-            self._poller = self._new_poller(self._ring.parked, others)
+            self._poller = self._new_poller(self._ring.parked, self._other_ends())
         self._ready = True
         self._reopen()
+        self._wake()
         self._going_changed()
+
+    def _own_ring(self) -> RingReader:
+        return self._ring
+
+    def _other_ends(self) -> list[int]:
+        others = self._ring.reader_pids()
+        others[self._ring.reader] = self._lifeline.writer_pid  # in its place: this end is no other
+        return others
 
     def _on_writer_gone(self, said_goodbye: bool) -> None:
         if said_goodbye or self._ring.writer_closed():  # its goodbye may have found no room in a full socket

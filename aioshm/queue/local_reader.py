@@ -95,10 +95,8 @@ class LocalReader(LocalSlots):
         self._check_nowait()
         if self._in_line:
             raise QueueEmpty(f"{self!r}: other tasks wait in line")
-        if self._leases is not None:
-            self._leases.settle()
         gone = self._writer_gone  # before looking: what was published before the writer went is then seen
-        obj = self._take()
+        obj = self._poll()
         if obj is NOTHING:
             raise QueueEmpty(f"{self!r}: nothing to read yet") if gone is None else gone()
         if obj is not ELSEWHERE:
@@ -169,6 +167,11 @@ class LocalReader(LocalSlots):
 
     async def broadcast_object(self, obj: Any = None) -> Any:
         return await self.dequeue()
+
+    def _poll(self) -> Any:
+        if self._leases is not None:
+            self._leases.settle()
+        return self._take()
 
     def _take(self) -> Any:
         """Return the next message; or `NOTHING`, or `ELSEWHERE` if its annex has not arrived yet."""

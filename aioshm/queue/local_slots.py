@@ -179,6 +179,14 @@ class LocalSlots(LocalEnd, ABC):
 
     # Reporting
 
+    def _report_waiting(self) -> None:
+        if not self._ready:
+            self._report_not_ready()
+        elif self._ring.ready():
+            self._report_annex()
+        else:
+            self._report_writer()
+
     def _report_writer(self) -> None:
         # Nothing to read is no news; a writer that cannot write is.
         state = process_state(self._lifeline.writer_pid)

@@ -10,16 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from aioshm.config import check_int
-from aioshm.errors import AioshmError, HandleError
+from aioshm.errors import GroupBroken, HandleError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-
-
-class GroupBroken(AioshmError, ConnectionError):
-    """The other members of a process group, or the store that connects them, cannot be reached any more."""
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +11,7 @@ from aioshm.config import Options, check_int
 from aioshm.errors import AioshmError, HandleError
 from aioshm.queue.end import End
 from aioshm.queue.handle import Handle
+from aioshm.ring import RingReader
 
 
 class ReaderEnd(End, ABC):
@@ -35,6 +36,47 @@ class ReaderEnd(End, ABC):
 
     def _check_rank(self, handle: Handle, rank: int) -> None:
         """Refuse a rank that this class of reader cannot have."""
+
+    # What each kind of reader provides to whoever reads several at once, on this end's loop and in nobody's line
+
+    @abstractmethod
+    def _start_attaching(self) -> None:
+        """Belong to the running loop and begin to attach, unless that was done; nothing waits for it."""
+
+    @abstractmethod
+    def _may_go_on(self) -> bool:
+        """Return whether there is a message, or an end of them; asked of an end that is ready."""
+
+    @abstractmethod
+    def _poll(self) -> Any:
+        """Return the next message, `NOTHING`, or `ELSEWHERE` if not all of it has arrived.
+
+        Raises:
+            CorruptSlot, CodecError, MessagesLost: The message was damaged; the next call returns the one behind it.
+            SharedMemoryError: There is no room for it now; the next call tries again.
+        """
+
+    @abstractmethod
+    def _report_waiting(self) -> None:
+        """Report what this end has been waiting for, if that should not take so long."""
+
+    def _quick_receive(self) -> Callable[[], Any]:
+        """Return what is `receive`, if possible without a look at sockets; asked of an end that is ready."""
+        return self.receive
+
+    def _annex_lost(self) -> AioshmError:
+        """Return the error if the writer is gone and the next message is `ELSEWHERE`."""
+        raise AssertionError("nothing can be elsewhere")
+
+    def _own_ring(self) -> RingReader | None:
+        """Return the ring that this end reads, if it reads one; asked of an end that is ready."""
+        return None
+
+    def _other_ends(self) -> list[int]:
+        """Return the process of each other end that this one shares CPUs with, 0 where that is not known."""
+        return []
+
+    # Telling about itself
 
     @property
     def codec_name(self) -> str:

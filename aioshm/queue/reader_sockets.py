@@ -180,7 +180,7 @@ class Connection:
 
     Attributes:
         up: Whether it has it.
-        down_since: Since when not, by the monotonic clock; None while it has it, and before it ever had.
+        down_since: Since when not, by the monotonic clock; None while it has it.
         refused: Whether the latest handshake failed because this end is not let in.
         connections: How many connections there were.
     """
@@ -188,7 +188,7 @@ class Connection:
     def __init__(self, sock: Socket) -> None:
         self._monitor = Monitor(sock)
         self.up = False
-        self.down_since: float | None = None
+        self.down_since: float | None = monotonic()
         self.refused = False
         self.connections = 0
 

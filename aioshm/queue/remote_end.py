@@ -22,7 +22,7 @@ from aioshm.queue.delivery import ReceiveWindow
 from aioshm.queue.end import NotAttached, deadline_after
 from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.reader_end import ReaderEnd
-from aioshm.queue.sockets import ReaderSockets
+from aioshm.queue.reader_sockets import ReaderSockets
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.wide_writer import check_safety
 from aioshm.ring.atomics import ReaderCore
@@ -95,14 +95,12 @@ class RemoteEnd(ReaderEnd, ABC):
         await self._become_ready(deadline_after(timeout))
 
     async def _become_ready(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
-        loop = self._bind()
-        if self._sockets is None:
-            self._connect(loop)
+        self._start_attaching()
         stall = self._stall(self._report_not_ready)
         try:
             while not self._ready and self._writer_gone is None:
                 if self._going is None or self._going.done():
-                    self._going = loop.create_future()
+                    self._going = asyncio.get_running_loop().create_future()
                 await settle(self._going, deadline=deadline, cancel=cancel, stall=stall)
                 self._check_usable()
         except TimeoutError:
@@ -111,6 +109,11 @@ class RemoteEnd(ReaderEnd, ABC):
             assert self._writer_gone is not None
             raise self._writer_gone()
         self._reopen()
+
+    def _start_attaching(self) -> None:
+        loop = self._bind()
+        if self._sockets is None:
+            self._connect(loop)
 
     def _connect(self, loop: asyncio.AbstractEventLoop) -> None:
         remote = self._remote
@@ -131,6 +134,7 @@ class RemoteEnd(ReaderEnd, ABC):
             raise HandleError(f"not a handle: {error}") from None
         predictor = Predictor(may_spin=False, crowded=False, max_spin_cpu=0.0)
         self._poller = Poller(loop, self._flag, predictor, "park", _cannot_spin)
+        self._check_connections()
 
     def _introduce(self) -> None:
         """Say who this is, and whatever the writer may not have heard: the connection is new."""
@@ -285,7 +289,10 @@ class RemoteEnd(ReaderEnd, ABC):
         if now < at:
             self._checking = self._loop.call_later(at - now, self._look_and_check)
             return
-        if self._window.end is not None:
+        if self._welcome is None:
+            where = self._remote.control if control is not None else self._remote.data
+            self._give_up(lambda: HandleError(f"nobody answers at {where}: is the writer gone, or the port closed?"))
+        elif self._window.end is not None:
             first, last = self._window.next, self._window.end - 1
             self._give_up(lambda: MessagesLost(first, last))
         else:
@@ -294,7 +301,7 @@ class RemoteEnd(ReaderEnd, ABC):
     def _look_and_check(self) -> None:
         assert self._sockets is not None
         self._checking = None
-        self._sockets.look()  # what came while the loop was busy counts
+        self._sockets.look_at_all()  # what came while the loop was busy counts
         self._check_connections()
 
     def _give_up(self, error: Callable[[], AioshmError]) -> None:
@@ -343,9 +350,11 @@ class RemoteEnd(ReaderEnd, ABC):
             self._going.set_result(None)
 
     def _say_goodbye(self) -> None:
-        if self._sockets is not None and self._welcome is not None and self._writer_gone is None:
+        if self._sockets is not None and self._writer_gone is None:
             assert self._loop is not None
             self._goodbye = self._loop.create_future()
+            if self._welcome is None:
+                self._introduce()  # so that it knows who leaves, and waits for nobody
             self._tell(wire.Leave())
 
     def _dismantle(self) -> None:
@@ -356,7 +365,7 @@ class RemoteEnd(ReaderEnd, ABC):
             self._sockets.close()
 
     async def _finish(self) -> None:
-        if self._goodbye is None or self._sockets is None:
+        if self._goodbye is None or self._sockets is None or self._sockets.closed:
             return
         try:
             await settle(self._goodbye, deadline=monotonic() + GOODBYE_S)

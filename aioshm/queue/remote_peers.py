@@ -215,6 +215,7 @@ class RemotePeers:
     def _subscribed(self, rank: int) -> None:
         """Tell a reader what it will not get over its new connection by itself."""
         if rank in self.ranks:
+            self._window.connected(rank)
             self._sockets.publish(_mark(self._secret, rank, self._window.seq))
 
     def _message(self, identity: bytes, data: bytes) -> None:
@@ -294,7 +295,7 @@ class RemotePeers:
             self._changed()
 
     def _resend(self, peer: RemotePeer, first: int, last: int) -> None:
-        messages, lost = self._window.resend(first, last)
+        messages, lost = self._window.resend(peer.rank, first, last)
         if lost is not None:
             self._sockets.send(peer.identity, wire.Lost(*lost))
         whom = wire.address(self._secret, peer.rank)

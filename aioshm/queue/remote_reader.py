@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from threading import get_ident
 from time import monotonic_ns
@@ -21,6 +21,9 @@ from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.remote_end import RemoteEnd
 from aioshm.ring.atomics import NOTHING
+
+COPY_BYTES = 16 * 1024
+"""Longer messages are decoded where they lie."""
 
 logger = logging.getLogger("aioshm.queue")
 
@@ -62,6 +65,16 @@ class RemoteReader(RemoteEnd):
         if not self._passes() or not self._look():
             return NOTHING
         return self._take()
+
+    def _quick_receive(self) -> Callable[[], Any]:
+        return self._receive_at_hand
+
+    def _receive_at_hand(self) -> Any:
+        """Return the next message if the sockets have been read up to it, or `NOTHING`."""
+        return self._take() if self._window.ready and self._passes() else NOTHING
+
+    def _poll(self) -> Any:
+        return self._take() if self._look() else NOTHING
 
     async def dequeue_many(
         self,
@@ -179,6 +192,12 @@ class RemoteReader(RemoteEnd):
     def _may_go_on(self) -> bool:
         return self._refusal is not None or self._writer_gone is not None or bool(self._window.ready)
 
+    def _report_waiting(self) -> None:
+        if self._ready:
+            self._report_writer()
+        else:
+            self._report_not_ready()
+
     def _report_writer(self) -> None:
         # Nothing to read is no news; a connection that is down is.
         assert self._sockets is not None
@@ -228,7 +247,7 @@ class RemoteReader(RemoteEnd):
         if data.kind == RAW:
             return bytearray(data.body)
         self._check_codec(data)
-        if data.n_buffers:
+        if data.n_buffers or data.main_bytes > COPY_BYTES:
             main, buffers = split_body(data.body, data.n_buffers, data.main_bytes)
             return self._codec.decode(main, buffers)
         try:

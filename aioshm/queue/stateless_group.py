@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aioshm.config import check_int, check_seconds
-from aioshm.errors import RoleError
-from aioshm.queue.process_group import GroupBroken, check_rank
+from aioshm.errors import GroupBroken, RoleError
+from aioshm.queue.process_group import check_rank
 from aioshm.wait.background import run_apart
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ GRACE_S = 5.0
 
 _DIAL_PAUSE_S = 0.05
 _MIN_WAIT_S = 0.001  # what the store counts in; 0 would be for ever
+_SOMETHING = b"."  # the answer to the question for an empty value takes the store 200 ms
 
 
 class StatelessProcessGroup:
@@ -108,10 +109,10 @@ class StatelessProcessGroup:
         try:
             # In a thread, because it waits without a timeout for the answer of what accepts but does not speak.
             silence = GroupBroken(f"what listens at {address} does not answer as rank 0 would")
-            store = run_apart(connect, max(deadline - monotonic(), 0) + GRACE_S, silence)
+            within_s = max(deadline - monotonic(), 0) + GRACE_S
+            group = cls(run_apart(connect, within_s, silence), address, rank, world_size, timeout)
         except RuntimeError as error:
             raise GroupBroken(f"cannot connect to rank 0 at {address}: {error}") from error
-        group = cls(store, address, rank, world_size, timeout)
         try:
             group._meet("create", deadline)
         except BaseException:
@@ -133,15 +134,15 @@ class StatelessProcessGroup:
         check_rank("src", src, self.world_size)
         sent = _pickled(obj) if self.rank == src else b""
 
-        def call(store: TCPStore, prefix: str, deadline: float) -> bytes:
+        def call(prefix: str, deadline: float) -> bytes:
             key = f"{prefix}/{src}"
             if self.rank == src:
-                _set(store, key, sent)
+                self._set(key, sent)
                 received = sent
             else:
-                self._await(store, {src: key}, deadline, "broadcast_obj", "sent nothing")
-                received = store.get(key)
-            self._finish(store, prefix, [key], deadline, "broadcast_obj")
+                self._await({src: key}, deadline, "broadcast_obj", "sent nothing")
+                received = self._live().get(key)
+            self._finish(prefix, [key], deadline, "broadcast_obj")
             return received
 
         received = self._collective(call)
@@ -187,48 +188,56 @@ class StatelessProcessGroup:
     # as its last word to the store. Rank 0 waits for those and removes everything.
 
     def _meet(self, what: str, deadline: float) -> None:
-        self._exchange(what, b"", deadline)
+        self._exchange(what, _SOMETHING, deadline)
 
     def _exchange(self, what: str, sent: bytes, deadline: float) -> list[bytes]:
-        def call(store: TCPStore, prefix: str, deadline: float) -> list[bytes]:
+        def call(prefix: str, deadline: float) -> list[bytes]:
             keys = {rank: f"{prefix}/{rank}" for rank in range(self.world_size)}
-            _set(store, keys[self.rank], sent)
-            self._await(store, keys, deadline, what, "did not come")
-            everybody = store.multi_get(list(keys.values()))
-            self._finish(store, prefix, keys.values(), deadline, what)
+            self._set(keys[self.rank], sent)
+            self._await(keys, deadline, what, "did not come")
+            everybody = self._live().multi_get(list(keys.values()))
+            self._finish(prefix, keys.values(), deadline, what)
             return everybody
 
         return self._collective(call, deadline)
 
-    def _finish(self, store: TCPStore, prefix: str, keys: Iterable[str], deadline: float, what: str) -> None:
+    def _finish(self, prefix: str, keys: Iterable[str], deadline: float, what: str) -> None:
         if self.rank != 0:
-            _set(store, f"{prefix}/{self.rank}/done", b"")
+            self._set(f"{prefix}/{self.rank}/done", _SOMETHING)
             return
         done = {rank: f"{prefix}/{rank}/done" for rank in range(1, self.world_size)}
-        self._await(store, done, deadline, what, "did not fetch its result")
+        self._await(done, deadline, what, "did not fetch its result")
         for key in (*keys, *done.values()):
-            store.delete_key(key)
+            self._live().delete_key(key)
 
-    def _await(self, store: TCPStore, keys: dict[int, str], deadline: float, what: str, failure: str) -> None:
+    def _set(self, key: str, value: bytes) -> None:
+        self._live().set(key, value)  # type: ignore[arg-type]  # it takes bytes, whatever its annotations say
+
+    def _await(self, keys: dict[int, str], deadline: float, what: str, failure: str) -> None:
         """Wait until the keys of some ranks are set; at the deadline, say whose are not."""
         if not keys:
             return
         try:
-            store.wait(list(keys.values()), timedelta(seconds=max(deadline - monotonic(), _MIN_WAIT_S)))
+            self._live().wait(list(keys.values()), timedelta(seconds=max(deadline - monotonic(), _MIN_WAIT_S)))
         except RuntimeError as error:
-            missing = [rank for rank, key in keys.items() if not store.check([key])]  # raises if the store is lost
+            # Raises, too, if the store is lost.
+            missing = [rank for rank, key in keys.items() if not self._live().check([key])]
             if missing:
                 ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 raise TimeoutError(f"{what}: {ranks} {failure} within {self._timeout:g} s") from error
 
-    def _collective(self, call: Callable[[TCPStore, str, float], T], deadline: float | None = None) -> T:
+    def _live(self) -> TCPStore:
+        """Return the store, which nobody may keep: a traceback that held it would keep its port."""
+        if self._store is None:
+            raise GroupBroken(f"{self!r} was closed")
+        return self._store
+
+    def _collective(self, call: Callable[[str, float], T], deadline: float | None = None) -> T:
         deadline = monotonic() + self._timeout if deadline is None else deadline
         if not self._lock.acquire(blocking=False):
             raise RoleError(f"{self!r} is in use by another thread: its calls go one after the other")
         try:
-            store = self._store
-            if store is None:
-                raise GroupBroken(f"{self!r} was closed")
+            self._live()
             if self._broken is not None:
                 raise GroupBroken(self._broken)
             silence = f"the store of rank 0 at {self._address} does not answer"
@@ -237,7 +246,7 @@ class StatelessProcessGroup:
             prefix, within_s = str(self._calls), max(deadline - monotonic(), 0) + GRACE_S
             try:
                 # In a thread, because nothing but a wait for keys has a timeout in a store whose machine has vanished.
-                result = run_apart(lambda: call(store, prefix, deadline), within_s, GroupBroken(silence))
+                result = run_apart(lambda: call(prefix, deadline), within_s, GroupBroken(silence))
             except GroupBroken:
                 self._broken = silence
                 raise
@@ -270,8 +279,6 @@ def _listen(host: str, port: int) -> socket.socket:
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Inherited by what is accepted: the store answers in pieces, of which Nagle's algorithm makes 40 to 200 ms.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listening.bind(address)
         listening.listen()
     except OSError as error:
@@ -294,7 +301,3 @@ def _await_listener(host: str, port: int, deadline: float, missing: str) -> None
 
 def _pickled(obj: Any) -> bytes:
     return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
-
-
-def _set(store: TCPStore, key: str, value: bytes) -> None:
-    store.set(key, value)  # type: ignore[arg-type]  # bytes are what it takes, whatever its annotations say

@@ -93,7 +93,7 @@ class WideWriter(Writer):
 
     def _laggards(self, slots: int = 1) -> str:
         # The window holds back, too, whom the ring would not.
-        there = self._remote.laggards() if self._full() else []
+        there = self._remote.laggards() if self._full(slots) else []
         return ", ".join([*self._roster.laggards(slots), *there])
 
     def _trouble(self) -> Callable[[], AioshmError] | None:
@@ -120,8 +120,9 @@ class WideWriter(Writer):
     def _remote_room(self, messages: Sequence[Encoded]) -> bool:
         return self._remote.room(len(messages), sum(map(self._size, messages)))
 
-    def _full(self) -> bool:
-        return not self._remote.room(1, 0)
+    def _full(self, slots: int = 1) -> bool:
+        """Return whether the window holds back what is not sent, whatever its size: it does where the ring does not."""
+        return not self._remote.room(slots, 0) or self._ring.free(slots)
 
     def _why_full(self) -> str:
         return "the window of the remote readers is full" if self._full() else super()._why_full()

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, monotonic_ns
+from typing import Protocol
 
 from aioshm.config import Wait
 from aioshm.errors import QueueCancelled
@@ -58,6 +59,12 @@ class WaitStats:
     windows: int = 0
     window_hits: int = 0
     naps: int = 0
+
+
+class Flags(Protocol):
+    """What is a byte in memory, or acts like one."""
+
+    def __setitem__(self, index: int, value: int, /) -> None: ...
 
 
 class Stall:
@@ -115,7 +122,7 @@ class Poller:
 
     Args:
         loop: The end's event loop.
-        parked: This end's parked flags: one byte for each end that it stands for.
+        parked: This end's parked flag; its item 0 is set. One that stands for several ends sets all of theirs.
         predictor: Decides between spinning, napping and parking.
         mode: ``"adaptive"``, ``"spin"`` or ``"park"``.
         spin: Spins for at most so many nanoseconds, holding the loop; returns whether what is waited for is there.
@@ -127,7 +134,7 @@ class Poller:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        parked: memoryview,
+        parked: Flags,
         predictor: Predictor,
         mode: Wait,
         spin: Callable[[int], bool],

@@ -2,15 +2,216 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import os
+import random
 import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import uvloop
+from members import FileGroup
+
+from aioshm import MessageQueue, Options
+from aioshm.queue.groups import create_from_process_group, create_from_process_group_single_reader
+from aioshm.queue.same_node import in_the_same_node_as
+from aioshm.queue.stateless_group import StatelessProcessGroup
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 def store(port: str) -> None:
     """Be rank 0 of three, until somebody ends it."""
-    from aioshm.queue.stateless_group import StatelessProcessGroup
-
     with StatelessProcessGroup.create("127.0.0.1", int(port), 0, 3, timeout=20):
         sys.stdin.read()
+
+
+def same_node(directory: str, rank: str, world_size: str, uid: str, *options: str) -> None:
+    """Say who shares memory with each rank, as this one sees it."""
+    if int(uid):
+        os.setuid(int(uid))
+    group = FileGroup(directory, int(rank), int(world_size))
+    chosen = Options(**dict(option.split("=") for option in options))  # type: ignore[arg-type]
+    for source in range(group.world_size):
+        say(json.dumps(in_the_same_node_as(group, source, options=chosen)))
+
+
+def mixed(directory: str, rank: str, world_size: str, run: str) -> None:
+    """Make a queue from rank 0 to all others, and check what it carries; say who is where."""
+    group = FileGroup(directory, int(rank), int(world_size))
+    options = Options(lifeline="directory", runtime_dir=run)
+
+    async def exchange() -> None:
+        async with await create_from_process_group(group, 4096, 4, options=options, connect_ip="127.0.0.1") as queue:
+            if queue.stats().side == "writer":
+                handle = queue.export_handle()
+                say(json.dumps([handle.local_reader_ranks, handle.remote and handle.remote.ranks]))
+                for number in range(1000):
+                    await queue.enqueue(number, 20)
+            else:
+                say(json.dumps([message async for message in queue] == list(range(1000))))
+
+    asyncio.run(exchange())
+
+
+def rank(number: str, world_size: str, gloo_port: str, store_port: str) -> None:
+    """Be one rank of several groups; do what each line of standard input says, and answer with a line."""
+    import torch.distributed as dist
+
+    global torch
+    import torch
+
+    me, world = int(number), int(world_size)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{gloo_port}",
+        rank=me,
+        world_size=world,
+        timeout=timedelta(seconds=30),
+    )
+    stateless = StatelessProcessGroup.create("127.0.0.1", int(store_port), me, world, timeout=30)
+    groups = {
+        "gloo": dist.group.WORLD,
+        "stateless": stateless,
+        "odd": dist.new_group([1, 3]),
+        "deaf": dist.new_group(backend="cuda:gloo"),
+        "both": dist.new_group(backend="cpu:gloo,cuda:gloo"),
+        "hasty": dist.new_group(timeout=timedelta(seconds=0.3)),
+    }
+    say("ready")
+    for line in sys.stdin:
+        order = json.loads(line)
+        scenario: Callable[..., Any] = globals()[order["do"]]
+        factory = uvloop.new_event_loop if order["loop"] == "uvloop" else asyncio.new_event_loop
+        try:
+            with asyncio.Runner(loop_factory=factory) as runner:
+                answer = {"returned": runner.run(scenario(me, groups, **order["how"]))}
+        except Exception as error:
+            answer = {"raised": type(error).__name__, "text": str(error)}
+        say(json.dumps(answer))
+    stateless.close()
+    dist.destroy_process_group()
+
+
+def array_of(seed: int, number: int) -> Any:
+    return torch.arange(number % 50, dtype=torch.int32) + (seed + number)
+
+
+async def pause(rng: random.Random) -> None:
+    if rng.random() < 0.01:
+        await asyncio.sleep(rng.random() * 0.003)
+
+
+async def send(queue: MessageQueue, seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    for number in range(count):
+        await pause(rng)
+        await queue.enqueue((number, array_of(seed, number)), 20)
+
+
+async def receive(queue: MessageQueue, seed: int, count: int) -> int:
+    """Check every message, and return how many there were until the writer closed the queue."""
+    rng = random.Random(os.getpid())
+    received = 0
+    async for number, array in queue:
+        assert number == received, f"{number} came instead of {received}"
+        expected = array_of(seed, number)
+        assert array.dtype == expected.dtype
+        assert torch.equal(array, expected)
+        received += 1
+        await pause(rng)
+    assert received == count
+    return received
+
+
+async def arrays(me: int, groups: dict[str, Any], group: str, writer: int, count: int) -> int:
+    """One rank writes arrays to all others; say how many were received."""
+    async with await create_from_process_group(groups[group], 4096, 10, writer) as queue:
+        if queue.stats().side == "writer":
+            await send(queue, 7, count)
+            return 0
+        return await receive(queue, 7, count)
+
+
+async def beside(me: int, groups: dict[str, Any], count: int) -> list[Any]:
+    """The whole group, and some of its members in a group of their own, at the same time."""
+    calls = [arrays(me, groups, "gloo", 2, count)]
+    if me in (1, 3):
+        calls.append(arrays(me, groups, "odd", 1, count))
+    return await asyncio.gather(*calls)
+
+
+async def ranks(me: int, groups: dict[str, Any]) -> list[int]:
+    """Say which ranks read in a subgroup."""
+    async with await create_from_process_group(groups["odd"], 4096, 4, 1) as queue:
+        stats = queue.stats()
+        return [stats.rank] if stats.side == "reader" else list(queue.export_handle().local_reader_ranks)
+
+
+async def to_one(me: int, groups: dict[str, Any], group: str, reader: int, count: int) -> list[int] | None:
+    """All ranks write to one."""
+    own, handles = await create_from_process_group_single_reader(groups[group], 4096, 4, reader, True)
+    async with own:
+        if me != reader:
+            assert handles == []
+            await send(own, me, count)
+            return None
+        async with contextlib.AsyncExitStack() as stack:
+            queues = {}
+            for rank in range(4):
+                if rank != me:
+                    queue = MessageQueue.create_from_handle(handles[rank], 0)
+                    queues[rank] = await stack.enter_async_context(queue)
+            await asyncio.gather(*(queue.wait_until_ready(20) for queue in queues.values()))
+            return await asyncio.gather(*(receive(queue, rank, count) for rank, queue in queues.items()))
+
+
+async def external(me: int, groups: dict[str, Any], group: str, handle: str, rank: int, count: int) -> int:
+    """All ranks read a queue from outside."""
+    passed = handle if me == rank else None
+    async with await create_from_process_group(groups[group], 4096, 4, rank, passed) as queue:
+        return await receive(queue, 7, count)
+
+
+async def late(me: int, groups: dict[str, Any], group: str) -> int:
+    """One rank comes late; say how often another task of the loop ran meanwhile."""
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.005)
+
+    counting = asyncio.create_task(count_turns())
+    if me == 1:
+        await asyncio.sleep(0.5)
+    async with await create_from_process_group(groups[group], 4096, 4):
+        counting.cancel()
+    return turns
+
+
+async def wrong(me: int, groups: dict[str, Any], group: str, rank: int) -> None:
+    """One rank passes nonsense."""
+    async with await create_from_process_group(groups[group], 0 if me == rank else 4096, 4, rank):
+        pass
+
+
+async def missing(me: int, groups: dict[str, Any]) -> None:
+    """One rank does not come."""
+    if me != 1:
+        async with await create_from_process_group(groups["hasty"], 4096, 4):
+            pass
+
+
+async def same(me: int, groups: dict[str, Any], group: str) -> list[list[bool]]:
+    """Who shares memory with each rank; blocks the loop, which it may."""
+    return [in_the_same_node_as(groups[group], source) for source in range(4)]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Process groups of one's own: `meet` makes one of threads, `FileGroup` one of processes that share a directory."""
+"""Process groups of one's own: `meet` makes one of threads, `FileGroup` one of processes that share a directory.
+
+And `traces_of_probes`, which none of them must leave behind.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,11 @@ class Member:
     def broadcast_obj(self, obj: Any, src: int) -> Any:
         return self.all_gather_obj(obj)[src]
 
+    def break_off(self) -> None:
+        """Break the group, and raise what a broken connection might."""
+        self._barrier.abort()
+        raise ConnectionResetError("the network is down")
+
 
 def meet(world_size: int, timeout: float = 20.0) -> list[Member]:
     """Return the ranks of a new group."""
@@ -75,3 +83,22 @@ class FileGroup:
             assert time.monotonic() < deadline, f"{path} did not come"
             time.sleep(0.002)
         return path.read_bytes()
+
+
+def probe_sockets() -> set[str]:
+    """Return where this process' probes listen: paths, or names with an ``@``. Other programs' do not count."""
+    own = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(os.readlink(fd))
+        except FileNotFoundError:  # the one that lists the directory, or another thread's
+            continue
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return {line[-1] for line in lines if ".probe" in line[-1] and f"socket:[{line[6]}]" in own}
+
+
+def traces_of_probes() -> set[str]:
+    """Return the sockets, mappings and threads that probes have in this process now."""
+    maps = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "aioshm" in line}
+    threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("aioshm-")}
+    return probe_sockets() | {name for name in maps if "_native" not in name} | threads

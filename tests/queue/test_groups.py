@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from members import Member, meet
+from members import Member, meet, probe_sockets
 
 from aioshm import AioshmError, HandleError, MessageQueue, MsgpackCodec, Options, SharedMemoryError
-from aioshm.queue import Handle
+from aioshm.queue import Handle, groups
 from aioshm.queue.groups import create_from_process_group, create_from_process_group_single_reader
 from aioshm.queue.process_group import ObjectGroup
 from aioshm.queue.stateless_group import StatelessProcessGroup
@@ -48,10 +48,21 @@ async def check_messages(writer: MessageQueue, readers: list[MessageQueue], coun
     assert await asyncio.gather(*reading) == [list(range(count))] * len(readers)
 
 
-def sockets_and_threads() -> set[str]:
-    """Return what a probe has while it runs."""
-    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if ".probe" in line}
-    return sockets | {thread.name for thread in threading.enumerate() if "probe" in thread.name}
+def cancel_before(member: Member, number: int, task: asyncio.Task[Any]) -> None:
+    """Cancel a rank's task before one of its collectives, which begins only then."""
+    loop = asyncio.get_running_loop()
+    cancelled = threading.Event()
+
+    def cancel() -> None:
+        task.cancel()
+        loop.call_soon(cancelled.set)
+
+    def before(call: int) -> None:
+        if call == number:
+            loop.call_soon_threadsafe(cancel)
+            cancelled.wait(20)
+
+    member.before = before
 
 
 # One writer
@@ -68,7 +79,7 @@ async def test_one_rank_writes_to_all_others(world_size: int, writer: int) -> No
     assert [end.stats().rank for end in readers] == list(handle.local_reader_ranks)
     assert all(end.stats().ready for end in ends)
     await check_messages(ends[writer], readers)
-    assert sockets_and_threads() == set()
+    assert probe_sockets() == set()
     await close_all(ends)
 
 
@@ -174,6 +185,67 @@ async def test_the_only_rank_may_read_what_it_writes() -> None:
     await close_all([queue, reader])
 
 
+# Where memory is not shared
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Give a set of ranks to fill, which then share memory with nobody."""
+    ranks: set[int] = set()
+
+    def pretend(group: ObjectGroup, source: int, options: Options | None) -> list[bool]:
+        everybody = range(group.world_size)
+        return [rank == source or not {rank, source} & ranks for rank in everybody]
+
+    monkeypatch.setattr(groups, "probe", pretend)
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("apart", "local", "remote"),
+    [({0, 3}, (1,), (0, 3)), ({2}, (), (0, 1, 3)), ({0, 1, 3}, (), (0, 1, 3)), ({3}, (0, 1), (3,))],
+)
+async def test_the_others_are_remote_readers(
+    far: set[int], apart: set[int], local: tuple[int, ...], remote: tuple[int, ...]
+) -> None:
+    far |= apart
+    ends = await everywhere([create_from_process_group(pg, *SIZES, 2, connect_ip="127.0.0.1") for pg in meet(4)])
+    handle = ends[2].export_handle()
+    assert (handle.n_reader, handle.local_reader_ranks) == (3, local)
+    assert handle.remote is not None
+    assert handle.remote.ranks == remote
+    await check_messages(ends[2], [ends[0], ends[1], ends[3]])
+    await close_all(ends)
+
+
+async def test_the_one_reader_is_remote_for_some(far: set[int]) -> None:
+    far.add(1)
+    made = await everywhere(
+        [create_from_process_group_single_reader(pg, *SIZES, connect_ip="127.0.0.1") for pg in meet(3)]
+    )
+    handles = made[0][1]
+    assert [handle.local_reader_ranks for handle in handles] == [(0,), (), (0,)]
+    readers = [MessageQueue.create_from_handle(handle, 0) for handle in handles]
+    writers = [queue for queue, _ in made]
+    await everywhere([end.wait_until_ready(20) for end in [*writers, *readers]])
+    for writer, reader in zip(writers, readers, strict=True):
+        await check_messages(writer, [reader])
+    await close_all([*writers, *readers])
+
+
+@pytest.mark.parametrize("number", range(2))  # of three, as the pretended probe has none
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_cancelling_one_rank_where_readers_are_remote(far: set[int], rank: int, number: int) -> None:
+    far.add(1)
+    group = meet(3)
+    tasks = [asyncio.ensure_future(create_from_process_group(pg, *SIZES, connect_ip="127.0.0.1")) for pg in group]
+    cancel_before(group[rank], number, tasks[rank])
+    await asyncio.wait(tasks, timeout=20)
+    assert tasks[rank].cancelled()
+    for other in (task for task in tasks if task is not tasks[rank]):
+        assert isinstance(other.exception(), AioshmError), other
+
+
 # The loop
 
 
@@ -220,27 +292,19 @@ async def test_calls_with_one_group_take_turns() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_cancelling_one_rank_at_any_step_fails_at_all(rank: int, number: int) -> None:
     group = meet(3)
-    loop = asyncio.get_running_loop()
     tasks = [asyncio.ensure_future(create_from_process_group(pg, *SIZES)) for pg in group]
-    cancelled = threading.Event()
-
-    def cancel() -> None:
-        tasks[rank].cancel()
-        loop.call_soon(cancelled.set)
-
-    def before(call: int) -> None:
-        if call == number:
-            loop.call_soon_threadsafe(cancel)
-            cancelled.wait(20)
-
-    group[rank].before = before
+    cancel_before(group[rank], number, tasks[rank])
     await asyncio.wait(tasks, timeout=20)
     assert tasks[rank].cancelled()
     for other in (task for task in tasks if task is not tasks[rank]):
-        # Another reader may have been let down only after its own reader was attached.
-        assert isinstance(other.exception(), AioshmError), other
+        if number < COLLECTIVES - 1:
+            assert type(other.exception()) is HandleError
+            assert f"rank {rank} " in str(other.exception())
+            assert str(other.exception()).endswith(": HandleError: the call was cancelled there")
+        else:  # too late to call it off: its queue was closed instead
+            assert isinstance(other.exception(), AioshmError), other
     assert all(pg.calls == group[0].calls for pg in group)
-    assert sockets_and_threads() == set()
+    assert probe_sockets() == set()
 
 
 @pytest.mark.parametrize("number", range(COLLECTIVES - 1))
@@ -359,16 +423,11 @@ async def test_an_error_of_the_probe_reaches_all(tmp_path: Path) -> None:
 
 
 async def test_a_broken_group_leaves_nothing() -> None:
-    group = meet(2, timeout=0.2)
-
-    def fail(number: int) -> None:
-        if number == 4:
-            raise ConnectionResetError("the network is down")
-
-    group[1].before = fail
+    group = meet(2)
+    group[1].before = lambda number: number == 4 and group[1].break_off() and None
     errors = await everywhere([create_from_process_group(pg, *SIZES) for pg in group])
     assert [type(error) for error in errors] == [threading.BrokenBarrierError, ConnectionResetError]
-    assert sockets_and_threads() == set()
+    assert probe_sockets() == set()
 
 
 @pytest.mark.parametrize(

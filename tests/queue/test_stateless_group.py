@@ -23,11 +23,17 @@ import pytest
 from support import eventually
 
 from aioshm import AioshmError, RoleError
+from aioshm.errors import GroupBroken
 from aioshm.queue import stateless_group
-from aioshm.queue.process_group import GroupBroken
 from aioshm.queue.stateless_group import StatelessProcessGroup
 
 CHILD = Path(__file__).with_name("group_child.py")
+
+
+@pytest.fixture(autouse=True)
+def impatient_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch asks for the names of addresses; where answers get lost, each would take 5 s."""
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1")
 
 
 def free_port() -> int:
@@ -120,14 +126,13 @@ def test_large_objects_and_ones_own() -> None:
     with joined(2) as groups:
         large = random.Random(0).randbytes(20 << 20)
         assert each(groups, lambda group: group.broadcast_obj(large, 1) == large) == [True, True]
-        own = [object_with_identity(), object_with_identity()]
+        own = [Ours(), Ours()]
         gathered = each(groups, lambda group: group.all_gather_obj(own[group.rank]))
         assert gathered[0][0] is own[0]
         assert gathered[1][1] is own[1]
-        assert groups[0].broadcast_obj is not None
 
 
-class object_with_identity:  # noqa: N801
+class Ours:
     pass
 
 
@@ -250,8 +255,9 @@ def test_creating_names_who_is_missing() -> None:
         return StatelessProcessGroup.create("127.0.0.1", port, rank, 4, timeout=0.5)
 
     errors = each([0, 2], create)
-    assert [type(error) for error in errors] == [TimeoutError] * 2
+    assert type(errors[0]) is TimeoutError
     assert str(errors[0]) == "create: ranks 1, 3 did not come within 0.5 s"
+    assert type(errors[1]) in (TimeoutError, GroupBroken)  # rank 0 may have given up, and taken the store away, first
     started = time.monotonic()
     with pytest.raises(TimeoutError, match=f"rank 0 did not come: nobody listens at 127.0.0.1:{port}"):
         create(1)
@@ -309,6 +315,7 @@ def test_a_store_that_is_frozen_and_killed(monkeypatch: pytest.MonkeyPatch) -> N
             child.kill()
     frozen.close()
     killed.close()
+    eventually(lambda: not any(thread.name == "aioshm-apart" for thread in threading.enumerate()))
 
 
 def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,10 +331,11 @@ def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     eventually(lambda: not any(thread.name == "aioshm-apart" for thread in threading.enumerate()))
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
-def test_rank_0_needs_an_address_of_its_own(host: str) -> None:
-    with pytest.raises(OSError):
-        StatelessProcessGroup.create(host, free_port(), 0, 2)
+def test_rank_0_needs_an_address_of_its_own() -> None:
+    with pytest.raises(OSError, match=r"rank 0 cannot listen at 192\.0\.2\.1, port \d+: "):
+        StatelessProcessGroup.create("192.0.2.1", free_port(), 0, 2)
+    with pytest.raises(socket.gaierror):
+        StatelessProcessGroup.create("no.such.host.invalid", free_port(), 0, 2)
 
 
 def test_one_thread_at_a_time() -> None:

@@ -1,0 +1,169 @@
+"""Queues from process groups whose ranks are processes: torch.distributed's with gloo, and stateless ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_stateless_group import free_port
+
+from aioshm import MessageQueue
+
+CHILD = Path(__file__).with_name("group_child.py")
+COUNT = 10_000
+
+
+class Crew:
+    """Four processes, one for each rank; they stay for all tests of this file, because torch takes long to import."""
+
+    def __init__(self) -> None:
+        ports = [str(free_port()), str(free_port())]
+        # gloo would listen at whatever the host's name means; for the other one see test_stateless_group.
+        environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1"}
+        self._children = [
+            subprocess.Popen(
+                [sys.executable, str(CHILD), "rank", str(rank), "4", *ports],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environ,
+            )
+            for rank in range(4)
+        ]
+
+    def wait(self) -> None:
+        for child in self._children:
+            assert child.stdout is not None
+            if child.stdout.readline() != "ready\n":
+                child.kill()
+                pytest.fail(child.communicate()[1])
+
+    def do(self, scenario: str, loop: str, **how: Any) -> None:
+        for child in self._children:
+            assert child.stdin is not None
+            child.stdin.write(json.dumps({"do": scenario, "loop": loop, "how": how}) + "\n")
+            child.stdin.flush()
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [json.loads(child.stdout.readline()) for child in self._children]  # type: ignore[union-attr]
+
+    def returned(self) -> list[Any]:
+        answers = self.answers()
+        assert all("returned" in answer for answer in answers), answers
+        return [answer["returned"] for answer in answers]
+
+    def end(self) -> list[tuple[int, str]]:
+        return [(child.wait(20), complaints) for child in self._children for _, complaints in [child.communicate()]]
+
+    def kill(self) -> None:
+        for child in self._children:
+            with child:
+                child.kill()
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    crew = Crew()
+    try:
+        crew.wait()
+        yield crew
+        assert crew.end() == [(0, "")] * 4, "no traceback, no warning"
+    finally:
+        crew.kill()
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def loop(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+each_group = pytest.mark.parametrize("group", ["gloo", "stateless"])
+
+
+@pytest.mark.parametrize(("group", "loop"), [("gloo", "uvloop"), ("stateless", "asyncio")], indirect=["loop"])
+def test_every_array_arrives_at_every_reader(crew: Crew, group: str, loop: str) -> None:
+    crew.do("arrays", loop, group=group, writer=2, count=COUNT)
+    assert crew.returned() == [COUNT, COUNT, 0, COUNT]
+
+
+def test_a_subgroup_beside_the_whole(crew: Crew, loop: str) -> None:
+    crew.do("beside", loop, count=500)
+    assert crew.returned() == [[500], [500, 500], [0], [500, 0]]
+
+
+def test_ranks_are_the_subgroups(crew: Crew, loop: str) -> None:
+    crew.do("ranks", loop)
+    zero, one, two, three = crew.answers()
+    assert one == {"returned": [0]}
+    assert three == {"returned": [0]}
+    for outsider in (zero, two):
+        assert outsider == {
+            "raised": "ValueError",
+            "text": "pg is a process group that this process is no member of",
+        }
+
+
+@each_group
+def test_three_writers_and_one_reader(crew: Crew, group: str, loop: str) -> None:
+    crew.do("to_one", loop, group=group, reader=2, count=300)
+    assert crew.returned() == [None, None, [300, 300, 300], None]
+
+
+@each_group
+async def test_a_writer_outside_of_the_group(crew: Crew, group: str) -> None:
+    async with MessageQueue(4, 4, None, 4096, 4) as writer:
+        crew.do("external", "asyncio", group=group, handle=writer.export_handle().to_json(), rank=2, count=100)
+        await writer.wait_until_ready(30)
+        for number in range(100):
+            await writer.enqueue((number, torch.arange(number % 50, dtype=torch.int32) + (7 + number)), 20)
+    assert await asyncio.to_thread(crew.returned) == [100] * 4
+
+
+@pytest.mark.parametrize("group", ["gloo", "stateless", "both"])
+def test_the_loop_goes_on_while_a_rank_is_late(crew: Crew, group: str, loop: str) -> None:
+    crew.do("late", loop, group=group)
+    assert min(crew.returned()) > 20  # of 100 in half a second
+
+
+@each_group
+def test_an_error_of_the_writer_reaches_all(crew: Crew, group: str, loop: str) -> None:
+    crew.do("wrong", loop, group=group, rank=1)
+    answers = crew.answers()
+    text = "max_chunk_bytes must be at least 1, not 0"
+    assert answers[1] == {"raised": "ValueError", "text": text}
+    for rank in (0, 2, 3):
+        assert answers[rank]["raised"] == "HandleError"
+        assert answers[rank]["text"] == f"rank 1 could not make the queue: ValueError: {text}"
+
+
+@each_group
+def test_all_processes_of_this_host_share_memory(crew: Crew, group: str, loop: str) -> None:
+    crew.do("same", loop, group=group)
+    assert crew.returned() == [[[True] * 4] * 4] * 4
+
+
+def test_a_group_without_a_backend_for_the_cpu(crew: Crew, loop: str) -> None:
+    crew.do("same", loop, group="deaf")
+    for answer in crew.answers():
+        assert answer["raised"] == "ValueError"
+        assert "this group has only 'cuda:gloo': pass one made with torch.distributed.new_group" in answer["text"]
+
+
+def test_a_rank_that_does_not_come(crew: Crew) -> None:
+    crew.do("missing", "asyncio")
+    answers = crew.answers()
+    assert answers[1] == {"returned": None}
+    for rank in (0, 2, 3):
+        # Whoever times out first closes its connections, which the others may see before their own time is up.
+        assert answers[rank]["raised"] in ("TimeoutError", "GroupBroken")
+        assert answers[rank]["text"].startswith("a collective of the process group ")
+    assert "TimeoutError" in [answer.get("raised") for answer in answers]

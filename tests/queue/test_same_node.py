@@ -1,0 +1,323 @@
+"""Which ranks share memory: found out by sharing some, not by names and numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from members import Member, meet, probe_sockets, traces_of_probes
+from support import eventually
+
+from aioshm import AioshmError, HandleError, Options, SharedMemoryError
+from aioshm.queue import same_node
+from aioshm.queue.same_node import in_the_same_node_as
+from aioshm.ring.layout import VERSION
+from aioshm.ring.segment import Segment
+from aioshm.wait import protocol
+from aioshm.wait.protocol import Hello
+
+CHILD = Path(__file__).with_name("group_child.py")
+
+probed = pytest.mark.parametrize("backing", ["memfd", "named"])
+doored = pytest.mark.parametrize("lifeline", ["abstract", "directory"])
+
+
+def everywhere(group: list[Member], source: int = 0, options: Options | None = None) -> list[Any]:
+    """Ask at every rank; return the answers, or errors, by rank."""
+
+    def ask(pg: Member) -> Any:
+        try:
+            return in_the_same_node_as(pg, source, options=options)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(group)) as pool:
+        return list(pool.map(ask, group))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    before = traces_of_probes()
+    yield
+    eventually(lambda: traces_of_probes() <= before, "the end of every probe")
+
+
+# Who shares memory
+
+
+@probed
+@doored
+@pytest.mark.parametrize("source", [0, 2])
+def test_threads_of_one_process_do(backing: Any, lifeline: Any, source: int, base: Path) -> None:
+    options = Options(backing=backing, lifeline=lifeline, runtime_dir=str(base / "run"))
+    assert everywhere(meet(4), source, options) == [[True] * 4] * 4
+    assert list(base.glob("run/*")) == []
+
+
+def test_a_group_of_one() -> None:
+    assert everywhere(meet(1)) == [[True]]
+
+
+async def test_it_may_block_a_loop() -> None:
+    one, two = meet(2)
+    other = asyncio.get_running_loop().run_in_executor(None, in_the_same_node_as, two, 1)
+    assert in_the_same_node_as(one, 1) == [True, True]
+    assert await other == [True, True]
+
+
+class Processes:
+    """Ranks in processes of their own, each of which may be started in surroundings of its own."""
+
+    def __init__(self, base: Path) -> None:
+        self._meeting = base / "meeting"
+        self._meeting.mkdir(mode=0o777)
+        self._meeting.chmod(0o777)  # whatever the umask
+        base.chmod(0o755)
+
+    def ask(self, *around: list[str], uids: tuple[int, ...] = (), options: tuple[str, ...] = ()) -> list[Any]:
+        """Return each rank's answers, by source."""
+        return self.run("same_node", *around, arguments=[[str(uid), *options] for uid in uids or [0] * len(around)])
+
+    def run(self, role: str, *around: list[str], arguments: list[list[str]]) -> list[Any]:
+        """Run a role of the child at each rank; return what each has said."""
+        children = [
+            subprocess.Popen(
+                [
+                    *before,
+                    *(sys.executable, str(CHILD), role, str(self._meeting), str(rank), str(len(around))),
+                    *arguments[rank],
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, before in enumerate(around)
+        ]
+        results = [child.communicate(timeout=60) for child in children]
+        assert [child.returncode for child in children] == [0] * len(children), results
+        assert all(complaints == "" for _, complaints in results), results
+        return [[json.loads(line) for line in out.splitlines()] for out, _ in results]
+
+
+@pytest.fixture
+def processes(base: Path) -> Processes:
+    return Processes(base)
+
+
+def unshared(*arguments: str) -> list[str]:
+    """Return what starts a command in namespaces of its own; skip the test where that is not allowed."""
+    command = ["unshare", *arguments]
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare(1) here")
+    tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"{' '.join(command)} is not allowed here: {tried.stderr.strip()}")
+    return command
+
+
+def covered(directory: Path) -> list[str]:
+    """Return what starts a command that sees another directory there."""
+    return [*unshared("--mount"), "sh", "-c", f'mount -t tmpfs -o mode=0700 none "{directory}" && exec "$@"', "sh"]
+
+
+ALL = [True] * 3
+NOT_THE_LAST = [[True, True, False], [True, True, False], [False, False, True]]
+
+
+@probed
+def test_processes_do(processes: Processes, backing: str) -> None:
+    assert processes.ask([], [], [], options=(f"backing={backing}",)) == [[ALL] * 3] * 3
+
+
+def test_not_from_a_network_of_its_own(processes: Processes) -> None:
+    # Abstract sockets are the network namespace's (unix(7), network_namespaces(7)).
+    assert processes.ask([], [], unshared("--net")) == [NOT_THE_LAST] * 3
+
+
+def test_from_a_network_of_its_own_by_a_directory(processes: Processes, base: Path) -> None:
+    options = ("lifeline=directory", f"runtime_dir={base / 'run'}")
+    assert processes.ask([], [], unshared("--net"), options=options) == [[ALL] * 3] * 3
+
+
+def test_not_where_the_directory_is_another(processes: Processes, base: Path) -> None:
+    run = base / "run"
+    run.mkdir(mode=0o700)
+    options = ("lifeline=directory", f"runtime_dir={run}")
+    assert processes.ask([], [], covered(run), options=options) == [NOT_THE_LAST] * 3
+
+
+def test_a_queue_to_those_who_share_memory_and_to_one_who_does_not(processes: Processes, base: Path) -> None:
+    run = base / "run"
+    run.mkdir(mode=0o700)
+    said = processes.run("mixed", [], [], covered(run), [], arguments=[[str(run)]] * 4)
+    assert said == [[[[1, 3], [2]]], [True], [True], [True]]
+
+
+def test_not_where_named_segments_are_others(processes: Processes) -> None:
+    assert processes.ask([], [], covered(Path("/dev/shm")), options=("backing=named",)) == [NOT_THE_LAST] * 3
+
+
+@probed
+def test_not_for_another_user(processes: Processes, backing: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    if subprocess.run(["setpriv", "--reuid=65534", sys.executable, "-c", ""], check=False).returncode:
+        pytest.skip("the interpreter is nobody's to run but root's")
+    assert processes.ask([], [], [], uids=(0, 0, 65534), options=(f"backing={backing}",)) == [NOT_THE_LAST] * 3
+
+
+# What is asked for is what is there
+
+
+def between(member: Member, call: int, action: Callable[[], object]) -> None:
+    """Do something at one rank before one of its collectives: 0 invites, 1 gathers the marks, 2 tells the result."""
+
+    def before(number: int) -> None:
+        if number == call:
+            action()
+
+    member.before = before
+
+
+def the_probe() -> str:
+    """Return the address of the only probe there is."""
+    (address,) = probe_sockets()
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
+def test_a_mark_that_has_not_arrived_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = meet(3)
+    true_gather = group[1].all_gather_obj
+
+    def pretend(obj: Any) -> list[Any]:
+        return true_gather(bytes(16) if isinstance(obj, bytes) and len(obj) == 16 else obj)
+
+    monkeypatch.setattr(group[1], "all_gather_obj", pretend)
+    assert everywhere(group) == [[True, False, True]] * 3
+
+
+def test_another_memory_with_the_same_name_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+
+    class Elsewhere(Segment):
+        @classmethod
+        def open(cls, name: str, size: int) -> Segment:
+            segment = Segment.create(size, "memfd")
+            opened.append(os.dup(segment.fd))
+            return segment
+
+    monkeypatch.setattr(same_node, "Segment", Elsewhere)
+    assert everywhere(meet(2), 0, Options(backing="named")) == [[True, False]] * 2
+    (fd,) = opened
+    assert os.pread(fd, 1000, 0).strip(b"\0") == b""
+    os.close(fd)
+
+
+def greetings() -> list[bytes]:
+    """Return what strangers may say: garbage, greetings of others, beginnings of greetings, nothing."""
+    rng = random.Random(3)
+    hello = protocol.pack(Hello(VERSION, bytes(16), bytes(32), 1, 1))
+    huge = struct.pack("!I", 1 << 31) + b"x" * 100
+    return [b"", hello, hello[:7], huge, *(rng.randbytes(rng.randrange(1, 3000)) for _ in range(150))]
+
+
+@doored
+def test_strangers_do_no_harm(lifeline: Any, base: Path) -> None:
+    group = meet(3)
+    strangers: list[socket.socket] = []
+
+    def come() -> None:
+        address = the_probe()
+        for greeting in greetings():
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect(address)
+            stranger.settimeout(10)
+            try:
+                stranger.sendall(greeting)
+            except BrokenPipeError:
+                pass  # it was thrown out already
+            strangers.append(stranger)
+
+    # Once before the ranks have come, then while they do, from a rank that is about to.
+    between(group[0], 1, come)
+    between(group[2], 1, come)
+    try:
+        assert everywhere(group, 0, Options(lifeline=lifeline, runtime_dir=str(base / "run"))) == [[True] * 3] * 3
+        for stranger in strangers:
+            received = b""
+            try:
+                while data := stranger.recv(4096):
+                    received += data
+            except ConnectionResetError:
+                pass
+            assert b"welcome" not in received  # and the end of the probe was the end of every connection
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_probe_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_node, "PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(same_node.LifelineListener, "start", lambda *_: None)
+    assert everywhere(meet(2)) == [[True, False]] * 2
+
+
+# Errors
+
+
+@pytest.mark.parametrize("call", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+@doored
+def test_a_broken_group_leaves_nothing(rank: int, call: int, lifeline: Any, base: Path) -> None:
+    group = meet(3)
+    between(group[rank], call, group[rank].break_off)
+    errors = everywhere(group, 0, Options(lifeline=lifeline, runtime_dir=str(base / "run")))
+    assert type(errors[rank]) is ConnectionResetError
+    assert all(type(error) is threading.BrokenBarrierError for error in errors if error is not errors[rank])
+    assert list(base.glob("run/*")) == []
+
+
+def test_a_source_that_cannot_is_told_to_all(base: Path) -> None:
+    (base / "run").touch()
+    errors = everywhere(meet(3), 1, Options(lifeline="directory", runtime_dir=str(base / "run")))
+    assert type(errors[1]) is SharedMemoryError
+    for error in (errors[0], errors[2]):
+        assert type(error) is HandleError
+        assert str(error).startswith("rank 1 could not make the queue: SharedMemoryError: ")
+
+
+def test_the_environment_counts_where_nothing_is_passed(monkeypatch: pytest.MonkeyPatch, base: Path) -> None:
+    monkeypatch.setenv("AIOSHM_LIFELINE", "directory")
+    monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(base / "run"))
+    group = meet(2)
+    seen: list[str] = []
+    between(group[1], 1, lambda: seen.append(the_probe()))
+    assert everywhere(group) == [[True, True]] * 2
+    assert seen[0].startswith(str(base / "run"))
+    monkeypatch.setenv("AIOSHM_BACKING", "paper")
+    errors = everywhere(meet(2))
+    assert type(errors[0]) is ValueError
+    assert isinstance(errors[1], AioshmError)
+
+
+@pytest.mark.parametrize(("source", "error"), [(2, ValueError), (-1, ValueError), ("0", TypeError)], ids=repr)
+def test_arguments_are_checked(source: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="source_rank must be"):
+        in_the_same_node_as(meet(2)[0], source)
+    with pytest.raises(TypeError, match="options must be an Options or None, not 'mine'"):
+        in_the_same_node_as(meet(2)[0], options="mine")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="pg must be"):
+        in_the_same_node_as(3)  # type: ignore[arg-type]
