@@ -200,7 +200,8 @@ class Merged(AsyncIterator[tuple[int, Any]]):
                     return None
         finally:
             for place in reached:
-                place.leave()
+                if place.running:
+                    place.leave()
 
     async def _sleep(self, entered: Sequence[_Place]) -> None:
         assert self._loop is not None
@@ -287,6 +288,7 @@ class Merged(AsyncIterator[tuple[int, Any]]):
 
     def _drop(self, place: _Place) -> None:
         place.running = False
+        place.leave()  # closing it may be waiting for that
         if place.ring is not None:
             self._past += place.ring.seq
         self._set_round([other for other in self._running if other is not place])

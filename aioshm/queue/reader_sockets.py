@@ -11,7 +11,7 @@ import zmq
 
 from aioshm.config import Options
 from aioshm.queue import wire
-from aioshm.queue.sockets import BURST, CONTROL_HWM, Socket, watched_by_heartbeats, watched_by_tcp
+from aioshm.queue.sockets import BURST, CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
 from aioshm.zeromq import CurveKeys, Monitor, Watch, attach, open_socket
 
 _NOTHING = memoryview(b"")
@@ -51,13 +51,16 @@ class ReaderSockets:
         self._on_data, self._on_message, self._on_change = on_data, on_message, on_change
         self._coming: set[str] = set()
         self._watches: list[Watch] = []
-        self._context: zmq.Context[Socket] = zmq.Context()
+        self._sockets = Sockets()
+        context, add = self._sockets.context, self._sockets.add
         timeout_ms = int(options.remote_timeout * 1000)
         # The writer's window bounds what is here.
-        self._sub = open_socket(self._context, zmq.SUB, data, bind=False, hwm=0, curve=keys)
-        self._dealer = open_socket(self._context, zmq.DEALER, control, bind=False, hwm=CONTROL_HWM, curve=keys)
+        self._sub = add(open_socket(context, zmq.SUB, data, bind=False, hwm=0, curve=keys))
+        self._dealer = add(open_socket(context, zmq.DEALER, control, bind=False, hwm=CONTROL_HWM, curve=keys))
         self.data_connection = Connection(self._sub)
         self.control_connection = Connection(self._dealer)
+        for connection in (self.data_connection, self.control_connection):
+            add(connection.pair)
         try:
             for topic in topics:
                 self._sub.setsockopt(zmq.SUBSCRIBE, topic)
@@ -93,40 +96,38 @@ class ReaderSockets:
     @property
     def closed(self) -> bool:
         """Whether this was closed."""
-        return self._context.closed
+        return self._sockets.closed
 
     def look(self) -> None:
         """Read some of the data that has come, without waiting for the loop to find it."""
-        if not self._context.closed and self._read_data():
+        if not self._sockets.closed and self._read_data():
             self._soon("data", self.look)
 
     def look_at_all(self) -> None:
         """Read whatever has come, and what has become of the connections."""
-        while not self._context.closed and (self._read_data() | self._read_messages()):
+        while not self._sockets.closed and (self._read_data() | self._read_messages()):
             pass
         self._look_at_connections()
 
     def close(self) -> None:
         """Close everything; what was not sent yet is forgotten. Idempotent."""
-        if self._context.closed:
+        if self._sockets.closed:
             return
         for watch in self._watches:
             watch.pause()
         self.data_connection.close()
         self.control_connection.close()
-        self._sub.close(linger=0)
-        self._dealer.close(linger=0)
-        self._context.term()
+        self._sockets.close()
 
     def _look_at_control(self) -> None:
-        if not self._context.closed and self._read_messages():
+        if not self._sockets.closed and self._read_messages():
             self._soon("control", self._look_at_control)
 
     def _look_at_connections(self) -> None:
         # What had arrived when a connection ended is there when its end is told: so it is read first.
         self.look()
         self._look_at_control()
-        if not self._context.closed and (self.data_connection.changed() | self.control_connection.changed()):
+        if not self._sockets.closed and (self.data_connection.changed() | self.control_connection.changed()):
             self._on_change()
 
     def _soon(self, what: str, look: Callable[[], None]) -> None:
@@ -144,7 +145,7 @@ class ReaderSockets:
     def _read_data(self) -> bool:
         sub = self._sub
         for _ in range(BURST):
-            if self._context.closed:
+            if self._sockets.closed:
                 return False
             try:
                 head = sub.recv(zmq.NOBLOCK, copy=False)
@@ -164,7 +165,7 @@ class ReaderSockets:
 
     def _read_messages(self) -> bool:
         for _ in range(BURST):
-            if self._context.closed:
+            if self._sockets.closed:
                 return False
             try:
                 frames = self._dealer.recv_multipart(zmq.NOBLOCK)

@@ -11,6 +11,8 @@ heartbeats, which its I/O threads answer however busy the program is.
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from typing import TypeAlias
 
@@ -23,6 +25,51 @@ BURST = 64
 
 CONTROL_HWM = 1000
 """Control messages that may wait to be read, or to be sent, at either end of a connection."""
+
+
+class Sockets:
+    """A ZeroMQ context and its sockets, which are closed together, at the latest when Python ends.
+
+    They are held on to until then. If an end were forgotten and its context came under the garbage collector before
+    its sockets, that would wait for them for ever; and so would a context that Python leaves behind when it ends.
+
+    Attributes:
+        context: The context.
+    """
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[Socket] = zmq.Context()
+        self._sockets: list[Socket] = []
+        _open.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.context.closed
+
+    def add(self, socket: Socket) -> Socket:
+        """Close this socket, too, and return it."""
+        self._sockets.append(socket)
+        return socket
+
+    def close(self) -> None:
+        """Close everything now, and forget what was not sent. Idempotent."""
+        _open.discard(self)
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self.context.term()
+
+
+_open: set[Sockets] = set()
+
+
+def _close_all() -> None:
+    for sockets in list(_open):
+        sockets.close()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to close
 
 
 def watched_by_tcp(sock: Socket, timeout_s: float) -> None:

@@ -13,7 +13,7 @@ from zmq.utils import z85
 from aioshm.config import Options
 from aioshm.errors import SharedMemoryError
 from aioshm.queue import wire
-from aioshm.queue.sockets import BURST, CONTROL_HWM, Socket, watched_by_heartbeats, watched_by_tcp
+from aioshm.queue.sockets import BURST, CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
 from aioshm.wait.address import own_address
 from aioshm.zeromq import CurveKeys, Watch, attach, open_socket
 
@@ -44,7 +44,8 @@ class WriterSockets:
 
     def __init__(self, ip: str | None, secret: bytes, options: Options) -> None:
         self._secret = secret
-        self._context: zmq.Context[Socket] = zmq.Context()
+        self._sockets = Sockets()
+        context = self._sockets.context
         self._watches: list[Watch] = []
         self._looking = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -59,12 +60,14 @@ class WriterSockets:
             # A reader may have a window's messages on their way, once more if they are sent again. More than that waits
             # only on a connection that has ended without anybody having noticed yet, where it may be dropped.
             hwm = 2 * options.remote_window + CONTROL_HWM
-            self._xpub = open_socket(self._context, zmq.XPUB, f"tcp://{host}:*", bind=True, hwm=hwm, curve=server)
+            self._xpub = self._sockets.add(
+                open_socket(context, zmq.XPUB, f"tcp://{host}:*", bind=True, hwm=hwm, curve=server)
+            )
             self._xpub.setsockopt(zmq.XPUB_MANUAL, 1)  # who gets what is not for the subscriber to say
             self._xpub.setsockopt(zmq.MAXMSGSIZE, wire.MAX_SUBSCRIPTION_BYTES)
             watched_by_tcp(self._xpub, options.remote_timeout)
-            self._router = open_socket(
-                self._context, zmq.ROUTER, f"tcp://{host}:*", bind=True, hwm=CONTROL_HWM, curve=server
+            self._router = self._sockets.add(
+                open_socket(context, zmq.ROUTER, f"tcp://{host}:*", bind=True, hwm=CONTROL_HWM, curve=server)
             )
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # tells who cannot be reached
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reader's new connection replaces its old one
@@ -75,7 +78,7 @@ class WriterSockets:
             self.data = self._bind(self._xpub, host, ip)
             self.control = self._bind(self._router, host, ip)
         except BaseException:
-            self._close_sockets()
+            self._sockets.close()
             raise
 
     def _bind(self, sock: Socket, host: str, ip: str | None) -> str:
@@ -91,7 +94,7 @@ class WriterSockets:
 
     def _admit_only(self, key: bytes) -> None:
         """Answer ZeroMQ's questions about who may connect (RFC 27), in a thread: no busy loop keeps them waiting."""
-        zap: Socket = self._context.socket(zmq.REP)
+        zap: Socket = self._sockets.context.socket(zmq.REP)
         zap.setsockopt(zmq.LINGER, 0)
         zap.bind(_ZAP)
         threading.Thread(target=_answer, args=(zap, z85.decode(key)), name="aioshm-zap", daemon=True).start()
@@ -138,7 +141,7 @@ class WriterSockets:
 
     def look(self) -> None:
         """Read everything that has come."""
-        if self._context.closed:
+        if self._sockets.closed:
             return
         while self._read_burst():
             pass
@@ -148,18 +151,11 @@ class WriterSockets:
         for watch in self._watches:
             watch.pause()
         self._watches = []
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        for name in ("_xpub", "_router"):
-            sock: Socket | None = getattr(self, name, None)
-            if sock is not None:
-                sock.close(linger=0)
-        self._context.term()  # the thread closes the last socket
+        self._sockets.close()  # the thread closes its own
 
     def _look(self) -> None:
         self._looking = False
-        if not self._context.closed and self._read_burst():
+        if not self._sockets.closed and self._read_burst():
             self._look_soon()
 
     def _look_soon(self) -> None:
@@ -187,13 +183,13 @@ class WriterSockets:
                 self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret, rank))
                 self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret))
                 self._on_subscribed(rank)
-                if self._context.closed:
+                if self._sockets.closed:
                     return False
         return True
 
     def _read_messages(self) -> bool:
         for _ in range(BURST):
-            if self._context.closed:
+            if self._sockets.closed:
                 return False
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
