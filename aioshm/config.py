@@ -10,6 +10,7 @@
 | `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before one warning is logged                 |
 | `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the other end of a connection is dead  |
 | `AIOSHM_NATIVE`          |                   | `0` runs the Python twin although the native core was built           |
+| `AIOSHM_ENGINE_READY_TIMEOUT_S` |            | seconds without progress after which a startup of engines has failed  |
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ MIN_REMOTE_TIMEOUT_S, MAX_REMOTE_TIMEOUT_S = 0.1, 86_400.0
 REMOTE_WINDOW = 4096
 MAX_REMOTE_WINDOW = 1 << 20
 REMOTE_WINDOW_BYTES = 64 << 20
+ENGINE_READY_TIMEOUT_S = 600.0
 
 _ON_LINUX = sys.platform == "linux"
 DEFAULT_BACKING: Backing = "memfd" if hasattr(os, "memfd_create") else "named"
@@ -162,6 +164,21 @@ def native_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     if text not in {"", "0", "1"}:
         raise ValueError(f"AIOSHM_NATIVE={text!r}: it must be 0 or 1")
     return text != "0"
+
+
+def engine_ready_timeout(environ: Mapping[str, str] = os.environ) -> float:
+    """Return after how many seconds without progress a startup of engines has failed.
+
+    Raises:
+        ValueError: ``AIOSHM_ENGINE_READY_TIMEOUT_S`` is no such number.
+    """
+    text = environ.get("AIOSHM_ENGINE_READY_TIMEOUT_S", "")
+    if not text:
+        return ENGINE_READY_TIMEOUT_S
+    try:
+        return check_seconds("the timeout", float(text))
+    except ValueError as error:
+        raise ValueError(f"AIOSHM_ENGINE_READY_TIMEOUT_S={text!r}: {error}") from None
 
 
 def check_int(name: str, value: object, *, minimum: int) -> int:

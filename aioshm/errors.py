@@ -7,6 +7,7 @@ purpose), *nothing now* (the ``_nowait`` calls) and *wrong place* (role, loop, t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 
 class AioshmError(Exception):
@@ -134,11 +135,39 @@ class SharedMemoryError(AioshmError, OSError):
 
 
 class EngineStartupError(AioshmError, RuntimeError):
-    """Engines did not come up; the text names each with its exit code, phase and last lines of stderr."""
+    """Engines did not come up; the text names each with its exit code, phase and last lines of stderr.
+
+    Attributes:
+        failed: Of every process that ended, by name: its exit code (minus the signal that killed it), or None where
+            nobody knows it.
+    """
+
+    def __init__(self, *args: object, failed: Mapping[str, int | None] | None = None) -> None:
+        super().__init__(*args)
+        self.failed = dict(failed or {})
 
 
 class HandshakeError(EngineStartupError):
-    """An engine's handshake message was refused; the text names engine, state and what was expected."""
+    """A handshake message was refused; the text names engine, state and what was expected.
+
+    Attributes:
+        engine: The engine's rank; None where the sender's identity is not even one.
+        state: What the engine's state was (``"NEW"``, ``"CONNECTED"``, ``"READY"``); None for an unknown sender.
+        expected: What was expected instead.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        engine: int | None = None,
+        state: str | None = None,
+        expected: str = "",
+        failed: Mapping[str, int | None] | None = None,
+    ) -> None:
+        super().__init__(*args, failed=failed)
+        self.engine = engine
+        self.state = state
+        self.expected = expected
 
 
 class EngineDead(AioshmError):

@@ -134,16 +134,28 @@ def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
 
 
 class Watch:
-    """Calls ``callback`` on the loop whenever the socket may have something to do."""
+    """Calls ``callback`` on the loop whenever the socket may have something to do.
+
+    ``descriptor`` is a duplicate of the socket's, for one whose own is watched by somebody else on this loop.
+    """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, socket: zmq.Socket[bytes], callback: Callable[[], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        socket: zmq.Socket[bytes],
+        callback: Callable[[], None],
+        descriptor: int | None = None,
     ) -> None:
         self._loop = loop
-        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._descriptor = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
         self._callback = callback
         self._watching = False
         self.resume()
+
+    @property
+    def paused(self) -> bool:
+        """Whether it calls nobody at present."""
+        return not self._watching
 
     def resume(self) -> None:
         """Watch again, beginning with one call: the descriptor tells nothing about what came meanwhile."""

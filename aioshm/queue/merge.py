@@ -9,19 +9,17 @@ reader in whose line somebody else stands already is left out until that has end
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import cycle
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Self
 
-from aioshm.codec import cannot_decode
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.queue.base import MessageQueue
 from aioshm.queue.end import TURN_MESSAGES, TURN_NS, End, predictor_among
+from aioshm.queue.places import Place, SharedSleep
 from aioshm.queue.reader_end import ReaderEnd
-from aioshm.ring import RingReader
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller, Stall
@@ -56,7 +54,7 @@ def merge(readers: Mapping[int, MessageQueue]) -> Merged:
             raise TypeError(f"readers[{rank}] must be a MessageQueue, not {reader!r}")
         if ranks.setdefault(reader, rank) != rank:
             raise ValueError(f"readers[{ranks[reader]}] and readers[{rank}] must not be the same reader")
-    return Merged(readers)  # type: ignore[arg-type]
+    return Merged({rank: reader for reader, rank in ranks.items()})
 
 
 class Merged(AsyncIterator[tuple[int, Any]]):
@@ -68,7 +66,8 @@ class Merged(AsyncIterator[tuple[int, Any]]):
 
     A message that is damaged or lost is given as ``(rank, error)``, too: a `CorruptSlot`, `CodecError` or
     `MessagesLost`; so is, for each try, a `SharedMemoryError` while there is no room for a message. The queue goes on.
-    Who also sends exceptions as messages tells them from these by `failed`, and should send something else.
+    An exception that was sent as a message comes in the same way: `failed` tells whether it is its queue's end, but
+    nothing tells it from damage.
 
     Cancelling a wait loses nothing. Two tasks that iterate get different messages. While this waits, calls that other
     tasks make on one of the readers wait in line behind it, and go before it afterwards; between two messages the
@@ -80,8 +79,8 @@ class Merged(AsyncIterator[tuple[int, Any]]):
 
     def __init__(self, readers: Mapping[int, ReaderEnd]) -> None:
         self.failed: dict[int, AioshmError] = {}
-        self._bed = bed = _Bed()
-        self._running = [_Place(rank, reader, bed) for rank, reader in readers.items()]
+        self._shared = shared = SharedSleep()
+        self._running = [Place(rank, reader, shared) for rank, reader in readers.items()]
         self._options = self._running[0].reader._options
         self._round = cycle(self._running)  # where it stands, the next round begins
         self._turn = 0
@@ -145,7 +144,7 @@ class Merged(AsyncIterator[tuple[int, Any]]):
         finally:
             self._line.leave()
             if not self._running:
-                self._bed.close()
+                self._shared.close()
         raise StopAsyncIteration
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -181,7 +180,7 @@ class Merged(AsyncIterator[tuple[int, Any]]):
         """
         running = [next(self._round) for _ in self._running]  # beginning with whose turn it is
         self._set_round(running)
-        reached: list[_Place] = []
+        reached: list[Place] = []
         try:
             for place in running:
                 await place.enter()
@@ -203,25 +202,25 @@ class Merged(AsyncIterator[tuple[int, Any]]):
                 if place.running:
                     place.leave()
 
-    async def _sleep(self, entered: Sequence[_Place]) -> None:
+    async def _sleep(self, entered: Sequence[Place]) -> None:
         assert self._loop is not None
-        bed, count = self._bed, self._past
+        shared, count = self._shared, self._past
         for place in self._running:
             if place.ring is not None:
                 count += place.ring.seq
                 self._newest_ns = max(self._newest_ns, place.ring.core.published_ns)
         watched = (place.ring for place in entered if place.running and not place.late)
         rings = [ring for ring in watched if ring is not None]
-        poller = bed.poller
+        poller = shared.poller
         if poller is None:
-            bed.poller = poller = self._new_poller(self._loop)
-        bed.rings = rings
+            shared.poller = poller = self._new_poller(self._loop)
+        shared.rings = rings
         stall = Stall(self._options.stall_warning_s, self._report)
         try:
             if await poller.wait(self._may_go_on, count, self._newest_ns, stall=stall):
                 self._new_turn()
         finally:
-            bed.rings = ()
+            shared.rings = ()
             self._spin_ns = poller.inline_spin_ns
 
     def _new_poller(self, loop: asyncio.AbstractEventLoop) -> Poller:
@@ -231,9 +230,9 @@ class Merged(AsyncIterator[tuple[int, Any]]):
             if place.ring is not None:
                 others += place.reader._other_ends()
         if not others:  # what comes through sockets cannot be spun for
-            return Poller(loop, self._bed, Predictor(may_spin=False), "park", self._bed.spin)
+            return Poller(loop, self._shared, Predictor(may_spin=False), "park", self._shared.spin)
         processes = [*{pid for pid in others if pid}, *(pid for pid in others if not pid)]
-        return Poller(loop, self._bed, predictor_among(processes, options), options.wait, self._bed.spin)
+        return Poller(loop, self._shared, predictor_among(processes, options), options.wait, self._shared.spin)
 
     def _may_go_on(self) -> bool:
         for place in self._running:
@@ -245,11 +244,11 @@ class Merged(AsyncIterator[tuple[int, Any]]):
         """Return whether a reader that was left out need not be any more."""
         return any(not place.entered and not place.reader._in_line for place in self._running)
 
-    def _note_ready(self, entered: Sequence[_Place]) -> None:
+    def _note_ready(self, entered: Sequence[Place]) -> None:
         for place in entered:
             if place.quick is None and place.reader._ready:
                 place.now_ready()
-                self._bed.close()  # there are others to wait for than before
+                self._shared.close()  # there are others to wait for than before
 
     def _report(self) -> None:
         for place in self._running:
@@ -257,7 +256,7 @@ class Merged(AsyncIterator[tuple[int, Any]]):
 
     # Taking
 
-    def _take(self, place: _Place) -> tuple[int, Any] | None:
+    def _take(self, place: Place) -> tuple[int, Any] | None:
         """Return a queue's next message, or the error that is its end; None if there is nothing, or it has closed."""
         reader = place.reader
         error = place.failure if reader._refusal is None else reader._refusal()
@@ -286,19 +285,19 @@ class Merged(AsyncIterator[tuple[int, Any]]):
         self.failed[place.rank] = error
         return place.rank, error
 
-    def _drop(self, place: _Place) -> None:
+    def _drop(self, place: Place) -> None:
         place.running = False
         place.leave()  # closing it may be waiting for that
         if place.ring is not None:
             self._past += place.ring.seq
         self._set_round([other for other in self._running if other is not place])
-        self._bed.close()
+        self._shared.close()
 
-    def _begin_behind(self, place: _Place) -> None:
+    def _begin_behind(self, place: Place) -> None:
         at = self._running.index(place) + 1
         self._set_round(self._running[at:] + self._running[:at])
 
-    def _set_round(self, running: list[_Place]) -> None:
+    def _set_round(self, running: list[Place]) -> None:
         self._running, self._round = running, cycle(running)
 
     # Closing
@@ -306,8 +305,8 @@ class Merged(AsyncIterator[tuple[int, Any]]):
     async def aclose(self) -> None:
         """End the iteration: a waiting task's, too. The readers stay open. Idempotent."""
         self._set_round([])
-        self._bed.wake()
-        self._bed.close()
+        self._shared.wake()
+        self._shared.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -318,162 +317,8 @@ class Merged(AsyncIterator[tuple[int, Any]]):
         await self.aclose()
 
     def __del__(self) -> None:
-        if hasattr(self, "_bed"):
-            self._bed.close()
+        if hasattr(self, "_shared"):
+            self._shared.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._running)} queues>"
-
-
-class _Bed:
-    """What is asleep when all are: a poller, and the rings whose parked flags it raises as if they were one.
-
-    It knows no readers: the event loop may know the poller for longer than anybody knows the readers.
-    """
-
-    def __init__(self) -> None:
-        self.rings: Sequence[RingReader] = ()
-        self.poller: Poller | None = None
-        self._pid = os.getpid()
-
-    def __setitem__(self, index: int, value: int) -> None:
-        for ring in self.rings:
-            ring.parked[index] = value
-
-    def spin(self, budget_ns: int) -> bool:
-        """Spin for at most so many nanoseconds; return whether one of the rings has a message."""
-        looks = [ring.ready for ring in self.rings]
-        until = monotonic_ns() + budget_ns if looks else 0
-        while True:
-            for ready in looks:
-                if ready():
-                    return True
-            if monotonic_ns() >= until:
-                return False
-
-    def wake(self) -> None:
-        if self.poller is not None:
-            self.poller.wake()
-
-    def close(self) -> None:
-        """Let go of the poller; a forked child leaves it alone, whose loop is its parent's."""
-        if self.poller is not None and os.getpid() == self._pid:
-            self.poller.close()
-        self.poller = None
-
-
-class _Place:
-    """One reader's place in the round.
-
-    Attributes:
-        rank: What its messages come with.
-        receive: Returns its next message, or `NOTHING` where the quick way has none.
-        quick: What that is while nothing is the matter; None until the reader is ready.
-        ring: The ring that it reads, if any.
-        late: Whether its next message has not arrived completely; nothing is there until the reader is woken.
-        entered: Whether this merge stands in its line.
-        hidden: Whether the quick way could not see, before its line was joined, what there is; then it goes first.
-        failure: Why attaching could not even begin.
-        running: Whether the queue has not ended.
-    """
-
-    __slots__ = (
-        "_bed",
-        "entered",
-        "failure",
-        "hidden",
-        "late",
-        "quick",
-        "rank",
-        "reader",
-        "receive",
-        "ring",
-        "running",
-    )
-
-    def __init__(self, rank: int, reader: ReaderEnd, bed: _Bed) -> None:
-        self.rank = rank
-        self.reader = reader
-        self.receive: Callable[[], Any] = _nothing
-        self.quick: Callable[[], Any] | None = None
-        self.ring: RingReader | None = None
-        self.late = False
-        self.entered = False
-        self.hidden = False
-        self.failure: AioshmError | None = None
-        self.running = True
-        self._bed = bed
-
-    def now_ready(self) -> None:
-        """Note that the reader is ready."""
-        self.receive = self.quick = self.reader._quick_receive()
-        self.ring = self.reader._own_ring()
-
-    async def enter(self) -> None:
-        """Join the reader's line if that is empty, and watch what happens to it in any case. Never suspends the task.
-
-        Raises:
-            RoleError: Another merge is there, or a block of this task.
-        """
-        reader = self.reader
-        if reader._watcher is not None:
-            raise RoleError(f"{reader!r}: another merge is waiting for it")
-        if not reader._in_line or reader._holder is reader._whoever_calls():
-            shut = self.quick is not None and not reader._core.open
-            self.hidden = shut or reader._writer_gone is not None or reader._refusal is not None
-            await reader._enter(None)
-            self.entered = True
-            self._arrived()
-        reader._watcher = self._woken
-
-    def leave(self) -> None:
-        """Leave the line, and watch no more."""
-        reader = self.reader
-        reader._watcher = None
-        if self.entered:
-            self.entered = False
-            reader._leave()
-
-    def may_go_on(self) -> bool:
-        """Return whether there is anything to do."""
-        reader = self.reader
-        if not self.entered:
-            return not reader._in_line
-        if self.late:
-            return False
-        if self.quick is not None:
-            return reader._may_go_on()
-        return (
-            reader._ready or reader._refusal is not None or reader._writer_gone is not None or self.failure is not None
-        )
-
-    def poll(self) -> Any:
-        """Return the next message, or what is wrong with it, or `NOTHING`: see `late`."""
-        try:
-            obj = self.reader._poll()
-        except AioshmError as error:
-            return error.with_traceback(None)
-        if obj is not ELSEWHERE:
-            return obj
-        self.late, self.receive = True, _nothing
-        return NOTHING
-
-    def damaged(self, error: Exception) -> AioshmError:
-        """Return what is wrong with a message that could not be received."""
-        if self.ring is None and isinstance(error, AioshmError):
-            return error.with_traceback(None)
-        assert error.__traceback__ is not None
-        error.__traceback__ = error.__traceback__.tb_next  # without the frame that is to refer to what is made of it
-        return cannot_decode(error, self.reader.codec_name)
-
-    def _woken(self) -> None:
-        self._arrived()
-        self._bed.wake()
-
-    def _arrived(self) -> None:
-        if self.late and self.quick is not None:
-            self.late, self.receive = False, self.quick
-
-
-def _nothing() -> Any:
-    return NOTHING

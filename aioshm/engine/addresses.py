@@ -1,0 +1,141 @@
+"""Who takes part in the startup of engines, and the addresses they are told. No I/O.
+
+The names and the fields are those of the field: what goes over the wire is these dataclasses as MessagePack maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Generic, NoReturn, TypeVar, overload
+
+IDENTITY_BYTES = 2
+MAX_INDEX = 2 ** (8 * IDENTITY_BYTES) - 1
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class CoreEngineState(Enum):
+    """How far an engine's startup is, as its front end sees it."""
+
+    NEW = auto()
+    """Nothing was heard of it."""
+    CONNECTED = auto()
+    """It said HELLO and was told the addresses."""
+    READY = auto()
+    """It said READY."""
+
+
+@dataclass(slots=True, eq=False)
+class CoreEngine:
+    """One engine: the one for one data-parallel rank.
+
+    Attributes:
+        index: Its rank.
+        local: Whether it runs on the front end's host.
+        state: How far its startup is.
+    """
+
+    index: int = 0
+    local: bool = True
+    state: CoreEngineState = field(default=CoreEngineState.NEW, init=False)
+
+    def __post_init__(self) -> None:
+        identity(self.index)
+
+    @property
+    def identity(self) -> bytes:
+        """What the engine's sockets are called."""
+        return identity(self.index)
+
+
+def identity(index: int) -> bytes:
+    """Return what the sockets of the engine with this rank are called: its rank as 2 bytes, little-endian.
+
+    Raises:
+        TypeError, ValueError: There is no such rank; the text names the value.
+    """
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise TypeError(f"index must be an int, not {index!r}")
+    if not 0 <= index <= MAX_INDEX:
+        raise ValueError(f"index must be 0 to {MAX_INDEX}, not {index}")
+    return index.to_bytes(IDENTITY_BYTES, "little")
+
+
+@dataclass(slots=True)
+class EngineZmqAddresses:
+    """Where an engine's sockets connect to.
+
+    May be changed until the first engine says HELLO: a port that the kernel chooses is known only once it is bound.
+
+    Attributes:
+        inputs: For each client in the front end, where requests come from.
+        outputs: For each client in the front end, where outputs go to.
+        coordinator_input: Where the coordinator publishes to engines, if there is one.
+        coordinator_output: Where engines report to the coordinator, if there is one.
+        frontend_stats_publish_address: Where front ends subscribe to the coordinator's counts; engines only pass it on.
+    """
+
+    inputs: list[str]
+    outputs: list[str]
+    coordinator_input: str | None = None
+    coordinator_output: str | None = None
+    frontend_stats_publish_address: str | None = None
+
+
+@dataclass(slots=True)
+class EngineHandshakeMetadata:
+    """What a front end tells an engine that has said HELLO.
+
+    Attributes:
+        addresses: Where to connect to.
+        parallel_config: What the engine is to change in its own parallel configuration, by name.
+    """
+
+    addresses: EngineZmqAddresses
+    parallel_config: dict[str, Any]
+
+
+class ConstantList(Sequence[T_co], Generic[T_co]):
+    """A list that cannot be changed through this view; what its owner changes is seen at once.
+
+    Args:
+        items: The list itself, not a copy.
+    """
+
+    __slots__ = ("_items",)
+    __hash__ = None  # type: ignore[assignment]  # like a list's
+
+    def __init__(self, items: list[T_co]) -> None:
+        self._items = items
+
+    @overload
+    def __getitem__(self, index: int) -> T_co: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T_co]: ...
+    def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T_co]:
+        return iter(self._items)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._items
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ConstantList):
+            return self._items == other._items
+        return self._items == other if isinstance(other, list) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"ConstantList({self._items!r})"
+
+    def _refuse(self, *_args: object, **_options: object) -> NoReturn:
+        raise TypeError("a ConstantList cannot be changed")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse

@@ -1,0 +1,99 @@
+"""Ending with the process that started this one, however that one ends.
+
+This file is also run by its path, before anything of the package can be imported (see ``child.py``), so it needs only
+the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+_THREAD_NAME = "aioshm-parent-watch"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_CHECK_MS = 250
+"""How often to look who the parent is, where nothing tells when it ends."""
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """End this process as soon as the one that started it has ended, even if that was killed.
+
+    Call it first thing in a process that must not outlive its parent. What the managers start does so before its
+    first import; what those processes start in turn has to call it. Idempotent; not passed on through a fork.
+
+    Two ways at once, because each has a hole. The kernel's (``PR_SET_PDEATHSIG``, prctl(2)) kills whatever the process
+    does, even stopped or inside C code that keeps the interpreter to itself; but only on Linux, and it fires already
+    when the *thread* ends that started this process. So it is only used where the parent's main thread did, which ends
+    with its process. The other is a thread that waits for the end of the parent or of a pipe from it. No clean-up
+    runs in either case.
+
+    Args:
+        parent_pid: The parent's process id, as it was before this process began. Given, a parent that is gone already
+            is noticed, too. The children of ``multiprocessing`` know it without.
+    """
+    starter = multiprocessing.parent_process()  # with "forkserver" the kernel's parent is another one
+    if parent_pid is None:
+        parent_pid = os.getppid() if starter is None or starter.pid is None else starter.pid
+    signs = [] if starter is None else [starter.sentinel]
+    if os.getppid() == parent_pid:
+        _ask_the_kernel(parent_pid)
+        signs += _end_of(parent_pid)
+        if os.getppid() != parent_pid:  # before the kernel was asked; and the number may be somebody else's by now
+            _end()
+    elif starter is None:
+        _end()
+    else:
+        parent_pid = None
+    if not any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
+        threading.Thread(target=_watch, args=(signs, parent_pid), name=_THREAD_NAME, daemon=True).start()
+
+
+def _ask_the_kernel(parent_pid: int) -> None:
+    # The setting is the calling thread's own and is lost with it, hence only from the main one.
+    on_main_thread = threading.get_native_id() == os.getpid()
+    if sys.platform == "linux" and on_main_thread and _started_by_main_thread(parent_pid):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _started_by_main_thread(parent_pid: int) -> bool:
+    # Which thread's child this process is; passed on to another of the parent's threads when that one ends. Without
+    # this file (proc(5): CONFIG_PROC_CHILDREN) it cannot be told.
+    try:
+        children = Path(f"/proc/{parent_pid}/task/{parent_pid}/children").read_text()
+    except OSError:
+        return False
+    return str(os.getpid()) in children.split()
+
+
+def _end_of(pid: int) -> list[int]:
+    """Return a descriptor that becomes readable when the process ends, if there is such a thing here."""
+    try:
+        return [os.pidfd_open(pid)]
+    except (AttributeError, OSError):  # not Linux, a kernel before 5.3, or a sandbox
+        return []
+
+
+def _watch(signs: list[int], parent_pid: int | None) -> None:
+    poller = select.poll()
+    for sign in signs:
+        poller.register(sign, select.POLLIN)
+    told = len(signs)
+    while told or parent_pid is not None:
+        for sign, event in poller.poll(None if told == len(signs) and told else _CHECK_MS):
+            if not event & select.POLLNVAL:
+                _end()
+            poller.unregister(sign)  # somebody has closed it: look oneself from now on
+            told -= 1
+        if parent_pid is not None and os.getppid() != parent_pid:
+            _end()
+
+
+def _end() -> NoReturn:
+    os._exit(1)  # not a signal: those that the first process of a container sends itself do nothing

@@ -1,0 +1,196 @@
+"""What processes write to their standard error: passed on, and the last of it kept.
+
+Each writes into a pipe. One thread reads them all, whatever the event loop is busy with, and never stops reading: if
+nobody reads this process' own standard error, what would have to wait too long there is left out, and a note says so.
+A process that writes much is therefore never held up.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+KEPT_BYTES = 16 << 10
+"""How much of the end of each stream is kept."""
+WAITING_BYTES = 1 << 20
+"""How much may wait to be passed on."""
+FLUSH_S = 0.5
+"""How long what waits to be passed on may take when everything else is over."""
+
+_READ_BYTES = 1 << 16
+_READS = 16  # of one stream before it is the next one's turn
+_PASS_BYTES = select.PIPE_BUF  # a pipe that poll(2) calls writable takes at least that without blocking (pipe(7))
+
+
+class _Stream:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd  # -1 once it has ended
+        self.last = b""
+        self.cut = False
+
+    def keep(self, data: bytes) -> None:
+        whole = self.last + data
+        self.last = whole[-KEPT_BYTES:]
+        self.cut = self.cut or len(whole) > KEPT_BYTES
+
+    def end(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class StderrRelay:
+    """Passes on what processes write to their standard error.
+
+    It goes where this process' standard error went when this was made.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[str, _Stream] = {}
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._left_out = 0
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._out = _standard_error()
+        self._called, self._calling = os.pipe()
+        os.set_blocking(self._calling, False)
+
+    @contextmanager
+    def pipe(self, name: str) -> Iterator[int]:
+        """Return a descriptor for one more process to inherit within the block."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        with self._lock:
+            self._streams[name] = _Stream(reader)
+        try:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="aioshm-stderr", daemon=True)
+                self._thread.start()
+            self._call()
+            yield writer
+        finally:
+            os.close(writer)
+
+    def last_lines(self, name: str, count: int) -> list[str]:
+        """Return the last lines that a process has written up to now, also directly after its end."""
+        with self._lock:
+            stream = self._streams[name]
+            self._read(stream)
+            last = stream.last
+            cut = stream.cut
+        self._call()
+        lines = last.decode(errors="replace").splitlines()
+        return lines[1 if cut and len(lines) > 1 else 0 :][-count:]
+
+    def close(self) -> None:
+        """Pass on what there is and end. Idempotent; blocks for `FLUSH_S` at most."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._call()
+        if self._thread is None:
+            self._take_apart()
+        else:
+            self._thread.join(2 * FLUSH_S)  # longer only if somebody else filled the pipe that was writable just now
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._turn(None)
+        with self._lock:
+            for stream in self._streams.values():
+                self._read(stream)
+                stream.end()
+        deadline = time.monotonic() + FLUSH_S
+        while self._waiting and (left := deadline - time.monotonic()) > 0:
+            self._turn(left)
+        self._take_apart()
+
+    def _turn(self, timeout: float | None) -> None:
+        poller = select.poll()
+        if timeout is None:
+            poller.register(self._called, select.POLLIN)
+        with self._lock:
+            for stream in self._streams.values():
+                if stream.fd >= 0:
+                    poller.register(stream.fd, select.POLLIN)
+        if self._waiting:
+            poller.register(self._out, select.POLLOUT)
+        ready = {fd for fd, _ in poller.poll(None if timeout is None else timeout * 1000)}
+        if self._called in ready:
+            os.read(self._called, _READ_BYTES)
+        with self._lock:
+            for stream in self._streams.values():  # by now another thread may have read, and ended, any of them
+                if stream.fd in ready:
+                    self._read(stream)
+        if self._out in ready:
+            self._pass_on()
+
+    def _read(self, stream: _Stream) -> None:
+        for _ in range(_READS):
+            if stream.fd < 0:
+                return
+            try:
+                data = os.read(stream.fd, _READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                stream.end()
+                return
+            stream.keep(data)
+            if self._out >= 0:
+                self._waiting.append(data)
+                self._waiting_bytes += len(data)
+            while self._waiting_bytes > WAITING_BYTES:
+                dropped = len(self._waiting.popleft())
+                self._waiting_bytes -= dropped
+                self._left_out += dropped
+
+    def _pass_on(self) -> None:
+        with self._lock:
+            if self._left_out:
+                note = b"\n[aioshm: %d bytes of standard error left out: nobody read it]\n" % self._left_out
+                self._waiting.appendleft(note)
+                self._waiting_bytes += len(note)
+                self._left_out = 0
+            data = self._waiting.popleft()
+            self._waiting_bytes -= len(data)
+        try:
+            rest = data[os.write(self._out, data[:_PASS_BYTES]) :]
+        except OSError:  # whoever read it is gone, or the disk is full
+            return
+        if rest:
+            with self._lock:
+                self._waiting.appendleft(rest)
+                self._waiting_bytes += len(rest)
+
+    def _call(self) -> None:
+        with self._lock:
+            if self._calling >= 0:
+                try:
+                    os.write(self._calling, b"\0")
+                except BlockingIOError:
+                    pass  # it has been called often enough
+
+    def _take_apart(self) -> None:
+        with self._lock:
+            for stream in self._streams.values():
+                stream.end()
+            for fd in (self._called, self._calling, self._out):
+                if fd >= 0:
+                    os.close(fd)
+            self._calling = self._out = -1
+
+
+def _standard_error() -> int:
+    try:
+        return os.dup(2)
+    except OSError:  # this process has none
+        return -1

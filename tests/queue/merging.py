@@ -1,0 +1,58 @@
+"""Writers with one reader each, to be merged, and a wait to look into."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aioshm import MessageQueue, Options
+from aioshm.queue.merge import Merged
+
+BIG = 50_000
+"""More than a chunk of the queues below."""
+
+
+@asynccontextmanager
+async def queues(
+    n_local: int = 3, n_remote: int = 0, *, ready: bool = True, chunk: int = 4096, chunks: int = 4, **options: Any
+) -> AsyncIterator[tuple[list[MessageQueue], dict[int, MessageQueue]]]:
+    """Give writers to the block and, by numbers from 0 on, the one reader of each; the last ones are remote."""
+    writers = [
+        MessageQueue(
+            1,
+            int(number < n_local),
+            max_chunk_bytes=chunk,
+            max_chunks=chunks,
+            connect_ip="127.0.0.1",
+            options=Options(**options),
+        )
+        for number in range(n_local + n_remote)
+    ]
+    readers = {n: MessageQueue.create_from_handle(each.export_handle(), 0) for n, each in enumerate(writers)}
+    try:
+        if ready:
+            await asyncio.gather(*(end.wait_until_ready(10) for end in [*writers, *readers.values()]))
+        yield writers, readers
+    finally:
+        for end in [*readers.values(), *writers]:
+            await end.aclose()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def poller_of(merged: Merged) -> Any:
+    assert merged._shared.poller is not None
+    return merged._shared.poller
+
+
+async def asleep(merged: Merged) -> asyncio.Task[tuple[int, Any]]:
+    """Begin to wait for a message, and return once that sleeps."""
+    waiting = asyncio.ensure_future(anext(merged))
+    await until(lambda: merged._shared.poller is not None and merged._shared.poller._sleeper is not None)
+    return waiting

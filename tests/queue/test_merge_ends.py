@@ -1,0 +1,318 @@
+"""How queues that are merged begin and end: not ready, closed, killed, damaged; the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import signal
+from typing import Any
+
+import pytest
+from children import child
+from merging import BIG, asleep, poller_of, queues, until
+from slots import slot_of
+
+from aioshm import (
+    CodecError,
+    CorruptSlot,
+    HandleError,
+    MessageQueue,
+    MessagesLost,
+    Options,
+    PeerDied,
+    SharedMemoryError,
+)
+from aioshm.queue.merge import Merged, merge
+
+
+async def _rest(merged: Merged) -> list[tuple[int, Any]]:
+    async with asyncio.timeout(20):
+        return [item async for item in merged]
+
+
+class TestAttaching:
+    @pytest.mark.parametrize("n_remote", [0, 1])
+    async def test_readers_that_are_not_ready_are_made_ready(self, n_remote: int) -> None:
+        async with queues(3 - n_remote, n_remote, ready=False) as (writers, readers):
+            merged = merge(readers)
+            waiting = asyncio.ensure_future(anext(merged))
+            await asyncio.gather(*(writer.wait_until_ready(10) for writer in writers))
+            await writers[2].enqueue("first")
+            assert await waiting == (2, "first")
+            for rank, writer in enumerate(writers):
+                await writer.enqueue(rank)
+            assert sorted([await anext(merged) for _ in range(3)]) == [(0, 0), (1, 1), (2, 2)]
+            assert all(reader.stats().ready for reader in readers.values())
+
+    async def test_those_that_are_ready_do_not_wait_for_the_others(self) -> None:
+        async with queues(2, 2, ready=False) as (writers, readers):
+            merged = merge(readers)
+            for rank in (1, 3, 0, 2):
+                waiting = asyncio.ensure_future(anext(merged))
+                await writers[rank].wait_until_ready(10)
+                await writers[rank].enqueue(rank)
+                assert await asyncio.wait_for(waiting, 10) == (rank, rank)
+
+    async def test_giving_up_leaves_no_task(self) -> None:
+        async with queues(2, 1, ready=False) as (writers, readers):
+            merged = merge(readers)
+            for turns in range(8):
+                waiting = asyncio.ensure_future(anext(merged))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+            await asyncio.gather(*(end.wait_until_ready(10) for end in [*writers, *readers.values()]))
+            tasks = asyncio.all_tasks()
+            await writers[2].enqueue("here")
+            assert await anext(merged) == (2, "here")
+            assert asyncio.all_tasks() == tasks
+
+    async def test_one_that_is_closed_while_it_attaches(self) -> None:
+        async with queues(2, 1, ready=False) as (_, readers):
+            merged = merge(readers)
+            waiting = await asleep(merged)
+            for reader in readers.values():
+                assert not waiting.done()
+                await reader.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await asyncio.wait_for(waiting, 5)
+
+    async def test_one_that_was_closed_before(self) -> None:
+        async with queues(2) as (writers, readers):
+            await readers[0].aclose()
+            await writers[1].enqueue(1)
+            await writers[1].aclose()
+            assert await _rest(merge(readers)) == [(1, 1)]
+
+    async def test_one_that_cannot_attach_is_reported(self) -> None:
+        async with queues(1) as (writers, readers), child("write", "0", "0") as writer:
+            handle = await writer.says("{")
+            writer.signal(signal.SIGSTOP)
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                merged = merge({4: reader, **readers})
+                waiting = await asleep(merged)
+                await writers[0].enqueue(1)
+                assert await waiting == (0, 1)
+                waiting = await asleep(merged)
+                writer.signal(signal.SIGKILL)
+                rank, error = await asyncio.wait_for(waiting, 10)
+                assert rank == 4
+                assert isinstance(error, (PeerDied, HandleError))
+                assert merged.failed == {4: error}
+                await writers[0].aclose()
+                assert await _rest(merged) == []
+
+    async def test_a_remote_one_whose_address_is_malformed_is_reported(self) -> None:
+        async with queues(1, 1, ready=False) as (writers, readers):
+            readers[1]._connect = _refuse  # type: ignore[attr-defined]
+            merged = merge(readers)
+            rank, error = await anext(merged)
+            assert (rank, str(error), merged.failed) == (1, "not a handle: no such thing", {1: error})
+            waiting = asyncio.ensure_future(anext(merged))
+            await writers[0].wait_until_ready(10)
+            await writers[0].enqueue("on")
+            assert await waiting == (0, "on")
+
+
+def _refuse(_loop: object) -> None:
+    raise HandleError("not a handle: no such thing")
+
+
+class TestEnds:
+    async def test_writers_that_close_drop_out(self) -> None:
+        async with queues(2, 2) as (writers, readers):
+            for rank, writer in enumerate(writers):
+                for number in range(rank + 1):
+                    await writer.enqueue(number)
+                await writer.aclose()
+            merged = merge(readers)
+            expected = [(rank, number) for rank in range(4) for number in range(rank + 1)]
+            assert sorted(await _rest(merged)) == expected
+            assert merged.failed == {}
+            assert await _rest(merged) == [], "it stays at its end"
+
+    @pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "annexes"])
+    async def test_a_killed_writer_is_reported_and_the_rest_goes_on(self, size: int) -> None:
+        async with queues(1, 1) as (writers, readers), child("write", "5", str(size)) as writer:
+            async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+                await reader.wait_until_ready(20)
+                await writer.says("written")
+                writer.signal(signal.SIGKILL)
+                await writer.end()
+                merged = merge({**readers, -3: reader})
+                for number in range(5):
+                    assert await anext(merged) == (-3, (number, bytes([number]) * size))
+                rank, error = await anext(merged)
+                assert (rank, error.side, error.pid) == (-3, "writer", writer.pid)
+                assert merged.failed == {-3: error}
+                for number in range(100):
+                    await writers[number % 2].enqueue(number)
+                    assert await anext(merged) == (number % 2, number)
+
+    async def test_a_death_wakes_it(self) -> None:
+        async with queues(1) as (writers, readers), child("write", "0", "0") as writer:
+            async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+                merged = merge({**readers, 1: reader})
+                await reader.wait_until_ready(20)
+                waiting = await asleep(merged)
+                writer.signal(signal.SIGKILL)
+                rank, error = await asyncio.wait_for(waiting, 5)
+                assert rank == 1
+                assert isinstance(error, PeerDied)
+                await writers[0].aclose()
+                assert await _rest(merged) == []
+
+    @pytest.mark.parametrize("others", [1, 2, 3, 4])
+    async def test_a_death_is_seen_beside_streams_that_never_end(self, others: int) -> None:
+        async with queues(others + 1) as (writers, readers):
+            queue: Any = writers[-1]
+            await queue.enqueue("last words")
+            for connection in list(queue._listener._connections.values()):
+                connection.close()  # as the system does for a process that is killed
+            for writer in writers[:-1]:
+                writer.enqueue_nowait("flood")
+            items = []
+            merged = merge(readers)
+            for _ in range(1000):
+                rank, obj = await anext(merged)
+                if rank < others:
+                    writers[rank].enqueue_nowait("flood")
+                else:
+                    items.append(obj)
+            assert items == ["last words", merged.failed[others]]
+
+    async def test_a_dead_remote_writer_is_reported(self) -> None:
+        async with queues(1, 1, remote_timeout=0.3) as (writers, readers):
+            await writers[1].enqueue("last words")
+            await until(lambda: readers[1]._window.ready)  # type: ignore[attr-defined]
+            merged = merge(readers)
+            reader: Any = readers[1]
+            reader._give_up(reader._died("it is not to be reached"))
+            assert await anext(merged) == (1, "last words")
+            rank, error = await anext(merged)
+            assert (rank, type(error), merged.failed) == (1, PeerDied, {1: error})
+            await writers[0].enqueue("on")
+            assert await anext(merged) == (0, "on")
+
+    async def test_a_stopped_writer_is_reported_by_name(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with queues(1, stall_warning_s=0.2) as (writers, readers), child("write", "0", "0") as writer:
+            handle = await writer.says("{")
+            async with MessageQueue.create_from_handle(handle, 0, options=Options(stall_warning_s=0.2)) as reader:
+                await reader.wait_until_ready(20)
+                writer.signal(signal.SIGSTOP)
+                with caplog.at_level(logging.WARNING, "aioshm"):
+                    waiting = await asleep(merge({**readers, 1: reader}))
+                    await until(lambda: caplog.records)
+                    await asyncio.sleep(0.3)
+                assert [f"the writer (pid {writer.pid}) is stopped" in r.getMessage() for r in caplog.records] == [True]
+                await writers[0].enqueue("on")
+                assert await waiting == (0, "on")
+                writer.signal(signal.SIGCONT)
+
+
+class Bomb:
+    """Cannot be unpickled."""
+
+    def __init__(self, size: int = 0) -> None:
+        self.ballast = bytes(size)
+
+    def __reduce__(self) -> Any:
+        return _explode, (self.ballast,)
+
+
+def _explode(_ballast: bytes) -> None:
+    raise LookupError("boom")
+
+
+class TestDamage:
+    async def test_a_damaged_slot_is_reported_and_its_queue_goes_on(self) -> None:
+        async with queues(2) as (writers, readers):
+            for number in range(3):
+                await writers[0].enqueue(number)
+                await writers[1].enqueue(number)
+            slot_of(writers[0], 1)[8] ^= 0xFF  # its number
+            merged = merge(readers)
+            items = [await anext(merged) for _ in range(6)]
+            assert [rank for rank, _ in items] == [0, 1] * 3
+            assert isinstance(items[2][1], CorruptSlot)
+            assert items[2][1].__traceback__ is None, "it holds on to nothing"
+            assert [obj for _, obj in items if isinstance(obj, int)] == [0, 0, 1, 2, 2]
+            assert merged.failed == {}
+
+    @pytest.mark.parametrize("n_remote", [0, 1])
+    @pytest.mark.parametrize("size", [0, 2000, BIG])
+    async def test_what_cannot_be_decoded_is_reported(self, n_remote: int, size: int) -> None:
+        async with queues(2 - n_remote, n_remote) as (writers, readers):
+            merged = merge(readers)
+            for number in range(100):  # in both ways
+                await writers[1].enqueue(pickle.PickleBuffer(b"x" * 2000) if number % 3 else number)
+                await writers[1].enqueue(Bomb(size))
+                await anext(merged)
+                rank, error = await anext(merged)
+                assert (rank, type(error), type(error.__cause__)) == (1, CodecError, LookupError)
+            assert merged.failed == {}
+
+    async def test_messages_that_are_lost_are_reported(self) -> None:
+        async with queues(1, 1) as (writers, readers):
+            merged = merge(readers)
+            waiting = await asleep(merged)
+            readers[1]._window.lost(0, 1)  # type: ignore[attr-defined]
+            for number in range(4):
+                await writers[1].enqueue(number)
+            rank, error = await waiting
+            assert (rank, error.first, error.last) == (1, 0, 1)
+            assert [await anext(merged) for _ in range(2)] == [(1, 2), (1, 3)]
+            assert merged.failed == {}
+
+    async def test_an_annex_that_is_late_holds_only_its_queue_up(self) -> None:
+        async with queues(2) as (writers, readers):
+            queue: Any = writers[0]
+            held: list[int] = []
+            queue._annexes._hand_over = held.append
+            await queue.enqueue(b"x" * BIG)
+            merged = merge(readers)
+            for number in range(200):
+                await writers[1].enqueue(number)
+                assert await anext(merged) == (1, number)
+            waiting = await asleep(merged)
+            parks = poller_of(merged).stats.parks
+            await asyncio.sleep(0.1)
+            assert poller_of(merged).stats.parks == parks, "it sleeps"
+            queue._roster.hand_over(held[0])
+            assert await asyncio.wait_for(waiting, 5) == (0, b"x" * BIG)
+
+    async def test_a_message_for_which_there_is_no_room_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with queues(2) as (writers, readers):
+            await writers[0].enqueue(b"x" * BIG)
+            merged = merge(readers)
+
+            def full(*_: int) -> None:
+                raise SharedMemoryError("no room")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(readers[0]._annexes, "body", full)  # type: ignore[attr-defined]
+                for _ in range(200):
+                    rank, error = await anext(merged)
+                    assert (rank, type(error), merged.failed) == (0, SharedMemoryError, {})
+            assert await anext(merged) == (0, b"x" * BIG)
+
+    @pytest.mark.parametrize("closes", [True, False])
+    async def test_an_annex_that_never_comes_is_an_end(self, closes: bool) -> None:
+        async with queues(2) as (writers, readers):
+            queue: Any = writers[0]
+            queue._annexes._hand_over = lambda _fd: None
+            await queue.enqueue(b"x" * BIG)
+            merged = merge(readers)
+            waiting = await asleep(merged)
+            if closes:
+                await queue.aclose()
+            for connection in list(queue._listener._connections.values()):
+                connection.close()
+            rank, error = await asyncio.wait_for(waiting, 5)
+            assert (rank, type(error)) == (0, MessagesLost if closes else PeerDied)
+            assert merged.failed == {0: error}
+            await writers[1].aclose()
+            assert await _rest(merged) == []
