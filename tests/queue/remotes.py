@@ -10,20 +10,33 @@ from typing import Any
 from aioshm import MessageQueue, Options
 
 
-@asynccontextmanager
-async def ready_ends(
-    n_local: int, n_remote: int, *, codec: Any = "pickle", chunk: int = 4096, chunks: int = 4, **options: Any
-) -> AsyncIterator[tuple[MessageQueue, list[MessageQueue]]]:
-    """Give a ready writer and its ready readers, the local ones first, to the block."""
-    writer = MessageQueue(
+def wide_writer(
+    n_local: int,
+    n_remote: int,
+    *,
+    codec: Any = "pickle",
+    chunk: int = 4096,
+    chunks: int = 4,
+    connect_ip: str | None = "127.0.0.1",
+    **options: Any,
+) -> MessageQueue:
+    return MessageQueue(
         n_local + n_remote,
         n_local,
         max_chunk_bytes=chunk,
         max_chunks=chunks,
-        connect_ip="127.0.0.1",
+        connect_ip=connect_ip,
         codec=codec,
         options=Options(**options),
     )
+
+
+@asynccontextmanager
+async def ready_ends(
+    n_local: int, n_remote: int, *, codec: Any = "pickle", **arguments: Any
+) -> AsyncIterator[tuple[MessageQueue, list[MessageQueue]]]:
+    """Give a ready writer and its ready readers, the local ones first, to the block."""
+    writer = wide_writer(n_local, n_remote, codec=codec, **arguments)
     handle = writer.export_handle()
     own = None if isinstance(codec, str) else codec
     readers = [MessageQueue.create_from_handle(handle, rank, codec=own) for rank in range(n_local + n_remote)]

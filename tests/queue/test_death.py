@@ -43,10 +43,10 @@ class Child:
 
 
 @asynccontextmanager
-async def child(*arguments: str) -> AsyncIterator[Child]:
+async def child(*arguments: str, script: Path = CHILD) -> AsyncIterator[Child]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(CHILD),
+        str(script),
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -1,0 +1,323 @@
+"""The windows of a writer and of its remote readers, call by call; what a network makes of them is in the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioshm.queue.delivery import Missing, ReceiveWindow, SendWindow
+from aioshm.queue.wire import MAX_RANGES, WireError
+
+
+@dataclass(frozen=True)
+class Message:
+    nbytes: int = 1
+
+
+def sending(*sizes: int, readers: int = 1, messages: int = 8, nbytes: int = 100) -> SendWindow[Message]:
+    window: SendWindow[Message] = SendWindow(messages, nbytes)
+    for rank in range(readers):
+        window.join(rank)
+    for size in sizes:
+        window.sent(Message(size))
+    return window
+
+
+def receiving(*arrived: int, messages: int = 8, nbytes: int = 800) -> ReceiveWindow[str]:
+    window: ReceiveWindow[str] = ReceiveWindow(messages, nbytes)
+    for seq in arrived:
+        assert window.arrived(seq, f"m{seq}", 10)
+    return window
+
+
+def line(window: ReceiveWindow[str]) -> list[str | Missing]:
+    return [message for message, _ in window.ready]
+
+
+# What the writer keeps
+
+
+def test_a_message_is_kept_until_every_reader_has_finished_with_it() -> None:
+    window = sending(10, 20, 30, readers=2)
+    assert (len(window), window.nbytes, window.first, window.seq) == (3, 60, 0, 3)
+    assert window.acknowledged(0, 3) == []
+    assert window.laggards() == [1]
+    assert window.backlog() == 3
+    assert window.acknowledged(1, 2) == [Message(10), Message(20)]
+    assert (len(window), window.nbytes, window.first, window.backlog()) == (1, 30, 2, 1)
+    assert window.acknowledged(1, 1) == [], "older news changes nothing"
+    assert window.backlog() == 1
+    assert window.leave(1) == [Message(30)]
+    assert (len(window), window.nbytes, window.backlog(), window.laggards()) == (0, 0, 0, [])
+
+
+def test_a_reader_counts_from_the_next_message_on() -> None:
+    window = sending(1, 1, readers=0)
+    assert (len(window), window.seq) == (0, 2), "nobody needs them"
+    assert window.room(1000, 10**9), "nobody holds anything back"
+    window.join(7)
+    assert window.readers == {7: 2}
+    window.sent(Message())
+    assert window.laggards() == [7]
+    assert window.acknowledged(7, 3) == [Message()]
+    assert window.leave(7) == []
+    assert window.leave(7) == [], "it has left already"
+
+
+def test_room() -> None:
+    window = sending(messages=3, nbytes=100)
+    assert window.room(3, 101), "what is larger than the window goes alone"
+    window.sent(Message(60))
+    assert window.room(2, 40)
+    assert not window.room(3, 3)
+    assert not window.room(1, 41)
+    assert window.room(1, 10, elsewhere=30)
+    assert not window.room(1, 11, elsewhere=30)
+    window.acknowledged(0, 1)
+    assert window.room(1, 101)
+    assert not window.room(1, 101, elsewhere=1), "it takes memory although the window is empty"
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=30), st.integers(1, 6), st.integers(1, 100))
+def test_parts_are_as_large_as_the_window_allows(sizes: list[int], messages: int, nbytes: int) -> None:
+    window = sending(messages=messages, nbytes=nbytes)
+    while sizes:
+        count = window.part(sizes)
+        part, rest = sizes[:count], sizes[count:]
+        assert part
+        assert len(part) == 1 or (len(part) <= messages and sum(part) <= nbytes)
+        if rest:
+            assert len(part) == messages or sum(part) + rest[0] > nbytes, "one more would have been too much"
+        assert window.room(len(part), sum(part))
+        sizes = rest
+
+
+# What the writer sends again
+
+
+def test_resending() -> None:
+    window = sending(*range(5))
+    messages, lost = window.resend(0, 1, 3)
+    assert (list(messages), lost) == ([(1, Message(1)), (2, Message(2)), (3, Message(3))], None)
+    window.acknowledged(0, 2)
+    window.connected(0)
+    messages, lost = window.resend(0, 0, 3)
+    assert (list(messages), lost) == ([(2, Message(2)), (3, Message(3))], (0, 1))
+    messages, lost = window.resend(0, 0, 0)
+    assert (list(messages), lost) == ([], (0, 0))
+
+
+def test_over_one_connection_a_message_is_sent_again_only_once() -> None:
+    window = sending(*range(5), readers=2)
+    for _ in range(3):
+        window.connected(0)
+        for asked, expected in [((0, 1), [0, 1]), ((0, 1), []), ((1, 3), [2, 3]), ((0, 4), [4])]:
+            assert [seq for seq, _ in window.resend(0, *asked)[0]] == expected
+    assert [seq for seq, _ in window.resend(1, 0, 4)[0]] == [0, 1, 2, 3, 4], "the other reader has not got them"
+
+
+def test_what_is_remembered_of_a_connection_is_bounded() -> None:
+    window = sending(messages=4)
+    for seq in range(1000):
+        window.sent(Message())
+        assert [seq for seq, _ in window.resend(0, seq, seq)[0]] == [seq]
+        window.acknowledged(0, seq + 1)
+    assert sum(map(len, window._again.values())) <= 5
+    window.leave(0)
+    assert not window._again
+
+
+@pytest.mark.parametrize("consumed", [-1, 4, 2**63])
+def test_nobody_has_finished_with_what_was_not_sent(consumed: int) -> None:
+    window = sending(1, 1, 1)
+    with pytest.raises(WireError, match=f"acknowledges {consumed} of 3"):
+        window.acknowledged(0, consumed)
+    assert (len(window), window.readers) == (3, {0: 0})
+
+
+@pytest.mark.parametrize(("first", "last"), [(2, 3), (3, 3), (2**62, 2**63), (2, 1)])
+def test_nobody_asks_for_what_was_never_sent(first: int, last: int) -> None:
+    with pytest.raises(WireError, match="are asked for"):
+        sending(1, 1, 1).resend(0, first, last)
+
+
+# What a reader has
+
+
+def test_messages_are_put_in_order() -> None:
+    window = receiving(0, 3, 1)
+    assert line(window) == ["m0", "m1"]
+    assert (window.next, window.taken) == (2, 0)
+    assert window.arrived(2, "m2", 10)
+    assert line(window) == ["m0", "m1", "m2", "m3"]
+    window.finished()
+    assert (window.next, window.taken, line(window)) == (4, 1, ["m1", "m2", "m3"])
+
+
+def test_what_comes_twice_is_taken_once() -> None:
+    window = receiving(0, 2)
+    window.finished()
+    assert not window.arrived(0, "again", 10), "it was finished with"
+    assert not window.arrived(2, "again", 10), "it waits behind a gap"
+    assert window.arrived(1, "m1", 10)
+    assert not window.arrived(1, "again", 10), "it can be read"
+    assert line(window) == ["m1", "m2"]
+
+
+def test_what_lies_beyond_the_window_cannot_have_been_sent() -> None:
+    window = receiving(0, messages=2)
+    assert window.arrived(1, "m1", 10)
+    for seq in (2, 2**64 - 1):
+        with pytest.raises(WireError, match=f"message {seq} came while 0 is not finished with"):
+            window.arrived(seq, "too early", 10)
+    assert window.to_ask_for() == [], "nor is anything behind it missing"
+    window.finished()
+    assert window.arrived(2, "m2", 10)
+
+
+# What a reader asks for
+
+
+def test_gaps_are_asked_for_once() -> None:
+    window = receiving(0, messages=100)
+    assert window.to_ask_for() == []
+    for seq in (3, 4, 7):
+        window.arrived(seq, f"m{seq}", 10)
+    assert window.to_ask_for() == [(1, 2), (5, 6)]
+    assert window.to_ask_for() == []
+    window.arrived(10, "m10", 10)
+    assert window.to_ask_for() == [(8, 9)], "only what is new"
+    window.arrived(5, "m5", 10)
+    window.ask_again()
+    assert window.to_ask_for() == [(1, 2), (6, 6), (8, 9)], "what has come meanwhile is not asked for"
+    assert window.to_ask_for() == []
+
+
+def test_a_mark_tells_what_will_not_come_by_itself() -> None:
+    window = receiving(0, messages=100)
+    window.marked(4)
+    assert window.to_ask_for() == [(1, 3)]
+    window.arrived(4, "m4", 10)
+    assert window.to_ask_for() == []
+    window.marked(4)
+    assert window.to_ask_for() == [(1, 3)], "over the new connection, again"
+    window.marked(2)
+    assert window.to_ask_for() == [(1, 3)], "an older mark takes nothing back"
+    for seq in (1, 2, 3):
+        window.arrived(seq, f"m{seq}", 10)
+    window.marked(5)
+    assert window.to_ask_for() == []
+
+
+def test_a_request_names_a_bounded_number_of_runs() -> None:
+    odd = range(1, 400, 2)
+    window = receiving(*odd, messages=1000)
+    runs = window.to_ask_for()
+    assert len(runs) == MAX_RANGES
+    assert runs[:-1] == [(seq, seq) for seq in range(0, 2 * MAX_RANGES - 2, 2)]
+    assert runs[-1] == (2 * MAX_RANGES - 2, 398), "the rest, with some that is here"
+    window = receiving(*odd[:MAX_RANGES], messages=1000)
+    assert window.to_ask_for() == [(seq, seq) for seq in range(0, 2 * MAX_RANGES, 2)]
+
+
+# What cannot be had any more
+
+
+def test_a_loss_is_told_once_and_the_rest_goes_on() -> None:
+    window = receiving(0, 4)
+    for _ in range(3):
+        window.lost(1, 3)
+    assert line(window) == ["m0", Missing(1, 3), "m4"]
+    for taken in (1, 4, 5):
+        window.finished()
+        assert window.taken == taken
+    assert window.arrived(5, "m5", 10)
+    assert line(window) == ["m5"]
+
+
+def test_a_loss_behind_a_gap_waits_for_the_gap() -> None:
+    window = receiving(0, 3)
+    window.lost(2, 2)
+    assert line(window) == ["m0"]
+    window.arrived(1, "m1", 10)
+    assert line(window) == ["m0", "m1", Missing(2, 2), "m3"]
+
+
+def test_what_came_before_it_was_lost_is_not_lost() -> None:
+    window = receiving(0, 2)
+    window.lost(0, 3)
+    assert line(window) == ["m0", Missing(1, 1), "m2", Missing(3, 3)]
+    assert not window.arrived(1, "late", 10)
+    assert window.next == 4
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 19), st.integers(0, 5)).map(lambda run: (run[0], min(19, sum(run)))), max_size=6),
+    st.data(),
+)
+def test_losses_and_arrivals_in_any_order(losses: list[tuple[int, int]], data: st.DataObject) -> None:
+    doomed = {seq for first, last in losses for seq in range(first, last + 1)}
+    some = data.draw(st.sets(st.sampled_from(sorted(doomed)))) if doomed else set()
+    news: list[int | tuple[int, int]] = [*losses, *(set(range(20)) - doomed), *some]
+    window = receiving(messages=20)
+    for item in data.draw(st.permutations(news)):
+        if isinstance(item, int):
+            window.arrived(item, f"m{item}", 1)
+        else:
+            window.lost(*item)
+    expected = 0
+    for message in line(window):
+        if isinstance(message, Missing):
+            assert message.first == expected
+            assert doomed.issuperset(range(expected, message.last + 1))
+            expected = message.last + 1
+        else:
+            assert message == f"m{expected}"
+            expected += 1
+        window.finished()
+        assert window.taken == expected
+    assert expected == 20
+    assert not window._early
+    assert not window._lost
+
+
+# When a reader tells how far it is
+
+
+@pytest.mark.parametrize(
+    ("messages", "nbytes", "size", "after"),
+    [(16, 10**6, 1, 2), (17, 10**6, 1, 3), (1, 10**6, 1, 1), (10**6, 800, 25, 4), (10**6, 801, 25, 5), (8, 1, 0, 1)],
+)
+def test_an_eighth_of_the_window_is_acknowledged_at_once(messages: int, nbytes: int, size: int, after: int) -> None:
+    window: ReceiveWindow[str] = ReceiveWindow(messages, nbytes)
+    for round_ in range(2):
+        for count in range(1, after + 1):
+            assert not window.must_acknowledge()
+            window.arrived(window.next, "m", size)
+            window.finished()
+            assert window.unacknowledged
+            assert window.must_acknowledge() == (count == after), f"round {round_}"
+        window.acknowledged()
+        assert not window.unacknowledged
+
+
+def test_the_end() -> None:
+    window = receiving(0, 1)
+    assert not window.complete
+    window.ends(3)
+    assert not window.complete
+    assert window.to_ask_for() == [], "it may still come by itself"
+    window.arrived(2, "m2", 10)
+    assert window.complete, "although nothing was read"
+    empty = receiving()
+    empty.ends(0)
+    assert empty.complete
+    lossy = receiving()
+    lossy.ends(2)
+    lossy.lost(0, 1)
+    assert lossy.complete

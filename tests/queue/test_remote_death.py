@@ -1,0 +1,268 @@
+"""Ends on other hosts that are killed, stopped, or leave."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+from children import Child, child
+from remotes import ready_ends, wide_writer
+
+from aioshm import MessageQueue, PeerDied, QueueClosed, QueueFull
+
+TIMEOUT_S = 1.0
+SLACK_S = 0.5
+"""For a machine with other things to do."""
+
+WRITER = Path(__file__).with_name("remote_child.py")
+
+
+def remote_child(*arguments: str) -> AbstractAsyncContextManager[Child]:
+    return child(*arguments, script=WRITER)
+
+
+async def finished(writer: MessageQueue) -> None:
+    """Wait until every reader has finished with everything."""
+    async with asyncio.timeout(20):
+        while writer.stats().kept:
+            await asyncio.sleep(0.001)
+
+
+# Readers
+
+
+@pytest.mark.parametrize("role", ["idle", "collect"])
+async def test_a_killed_reader_is_named_to_the_writer(role: str) -> None:
+    async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, remote_window=3) as writer:
+        async with child(role, writer.export_handle().to_json(), "0") as reader:
+            await writer.wait_until_ready(20)
+            await reader.says("ready")
+            if role == "idle":
+                with pytest.raises(QueueFull):
+                    for _ in range(10):
+                        writer.enqueue_nowait("fill")
+            reader.signal(signal.SIGKILL)
+            await reader.end()
+            began = time.monotonic()
+            with pytest.raises(PeerDied) as caught:
+                while True:
+                    await writer.enqueue("into the void")
+            assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+            assert (caught.value.rank, caught.value.pid, caught.value.side) == (0, reader.pid, "reader")
+            with pytest.raises(PeerDied):
+                writer.enqueue_nowait("and again")
+            assert writer.stats().kept == 0
+
+
+async def test_a_reader_killed_while_another_one_attaches() -> None:
+    async with wide_writer(0, 2, remote_timeout=TIMEOUT_S) as writer:
+        async with child("idle", writer.export_handle().to_json(), "1") as reader:
+            with pytest.raises(TimeoutError, match=r"not attached yet: rank 0$"):
+                while True:
+                    try:
+                        await writer.wait_until_ready(0.05)
+                    except TimeoutError as error:
+                        if "rank 1" not in str(error):
+                            raise
+            reader.signal(signal.SIGKILL)
+            with pytest.raises(PeerDied, match=f"reader 1 .pid {reader.pid}. died"):
+                await writer.wait_until_ready(TIMEOUT_S + SLACK_S)
+
+
+async def test_an_evicted_reader_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with wide_writer(1, 2, remote_timeout=TIMEOUT_S, remote_window=5, on_reader_death="evict") as writer:
+        handle = writer.export_handle().to_json()
+        async with child("idle", handle, "1") as victim, child("collect", handle, "2") as other:
+            async with child("collect", handle, "0") as local:
+                await writer.wait_until_ready(20)
+                for number in range(5):
+                    await writer.enqueue((number, b""))
+                waiting = asyncio.ensure_future(writer.enqueue((5, b"\x05")))
+                await asyncio.sleep(0.05)
+                assert not waiting.done()
+                victim.signal(signal.SIGKILL)
+                await asyncio.wait_for(waiting, TIMEOUT_S + SLACK_S)
+                for number in range(6, 100):
+                    await writer.enqueue((number, bytes([number]) * (number * 100)), 5)
+                assert writer.stats().readers == 2
+                await writer.aclose()
+                for survivor in (local, other):
+                    await survivor.says("ready")
+                    await survivor.says("100 then closed")
+    assert f"remote reader rank 1 (pid {victim.pid} on " in caplog.text
+
+
+async def test_when_every_reader_was_evicted_the_writer_is_told() -> None:
+    async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, on_reader_death="evict") as writer:
+        async with child("idle", writer.export_handle().to_json(), "0") as victim:
+            await writer.wait_until_ready(20)
+            victim.signal(signal.SIGKILL)
+            with pytest.raises(QueueClosed, match="every reader has left"):
+                while True:
+                    await writer.enqueue("x", 5)
+
+
+async def test_a_reader_that_is_stopped_for_a_while_loses_nothing() -> None:
+    async with wide_writer(0, 1, remote_timeout=2 * TIMEOUT_S, remote_window=100) as writer:
+        async with child("collect", writer.export_handle().to_json(), "0") as reader:
+            await writer.wait_until_ready(20)
+            await reader.says("ready")
+            number = 0
+
+            async def send(until: float) -> None:
+                nonlocal number
+                while time.monotonic() < until:
+                    await writer.enqueue((number, bytes([number % 256]) * (number % 20_000)))
+                    number += 1
+
+            await send(time.monotonic() + 0.1)
+            reader.signal(signal.SIGSTOP)
+            sending = asyncio.ensure_future(send(time.monotonic() + 1.2 * TIMEOUT_S))
+            await asyncio.sleep(1.2 * TIMEOUT_S)  # ZeroMQ has given its connection up by then
+            assert not sending.done(), "the window is full"
+            reader.signal(signal.SIGCONT)
+            await sending
+            await writer.aclose()
+            await reader.says(f"{number} then closed")
+
+
+async def test_a_reader_that_is_stopped_for_too_long_is_dead_and_learns_of_it() -> None:
+    async with wide_writer(0, 1, remote_timeout=TIMEOUT_S) as writer:
+        async with child("collect", writer.export_handle().to_json(), "0") as reader:
+            await writer.wait_until_ready(20)
+            await reader.says("ready")
+            for number in range(10):
+                await writer.enqueue((number, b""))
+            await finished(writer)
+            reader.signal(signal.SIGSTOP)
+            number = 10
+            with pytest.raises(PeerDied):
+                while True:
+                    await writer.enqueue((number, b""))
+                    number += 1
+            reader.signal(signal.SIGCONT)
+            received, _, how = (await reader.says()).partition(" ")
+            assert 10 <= int(received) <= number
+            assert how.startswith("then PeerDied the writer (pid ")
+
+
+async def test_readers_that_leave_hold_nobody_up() -> None:
+    async with ready_ends(1, 2, remote_window=4) as (writer, (local, first, second)):
+        for _ in range(4):
+            await writer.enqueue("x")
+        waiting = asyncio.ensure_future(writer.enqueue("y"))
+        for reader in (first, local):
+            for _ in range(4):
+                assert await reader.dequeue(5) == "x"
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await second.aclose()
+        await asyncio.wait_for(waiting, 5)
+        assert writer.stats().readers == 2
+        assert await first.dequeue(5) == await local.dequeue(5) == "y"
+        await first.aclose()
+        for _ in range(100):
+            await writer.enqueue("z", 5)
+            assert await local.dequeue(5) == "z"
+        await local.aclose()
+        with pytest.raises(QueueClosed, match="every reader has left"):
+            while True:
+                await writer.enqueue("z", 5)
+
+
+# Writers
+
+
+@pytest.mark.parametrize("size", [10, 300_000])
+async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
+    async with remote_child("write", str(TIMEOUT_S), "5", str(size)) as writer:
+        async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+            await reader.wait_until_ready(20)
+            await writer.says("written")
+            async with asyncio.timeout(10):
+                while reader.stats().backlog < 5:
+                    await asyncio.sleep(0.001)
+            writer.signal(signal.SIGKILL)
+            await writer.end()
+            began = time.monotonic()
+            for number in range(5):
+                assert await reader.dequeue(5) == (number, bytes([number]) * size)
+            with pytest.raises(PeerDied) as caught:
+                await reader.dequeue()
+            assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+            assert (caught.value.rank, caught.value.pid, caught.value.side) == (-1, writer.pid, "writer")
+            with pytest.raises(PeerDied):
+                reader.dequeue_nowait()
+            with pytest.raises(PeerDied):
+                async with reader.lease():
+                    pytest.fail("nothing was there")
+
+
+async def test_a_writer_killed_in_the_middle_of_its_stream() -> None:
+    async with remote_child("stream", str(TIMEOUT_S), "200000") as writer:
+        async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+            received = 0
+            with pytest.raises(PeerDied):
+                while True:
+                    number, payload = await reader.dequeue(20)
+                    assert (number, payload) == (received, bytes([received % 256]) * 200_000)
+                    received += 1
+                    if received == 20:
+                        writer.signal(signal.SIGKILL)
+
+
+async def test_a_writer_killed_before_it_answers() -> None:
+    async with remote_child("write", str(TIMEOUT_S), "0", "0") as writer:
+        handle = await writer.says("{")
+        writer.signal(signal.SIGSTOP)
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            with pytest.raises(
+                TimeoutError, match=r"no connection to tcp://127\.0\.0\.1:\d+: does the writer run there"
+            ):
+                await reader.wait_until_ready(0.1)
+            writer.signal(signal.SIGKILL)
+            await writer.end()
+            with pytest.raises(TimeoutError, match="no connection to"):
+                await reader.wait_until_ready(0.1)
+
+
+async def test_a_writer_that_is_stopped_for_a_while() -> None:
+    async with remote_child("close", str(2 * TIMEOUT_S), "2000", "10000") as writer:
+        async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+            for number in range(100):
+                assert await reader.dequeue(20) == (number, bytes([number % 256]) * 10_000)
+            writer.signal(signal.SIGSTOP)
+            await asyncio.sleep(1.2 * TIMEOUT_S)
+            writer.signal(signal.SIGCONT)
+            numbers = [number async for number, _ in reader]
+            assert numbers == list(range(100, 2000))
+            await writer.says("closed")
+
+
+@pytest.mark.parametrize("size", [0, 100_000])
+async def test_a_writer_that_closes_before_anything_was_read(size: int) -> None:
+    async with remote_child("close", "10", "300", str(size)) as writer:
+        async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+            await reader.wait_until_ready(20)
+            await writer.says("closed")
+            assert await writer.end() == 0
+            for number in range(300):
+                assert await reader.dequeue(5) == (number, bytes([number % 256]) * size)
+            with pytest.raises(QueueClosed, match="the writer has closed the queue"):
+                await reader.dequeue(5)
+            with pytest.raises(QueueClosed):
+                reader.dequeue_nowait()
+
+
+async def test_everything_sent_survives_the_writers_close() -> None:
+    async with ready_ends(1, 2) as (writer, readers):
+        sent = [b"small", b"L" * 3_000_000, b"M" * 2_000_000, b"end"]
+        for obj in sent:
+            await writer.enqueue(obj)
+        await writer.aclose()
+        for reader in readers:
+            assert [obj async for obj in reader] == sent

@@ -1,0 +1,351 @@
+"""How ends with a network between them come and go, and what they may leave undone for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+from faces import Thread
+from remotes import ready_ends, wide_writer
+from support import eventually
+
+from aioshm import MessageQueue, Options, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
+
+TIMEOUT_S = 0.8
+LONGER_S = 2.5 * TIMEOUT_S
+"""Longer than any end may be silent."""
+
+
+# Attaching
+
+
+async def test_readers_that_are_awaited_before_the_writer() -> None:
+    writer = wide_writer(0, 2)
+    readers = [MessageQueue.create_from_handle(writer.export_handle(), rank) for rank in range(2)]
+    async with writer, readers[0], readers[1]:
+        receiving = [asyncio.ensure_future(reader.dequeue(10)) for reader in readers]
+        with pytest.raises(TimeoutError, match="does not answer: does its event loop run"):
+            async with asyncio.timeout(5):
+                while True:
+                    await readers[0].wait_until_ready(0.1)
+                    pytest.fail("nobody let it in")
+        with pytest.raises(RoleError, match="not ready"):
+            readers[0].dequeue_nowait()
+        with pytest.raises(RoleError, match="not ready"):
+            writer.enqueue_nowait("x")
+        await writer.enqueue("x", 10)
+        assert await asyncio.gather(*receiving) == ["x", "x"]
+
+
+async def test_who_is_missing_is_said() -> None:
+    writer = wide_writer(1, 2)
+    handle = writer.export_handle()
+    readers = [MessageQueue.create_from_handle(handle, rank) for rank in range(3)]
+    async with writer, readers[0], readers[1], readers[2]:
+        with pytest.raises(TimeoutError, match="not attached yet: rank 0, rank 1, rank 2"):
+            await writer.wait_until_ready(0)
+        attaching = [asyncio.ensure_future(readers[rank].wait_until_ready(10)) for rank in (0, 2)]
+        async with asyncio.timeout(10):
+            while not writer._remote._is_proven(2) or writer.stats().readers < 2:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError, match=r"not attached yet: rank 1$"):
+            await writer.wait_until_ready(0.01)
+        with pytest.raises(TimeoutError, match="other readers are missing"):
+            await readers[2].wait_until_ready(0.01)
+        await asyncio.gather(*attaching, *(end.wait_until_ready(10) for end in (writer, readers[1])))
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6 loopback")
+async def test_ipv6() -> None:
+    async with ready_ends(1, 1, connect_ip="::1") as (writer, readers):
+        remote = writer.export_handle().remote
+        assert remote is not None
+        assert remote.data.startswith("tcp://[::1]:")
+        assert remote.control.startswith("tcp://[::1]:")
+        for payload in ("x", b"L" * 1_000_000):
+            await writer.enqueue(payload)
+            for reader in readers:
+                assert await reader.dequeue(5) == payload
+
+
+async def test_a_hundred_writers_have_ports_of_their_own() -> None:
+    writers = [wide_writer(0, 1) for _ in range(100)]
+    try:
+        remotes = [writer.export_handle().remote for writer in writers]
+        endpoints = {endpoint for remote in remotes if remote for endpoint in (remote.data, remote.control)}
+        assert len(endpoints) == 200
+        assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in endpoints)
+        secrets = {(remote.topic, remote.client_secret, remote.server_key) for remote in remotes if remote}
+        assert len(secrets) == 100
+    finally:
+        for writer in writers:
+            await writer.aclose()
+
+
+async def test_closed_ends() -> None:
+    async with ready_ends(0, 1) as (writer, (reader,)):
+        await writer.enqueue("x")
+        waiting = asyncio.ensure_future(reader.dequeue_many(5))
+        assert await waiting == ["x"]
+        waiting = asyncio.ensure_future(reader.dequeue_many(5))
+        await asyncio.sleep(0)
+        await reader.aclose()
+        await reader.aclose()
+        with pytest.raises(QueueClosed, match="this end was closed"):
+            await waiting
+        for coroutine in (reader.dequeue(), reader.wait_until_ready()):
+            with pytest.raises(QueueClosed, match="this end was closed"):
+                await coroutine
+        with pytest.raises(QueueClosed, match="every reader has left"):
+            while True:
+                await writer.enqueue("y", 5)
+
+
+async def test_an_end_that_is_closed_inside_of_its_own_block() -> None:
+    async with ready_ends(0, 2) as (writer, readers):
+        await writer.enqueue(b"x" * 100_000)
+        async with readers[0].lease(5) as seen:
+            await readers[0].aclose()
+            assert seen == b"x" * 100_000
+        async with readers[1].acquire_read(5) as view:
+            await readers[1].aclose()
+            assert len(view) > 100_000
+        for reader in readers:
+            with pytest.raises(QueueClosed):
+                await reader.dequeue()
+
+
+def test_forgotten_ends_warn_and_leak_nothing() -> None:
+    def open_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    async def attach(writer: MessageQueue, reader: MessageQueue) -> None:
+        await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+
+    before = open_files(), threading.active_count()
+    for awaited in (False, True):
+        writer = wide_writer(0, 1)
+        reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+        if awaited:
+            asyncio.run(attach(writer, reader))
+        for name in ("RemoteReader", "WideWriter"):
+            with pytest.warns(ResourceWarning, match=f"{name} of queue .* was not closed"):
+                if name == "RemoteReader":
+                    del reader
+                else:
+                    del writer
+                gc.collect()
+    eventually(lambda: (open_files(), threading.active_count()) == before, "the end of all sockets and threads")
+
+
+async def test_a_forked_child_is_refused_and_harms_nobody() -> None:
+    async with ready_ends(0, 1) as (writer, (reader,)):
+        await writer.enqueue("before")
+        told, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            verdict = []
+            for call in (lambda: writer.enqueue_nowait("from the child"), reader.dequeue_nowait):
+                try:
+                    call()
+                except RoleError as error:
+                    verdict.append(str(error))
+            del writer, reader
+            gc.collect()
+            os.write(tell, "\n".join(verdict).encode())
+            os._exit(0)
+        os.close(tell)
+        verdict = os.read(told, 10_000).decode().splitlines()
+        os.close(told)
+        os.waitpid(pid, 0)
+        assert len(verdict) == 2
+        assert all("forked" in text for text in verdict)
+        for number in range(100):
+            await writer.enqueue((number, bytes(100_000)), 5)
+        assert await reader.dequeue(5) == "before"
+        for number in range(100):
+            assert await reader.dequeue(5) == (number, bytes(100_000))
+
+
+# Loops that do not run
+
+
+async def test_a_loop_that_is_blocked_for_longer_than_the_timeout_is_not_dead() -> None:
+    """The writer's, its readers' and those of readers on the same loop: ZeroMQ's own thread answers for them."""
+    async with ready_ends(0, 2, remote_timeout=TIMEOUT_S) as (writer, readers):
+        for number in range(5):
+            await writer.enqueue(number)
+        receiving = [asyncio.ensure_future(reader.dequeue(5)) for reader in readers]
+        time.sleep(LONGER_S)
+        assert await asyncio.gather(*receiving) == [0, 0]
+        for number in range(1, 5):
+            for reader in readers:
+                assert await reader.dequeue(5) == number
+        assert (writer.stats().resent, readers[0].stats().reconnects) == (0, 0)
+
+
+async def test_a_blocking_reader_that_makes_no_call_for_a_while_is_not_dead() -> None:
+    async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, remote_window=10) as writer:
+        handle = writer.export_handle()
+        ready, go = threading.Event(), threading.Event()
+
+        def read() -> list[Any]:
+            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+                reader.wait_until_ready(10)
+                ready.set()
+                assert go.wait(20)
+                return list(reader)
+
+        thread = Thread(read)
+        await writer.wait_until_ready(10)
+        for number in range(10):
+            await writer.enqueue(number, 5)
+        waiting = asyncio.ensure_future(writer.enqueue(10))
+        await asyncio.sleep(LONGER_S)
+        assert ready.is_set()
+        assert not waiting.done(), "it is slow, not dead"
+        go.set()
+        await asyncio.wait_for(waiting, 5)
+        await writer.aclose()
+        assert await asyncio.to_thread(thread.result) == list(range(11))
+
+
+async def test_a_blocking_writer_that_makes_no_call_for_a_while_is_not_dead() -> None:
+    handles: list[Any] = []
+    made, go = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with blocking.MessageQueue(1, 0, connect_ip="127.0.0.1", options=Options(remote_timeout=TIMEOUT_S)) as writer:
+            handles.append(writer.export_handle())
+            made.set()
+            writer.wait_until_ready(10)
+            writer.enqueue("first")
+            assert go.wait(20)
+            writer.enqueue("second")
+
+    thread = Thread(write)
+    assert made.wait(10)
+    async with MessageQueue.create_from_handle(handles[0], 0) as reader:
+        assert await reader.dequeue(10) == "first"
+        waiting = asyncio.ensure_future(reader.dequeue())
+        await asyncio.sleep(LONGER_S)
+        assert not waiting.done()
+        go.set()
+        assert await asyncio.wait_for(waiting, 5) == "second"
+        with pytest.raises(QueueClosed, match="the writer has closed"):
+            await reader.dequeue(5)
+    thread.result()
+
+
+# The face for threads
+
+
+def test_blocking_ends() -> None:
+    with blocking.MessageQueue(
+        3, 1, max_chunk_bytes=4096, connect_ip="127.0.0.1", options=Options(remote_window=50)
+    ) as writer:
+        handle = writer.export_handle()
+
+        def read(rank: int) -> list[Any]:
+            with blocking.MessageQueue.create_from_handle(handle, rank) as reader:
+                reader.wait_until_ready(10)
+                received = [reader.broadcast_object()]
+                received += reader.dequeue_many(3, 10)
+                with reader.lease(10) as obj:
+                    received.append(obj)
+                return [*received, *reader]
+
+        async def read_async(rank: int) -> list[Any]:
+            async with MessageQueue.create_from_handle(handle, rank) as reader:
+                return [obj async for obj in reader]
+
+        threads = [Thread(read, 0), Thread(read, 1), Thread(lambda: asyncio.run(read_async(2)))]
+        writer.wait_until_ready(10)
+        assert writer.broadcast_object("begin") == "begin"
+        writer.enqueue_many(range(100))
+        for number in range(1000):
+            writer.enqueue(b"x" * number, 10)
+        writer.enqueue(b"L" * 1_000_000)
+        with writer.acquire_write(10) as buffer:
+            buffer[:3] = b"raw"
+        writer.close()
+        expected = ["begin", *range(100), *(b"x" * number for number in range(1000)), b"L" * 1_000_000]
+        for thread in threads:
+            *received, raw = thread.result()
+            assert received == expected
+            assert (len(raw), raw[:3]) == (4096, b"raw")
+
+
+def test_blocking_calls_that_do_not_succeed() -> None:
+    with blocking.MessageQueue(1, 0, connect_ip="127.0.0.1", options=Options(remote_window=2)) as writer:
+        handle = writer.export_handle()
+        full, go = threading.Event(), threading.Event()
+
+        def read() -> None:
+            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+                reader.wait_until_ready(10)
+                with pytest.raises(QueueEmpty):
+                    reader.dequeue_nowait()
+                with pytest.raises(TimeoutError, match="message 0 did not come in time"):
+                    reader.dequeue(0.01)
+                with pytest.raises(RoleError):
+                    reader.enqueue(1)
+                full.set()
+                assert go.wait(20)
+                assert reader.dequeue(10) == 1
+                assert reader.dequeue_many(5, 10)[0] == 2
+
+        thread = Thread(read)
+        writer.wait_until_ready(10)
+        assert full.wait(10)
+        writer.enqueue_nowait(1)
+        writer.enqueue(2)
+        with pytest.raises(QueueFull, match="the window of the remote readers is full: rank 0"):
+            writer.enqueue_nowait(3)
+        with pytest.raises(TimeoutError, match="the window of the remote readers is full: rank 0"):
+            writer.enqueue(3, 0.02)
+        go.set()
+        with pytest.raises(QueueClosed, match="every reader has left"):
+            while True:
+                writer.enqueue(3, 10)
+        thread.result()
+
+
+@pytest.mark.parametrize("makes_calls", [True, False], ids=["reading", "doing nothing"])
+def test_a_blocking_writer_that_closes(makes_calls: bool) -> None:
+    """It waits until its readers have everything; for one that makes no calls, as long as for a dead one."""
+    with blocking.MessageQueue(1, 0, connect_ip="127.0.0.1", options=Options(remote_timeout=TIMEOUT_S)) as writer:
+        handle = writer.export_handle()
+        closed = threading.Event()
+
+        def read() -> list[Any]:
+            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+                reader.wait_until_ready(10)
+                assert makes_calls or closed.wait(20)
+                return list(reader)
+
+        thread = Thread(read)
+        writer.wait_until_ready(10)
+        for number in range(100):
+            writer.enqueue((number, bytes(10_000)))
+        began = time.monotonic()
+        writer.close()
+        assert time.monotonic() - began < (1 if makes_calls else 2) * TIMEOUT_S
+        closed.set()
+        assert thread.result() == [(number, bytes(10_000)) for number in range(100)]

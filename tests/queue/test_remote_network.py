@@ -1,0 +1,311 @@
+"""Networks that cut, delay, truncate and swallow what passes between a writer and its remote readers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from proxy import Proxy, proxied
+from remotes import wide_writer
+from two_hosts import TwoHosts, two_hosts
+
+from aioshm import Handle, MessageQueue, PeerDied, QueueClosed
+
+SECONDS = 60.0
+TIMEOUT_S = 1.0
+SLACK_S = 0.5
+
+CHILD = Path(__file__).with_name("network_child.py")
+
+
+def nothing_is_wrong(verdict: dict[str, Any]) -> None:
+    assert verdict["received"] == verdict["sent"], verdict
+    assert (verdict["lost"], verdict["twice or late"], verdict["damaged"]) == (0, 0, 0), verdict
+    assert verdict["writer's error"] is None, verdict
+    assert verdict["reader's error"] is None, verdict
+
+
+# Connections that end, again and again
+
+
+@pytest.mark.timeout(4 * SECONDS)
+def test_a_minute_of_cuts_delays_and_truncations_on_both_loops() -> None:
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", str(CHILD), loop, "through_proxies", str(SECONDS), str(seed)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed, loop in enumerate(["asyncio", "uvloop"])
+    ]
+    try:
+        for child in children:
+            output, complaints = child.communicate(timeout=2 * SECONDS)
+            assert (child.returncode, complaints) == (0, "")
+            verdict = json.loads(output)
+            nothing_is_wrong(verdict)
+            assert verdict["sent"] > 10 * SECONDS
+            assert verdict["reconnects"] > SECONDS
+            assert verdict["resent"] > SECONDS
+            assert verdict["cpu_s"] < SECONDS / 2, "it leaves the machine to others"
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+@pytest.mark.parametrize("which", ["data", "control"])
+@pytest.mark.parametrize("how", ["reset", "close", "half close", "truncate"])
+async def test_a_connection_that_ends(which: str, how: str) -> None:
+    async with wide_writer(0, 1, remote_timeout=5.0, remote_window=50) as writer:
+        async with proxied(writer.export_handle()) as (handle, data, control):
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+                proxy = data if which == "data" else control
+                for round_ in range(5):
+                    sending = asyncio.ensure_future(writer.enqueue_many((round_, number) for number in range(200)))
+                    for number in range(200):
+                        assert await reader.dequeue(10) == (round_, number)
+                        if number != 50:
+                            continue
+                        if how == "half close":
+                            proxy.half_close()
+                        elif how == "truncate":
+                            proxy.truncate()
+                        else:
+                            proxy.cut(reset=how == "reset")
+                    await sending
+                    async with asyncio.timeout(10):
+                        while reader.stats().reconnects <= round_:
+                            await writer.enqueue("something to notice it by")
+                            assert await reader.dequeue() == "something to notice it by"
+                await writer.aclose()
+                assert [message async for message in reader] == []
+
+
+async def test_a_goodbye_that_is_lost_is_said_again() -> None:
+    async with wide_writer(0, 1, remote_timeout=5.0) as writer:
+        async with proxied(writer.export_handle()) as (handle, _, control):
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+                control.stall()
+                closing = asyncio.ensure_future(reader.aclose())
+                await asyncio.sleep(0.05)
+                assert not closing.done()
+                control.cut()
+                control.resume()
+                await closing
+                with pytest.raises(QueueClosed, match="every reader has left"):
+                    while True:
+                        await writer.enqueue("x", 1)
+
+
+async def test_closing_over_connections_that_end_all_the_time(caplog: pytest.LogCaptureFixture) -> None:
+    for seed in range(20):
+        writer = wide_writer(0, 1, remote_timeout=5.0)
+        async with writer, proxied(writer.export_handle(), random.Random(seed)) as (handle, data, control):
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+                data.misbehave(0.1, 0.001)
+                control.misbehave(0.02, 0.001)
+                await writer.enqueue_many(range(100))
+                async with asyncio.timeout(10):
+                    closing = asyncio.ensure_future(writer.aclose())
+                    assert [number async for number in reader] == list(range(100))
+                    await reader.aclose()
+                    await closing
+    assert "is dead" not in caplog.text
+
+
+# Networks that swallow everything
+
+
+@asynccontextmanager
+async def numbers(n_remote: int = 1, **options: Any) -> AsyncIterator[Numbers]:
+    """Give a writer of numbers to the block, whose reader 0 is behind proxies."""
+    async with wide_writer(0, n_remote, remote_timeout=TIMEOUT_S, **options) as writer:
+        async with proxied(writer.export_handle()) as (handle, data, control):
+            yield Numbers(writer, handle, data, control)
+
+
+class Numbers:
+    """A writer of numbers, what its readers have received, and the proxies before one of them."""
+
+    def __init__(self, writer: MessageQueue, handle: Handle, data: Proxy, control: Proxy) -> None:
+        self.writer = writer
+        self.handle = handle
+        self.proxies = [data, control]
+        self.sent = 0
+
+    async def send(self) -> None:
+        """Send until there is an error."""
+        while True:
+            await self.writer.enqueue(self.sent)
+            self.sent += 1
+            await asyncio.sleep(0.002)
+
+    async def receive(self, reader: MessageQueue, received: list[int]) -> None:
+        """Receive to the end, which may be an error."""
+        async with reader:
+            async for number in reader:
+                received.append(number)
+
+    def stall(self) -> None:
+        for proxy in self.proxies:
+            proxy.stall()
+
+    def resume(self) -> None:
+        for proxy in self.proxies:
+            proxy.resume()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_network_that_swallows_everything_for_a_while() -> None:
+    async with numbers() as queue:
+        received: list[int] = []
+        receiving = asyncio.ensure_future(queue.receive(MessageQueue.create_from_handle(queue.handle, 0), received))
+        sending = asyncio.ensure_future(queue.send())
+        for _ in range(3):
+            before = len(received)
+            await until(lambda before=before: len(received) > before + 10)
+            queue.stall()
+            await asyncio.sleep(TIMEOUT_S / 2)
+            queue.resume()
+        sending.cancel()
+        await asyncio.wait([sending])
+        await queue.writer.aclose()
+        await receiving
+        assert received == list(range(queue.sent))
+
+
+@pytest.mark.parametrize("how", ["stall", "refuse"])
+async def test_a_network_that_swallows_everything_for_too_long(how: str) -> None:
+    """Whether it keeps the connections, or lets no new ones through."""
+    async with numbers() as queue:
+        received: list[int] = []
+        reader = MessageQueue.create_from_handle(queue.handle, 0)
+        receiving = asyncio.ensure_future(queue.receive(reader, received))
+        sending = asyncio.ensure_future(queue.send())
+        await until(lambda: len(received) > 10)
+        if how == "stall":
+            queue.stall()
+        else:
+            for proxy in queue.proxies:
+                proxy.refusing = True
+                proxy.cut()
+        began = time.monotonic()
+        for ending, rank, side in ((sending, 0, "reader"), (receiving, -1, "writer")):
+            with pytest.raises(PeerDied) as caught:
+                await ending
+            assert (caught.value.rank, caught.value.pid, caught.value.side) == (rank, os.getpid(), side)
+        assert time.monotonic() - began < 1.5 * TIMEOUT_S + SLACK_S
+        assert received == list(range(len(received)))
+        assert queue.sent >= len(received)
+
+
+async def test_an_evicted_reader_that_comes_back_is_told() -> None:
+    """It is more patient than the writer, and so does not notice by itself."""
+    async with numbers(2, on_reader_death="evict", remote_window=100) as queue:
+        patient = msgspec.structs.replace(queue.handle.options, remote_timeout=60.0)
+        evicted = MessageQueue.create_from_handle(queue.handle, 0, options=patient)
+        other = MessageQueue.create_from_handle(queue.writer.export_handle(), 1)
+        received: list[list[int]] = [[], []]
+        receiving = [
+            asyncio.ensure_future(queue.receive(reader, log))
+            for reader, log in zip([evicted, other], received, strict=True)
+        ]
+        sending = asyncio.ensure_future(queue.send())
+        await until(lambda: len(received[0]) > 10)
+        queue.stall()
+        await until(lambda: queue.writer.stats().readers == 1)
+        before = len(received[1])
+        await until(lambda: len(received[1]) > before + 200)
+        queue.resume()
+        with pytest.raises(PeerDied, match=r"the writer .* died: .*: it was silent for 1 s"):
+            await receiving[0]
+        sending.cancel()
+        await asyncio.wait([sending])
+        await queue.writer.aclose()
+        await receiving[1]
+        assert received[0] == list(range(len(received[0])))
+        assert received[1] == list(range(queue.sent))
+
+
+@pytest.mark.parametrize("size", [100, 1_000_000])
+async def test_a_data_connection_that_is_stalled_for_long_is_not_dead(size: int) -> None:
+    """Large messages take their time; that somebody is there is known from the control connection."""
+    async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, remote_window=10) as writer:
+        async with proxied(writer.export_handle()) as (handle, data, _):
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+                data.stall()
+                for number in range(10):
+                    await writer.enqueue((number, bytes(size)))
+                with pytest.raises(TimeoutError):
+                    await writer.enqueue("one more", 2 * TIMEOUT_S)
+                data.resume()
+                for number in range(10):
+                    assert await reader.dequeue(10) == (number, bytes(size))
+
+
+# Two hosts
+
+
+def verdict_of(*children: subprocess.Popen[str]) -> dict[str, Any]:
+    verdict: dict[str, Any] = {}
+    for child in children:
+        output, complaints = child.communicate(timeout=60)
+        assert child.returncode == 0, complaints
+        verdict |= json.loads(output)
+    return verdict
+
+
+@contextmanager
+def running(hosts: TwoHosts, timeout: float, seconds: float) -> Iterator[tuple[subprocess.Popen[str], ...]]:
+    with hosts.child(0, "uvloop", "write", hosts.addresses[0], str(timeout), str(seconds)) as writer:
+        assert writer.stdout is not None
+        handle = writer.stdout.readline()
+        with hosts.child(1, "asyncio", "read", handle) as reader:
+            yield writer, reader
+
+
+def test_a_slow_network_that_loses_packets() -> None:
+    with two_hosts("delay 20ms loss 1%") as hosts, running(hosts, 5.0, 10.0) as children:
+        verdict = verdict_of(*children)
+    nothing_is_wrong(verdict)
+    assert verdict["sent"] > 100
+
+
+@pytest.mark.parametrize("seconds", [0.6, 3.0], ids=["for a while", "for too long"])
+def test_a_cable_that_is_pulled_out(seconds: float) -> None:
+    timeout = 1.5
+    with two_hosts() as hosts, running(hosts, timeout, 2.5 if seconds < timeout else 20.0) as children:
+        time.sleep(0.5)
+        hosts.plug(False)
+        time.sleep(seconds)
+        hosts.plug(True)
+        verdict = verdict_of(*children)
+    if seconds < timeout:
+        nothing_is_wrong(verdict)
+        return
+    assert verdict["writer's error"].startswith("PeerDied: reader 0 "), verdict
+    assert verdict["reader's error"].startswith("PeerDied: the writer "), verdict
+    assert verdict["received"] > 0
+    assert (verdict["lost"], verdict["twice or late"], verdict["damaged"]) == (0, 0, 0), verdict

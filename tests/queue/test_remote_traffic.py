@@ -1,0 +1,167 @@
+"""Windows, and real traffic between real processes, some of them remote."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import multiprocessing
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvloop
+from children import child
+from remotes import ready_ends, wide_writer
+
+from aioshm import Handle, MessageQueue, QueueFull
+
+MESSAGES = 10_000
+LARGEST = 32 << 20
+
+WRITER = Path(__file__).with_name("remote_child.py")
+
+# Windows
+
+
+@pytest.mark.parametrize("bounds", [{"remote_window": 3}, {"remote_window_bytes": 30_000}], ids=["messages", "bytes"])
+async def test_a_full_window(bounds: dict[str, int]) -> None:
+    async with ready_ends(0, 1, codec="raw", **bounds) as (writer, (reader,)):
+        for number in range(3):
+            writer.enqueue_nowait(bytes([number]) * 9_900)
+        with pytest.raises(QueueFull, match=r"the window of the remote readers is full: rank 0 \(pid \d+ on "):
+            writer.enqueue_nowait(bytes(9_900))
+        with pytest.raises(TimeoutError, match=r"the window of the remote readers is full: rank 0 "):
+            await writer.enqueue(bytes(9_900), 0.02)
+        with pytest.raises(TimeoutError, match="the window of the remote readers is full"):
+            async with writer.acquire_write(0.02):
+                pytest.fail("the window is full")
+        waiting = asyncio.ensure_future(writer.enqueue(b"fourth"))
+        assert await reader.dequeue(5) == bytes([0]) * 9_900
+        await asyncio.wait_for(waiting, 5)
+        assert [await reader.dequeue(5) for _ in range(3)] == [bytes([1]) * 9_900, bytes([2]) * 9_900, b"fourth"]
+
+
+async def test_batches_keep_to_the_window() -> None:
+    async with ready_ends(0, 1, codec="raw", remote_window=100, remote_window_bytes=10_000) as (writer, (reader,)):
+        largest = 0
+
+        async def send() -> None:
+            for size in (0, 10, 90, 200, 3000, 9_948):
+                await writer.enqueue_many([bytes(size)] * 150, 10)
+                async with writer.acquire_write(10) as buffer:
+                    buffer[:1] = b"x"
+            await writer.aclose()
+
+        sending = asyncio.ensure_future(send())
+        async for _ in reader:
+            largest = max(largest, writer.stats().kept_bytes)
+            assert writer.stats().kept <= 100
+        await sending
+        assert 9_000 < largest <= 10_000
+
+
+async def test_a_window_of_one_message() -> None:
+    async with ready_ends(0, 2, remote_window=1, remote_window_bytes=1) as (writer, readers):
+
+        async def receive(reader: MessageQueue) -> list[object]:
+            return [obj async for obj in reader]
+
+        receiving = [asyncio.ensure_future(receive(reader)) for reader in readers]
+        sent = [*range(100), b"L" * 1_000_000, "end"]
+        for obj in sent[:50]:
+            await writer.enqueue(obj, 5)
+        await writer.enqueue_many(sent[50:], 20)
+        assert writer.stats().kept <= 1
+        await writer.aclose()
+        assert await asyncio.gather(*receiving) == [sent] * 2
+
+
+# Traffic
+
+
+def _arrays() -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the same random arrays in every process: some hundred MB in all."""
+    rng = np.random.default_rng(7)
+    pool = rng.integers(0, 256, 2 * LARGEST, dtype=np.uint8)
+    for number in range(MESSAGES):
+        if number % 2500 == 1250:
+            size = LARGEST
+        elif number % 100 == 50:
+            size = int(rng.integers(1 << 16, 2 << 20))
+        else:
+            size = int(64 * 2 ** rng.uniform(0, 9))
+        offset = int(rng.integers(0, len(pool) - size))
+        yield number, pool[offset : offset + size]
+
+
+async def _read_all(handle: Handle, rank: int) -> tuple[int, str]:
+    digest = hashlib.blake2b()
+    async with MessageQueue.create_from_handle(handle, rank) as reader:
+        for number, expected in _arrays():
+            received, array = await reader.dequeue(60)
+            assert received == number
+            assert np.array_equal(array, expected)
+            digest.update(array)
+        async for message in reader:
+            pytest.fail(f"{message} came after the last one")
+    return MESSAGES, digest.hexdigest()
+
+
+def _reader_process(handle: Handle, rank: int, result: Connection) -> None:
+    run = uvloop.run if rank % 2 else asyncio.run
+    result.send(run(_read_all(handle, rank)))
+
+
+def test_four_processes_receive_10_000_random_arrays() -> None:
+    context = multiprocessing.get_context("spawn")
+    writer = wide_writer(2, 2, chunk=256 * 1024, chunks=10)
+    handle = writer.export_handle()
+    results, processes = [], []
+    for rank in range(4):
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_reader_process, args=(handle, rank, theirs))
+        process.start()
+        theirs.close()
+        results.append(mine)
+        processes.append(process)
+
+    async def write() -> str:
+        digest = hashlib.blake2b()
+        async with writer:
+            await writer.wait_until_ready(60)
+            for number, array in _arrays():
+                await writer.enqueue((number, array), 60)
+                digest.update(array)
+        assert writer.stats().overflows > 50
+        assert writer.stats().resent == 0
+        return digest.hexdigest()
+
+    sent = uvloop.run(write())
+    for process, result in zip(processes, results, strict=True):
+        process.join(60)
+        assert process.exitcode == 0
+        assert result.recv() == (MESSAGES, sent)
+        result.close()
+        process.close()
+
+
+def test_a_slow_reader_fills_nobodys_memory() -> None:
+    """A hundred times as slow as the writer, which has sent fifty windows in the end."""
+    window, size, count = 4 << 20, 128 * 1024, 1600
+
+    async def read() -> None:
+        async with child("measure", str(window), str(size), str(count), script=WRITER) as writer:
+            async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+                received = 0
+                async for number, payload in reader:
+                    assert (number, payload) == (received, bytes([received % 256]) * size)
+                    received += 1
+                    time.sleep(0.003)
+                assert received == count
+                growth = int(await writer.says())
+                assert growth < window + (8 << 20), f"it grew by {growth / 2**20:.0f} MiB"
+
+    asyncio.run(read())

@@ -1,0 +1,273 @@
+"""What is read from the network: a valid message, or a `WireError`, whatever the bytes are."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, OVERFLOW, RAW
+from aioshm.queue import wire
+from aioshm.queue.wire import HEAD_BYTES, MAX_CONTROL_BYTES, MAX_RANGES, WireError
+
+SECRET = bytes(range(wire.SECRET_BYTES))
+NUMBERS = st.integers(0, 2**63 - 1)
+RANKS = st.integers(0, wire.MAX_RANK)
+RUNS = st.tuples(NUMBERS, NUMBERS).map(lambda run: (min(run), max(run)))
+TEXTS = st.text(max_size=50)
+
+FROM_READER: dict[type, st.SearchStrategy[Any]] = {
+    wire.Hello: st.builds(
+        wire.Hello, NUMBERS, st.binary(max_size=32), st.binary(max_size=64), RANKS, NUMBERS, TEXTS, st.booleans()
+    ),
+    wire.Proven: st.builds(wire.Proven),
+    wire.Acknowledge: st.builds(wire.Acknowledge, NUMBERS),
+    wire.Resend: st.builds(wire.Resend, st.lists(RUNS, max_size=MAX_RANGES)),
+    wire.Finished: st.builds(wire.Finished),
+    wire.Leave: st.builds(wire.Leave),
+}
+FROM_WRITER: dict[type, st.SearchStrategy[Any]] = {
+    wire.Welcome: st.builds(wire.Welcome, NUMBERS, TEXTS),
+    wire.Refused: st.builds(wire.Refused, TEXTS, st.booleans()),
+    wire.Go: st.builds(wire.Go),
+    wire.Tick: st.builds(wire.Tick),
+    wire.Lost: RUNS.map(lambda run: wire.Lost(*run)),
+    wire.Left: st.builds(wire.Left),
+    wire.Closing: st.builds(wire.Closing, NUMBERS),
+}
+PARSERS: list[tuple[Callable[[bytes], Any], dict[type, st.SearchStrategy[Any]]]] = [
+    (wire.parse_from_reader, FROM_READER),
+    (wire.parse_from_writer, FROM_WRITER),
+]
+
+
+def head(
+    kind: int = INLINE, apart: int = 0, n_buffers: int = 0, main_bytes: int = 0, body: bytes = b"", seq: int = 7
+) -> memoryview:
+    header = HEADER.pack(kind, 2, apart, n_buffers, seq, 0, main_bytes)
+    return memoryview(wire.address(SECRET) + header + body)
+
+
+def valid_data(frame: memoryview, body: memoryview | None) -> wire.Data | None:
+    """Return what is read, which must keep to all bounds, or None where there is nothing to read."""
+    try:
+        data = wire.parse_data(frame, body)
+    except WireError:
+        return None
+    assert data.kind in (INLINE, RAW, wire.MARK)
+    assert 0 <= data.n_buffers <= MAX_BUFFERS
+    assert 0 <= data.main_bytes <= len(data.body)
+    assert data.n_buffers or data.main_bytes == len(data.body)
+    assert data.body == (frame[HEAD_BYTES:] if body is None else body)
+    return data
+
+
+def valid_control(parse: Callable[[bytes], Any], kinds: dict[type, Any], data: bytes) -> Any:
+    """Return what is read, which must keep to all bounds, or None where there is nothing to read."""
+    try:
+        message = parse(data)
+    except WireError:
+        return None
+    assert type(message) in kinds
+    assert len(data) <= MAX_CONTROL_BYTES
+    if isinstance(message, wire.Hello):
+        assert 0 <= message.rank <= wire.MAX_RANK
+    if isinstance(message, wire.Resend):
+        assert len(message.ranges) <= MAX_RANGES
+        assert all(0 <= first <= last for first, last in message.ranges)
+    return message
+
+
+# Control messages
+
+
+@pytest.mark.parametrize("kind", [*FROM_READER, *FROM_WRITER], ids=lambda kind: kind.__name__)
+def test_every_control_message_arrives_as_it_was_sent_and_only_where_it_belongs(kind: type) -> None:
+    (parse, kinds), (other, _) = PARSERS if kind in FROM_READER else reversed(PARSERS)
+
+    @settings(deadline=None)
+    @given(kinds[kind])
+    def check(message: wire.Control) -> None:
+        packed = message.pack()
+        assert parse(packed) == message
+        with pytest.raises(WireError):
+            other(packed)
+        for length in range(len(packed)):
+            with pytest.raises(WireError):
+                parse(packed[:length])
+        for surplus in (b"\0", packed):
+            with pytest.raises(WireError):
+                parse(packed + surplus)
+
+    check()
+
+
+@pytest.mark.parametrize(("parse", "kinds"), PARSERS, ids=["from reader", "from writer"])
+def test_garbage_is_no_control_message(parse: Callable[[bytes], Any], kinds: dict[type, Any]) -> None:
+    @settings(deadline=None)
+    @given(st.binary(max_size=300))
+    def arbitrary(data: bytes) -> None:
+        valid_control(parse, kinds, data)
+
+    @settings(deadline=None)
+    @given(st.one_of(*kinds.values()), st.data())
+    def mutated(message: wire.Control, draw: st.DataObject) -> None:
+        packed = bytearray(message.pack())
+        for _ in range(draw.draw(st.integers(1, 3))):
+            packed[draw.draw(st.integers(0, len(packed) - 1))] = draw.draw(st.integers(0, 255))
+        valid_control(parse, kinds, bytes(packed))
+
+    leaf = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), TEXTS, st.binary())
+    names = st.sampled_from([kind.__name__ for kind in (*FROM_READER, *FROM_WRITER)])
+
+    @settings(deadline=None)
+    @given(names, st.lists(st.one_of(leaf, st.lists(leaf), st.lists(st.lists(leaf))), max_size=8))
+    def well_formed(name: str, fields: list[Any]) -> None:
+        valid_control(parse, kinds, msgspec.msgpack.encode([name, *fields]))
+
+    for check in (arbitrary, mutated, well_formed):
+        check()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ["Acknowledge", -1],
+        ["Acknowledge", True],
+        ["Acknowledge", 1.0],
+        ["Acknowledge"],
+        ["Acknowledge", 1, 2],
+        ["Resend", [[2, 1]]],
+        ["Resend", [[-1, 1]]],
+        ["Resend", [[0, 1, 2]]],
+        ["Resend", [[0, 1]] * (MAX_RANGES + 1)],
+        ["Hello", 1, b"", b"", -1, 1, "", False],
+        ["Hello", 1, b"", b"", wire.EVERYONE, 1, "", False],
+        ["Hello", 1, b"", b"", 0, 1, "x" * 5000, False],
+        ["Hello", 1, b"", b"", 0, 1, "", 1],
+        ["Control"],
+        [],
+        ["Proven", None],
+        "Proven",
+        None,
+    ],
+    ids=repr,
+)
+def test_what_no_reader_says(fields: Any) -> None:
+    with pytest.raises(WireError):
+        wire.parse_from_reader(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize(
+    "fields", [["Lost", 2, 1], ["Lost", -1, 1], ["Closing", -1], ["Closing", None], ["Welcome", 1]], ids=repr
+)
+def test_what_no_writer_says(fields: Any) -> None:
+    with pytest.raises(WireError):
+        wire.parse_from_writer(msgspec.msgpack.encode(fields))
+
+
+def test_bounds_of_control_messages() -> None:
+    largest = wire.Resend([(2**62, 2**63 - 1)] * MAX_RANGES)
+    assert wire.parse_from_reader(largest.pack()) == largest
+    assert len(largest.pack()) < MAX_CONTROL_BYTES
+    name = wire.Welcome(1, "").pack()
+    room = MAX_CONTROL_BYTES - len(name) - 2  # a long text's length takes more
+    assert wire.parse_from_writer(wire.Welcome(1, "x" * room).pack()) == wire.Welcome(1, "x" * room)
+    with pytest.raises(WireError, match=f"a control message of {MAX_CONTROL_BYTES + 1} bytes"):
+        wire.parse_from_writer(wire.Welcome(1, "x" * (room + 1)).pack())
+    for parse, _ in PARSERS:
+        with pytest.raises(WireError, match="no control message"):
+            parse(b"\x91" * 60_000)  # lists in lists in lists
+        with pytest.raises(WireError, match="bytes"):
+            parse(b"\xdc" + bytes(MAX_CONTROL_BYTES))
+
+
+# Data messages
+
+
+@settings(deadline=None)
+@given(st.sampled_from([INLINE, RAW, wire.MARK]), st.integers(0, 2**64 - 1), st.binary(max_size=200), st.booleans())
+def test_data_messages_arrive_as_they_were_sent(kind: int, seq: int, body: bytes, apart: bool) -> None:
+    frame = head(kind, int(apart), 0, len(body), b"" if apart else body, seq)
+    data = wire.parse_data(frame, memoryview(body) if apart else None)
+    assert (data.kind, data.codec, data.n_buffers, data.seq, data.main_bytes) == (kind, 2, 0, seq, len(body))
+    assert data.body == body
+    with pytest.raises(WireError):  # the other number of frames
+        wire.parse_data(frame, None if apart else memoryview(body))
+    for length in range(len(frame)):
+        with pytest.raises(WireError):
+            wire.parse_data(frame[:length], memoryview(body) if apart else None)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=120), st.none() | st.binary(max_size=100))
+def test_garbage_is_no_data_message(frame: bytes, body: bytes | None) -> None:
+    valid_data(memoryview(frame), None if body is None else memoryview(body))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=50), st.booleans(), st.data())
+def test_damaged_data_messages(content: bytes, apart: bool, draw: st.DataObject) -> None:
+    damaged = bytearray(head(INLINE, int(apart), 0, len(content), b"" if apart else content))
+    for _ in range(draw.draw(st.integers(1, 3))):
+        damaged[draw.draw(st.integers(wire.ADDRESS_BYTES, len(damaged) - 1))] = draw.draw(st.integers(0, 255))
+    valid_data(memoryview(damaged), memoryview(content) if apart else None)
+
+
+@pytest.mark.parametrize(
+    ("frame", "body"),
+    [
+        (head(OVERFLOW), None),
+        (head(0), None),
+        (head(n_buffers=MAX_BUFFERS + 1, main_bytes=0, body=bytes(64)), None),
+        (head(n_buffers=2**32 - 1, main_bytes=0, body=bytes(64)), None),
+        (head(main_bytes=2**64 - 1, body=b"12"), None),
+        (head(main_bytes=3, body=b"12"), None),
+        (head(main_bytes=1, body=b"12"), None),
+        (head(n_buffers=1, main_bytes=3, body=b"12"), None),
+        (head(apart=1), None),
+        (head(apart=2), b""),
+        (head(apart=0), b""),
+        (head(apart=1, main_bytes=2, body=b"12"), b"12"),
+        (head(apart=1, main_bytes=3), b"12"),
+    ],
+    ids=range(13),
+)
+def test_what_no_writer_sends(frame: memoryview, body: bytes | None) -> None:
+    with pytest.raises(WireError):
+        wire.parse_data(frame, None if body is None else memoryview(body))
+
+
+def test_the_largest_numbers_that_a_data_message_may_have() -> None:
+    data = wire.parse_data(head(n_buffers=MAX_BUFFERS, main_bytes=2, body=b"12"), None)  # its codec looks closer
+    assert (data.n_buffers, data.main_bytes) == (MAX_BUFFERS, 2)
+
+
+# Subscriptions
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=60), RANKS)
+def test_only_subscriptions_of_a_reader_that_knows_the_secret_count(garbage: bytes, rank: int) -> None:
+    subscription = b"\x01" + wire.address(SECRET, rank)
+    assert wire.subscriber(subscription, SECRET) == rank
+    for other in (
+        garbage,
+        b"\x00" + subscription[1:],
+        subscription[:-1],
+        subscription + b"\0",
+        b"\x01" + wire.address(SECRET[::-1], rank),
+        b"\x01" + wire.address(SECRET),
+    ):
+        assert wire.subscriber(other, SECRET) is None
+
+
+def test_addresses() -> None:
+    assert wire.address(SECRET) == SECRET + struct.pack("<I", wire.EVERYONE)
+    assert wire.address(SECRET, 3) == SECRET + struct.pack("<I", 3)
+    assert len(b"\x01" + wire.address(SECRET)) <= wire.MAX_SUBSCRIPTION_BYTES
