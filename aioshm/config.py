@@ -11,6 +11,7 @@
 | `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the other end of a connection is dead  |
 | `AIOSHM_NATIVE`          |                   | `0` runs the Python twin although the native core was built           |
 | `AIOSHM_ENGINE_READY_TIMEOUT_S` |            | seconds without progress after which a startup of engines has failed  |
+| `AIOSHM_USAGE_STATS`    |                   | the file that usage reports are appended to; without, there are none  |
 """
 
 from __future__ import annotations
@@ -179,6 +180,18 @@ def engine_ready_timeout(environ: Mapping[str, str] = os.environ) -> float:
         return check_seconds("the timeout", float(text))
     except ValueError as error:
         raise ValueError(f"AIOSHM_ENGINE_READY_TIMEOUT_S={text!r}: {error}") from None
+
+
+def usage_stats_path(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the file that usage reports go to, ``AIOSHM_USAGE_STATS``; None, and no reports, without.
+
+    Raises:
+        ValueError: It is not an absolute path.
+    """
+    text = environ.get("AIOSHM_USAGE_STATS", "")
+    if text and not Path(text).is_absolute():
+        raise ValueError(f"AIOSHM_USAGE_STATS={text!r}: it must be an absolute path")
+    return text or None
 
 
 def check_int(name: str, value: object, *, minimum: int) -> int:

@@ -172,3 +172,22 @@ class HandshakeError(EngineStartupError):
 
 class EngineDead(AioshmError):
     """An engine that was running is gone."""
+
+
+class ProcessDied(AioshmError, RuntimeError):
+    """A process that was to run, or to end well, has ended with an exit code other than 0.
+
+    Attributes:
+        name: The name of the process.
+        pid: Its process id.
+        exitcode: Its exit code; ``-n`` if signal ``n`` killed it.
+    """
+
+    def __init__(self, name: str, pid: int | None, exitcode: int | None) -> None:
+        super().__init__(f"Process {name} (PID: {pid}) died with exit code {exitcode}")
+        self.name = name
+        self.pid = pid
+        self.exitcode = exitcode
+
+    def __reduce__(self) -> tuple[type[ProcessDied], tuple[str, int | None, int | None]]:
+        return type(self), (self.name, self.pid, self.exitcode)

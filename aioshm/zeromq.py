@@ -133,6 +133,33 @@ def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
     return actual.rstrip(b"\0").decode() if isinstance(actual, bytes) else endpoint
 
 
+class BoundFile:
+    """The file of an ``ipc://`` endpoint that was bound, if it has one: ZeroMQ does not remove it.
+
+    Args:
+        endpoint: As it was bound.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else "@"
+        self._found = self._look()
+
+    def remove(self) -> None:
+        """Remove it, unless somebody else has bound the same path meanwhile. Idempotent."""
+        if self._found is not None and self._look() == self._found:
+            os.unlink(self._path)
+        self._found = None
+
+    def _look(self) -> tuple[int, int] | None:
+        if self._path.startswith("@"):  # an abstract socket
+            return None
+        try:
+            found = os.lstat(self._path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
 class Watch:
     """Calls ``callback`` on the loop whenever the socket may have something to do.
 

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshm import config
-from aioshm.config import Options, check_int, check_seconds, default_runtime_dir, native_wanted
+from aioshm.config import (
+    Options,
+    check_int,
+    check_seconds,
+    default_runtime_dir,
+    engine_ready_timeout,
+    native_wanted,
+    usage_stats_path,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -221,6 +229,38 @@ class TestNative:
     def test_a_bad_value_names_the_variable(self, value: str) -> None:
         with pytest.raises(ValueError, match=f"^AIOSHM_NATIVE={value!r}: it must be 0 or 1"):
             native_wanted({"AIOSHM_NATIVE": value})
+
+
+class TestUsageStats:
+    @pytest.mark.parametrize(("value", "path"), [(None, None), ("", None), ("/var/log/usage", "/var/log/usage")])
+    def test_values(self, value: str | None, path: str | None) -> None:
+        assert usage_stats_path({} if value is None else {"AIOSHM_USAGE_STATS": value}) == path
+
+    @pytest.mark.parametrize("value", ["0", "1", "usage.jsonl", "./usage", "~/usage"])
+    def test_a_bad_value_names_the_variable(self, value: str) -> None:
+        with pytest.raises(ValueError, match=rf"^AIOSHM_USAGE_STATS={value!r}: it must be an absolute path"):
+            usage_stats_path({"AIOSHM_USAGE_STATS": value})
+
+    def test_is_on_the_page(self) -> None:
+        assert re.search(r"^\| `AIOSHM_USAGE_STATS` +\|", config.__doc__ or "", re.MULTILINE)
+
+
+class TestEngineReadyTimeout:
+    @pytest.mark.parametrize(("value", "seconds"), [(None, 600.0), ("", 600.0), ("30", 30.0), ("0.5", 0.5)])
+    def test_values(self, value: str | None, seconds: float) -> None:
+        assert engine_ready_timeout({} if value is None else {"AIOSHM_ENGINE_READY_TIMEOUT_S": value}) == seconds
+
+    @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "1 s"])
+    def test_a_bad_value_names_the_variable(self, value: str) -> None:
+        with pytest.raises(ValueError, match=f"^AIOSHM_ENGINE_READY_TIMEOUT_S={value!r}: "):
+            engine_ready_timeout({"AIOSHM_ENGINE_READY_TIMEOUT_S": value})
+
+    def test_it_is_the_process_environment_by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AIOSHM_ENGINE_READY_TIMEOUT_S", "7")
+        assert engine_ready_timeout() == 7.0
+
+    def test_is_on_the_page(self) -> None:
+        assert re.search(r"^\| `AIOSHM_ENGINE_READY_TIMEOUT_S` +\|", config.__doc__ or "", re.MULTILINE)
 
 
 class TestRuntimeDirectory:

@@ -25,6 +25,7 @@ from aioshm.errors import (
     MessagesLost,
     MessageTooLarge,
     PeerDied,
+    ProcessDied,
     QueueCancelled,
     QueueClosed,
     QueueEmpty,
@@ -57,12 +58,15 @@ PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     EngineStartupError: (AioshmError, RuntimeError),
     HandshakeError: (EngineStartupError,),
     EngineDead: (AioshmError,),
+    ProcessDied: (AioshmError, RuntimeError),
     EventsLost: (AioshmError,),
     GroupBroken: (AioshmError, ConnectionError),
 }
 
+TELLING = {PeerDied, MessagesLost, CorruptSlot, EventsLost, ProcessDied}
+
 EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
-    *((kind("text"), {}, "text") for kind in PARENTS if kind not in {PeerDied, MessagesLost, CorruptSlot, EventsLost}),
+    *((kind("text"), {}, "text") for kind in PARENTS if kind not in TELLING),
     (
         SharedMemoryError(errno.ENOSPC, "the ring needs 9 MiB"),
         {"errno": errno.ENOSPC, "strerror": "the ring needs 9 MiB"},
@@ -85,6 +89,18 @@ EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
         {"first": 1, "last": 1},
         "event batches 1 to 1 are lost: they can no longer be sent again",
     ),
+    (
+        ProcessDied("EngineCore_1", 7, -9),
+        {"name": "EngineCore_1", "pid": 7, "exitcode": -9},
+        "Process EngineCore_1 (PID: 7) died with exit code -9",
+    ),
+    (EngineStartupError("text", failed={"EngineCore_1": -9}), {"failed": {"EngineCore_1": -9}}, "text"),
+    (
+        HandshakeError("text", engine=1, state="NEW", expected="HELLO", failed={"EngineCore_1": None}),
+        {"engine": 1, "state": "NEW", "expected": "HELLO", "failed": {"EngineCore_1": None}},
+        "text",
+    ),
+    (HandshakeError("text"), {"engine": None, "state": None, "expected": "", "failed": {}}, "text"),
     (CorruptSlot(7, 6), {"found": 7, "expected": 6}, "slot of message 6: found message 7"),
     (CorruptSlot(6, 6, "no codec 9"), {"found": 6, "expected": 6}, "slot of message 6: damaged: no codec 9"),
     (CorruptSlot(None, 6), {"found": None, "expected": 6}, "slot of message 6: damaged"),

@@ -5,7 +5,7 @@
 * it calls `die_with_parent` before it imports the main module, which may take seconds;
 * its standard error can be a pipe from the beginning on, so that a target that cannot be imported is heard, too;
 * it leads a process group. Ctrl-C in a terminal reaches only who started it, who knows what to do about it; and what is
-  left of the group when it ends is killed, wherever in the tree that has got to;
+  left of the group when it ends is killed, wherever in the tree that has got to (not on macOS before Python 3.13);
 * on Linux its sentinel is a pidfd (pidfd_open(2)), which is readable only, and exactly, when the process has ended. The
   pipe that ``multiprocessing`` uses also ends when the process closes it, and lasts while anything forked from it does.
 """
@@ -57,7 +57,7 @@ class Child(SpawnProcess):
         self._launched: _Popen | None = None
 
     @staticmethod
-    def _Popen(process_obj: Any) -> Any:  # noqa: N802: the name is multiprocessing's
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802 -- the name is multiprocessing's
         process_obj._launched = _Popen(process_obj)
         return process_obj._launched
 
@@ -83,9 +83,18 @@ class _Popen(popen_spawn_posix.Popen):
 
     returncode: int | None
 
-    def _launch(self, process_obj: Any) -> None:
+    def __init__(self, process_obj: Any) -> None:
+        self._passed: list[int] = []
         self._reaping = threading.Lock()
-        tracker = resource_tracker.getfd()  # type: ignore[attr-defined]
+        super().__init__(process_obj)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._passed.append(fd)
+        return fd
+
+    def _launch(self, process_obj: Any) -> None:
+        tracker = resource_tracker.getfd()
+        assert tracker is not None
         self.duplicate_for_child(tracker)
         message = self._pickled(process_obj)
         with ExitStack() as theirs, ExitStack() as ours:
@@ -95,7 +104,7 @@ class _Popen(popen_spawn_posix.Popen):
             self.duplicate_for_child(ended)
             self._process = subprocess.Popen(
                 _command(tracker_fd=tracker, pipe_handle=orders),
-                pass_fds=self._fds,
+                pass_fds=self._passed,
                 stdin=subprocess.DEVNULL,
                 stderr=process_obj._stderr,
                 process_group=0,
@@ -172,7 +181,7 @@ def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
     return reader, writer
 
 
-def _command(**handles: int) -> list[str | bytes]:
+def _command(**handles: int) -> list[str]:
     """Return the command line of ``multiprocessing``, with `die_with_parent` before everything else."""
     command = list(multiprocessing.spawn.get_command_line(**handles))
     if "-c" in command:  # else the program is frozen, and the target has to see to it

@@ -38,7 +38,7 @@ class WatchedProcess(Protocol):
 
 
 @runtime_checkable
-class ProcessManager(Protocol):
+class WatchedManager(Protocol):
     """What is needed of what has started the local engines.
 
     What it may have besides is used: ``processes``, its processes; ``aclose()`` or ``close()``, which stop all of them;
@@ -57,8 +57,8 @@ class DeathWatch:
 
     Every descriptor that is watched is its own: others may watch the same processes on the same loop, and close theirs.
 
-    A sentinel of ``multiprocessing`` stays silent as long as any descendant that inherited it lives, so a process that is
-    known by its id is also watched by that (``pidfd_open(2)``), where there is such a thing.
+    A sentinel of ``multiprocessing`` stays silent as long as any descendant that inherited it lives, so a process that
+    is known by its id is also watched by that (``pidfd_open(2)``), where there is such a thing.
 
     Args:
         loop: Calls back.
@@ -73,13 +73,15 @@ class DeathWatch:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        manager: ProcessManager | None,
+        manager: WatchedManager | None,
         processes: Iterable[WatchedProcess],
         on_death: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._manager = manager
         self._engines: list[WatchedProcess] = list(getattr(manager, "processes", ()))
+        ranks = ((engine_index(process.name), process) for process in self._engines)
+        self._by_rank = {rank: process for rank, process in ranks if rank is not None}
         self._others = list(processes)
         self._on_death = on_death
         self._descriptors: set[int] = set()
@@ -102,8 +104,7 @@ class DeathWatch:
 
     def engines(self) -> dict[int, WatchedProcess]:
         """Return the processes of engines, as far as they are known, by rank."""
-        ranks = ((engine_index(process.name), process) for process in self._engines)
-        return {rank: process for rank, process in ranks if rank is not None}
+        return self._by_rank
 
     def ended(self) -> list[Ended]:
         """Return the processes that have ended."""

@@ -15,8 +15,8 @@ _MAX_RETRY_S = 0.25
 class Endings:
     """The ends of some processes, as they come; a context manager.
 
-    It watches copies of their sentinels: a loop knows one callback for each descriptor, and others may wait for the same
-    process, or give its descriptors back meanwhile.
+    It watches copies of their sentinels: a loop knows one callback for each descriptor, and others may wait for the
+    same process, or give its descriptors back meanwhile.
 
     Args:
         processes: Those to watch; what has not been started is left out.
@@ -101,9 +101,7 @@ class Endings:
     def _look(self, process: BaseProcess, retry_s: float) -> None:
         # The sentinel that multiprocessing makes is a pipe, and ends a little before the process does.
         if process.exitcode is None:
-            self._late[process] = self._loop.call_later(
-                retry_s, self._look, process, min(2 * retry_s, _MAX_RETRY_S)
-            )
+            self._late[process] = self._loop.call_later(retry_s, self._look, process, min(2 * retry_s, _MAX_RETRY_S))
             return
         self._late.pop(process, None)
         self._ended.append(process)

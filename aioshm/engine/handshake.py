@@ -24,17 +24,14 @@ from aioshm.engine.addresses import (
     EngineZmqAddresses,
     identity,
 )
+from aioshm.engine.parallel import balanced_outside, parallel_settings
 from aioshm.errors import HandshakeError
 
 MAX_PAYLOAD_BYTES = 1 << 20
-"""A message is some hundred bytes, and an INIT some more for each client."""
+"""Of an engine's message, which is some hundred bytes."""
+MAX_INIT_BYTES = 16 << 20
+"""Of the answer, which has two addresses for each client."""
 
-_PARALLEL_FIELDS = (
-    "data_parallel_master_ip",
-    "data_parallel_master_port",
-    "_data_parallel_master_port_list",
-    "data_parallel_size",
-)
 _OWN_FIELDS = frozenset({"status", "local", "headless"})
 _NEXT = {CoreEngineState.NEW: "HELLO", CoreEngineState.CONNECTED: "READY", CoreEngineState.READY: "nothing more"}
 _SHOWN_RANKS = 16
@@ -54,23 +51,6 @@ class _FromEngine(msgspec.Struct):
 
 _encode = msgspec.msgpack.Encoder().encode
 _map_decoder: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any])
-
-
-def parallel_settings(config: object) -> dict[str, Any]:
-    """Return what of a parallel configuration engines are told: a mapping as it is, of an object the field's names."""
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        return dict(config)
-    return {name: getattr(config, name) for name in _PARALLEL_FIELDS if hasattr(config, name)}
-
-
-def balanced_outside(config: object) -> bool:
-    """Return whether a parallel configuration says that hybrid or external load balancing is on."""
-    names = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
-    if isinstance(config, Mapping):
-        return any(config.get(name) for name in names)
-    return any(getattr(config, name, False) for name in names)
 
 
 class FrontEndHandshake:
@@ -182,7 +162,7 @@ class FrontEndHandshake:
         if engine.state is not CoreEngineState.READY:
             expected += ", a MessagePack map with status and local"
         try:
-            fields = _decode(payload)
+            fields = _decode(payload, MAX_PAYLOAD_BYTES)
             return fields, msgspec.convert(fields, _FromEngine)
         except ValueError as error:
             raise _refused(engine.index, engine.state, _cut(str(error)), expected) from None
@@ -302,7 +282,7 @@ class EngineHandshake:
         if len(frames) != 1:
             raise _refused(self._index, self.state, f"a message of {len(frames)} payload frames", "one: INIT")
         try:
-            fields = _decode(frames[0])
+            fields = _decode(frames[0], MAX_INIT_BYTES)
             metadata = msgspec.convert(fields, EngineHandshakeMetadata)
         except ValueError as error:
             expected = "INIT, a MessagePack map with addresses and parallel_config"
@@ -341,10 +321,10 @@ class EngineHandshake:
             raise TypeError(f"READY fields cannot be sent: {error}") from error
 
 
-def _decode(payload: bytes) -> dict[str, Any]:
+def _decode(payload: bytes, max_bytes: int) -> dict[str, Any]:
     """Return a payload's map; a `ValueError` says what is wrong with it."""
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise ValueError(f"a payload of {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")
+    if len(payload) > max_bytes:
+        raise ValueError(f"a payload of {len(payload)} bytes, more than {max_bytes}")
     try:
         return _map_decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:

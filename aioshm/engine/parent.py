@@ -36,23 +36,20 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
     Args:
         parent_pid: The parent's process id, as it was before this process began. Given, a parent that is gone already
-            is noticed, too. The children of ``multiprocessing`` know it without.
+            is noticed, too. Children of ``multiprocessing`` notice without.
     """
-    starter = multiprocessing.parent_process()  # with "forkserver" the kernel's parent is another one
     if parent_pid is None:
-        parent_pid = os.getppid() if starter is None or starter.pid is None else starter.pid
-    signs = [] if starter is None else [starter.sentinel]
+        parent_pid = os.getppid()
+    pipe, exact = _pipe_from(parent_pid), []
     if os.getppid() == parent_pid:
         _ask_the_kernel(parent_pid)
-        signs += _end_of(parent_pid)
-        if os.getppid() != parent_pid:  # before the kernel was asked; and the number may be somebody else's by now
-            _end()
-    elif starter is None:
+        exact = _end_of(parent_pid)
+    if os.getppid() != parent_pid:  # before anything was asked; the number may be somebody else's by now
         _end()
-    else:
-        parent_pid = None
     if not any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
-        threading.Thread(target=_watch, args=(signs, parent_pid), name=_THREAD_NAME, daemon=True).start()
+        threading.Thread(
+            target=_watch, args=(pipe + exact, bool(exact), parent_pid), name=_THREAD_NAME, daemon=True
+        ).start()
 
 
 def _ask_the_kernel(parent_pid: int) -> None:
@@ -80,18 +77,28 @@ def _end_of(pid: int) -> list[int]:
         return []
 
 
-def _watch(signs: list[int], parent_pid: int | None) -> None:
+def _pipe_from(parent_pid: int) -> list[int]:
+    """Return the pipe from whoever started this process by means of ``multiprocessing``, if somebody has."""
+    starter = multiprocessing.parent_process()
+    if starter is None:
+        return []
+    # With "forkserver" the parent is another one, which lasts as long as its children. Otherwise the starter has ended
+    # already, or a plain fork has passed on what was its own parent's.
+    apart = multiprocessing.get_start_method(allow_none=True) == "forkserver"
+    return [starter.sentinel] if starter.pid == parent_pid or apart or not starter.is_alive() else []
+
+
+def _watch(signs: list[int], exact: bool, parent_pid: int) -> None:
     poller = select.poll()
     for sign in signs:
         poller.register(sign, select.POLLIN)
-    told = len(signs)
-    while told or parent_pid is not None:
-        for sign, event in poller.poll(None if told == len(signs) and told else _CHECK_MS):
+    while True:
+        for sign, event in poller.poll(None if exact else _CHECK_MS):
             if not event & select.POLLNVAL:
                 _end()
-            poller.unregister(sign)  # somebody has closed it: look oneself from now on
-            told -= 1
-        if parent_pid is not None and os.getppid() != parent_pid:
+            poller.unregister(sign)  # somebody has closed it
+            exact = False
+        if os.getppid() != parent_pid:
             _end()
 
 

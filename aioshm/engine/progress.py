@@ -121,7 +121,8 @@ class Ended:
         known = [f"pid {self.pid}"] if self.pid is not None else []
         if state is not None:
             known.append(_PHASES[state])
-        return f"{self.name}{f' ({", ".join(known)})' if known else ''} {_manner(self.exitcode)}"
+        who = f"{self.name} ({', '.join(known)})" if known else self.name
+        return f"{who} {_manner(self.exitcode)}"
 
 
 def engine_index(name: str) -> int | None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import zmq
 
+from aioshm.engine.doorkeeper import Doorkeeper
 from aioshm.queue.sockets import BURST, Socket, Sockets
-from aioshm.zeromq import Watch, attach, open_socket
+from aioshm.zeromq import BoundFile, Watch, attach, open_socket
 
 MAX_FRAME_BYTES = 16 << 20
 """ZeroMQ hangs up on whoever sends more, without a word; what is too much below that can be refused by name."""
@@ -23,7 +24,8 @@ class HandshakeRouter:
 
     Args:
         place: The address to bind, or a ROUTER socket that is bound; that may be one of ``zmq.asyncio``.
-        on_message: Gets a message's identity and its other frames, the first two at most. Returns whether to go on.
+        on_message: Gets a message's identity, its other frames, the first two at most, and who has sent it, for people.
+            Returns whether to go on.
 
     Attributes:
         address: Where it is bound.
@@ -33,11 +35,13 @@ class HandshakeRouter:
         ValueError: The socket is no ROUTER.
     """
 
-    def __init__(self, place: str | Socket, on_message: Callable[[bytes, list[bytes]], bool]) -> None:
+    def __init__(self, place: str | Socket, on_message: Callable[[bytes, list[bytes], str], bool]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._sockets: Sockets | None = None
         self._descriptor: int | None = None
+        self._file: BoundFile | None = None
+        self._doorkeeper: Doorkeeper | None = None
         self.address = ""
         if isinstance(place, str):
             self._sockets = Sockets()
@@ -45,6 +49,7 @@ class HandshakeRouter:
                 open_socket(self._sockets.context, zmq.ROUTER, place, bind=True, hwm=_HWM, curve=None)
             )
             self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            self._doorkeeper = Doorkeeper(self._sockets, self._router)
         else:
             if place.getsockopt(zmq.TYPE) != zmq.ROUTER:
                 raise ValueError(f"the handshake needs a ROUTER socket, not {place!r}")
@@ -58,6 +63,7 @@ class HandshakeRouter:
         try:
             if isinstance(place, str):
                 self.address = attach(self._router, place, bind=True)
+                self._file = BoundFile(self.address)
             else:
                 self.address = bytes(self._router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
             self._watch = Watch(self._loop, self._router, self.look, self._descriptor)
@@ -71,7 +77,7 @@ class HandshakeRouter:
             if self._watch.paused:
                 return
             try:
-                identity = self._router.recv(zmq.NOBLOCK)
+                identity = self._router.recv(zmq.NOBLOCK, copy=False)
             except zmq.ZMQError:
                 return
             frames: list[bytes] = []
@@ -79,17 +85,19 @@ class HandshakeRouter:
                 frame = self._router.recv(zmq.NOBLOCK, copy=False)
                 if len(frames) < _FRAMES:
                     frames.append(frame.bytes)
-            if not self._on_message(identity, frames):
+            if not self._on_message(identity.bytes, frames, _sender(identity)):
                 self._watch.pause()
         self._loop.call_soon(self.look)
 
-    def send(self, frames: list[bytes]) -> None:
-        """Send a message; the first frame is whom to.
+    def answer(self, frames: list[bytes]) -> None:
+        """Answer an engine's first message; the first frame is whom to.
 
         Raises:
             zmq.ZMQError: Nobody of that name is connected.
         """
         self._router.send_multipart(frames, zmq.NOBLOCK)
+        if self._doorkeeper is not None:
+            self._doorkeeper.heard()
 
     def close(self) -> None:
         """Read no more, and close the socket unless it was given. Idempotent."""
@@ -97,9 +105,23 @@ class HandshakeRouter:
         self._release()
 
     def _release(self) -> None:
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+        if self._file is not None:
+            self._file.remove()
         if self._sockets is not None:
             self._sockets.close()
             self._sockets = None
+
+
+def _sender(frame: zmq.Frame) -> str:
+    try:
+        address = str(frame.get("Peer-Address"))
+    except (zmq.ZMQError, KeyError):
+        return "an unknown address"
+    # Of a local socket it is "localhost:uid:gid:pid" where the system tells that (SO_PEERCRED, unix(7)).
+    pid = address.rpartition(":")[2]
+    return f"pid {pid}" if address.startswith("localhost:") and pid.isdigit() else address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import warnings
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -14,14 +14,13 @@ import zmq
 
 from aioshm.config import check_seconds, engine_ready_timeout
 from aioshm.engine.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
-from aioshm.engine.deaths import DeathWatch, ProcessManager, WatchedProcess
+from aioshm.engine.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.endpoints import check_handshake_address
 from aioshm.engine.handshake import FrontEndHandshake
-from aioshm.engine.progress import EngineReport, StartupProgress, StartupReport, Waiting, describe_failure
+from aioshm.engine.progress import EngineReport, StartupProgress, StartupReport, Waiting
 from aioshm.engine.router import HandshakeRouter
-from aioshm.engine.stopping import completed, stop_manager, stop_process
+from aioshm.engine.supervision import Supervision, completed
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
-from aioshm.queue.report import SUSPECT_STATES, process_state
 from aioshm.queue.sockets import Socket
 
 logger = logging.getLogger("aioshm.engine")
@@ -32,8 +31,6 @@ REMINDER_S, LAST_REMINDER_S = 10.0, 60.0
 SETTLE_S = 0.1
 """What brings one process down often brings down others: those are named, too, if they end within this."""
 
-_TAILS = 8
-
 
 class EngineStartupCoordinator:
     """The front end's side of a startup: shakes hands with engines, and watches all processes meanwhile.
@@ -41,24 +38,27 @@ class EngineStartupCoordinator:
         async with EngineStartupCoordinator(address, engines, addresses, proc_manager=manager) as startup:
             report = await startup.wait()
 
-    It has failed when a watched process ends, however well; when a handshake message is refused, whoever sent it, because
-    an engine with a wrong rank is a message from an unknown sender, and the engine that is missing would never come; and
-    when nothing has moved for ``progress_timeout``. What has failed, or is left before every engine is ready, stops the
-    engines of ``proc_manager`` and ``coord_process``; ``watched_processes`` belong to others and are only watched.
+    It has failed when a watched process ends, however well; when a handshake message is refused, whoever sent it,
+    because an engine with a wrong rank is a message from an unknown sender, and the engine that is missing would never
+    come; and when nothing has moved for ``progress_timeout``. What has failed, or is left before every engine is ready,
+    stops the engines of ``proc_manager`` and ``coord_process``; ``watched_processes`` belong to others and are only
+    watched.
 
-    Messages are read from the beginning of the block on, processes that are given are watched from then on, and the time
-    without progress runs from the first `wait` on. ``proc_manager`` and ``coord_process`` may be set until then: with an
-    address whose port the kernel chooses, engines can only be started inside the block, with `handshake_address`.
+    Messages are read from the beginning of the block on, processes that are given are watched from then on, and the
+    time without progress runs from the first `wait` on. ``proc_manager`` and ``coord_process`` may be set until then:
+    with an address whose port the kernel chooses, engines can only be started inside the block, and told
+    `handshake_address`.
 
     Args:
-        handshake_address: Where engines say HELLO: an ``ipc://`` or ``tcp://`` address to bind, or a bound ROUTER socket
-            (plain, or of ``zmq.asyncio``), which stays open and is nobody else's to read meanwhile.
+        handshake_address: Where engines say HELLO: an ``ipc://`` or ``tcp://`` address to bind, or a bound ROUTER
+            socket (plain, or of ``zmq.asyncio``), which stays open and is nobody else's to read meanwhile. With such a
+            socket two engines of one rank that come at the same moment are noticed only by the lack of progress.
         engines: Those that are expected; their states are kept up to date.
-        addresses: What engines are told, as it is when they say HELLO. Gets the ``frontend_stats_publish_address`` that an
-            engine passes on.
-        parallel_config: What engines are to change in their parallel configuration: a mapping, sent as it is, or an object
-            with the field's attributes. Its ``data_parallel_hybrid_lb`` and ``data_parallel_external_lb`` say whether
-            engines on other hosts have front ends of their own.
+        addresses: What engines are told, as it is when they say HELLO. Gets the ``frontend_stats_publish_address`` that
+            an engine passes on.
+        parallel_config: What engines are to change in their parallel configuration: a mapping, sent as it is, or an
+            object with the field's attributes. Its ``data_parallel_hybrid_lb`` and ``data_parallel_external_lb`` say
+            whether engines on other hosts have front ends of their own.
         proc_manager: What has started the local engines.
         coord_process: The process of the data-parallel coordinator.
         watched_processes: Other processes without which there is nothing to start for, such as front ends.
@@ -70,7 +70,7 @@ class EngineStartupCoordinator:
 
     Attributes:
         proc_manager: See above.
-        coord_process: See above.
+        coord_process: See above; stopped if it is one of ``multiprocessing``.
 
     Raises:
         TypeError, ValueError: An argument makes no sense; the text names it.
@@ -83,7 +83,7 @@ class EngineStartupCoordinator:
         addresses: EngineZmqAddresses,
         *,
         parallel_config: object = None,
-        proc_manager: ProcessManager | None = None,
+        proc_manager: WatchedManager | None = None,
         coord_process: WatchedProcess | None = None,
         watched_processes: Iterable[WatchedProcess] = (),
         progress_timeout: float | None = None,
@@ -102,20 +102,18 @@ class EngineStartupCoordinator:
         self._handshake = FrontEndHandshake(
             engines, addresses, parallel_config, config_hash=parallel_config_hash, remote_headless=remote_headless
         )
-        self._watched = tuple(watched_processes)
         self._patience = (
             engine_ready_timeout() if progress_timeout is None else check_seconds("progress_timeout", progress_timeout)
         )
         self._on_progress = on_progress
         self._since: dict[int, float] = {}
-        self._deaths: DeathWatch | None = None
+        self._processes = Supervision(watched_processes, self._died)
         self._timers: list[asyncio.TimerHandle] = []
         self._settled = asyncio.Event()
         self._report: StartupReport | None = None
         self._refusal: HandshakeError | None = None
-        self._cause = ""
+        self._failed, self._cause = False, ""
         self._conclusion: asyncio.Task[EngineStartupError] | None = None
-        self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<EngineStartupCoordinator at {self.handshake_address}: {self.progress}>"
@@ -154,8 +152,9 @@ class EngineStartupCoordinator:
         self._router = HandshakeRouter(self._place, self._take)
         self._since = dict.fromkeys(self._handshake.engines, monotonic())
         try:
-            self._watch_processes()
+            self._processes.watch(self.proc_manager, self.coord_process)
         except BaseException:
+            self._closed = True
             self._close_sockets()
             raise
 
@@ -175,13 +174,14 @@ class EngineStartupCoordinator:
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
-        if self._report is None and self._conclusion is None:
-            if self._router is None or self._closed:
-                raise RoleError("a startup of engines is waited for inside `async with`")
-            self._watch_processes()
+        if self._router is None:
+            raise RoleError("a startup of engines is waited for inside `async with`")
+        if self._report is None and self._conclusion is None and not self._closed:
+            self._processes.watch(self.proc_manager, self.coord_process)
+        if not self._settled.is_set():
             if not self._timers:
                 self._restart_timers()
-            if self._handshake.complete and not self._settled.is_set():
+            if self._handshake.complete:  # there are none
                 self._succeed()
         try:
             async with asyncio.timeout(timeout):
@@ -190,19 +190,24 @@ class EngineStartupCoordinator:
             raise TimeoutError(f"engines are not ready after {timeout} s: {self.progress}") from None
         if self._report is not None:
             return self._report
+        if not self._failed:
+            raise RoleError("this startup of engines was left before they were ready")
         if self._conclusion is None:
             self._conclusion = asyncio.create_task(self._conclude(), name="aioshm-engine-startup-failed")
         raise await asyncio.shield(self._conclusion)
 
     async def aclose(self) -> None:
-        """Close the socket; stop the engines unless all of them were ready. Idempotent; also finishes when cancelled."""
+        """Close the socket, and stop the engines unless all of them were ready.
+
+        Idempotent; finishes also when it is cancelled.
+        """
         self._closed = True
-        self._cancel_timers()
+        self._settle()
         try:
             if self._report is None and self._router is not None:
                 if self._conclusion is not None:
                     await completed(self._conclusion)
-                await self._stop_processes()
+                await self._processes.stop()
         finally:
             self._close_sockets()
 
@@ -213,7 +218,7 @@ class EngineStartupCoordinator:
 
     # What happens
 
-    def _take(self, identity: bytes, frames: list[bytes]) -> bool:
+    def _take(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
         """Take a message; return whether to take more."""
         if self._settled.is_set():
             return False
@@ -222,11 +227,14 @@ class EngineStartupCoordinator:
         try:
             reply = self._handshake.receive(identity, frames)
         except HandshakeError as error:
-            self._fail(str(error), error)
+            self._fail(f"{error}; it came from {sender}", error)
+            return False
+        except (TypeError, ValueError) as error:  # the addresses were changed to something else
+            self._fail(f"engine {index} cannot be told the addresses: {error}")
             return False
         if reply is not None:
             try:
-                self._router.send(reply)
+                self._router.answer(reply)
             except zmq.ZMQError as error:
                 self._fail(f"engine {index} left before it could be told the addresses: {error}")
                 return False
@@ -237,16 +245,17 @@ class EngineStartupCoordinator:
         self._since[index] = monotonic()
         if self._addresses.frontend_stats_publish_address is None:
             self._addresses.frontend_stats_publish_address = self._handshake.stats_address
-        progress = self._progress(index)
-        logger.debug("engine %d is %s: %s", index, self._handshake.engines[index].state.name, progress)
-        self._announce(progress)
+        if self._on_progress is not None or logger.isEnabledFor(logging.DEBUG):
+            progress = self._progress(index)
+            logger.debug("engine %d is %s: %s", index, self._handshake.engines[index].state.name, progress)
+            self._announce(progress)
         if self._timers:
             self._restart_timers()
         if self._handshake.complete:
             self._succeed()
 
     def _succeed(self) -> None:
-        if self._deaths is not None and self._deaths.ended():
+        if self._processes.ended():
             self._fail()  # READY was the last thing that somebody said
             return
         self._report = StartupReport(
@@ -259,8 +268,7 @@ class EngineStartupCoordinator:
             self._handshake.stats_address,
         )
         self._settle()
-        if self._deaths is not None:
-            self._deaths.stop()
+        self._processes.close()
 
     def _died(self) -> None:
         assert self._router is not None
@@ -269,7 +277,7 @@ class EngineStartupCoordinator:
 
     def _fail(self, cause: str = "", refusal: HandshakeError | None = None) -> None:
         if not self._settled.is_set():
-            self._cause, self._refusal = cause, refusal
+            self._failed, self._cause, self._refusal = True, cause, refusal
             self._settle()
 
     def _settle(self) -> None:
@@ -302,9 +310,9 @@ class EngineStartupCoordinator:
 
     def _progress(self, moved: int | None) -> StartupProgress:
         now = monotonic()
-        processes = self._deaths.engines() if self._deaths is not None else {}
+        pids = {index: process.pid for index, process in self._processes.engines().items()}
         waiting = tuple(
-            Waiting(index, engine.state, now - self._since.get(index, now), _pid(processes.get(index)))
+            Waiting(index, engine.state, now - self._since.get(index, now), pids.get(index))
             for index, engine in self._handshake.engines.items()
             if engine.state is not CoreEngineState.READY
         )
@@ -321,45 +329,62 @@ class EngineStartupCoordinator:
         """Stop everything, and return what is to be raised."""
         try:
             await asyncio.sleep(SETTLE_S)
-            error = self._error()
+            error = self._processes.failure(self._cause, self._refusal, self.progress, self._handshake.engines)
         finally:
-            await self._stop_processes()
+            await self._processes.stop()
         logger.debug("%s", error)
         return error
 
-    def _error(self) -> EngineStartupError:
-        progress = self.progress
-        engines = self._handshake.engines
-        processes = self._deaths.engines() if self._deaths is not None else {}
-        ended = self._deaths.ended() if self._deaths is not None else []
-        said = []
-        for each in ended:
-            engine = engines.get(each.engine) if each.engine is not None else None
-            said.append(each.describe(engine.state if engine is not None else None))
-        gone = {each.name for each in ended}
-        alive = [(index, process) for index, process in processes.items() if process.name not in gone]
-        for index, process in alive:
-            state = process_state(process.pid or 0)
-            if state in SUSPECT_STATES:
-                said.append(f"{process.name} (pid {process.pid}, engine {index}) is {state}")
-        late = {engine.index for engine in progress.waiting}
-        last_lines = getattr(self.proc_manager, "last_lines", None)
-        names = [each.name for each in ended] + [process.name for index, process in alive if index in late]
-        tails = {name: lines for name in names[:_TAILS] if last_lines and (lines := list(last_lines(name)))}
-        text = describe_failure(self._cause, said, progress, tails)
-        failed = {each.name: each.exitcode for each in ended}
-        refusal = self._refusal
-        if refusal is None:
-            return EngineStartupError(text, failed=failed)
-        return HandshakeError(
-            text, engine=refusal.engine, state=refusal.state, expected=refusal.expected, failed=failed
-        )
+    def _close_sockets(self) -> None:
+        self._processes.close()
+        if self._router is not None:
+            self._router.close()
 
-    async def _stop_processes(self) -> None:
-        if self._stopping is None:
-            if self._deaths is not None:
-                self._deaths.stop()
-            self._stopping = asyncio.create_task(
-                self._stop(self.proc_manager, self.coord_process), name="aioshm-engine-startup-stops"
-            )
-        await completed(self._stopping)
+
+async def wait_for_engine_startup(
+    handshake_address_or_socket: str | Socket,
+    addresses: EngineZmqAddresses,
+    core_engines: Iterable[CoreEngine],
+    parallel_config: object,
+    cache_config: Any = None,
+    proc_manager: WatchedManager | None = None,
+    coord_process: WatchedProcess | None = None,
+    *,
+    watched_processes: Iterable[WatchedProcess] = (),
+    progress_timeout: float | None = None,
+) -> StartupReport:
+    """Wait until every engine is ready, and return what they said; `EngineStartupCoordinator` in one call.
+
+    Cancelling this stops the engines, as does whatever it raises.
+
+    Args:
+        handshake_address_or_socket: See `EngineStartupCoordinator`, as for everything else.
+        addresses: What engines are told.
+        core_engines: The engines.
+        parallel_config: What engines are told of their parallel configuration.
+        cache_config: Gets ``num_gpu_blocks``, what the engines have in all, if they say.
+        proc_manager: What has started the local engines.
+        coord_process: The process of the data-parallel coordinator.
+        watched_processes: Other processes without which there is nothing to start for.
+        progress_timeout: Seconds without progress after which the startup has failed.
+
+    Raises:
+        HandshakeError: A message was refused.
+        EngineStartupError: A process ended, or nothing has moved for too long.
+        OSError: The address cannot be bound.
+    """
+    async with EngineStartupCoordinator(
+        handshake_address_or_socket,
+        core_engines,
+        addresses,
+        parallel_config=parallel_config,
+        proc_manager=proc_manager,
+        coord_process=coord_process,
+        watched_processes=watched_processes,
+        progress_timeout=progress_timeout,
+    ) as startup:
+        report = await startup.wait()
+    said = any(each.ready.get("num_gpu_blocks") is not None for each in report.engines.values())
+    if cache_config is not None and said:
+        cache_config.num_gpu_blocks = report.num_gpu_blocks
+    return report

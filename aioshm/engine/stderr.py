@@ -89,8 +89,12 @@ class StderrRelay:
         lines = last.decode(errors="replace").splitlines()
         return lines[1 if cut and len(lines) > 1 else 0 :][-count:]
 
-    def close(self) -> None:
-        """Pass on what there is and end. Idempotent; blocks for `FLUSH_S` at most."""
+    def close(self, wait: bool = True) -> None:
+        """Pass on what there is and end. Idempotent.
+
+        Args:
+            wait: Whether to wait for that: for `FLUSH_S` if nobody reads this process' standard error, else no time.
+        """
         with self._lock:
             if self._closing:
                 return
@@ -98,7 +102,7 @@ class StderrRelay:
         self._call()
         if self._thread is None:
             self._take_apart()
-        else:
+        elif wait:
             self._thread.join(2 * FLUSH_S)  # longer only if somebody else filled the pipe that was writable just now
 
     def _run(self) -> None:

@@ -35,7 +35,7 @@ def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) 
         timeout: Seconds that all of them together may take; 0 kills at once.
     """
     stopping = _Stopping(procs, timeout)
-    stopping.look()
+    stopping.add(_below(stopping.pids()))
     stopping.ask()
     stopping.wait(timeout)
     stopping.kill()
@@ -56,8 +56,8 @@ async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIME
     cancelled: asyncio.CancelledError | None = None
     with Endings(stopping.procs) as endings:
         try:
-            if endings.running:
-                await in_thread(stopping.look)
+            if pids := stopping.pids():
+                stopping.add(await in_thread(lambda: _below(pids)))
             stopping.ask()
             await endings.last(loop.time() + timeout)
         except asyncio.CancelledError as error:
@@ -65,10 +65,13 @@ async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIME
         stopping.kill()
         deadline = loop.time() + KILLED_S
         while endings.running or stopping.below_run():
+            if loop.time() >= deadline:
+                break
             try:
-                if not await endings.last(deadline) or loop.time() > deadline:
-                    break
-                await asyncio.sleep(_LOOK_S)
+                if endings.running:
+                    await endings.last(deadline)
+                else:
+                    await asyncio.sleep(_LOOK_S)
             except asyncio.CancelledError as error:
                 cancelled = error
     stopping.report()
@@ -83,11 +86,12 @@ class _Stopping:
         self.procs = [proc for proc in procs if _runs(proc)]
         self._below: set[psutil.Process] = set()
 
-    def look(self) -> None:
-        """Take down what the processes have started: when they have ended, that can no longer be told."""
-        running = {proc.pid for proc in self._running() if proc.pid is not None}
-        if running:
-            self._below |= _below(running)
+    def pids(self) -> set[int]:
+        return {proc.pid for proc in self._running() if proc.pid is not None}
+
+    def add(self, below: set[psutil.Process]) -> None:
+        """Note what the processes have started: when they have ended, that can no longer be told."""
+        self._below |= below
 
     def ask(self) -> None:
         for proc in self._running():
@@ -100,12 +104,11 @@ class _Stopping:
             if left <= 0:
                 return
             wait([proc.sentinel for proc in running], left)
-            for proc in running:
-                if proc.exitcode is None:
-                    proc.join(_LOOK_S)  # its sentinel may end a little before it does
+            if len(self._running()) == len(running):
+                time.sleep(min(left, _LOOK_S))  # the sentinel of one may end a little before it does
 
     def kill(self) -> None:
-        self.look()
+        self.add(_below(self.pids()))
         for proc in self._running():  # from the top, so that nothing more is started
             proc.kill()
         for process in self._below:
@@ -137,6 +140,8 @@ def _runs(proc: BaseProcess) -> bool:
 
 def _below(roots: Collection[int]) -> set[psutil.Process]:
     """Return what descends from some children of this process, after one look at the process table."""
+    if not roots:
+        return set()
     inside = set(roots)
     found = set()
     for process in psutil.Process().children(recursive=True):  # parents come before their children

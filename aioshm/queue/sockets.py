@@ -52,11 +52,11 @@ class Sockets:
         self._sockets.append(socket)
         return socket
 
-    def close(self) -> None:
-        """Close everything now, and forget what was not sent. Idempotent."""
+    def close(self, linger_ms: int = 0) -> None:
+        """Close everything and forget what was not sent, at once or, blocking, after a while. Idempotent."""
         _open.discard(self)
         for socket in self._sockets:
-            socket.close(linger=0)
+            socket.close(linger=linger_ms)
         self.context.term()
 
 

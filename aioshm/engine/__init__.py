@@ -1,0 +1,52 @@
+"""Engines: started, shaken hands with, watched and stopped; the names are those of the field."""
+
+from aioshm.engine.addresses import (
+    ConstantList,
+    CoreEngine,
+    CoreEngineState,
+    EngineHandshakeMetadata,
+    EngineZmqAddresses,
+)
+from aioshm.engine.api_servers import APIServerProcessManager
+from aioshm.engine.completion import wait_for_completion_or_failure
+from aioshm.engine.deaths import WatchedManager, WatchedProcess
+from aioshm.engine.endpoints import get_engine_client_zmq_addr
+from aioshm.engine.handshake import EngineHandshake, FrontEndHandshake
+from aioshm.engine.joining import shake_hands
+from aioshm.engine.kv import bind_kv_cache, copy_slice
+from aioshm.engine.parent import die_with_parent
+from aioshm.engine.processes import CoreEngineProcManager, ProcessManager
+from aioshm.engine.progress import EngineReport, StartupProgress, StartupReport, Waiting
+from aioshm.engine.startup import EngineStartupCoordinator, wait_for_engine_startup
+from aioshm.engine.stopping import ashutdown, shutdown
+from aioshm.engine.usage import report_usage_stats
+
+__all__ = [
+    "APIServerProcessManager",
+    "ConstantList",
+    "CoreEngine",
+    "CoreEngineProcManager",
+    "CoreEngineState",
+    "EngineHandshake",
+    "EngineHandshakeMetadata",
+    "EngineReport",
+    "EngineStartupCoordinator",
+    "EngineZmqAddresses",
+    "FrontEndHandshake",
+    "ProcessManager",
+    "StartupProgress",
+    "StartupReport",
+    "Waiting",
+    "WatchedManager",
+    "WatchedProcess",
+    "ashutdown",
+    "bind_kv_cache",
+    "copy_slice",
+    "die_with_parent",
+    "get_engine_client_zmq_addr",
+    "report_usage_stats",
+    "shake_hands",
+    "shutdown",
+    "wait_for_completion_or_failure",
+    "wait_for_engine_startup",
+]

@@ -1,0 +1,47 @@
+"""What the tests of processes share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import psutil
+from support import eventually
+
+from aioshm.engine import ProcessManager
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for_line(manager: ProcessManager, name: str, beginning: str) -> str:
+    """Wait until a process has said such a line; return the rest of it."""
+    found: list[str] = []
+
+    def look() -> bool:
+        found[:] = [line for line in manager.last_lines(name) if line.startswith(beginning)]
+        return bool(found)
+
+    eventually(look, f"a line {beginning!r} of {name}")
+    return found[-1].removeprefix(beginning).strip()
+
+
+def wait_for_all(manager: ProcessManager, beginning: str = "up") -> None:
+    for process in manager.processes:
+        wait_for_line(manager, process.name, beginning)
+
+
+def open_things() -> set[str]:
+    """Return the descriptors and the threads of this process."""
+    things = {thread.name for thread in threading.enumerate() if thread.name.startswith("aioshm")}
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            things.add(f"{fd.name} {os.readlink(fd)}")
+        except FileNotFoundError:
+            continue
+    return things

@@ -1,0 +1,120 @@
+"""What the tests of startups share: engines as tasks, and engines as processes with a simple manager."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aioshm.engine import EngineHandshakeMetadata, EngineZmqAddresses, shake_hands
+
+ADDRESSES = ("ipc:///nowhere/in", "ipc:///nowhere/out")
+LOADING = "connected", "nothing"
+GOOD = "ready", "nothing"
+_SCRIPT = Path(__file__).with_name("fake_engine.py")
+
+
+def addresses() -> EngineZmqAddresses:
+    return EngineZmqAddresses([ADDRESSES[0]], [ADDRESSES[1]])
+
+
+def ready_with(**fields: Any) -> Callable[[EngineHandshakeMetadata], dict[str, Any]]:
+    return lambda metadata: fields
+
+
+@asynccontextmanager
+async def tasks(*work: Awaitable[Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Run these meanwhile; whoever is not done at the end is cancelled."""
+    running = [asyncio.ensure_future(each) for each in work]
+    try:
+        yield running  # type: ignore[misc]
+    finally:
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def engine(address: str, index: int, **options: Any) -> Awaitable[EngineHandshakeMetadata]:
+    options.setdefault("initialize", ready_with(num_gpu_blocks=100))
+    return shake_hands(address, index, **options)
+
+
+class FakeProcess:
+    """What is needed of a process, around one of ``subprocess``."""
+
+    def __init__(self, name: str, *command: str) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.pid = self._process.pid
+        self.sentinel = os.pidfd_open(self.pid)
+        self._said: tuple[str, str] | None = None
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
+
+    def said(self) -> tuple[str, str]:
+        """Return what it wrote, after its end."""
+        if self._said is None:
+            self._said = self._process.communicate(timeout=10)
+        return self._said
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.said()
+
+
+class FakeManager:
+    """The least that a manager may be, besides what is optional."""
+
+    def __init__(self, address: str, *behaviours: tuple[str, str]) -> None:
+        self.processes: list[FakeProcess] = []
+        self.closes = 0
+        self._address = address
+        for behaviour in behaviours:
+            self.start(*behaviour)
+
+    def start(self, *behaviour: str) -> FakeProcess:
+        rank = len(self.processes)
+        process = FakeProcess(f"EngineCore_{rank}", str(_SCRIPT), self._address, str(rank), *behaviour)
+        self.processes.append(process)
+        return process
+
+    def sentinels(self) -> list[int]:
+        return [process.sentinel for process in self.processes]
+
+    def finished_procs(self) -> dict[str, int]:
+        return {process.name: process.exitcode for process in self.processes if process.exitcode is not None}
+
+    def last_lines(self, name: str) -> list[str]:
+        process = next(each for each in self.processes if each.name == name)
+        return process.said()[1].splitlines() if process.exitcode is not None else []
+
+    async def aclose(self) -> None:
+        self.closes += 1
+        for process in self.processes:
+            process.kill()
+
+    def release(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            if process.sentinel >= 0:
+                os.close(process.sentinel)
+                process.sentinel = -1
+
+
+@asynccontextmanager
+async def managed(address: str, *behaviours: tuple[str, str]) -> AsyncIterator[FakeManager]:
+    manager = FakeManager(address, *behaviours)
+    try:
+        yield manager
+    finally:
+        manager.release()

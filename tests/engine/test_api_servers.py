@@ -1,0 +1,318 @@
+"""API servers share a socket; a front end is over when they are done, or when anything of it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import engine_targets as targets
+import pytest
+from managed import gone, open_things
+from support import eventually
+
+from aioshm.engine import (
+    APIServerProcessManager,
+    CoreEngineProcManager,
+    ProcessManager,
+    wait_for_completion_or_failure,
+)
+from aioshm.errors import ProcessDied
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+def servers(codes: list[int | None], **kwargs: Any) -> APIServerProcessManager:
+    addresses = [f"ipc:///{index}" for index in range(len(codes))]
+    return APIServerProcessManager(
+        targets.serve_badly, "http://here", None, codes, len(codes), addresses, addresses, **kwargs
+    )
+
+
+def engines(*codes: int | None) -> CoreEngineProcManager:
+    return CoreEngineProcManager(targets.leave, len(codes), codes=list(codes))
+
+
+class Coordinator:
+    """The least that a coordinator has."""
+
+    def __init__(self, code: int | None) -> None:
+        kwargs = {"dp_rank": 0, "local_dp_rank": 0, "codes": [code]}
+        self.proc = SpawnProcess(target=targets.leave, name="DPCoordinator", kwargs=kwargs)
+        self.proc.start()
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        self.proc.kill()
+        self.proc.join()
+
+
+class Actors:
+    """Engines that are no processes of this machine."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.closed = False
+
+    async def join_first(self) -> None:
+        await asyncio.sleep(0.05)
+        if self.error is not None:
+            raise self.error
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+    def close(self) -> None:
+        raise AssertionError("there is an aclose")
+
+
+def all_ended(*managers: ProcessManager) -> bool:
+    return all(process.exitcode is not None for manager in managers for process in manager.processes)
+
+
+class TestManager:
+    def test_each_gets_its_configuration_and_the_socket(self, listener: socket.socket) -> None:
+        inputs, outputs = ["ipc:///in0", "ipc:///in1"], ["ipc:///out0", "ipc:///out1"]
+        with APIServerProcessManager(
+            target_server_fn=targets.serve,
+            listen_address="http://here",
+            sock=listener,
+            args={"model": "m"},
+            num_servers=2,
+            input_addresses=inputs,
+            output_addresses=outputs,
+            stats_update_address="ipc:///stats",
+        ) as manager:
+            assert [process.name for process in manager.processes] == ["ApiServer_0", "ApiServer_1"]
+            seen = []
+            for _ in range(2):  # each answers one connection
+                with socket.create_connection(listener.getsockname()[:2], timeout=20) as connection:
+                    seen.append(json.loads(connection.makefile().read()))
+            eventually(lambda: len(manager.finished_procs()) == 2)
+            assert set(manager.finished_procs().values()) == {0}
+        seen.sort(key=lambda each: each[2]["client_index"])
+        assert seen == [
+            [
+                "http://here",
+                {"model": "m"},
+                {
+                    "input_address": inputs[index],
+                    "output_address": outputs[index],
+                    "client_count": 2,
+                    "client_index": index,
+                    "stats_update_address": "ipc:///stats",
+                },
+            ]
+            for index in range(2)
+        ]
+        assert listener.fileno() >= 0  # it stays the caller's
+
+    def test_no_address_for_stats_is_no_entry(self, listener: socket.socket) -> None:
+        with APIServerProcessManager(targets.serve, "here", listener, None, 1, ["a"], ["b"]):
+            with socket.create_connection(listener.getsockname()[:2], timeout=20) as connection:
+                assert "stats_update_address" not in json.loads(connection.makefile().read())[2]
+
+    @pytest.mark.parametrize(
+        ("count", "inputs", "outputs", "error", "name"),
+        [
+            (0, [], [], ValueError, "num_servers"),
+            ("1", ["a"], ["a"], TypeError, "num_servers"),
+            (2, ["a"], ["a", "b"], ValueError, "input_addresses must be 2"),
+            (1, ["a"], [], ValueError, "output_addresses must be 1"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, count: Any, inputs: Any, outputs: Any, error: Any, name: str) -> None:
+        with pytest.raises(error, match=name):
+            APIServerProcessManager(targets.serve, "here", None, None, count, inputs, outputs)
+
+
+class TestWaiting:
+    async def test_until_all_servers_are_done(self) -> None:
+        before = open_things()
+        api, engine, coordinator = servers([0, 0]), engines(None, 0), Coordinator(None)
+        await engine.join_first()
+        await wait_for_completion_or_failure(api, engine, coordinator)
+        assert api.finished_procs() == {"ApiServer_0": 0, "ApiServer_1": 0}
+        assert engine.finished_procs() == {"EngineCore_0": -signal.SIGTERM, "EngineCore_1": 0}
+        assert coordinator.closed
+        coordinator.proc.close()
+        eventually(lambda: open_things() <= before)
+
+    async def test_servers_alone(self) -> None:
+        api = servers([0])
+        await wait_for_completion_or_failure(api)
+        assert api.sentinels() == []
+
+    @pytest.mark.parametrize("culprit", ["server", "engine", "coordinator"])
+    async def test_until_the_first_fails(self, culprit: str) -> None:
+        api = servers([0, 3 if culprit == "server" else None])
+        engine = engines(None, 4 if culprit == "engine" else None)
+        coordinator = Coordinator(5 if culprit == "coordinator" else None)
+        dead, code = {
+            "server": (api.processes[1], 3),
+            "engine": (engine.processes[1], 4),
+            "coordinator": (coordinator.proc, 5),
+        }[culprit]
+        pid = dead.pid
+        with pytest.raises(ProcessDied) as caught:
+            await wait_for_completion_or_failure(api, engine, coordinator)
+        error = caught.value
+        assert str(error) == f"Process {dead.name} (PID: {pid}) died with exit code {code}"
+        assert (error.name, error.pid, error.exitcode) == (dead.name, pid, code)
+        assert isinstance(error, RuntimeError)
+        assert all_ended(api, engine)
+        assert coordinator.closed
+        coordinator.proc.close()
+
+    async def test_a_signal(self) -> None:
+        api = servers([None])
+        process = api.processes[0]
+        os.kill(process.pid or 0, signal.SIGKILL)
+        with pytest.raises(ProcessDied, match=rf"^Process ApiServer_0 \(PID: {process.pid}\) died with exit code -9$"):
+            await wait_for_completion_or_failure(api)
+
+    async def test_being_cancelled_stops_everything(self) -> None:
+        before = open_things()
+        api, engine = servers([None]), engines(None)
+        task = asyncio.create_task(wait_for_completion_or_failure(api, engine))
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert all_ended(api, engine)
+        eventually(lambda: open_things() <= before)
+
+    async def test_being_cancelled_twice_kills(self) -> None:
+        addresses = ["ipc:///0"]
+        api = APIServerProcessManager(
+            targets.refuse_to_serve_and_to_end, "here", None, None, 1, addresses, addresses, shutdown_timeout=60
+        )
+        eventually(lambda: api.last_lines("ApiServer_0"))
+        task = asyncio.create_task(wait_for_completion_or_failure(api))
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert api.finished_procs() == {"ApiServer_0": -signal.SIGKILL}
+
+    async def test_engines_that_are_no_processes(self) -> None:
+        actors = Actors()
+        await wait_for_completion_or_failure(servers([0]), actors)
+        assert actors.closed
+
+    async def test_engines_that_are_no_processes_fail(self) -> None:
+        api, actors = servers([None]), Actors(RuntimeError("an actor died"))
+        with pytest.raises(RuntimeError, match="an actor died"):
+            await wait_for_completion_or_failure(api, actors)
+        assert actors.closed
+        assert all_ended(api)
+
+    async def test_what_cannot_be_stopped_does_not_keep_the_rest(self, caplog: pytest.LogCaptureFixture) -> None:
+        api, actors = servers([0]), Actors()
+
+        async def fail() -> None:
+            raise OSError("no way")
+
+        actors.aclose = fail  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="no way"):
+            await wait_for_completion_or_failure(api, actors)
+        assert "could not stop everything: no way" in caplog.text
+        assert all_ended(api)
+
+    async def test_handlers_are_as_before(self) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        await wait_for_completion_or_failure(servers([0]))
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+FRONT_END = """
+import asyncio, signal, sys
+import engine_targets as targets
+from aioshm.engine import APIServerProcessManager, CoreEngineProcManager, wait_for_completion_or_failure
+
+async def main():
+    engines = CoreEngineProcManager(targets.say_and_stay, 1)
+    servers = APIServerProcessManager(targets.{target}, "here", None, [None], 1, ["a"], ["b"], shutdown_timeout=60)
+    pids = [process.pid for manager in (engines, servers) for process in manager.processes]
+    while not servers.last_lines("ApiServer_0"):
+        await asyncio.sleep(0.01)
+    asyncio.get_running_loop().call_later(0.1, print, "waiting", *pids)
+    asyncio.get_running_loop().call_later(0.1, sys.stdout.flush)
+    await wait_for_completion_or_failure(servers, engines)
+    print("over")
+
+if __name__ == "__main__":
+    {run}
+"""
+
+RUNS = {
+    "asyncio": "asyncio.run(main())",
+    "uvloop": "import uvloop; uvloop.run(main())",
+    "loop": "asyncio.new_event_loop().run_until_complete(main())",
+}
+
+
+class TestCtrlC:
+    @pytest.mark.parametrize("run", RUNS)
+    def test_ends_it_quietly(self, run: str, tmp_path: Path) -> None:
+        front_end, pids = self.start("say_and_stay", run, tmp_path)
+        front_end.send_signal(signal.SIGINT)
+        output, errors = front_end.communicate(timeout=20)
+        assert (front_end.returncode, output) == (0, "over\n")
+        assert "Traceback" not in errors
+        assert all(gone(pid) for pid in pids)
+
+    def test_twice_kills(self, tmp_path: Path) -> None:
+        front_end, pids = self.start("refuse_to_serve_and_to_end", "asyncio", tmp_path)
+        front_end.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert front_end.poll() is None
+        front_end.send_signal(signal.SIGINT)
+        output, errors = front_end.communicate(timeout=20)
+        assert output == ""
+        assert errors.splitlines()[-1] == "KeyboardInterrupt"
+        assert all(gone(pid) for pid in pids)
+
+    def test_a_program_that_handles_it_itself(self, tmp_path: Path) -> None:
+        handled = "signal.signal(signal.SIGINT, lambda *_: print('mine', flush=True)); asyncio.run(main())"
+        front_end, pids = self.start("say_and_stay", handled, tmp_path)
+        front_end.send_signal(signal.SIGINT)
+        assert front_end.stdout is not None
+        assert front_end.stdout.readline() == "mine\n"
+        assert not any(gone(pid) for pid in pids)
+        front_end.terminate()
+        front_end.communicate(timeout=20)
+        eventually(lambda: all(gone(pid) for pid in pids))
+
+    def start(self, target: str, run: str, tmp_path: Path) -> tuple[subprocess.Popen[str], list[int]]:
+        script = tmp_path / "front_end.py"
+        script.write_text(textwrap.dedent(FRONT_END.format(target=target, run=RUNS.get(run, run))))
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        front_end = subprocess.Popen(
+            [sys.executable, script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert front_end.stdout is not None
+        word, *pids = front_end.stdout.readline().split()
+        assert word == "waiting"
+        return front_end, [int(pid) for pid in pids]

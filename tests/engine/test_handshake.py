@@ -1,0 +1,487 @@
+"""The handshake without a socket: its bytes, its order, and everything that it refuses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from aioshm.engine import (
+    CoreEngine,
+    CoreEngineState,
+    EngineHandshake,
+    EngineHandshakeMetadata,
+    EngineZmqAddresses,
+    FrontEndHandshake,
+)
+from aioshm.engine.handshake import MAX_INIT_BYTES, MAX_PAYLOAD_BYTES
+from aioshm.errors import EngineStartupError, HandshakeError
+
+NEW, CONNECTED, READY = CoreEngineState
+encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+
+# What releases of vLLM send, byte for byte, put together from their definitions.
+HELLO_0_9_1 = b"\x82\xa6status\xa5HELLO\xa5local\xc3"
+HELLO_LATER = b"\x83\xa6status\xa5HELLO\xa5local\xc3\xa8headless\xc2"
+HELLO_HEADLESS = b"\x83\xa6status\xa5HELLO\xa5local\xc2\xa8headless\xc3"
+READY_0_9_1 = b"\x83\xa6status\xa5READY\xa5local\xc3\xaenum_gpu_blocks\xcd\x04\xd2"
+READY_0_11 = (
+    b"\x86\xa6status\xa5READY\xa5local\xc3\xa8headless\xc2\xaenum_gpu_blocks\xcd\x04\xd2"
+    b"\xb0dp_stats_address\xc0\xb4parallel_config_hash\xa4c0de"
+)
+READY_0_33 = b"\x83\xa6status\xa5READY\xa5local\xc3\xa8headless\xc2"
+INIT_0_9_1 = (
+    b"\x82\xa9addresses\x84\xa6inputs\x91\xaaipc:///a/i\xa7outputs\x91\xaaipc:///a/o"
+    b"\xb1coordinator_input\xc0\xb2coordinator_output\xc0"
+    b"\xafparallel_config\x83\xb7data_parallel_master_ip\xa9127.0.0.1"
+    b"\xb9data_parallel_master_port\xcds<\xb2data_parallel_size\x02"
+)
+INIT_0_33 = (
+    b"\x82\xa9addresses\x85\xa6inputs\x91\xaaipc:///a/i\xa7outputs\x91\xaaipc:///a/o"
+    b"\xb1coordinator_input\xc0\xb2coordinator_output\xc0\xbefrontend_stats_publish_address\xc0"
+    b"\xafparallel_config\x84\xb7data_parallel_master_ip\xa9127.0.0.1"
+    b"\xb9data_parallel_master_port\xcds<\xbf_data_parallel_master_port_list\x91\xcds=\xb2data_parallel_size\x02"
+)
+INIT_0_12 = b"\x83" + INIT_0_33[1:] + b"\xb4parallel_config_hash\xa4c0de"
+INIT_INDEPENDENT = INIT_0_33[: INIT_0_33.index(b"\xafparallel_config")] + b"\xafparallel_config\x80"
+
+ADDRESSES = EngineZmqAddresses(["ipc:///a/i"], ["ipc:///a/o"])
+PARALLEL = {
+    "data_parallel_master_ip": "127.0.0.1",
+    "data_parallel_master_port": 29500,
+    "_data_parallel_master_port_list": [29501],
+    "data_parallel_size": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Replace the check of the other tests: nothing is opened or started here."""
+
+
+def front_end(*engines: CoreEngine, **options: Any) -> FrontEndHandshake:
+    return FrontEndHandshake(engines or (CoreEngine(0), CoreEngine(1)), copy.deepcopy(ADDRESSES), PARALLEL, **options)
+
+
+def hello(local: bool = True, **fields: Any) -> list[bytes]:
+    return [encode({"status": "HELLO", "local": local, **fields})]
+
+
+def ready(local: bool = True, **fields: Any) -> list[bytes]:
+    return [encode({"status": "READY", "local": local, **fields})]
+
+
+def at(state: CoreEngineState, *engines: CoreEngine, **options: Any) -> FrontEndHandshake:
+    """Return a front end whose engine 1 is in this state."""
+    front = front_end(*engines, **options)
+    if state is not NEW:
+        front.receive(b"\x01\0", hello())
+    if state is READY:
+        front.receive(b"\x01\0", ready())
+    return front
+
+
+class TestWire:
+    def test_both_ends_write_what_the_field_writes(self) -> None:
+        engine = EngineHandshake(0)
+        assert engine.hello() == HELLO_LATER
+        assert front_end().receive(b"\0\0", [HELLO_LATER]) == [b"\0\0", INIT_0_33]
+        engine.receive([INIT_0_33])
+        fields = {"num_gpu_blocks": 1234, "dp_stats_address": None, "parallel_config_hash": "c0de"}
+        assert engine.ready(fields) == READY_0_11
+        assert EngineHandshake(0, local=False, headless=True).hello() == HELLO_HEADLESS
+
+    def test_ready_without_fields(self) -> None:
+        engine = EngineHandshake(0)
+        engine.hello()
+        engine.receive([INIT_0_33])
+        assert engine.ready() == READY_0_33
+
+    def test_the_hash_travels_in_init_where_the_front_end_has_one(self) -> None:
+        assert front_end(config_hash="c0de").receive(b"\0\0", [HELLO_LATER]) == [b"\0\0", INIT_0_12]
+
+    @pytest.mark.parametrize("first", [HELLO_0_9_1, HELLO_LATER])
+    @pytest.mark.parametrize(
+        ("second", "blocks"),
+        [(READY_0_9_1, 1234), (READY_0_11, 1234), (READY_0_33, None)],
+        ids=["0.9.1", "0.11", "0.33"],
+    )
+    def test_a_front_end_reads_every_release(self, first: bytes, second: bytes, blocks: int | None) -> None:
+        front = front_end(CoreEngine(0))
+        assert front.receive(b"\0\0", [first]) is not None
+        assert front.receive(b"\0\0", [second]) is None
+        assert front.complete
+        assert front.num_gpu_blocks == blocks
+
+    @pytest.mark.parametrize(
+        ("init", "parallel"),
+        [
+            (INIT_0_9_1, {name: value for name, value in PARALLEL.items() if not name.startswith("_")}),
+            (INIT_0_12, PARALLEL),
+            (INIT_0_33, PARALLEL),
+            (INIT_INDEPENDENT, {}),
+        ],
+        ids=["0.9.1", "0.12", "0.33", "independent"],
+    )
+    def test_an_engine_reads_every_release(self, init: bytes, parallel: dict[str, Any]) -> None:
+        engine = EngineHandshake(0)
+        engine.hello()
+        assert engine.receive([init]) == EngineHandshakeMetadata(ADDRESSES, parallel)
+
+    def test_a_plain_dataclass_is_encoded_to_the_same(self) -> None:
+        """Who builds INIT of these types with msgspec alone writes what the field writes."""
+        assert encode(EngineHandshakeMetadata(ADDRESSES, PARALLEL)) == INIT_0_33
+
+    def test_objects_with_the_fields_attributes(self) -> None:
+        config = SimpleNamespace(**PARALLEL, tensor_parallel_size=8, _other=object())
+        front = FrontEndHandshake([CoreEngine(0)], ADDRESSES, config)
+        assert front.receive(b"\0\0", hello()) == [b"\0\0", INIT_0_33]
+        front = FrontEndHandshake([CoreEngine(0)], ADDRESSES, None)
+        assert front.receive(b"\0\0", hello()) == [b"\0\0", INIT_INDEPENDENT]
+
+
+class TestFrontEnd:
+    def test_the_way_from_new_to_ready(self) -> None:
+        engines = CoreEngine(0), CoreEngine(1)
+        front = front_end(*engines)
+        assert not front.complete
+        assert front.receive(b"\x01\0", hello()) is not None
+        assert [engine.state for engine in engines] == [NEW, CONNECTED]
+        assert front.receive(b"\x01\0", ready(num_gpu_blocks=5)) is None
+        assert front.receive(b"\0\0", hello()) is not None
+        assert [engine.state for engine in engines] == [CONNECTED, READY]
+        assert not front.complete
+        assert front.receive(b"\0\0", ready(num_gpu_blocks=7)) is None
+        assert front.complete
+        assert front.num_gpu_blocks == 12
+
+    def test_without_engines_it_is_complete(self) -> None:
+        assert FrontEndHandshake([], ADDRESSES).complete
+
+    def test_init_is_what_the_addresses_are_at_hello(self) -> None:
+        addresses = EngineZmqAddresses([], [])
+        front = FrontEndHandshake([CoreEngine(0)], addresses)
+        addresses.inputs = ["tcp://127.0.0.1:9"]
+        reply = front.receive(b"\0\0", hello())
+        assert reply is not None
+        assert decode(reply[1])["addresses"]["inputs"] == ["tcp://127.0.0.1:9"]
+
+    def test_unknown_fields_are_kept(self) -> None:
+        front = front_end(CoreEngine(0))
+        front.receive(b"\0\0", hello(new={"in": [2040]}))
+        front.receive(b"\0\0", ready(max_model_len=4096, parallel_config_hash="x", dp_stats_address="tcp://s"))
+        assert front.hello[0]["new"] == {"in": [2040]}
+        assert front.ready[0] == {
+            "status": "READY",
+            "local": True,
+            "max_model_len": 4096,
+            "parallel_config_hash": "x",
+            "dp_stats_address": "tcp://s",
+        }
+        assert (front.parallel_config_hash, front.stats_address) == ("x", "tcp://s")
+
+    def test_engines_need_not_say_a_hash_or_blocks(self) -> None:
+        front = front_end(config_hash="c0de")
+        for identity in (b"\0\0", b"\x01\0"):
+            front.receive(identity, hello())
+            front.receive(identity, ready(num_gpu_blocks=None, parallel_config_hash=None, dp_stats_address=None))
+        assert (front.num_gpu_blocks, front.parallel_config_hash, front.stats_address) == (None, None, None)
+
+    @pytest.mark.parametrize(
+        "config", [{"data_parallel_hybrid_lb": True}, SimpleNamespace(data_parallel_external_lb=1)]
+    )
+    def test_headless_as_the_balancing_says(self, config: object) -> None:
+        for options, headless in (
+            ({}, True),
+            ({"parallel_config": config}, False),
+            ({"parallel_config": config, "remote_headless": True}, True),
+            ({"remote_headless": False}, False),
+        ):
+            for says in (True, False):
+                engine = CoreEngine(0, local=False)
+                front = FrontEndHandshake([engine], ADDRESSES, **options)  # type: ignore[arg-type]
+                if says is headless:
+                    assert front.receive(b"\0\0", hello(local=False, headless=says)) is not None
+                    continue
+                with pytest.raises(HandshakeError, match="headless"):
+                    front.receive(b"\0\0", hello(local=False, headless=says))
+                assert engine.state is NEW
+
+    def test_who_does_not_say_headless_is_not_asked(self) -> None:
+        assert front_end(CoreEngine(0, local=False)).receive(b"\0\0", hello(local=False)) is not None
+
+    def test_ranks_are_apart(self) -> None:
+        with pytest.raises(ValueError, match="two have 4"):
+            front_end(CoreEngine(4), CoreEngine(4))
+
+    def test_what_cannot_be_sent_is_refused_at_once(self) -> None:
+        with pytest.raises(TypeError, match="parallel_config cannot be sent"):
+            FrontEndHandshake([], ADDRESSES, {"lock": object()})
+
+
+# What is wrong, in which state, who sends it, the frames, and what the error says besides the engine and its state.
+REFUSED: list[tuple[str, CoreEngineState, bytes, list[bytes], str]] = [
+    (
+        "a rank that is not expected",
+        NEW,
+        b"\x07\0",
+        hello(),
+        r"engine 7 \(identity 0700\).*expected one of engines 0, 1",
+    ),
+    ("no identity of an engine", NEW, b"\0abcd", hello(), r"identity 0061626364.*expected one of engines 0, 1"),
+    (
+        "remote instead of local",
+        NEW,
+        b"\x01\0",
+        hello(local=False),
+        "HELLO says that it is remote, expected a local one",
+    ),
+    ("READY first", NEW, b"\x01\0", ready(), "READY came, expected HELLO"),
+    ("HELLO again", CONNECTED, b"\x01\0", hello(), "HELLO came again, expected READY; have two engines the same rank?"),
+    ("HELLO after READY", READY, b"\x01\0", hello(), "HELLO came again, expected nothing more"),
+    ("READY again", READY, b"\x01\0", ready(), "READY came again, expected nothing more"),
+    ("READY from elsewhere", CONNECTED, b"\x01\0", ready(local=False), "READY says that it is remote"),
+    ("no frame", NEW, b"\x01\0", [], "a message of 0 payload frames, expected one"),
+    ("two frames", NEW, b"\x01\0", hello() * 2, "a message of 2 payload frames, expected one"),
+    ("an empty delimiter", CONNECTED, b"\x01\0", [b"", *ready()], "a message of 2 payload frames, expected one"),
+    ("nothing", NEW, b"\x01\0", [b""], "undecodable payload: .*expected HELLO"),
+    ("no MessagePack", NEW, b"\x01\0", [b"\xc1HELLO"], "undecodable payload: .*expected HELLO"),
+    ("more behind it", NEW, b"\x01\0", [hello()[0] + b"\0"], "undecodable payload"),
+    ("half of it", NEW, b"\x01\0", [hello()[0][:-1]], "undecodable payload"),
+    ("no map", NEW, b"\x01\0", [encode(["HELLO"])], "undecodable payload"),
+    ("keys that are no names", NEW, b"\x01\0", [b"\x81\x01\x02"], "undecodable payload"),
+    (
+        "too deep",
+        CONNECTED,
+        b"\x01\0",
+        [b"\x81\xa1x" + b"\x91" * 10_000 + b"\xc0"],
+        "undecodable payload.*expected READY",
+    ),
+    ("too large", NEW, b"\x01\0", hello(pad=bytes(MAX_PAYLOAD_BYTES)), "a payload of 1048606 bytes, more than 1048576"),
+    ("no status", NEW, b"\x01\0", [encode({"local": True})], "`status`"),
+    ("no local", NEW, b"\x01\0", [encode({"status": "HELLO"})], "`local`"),
+    ("another status", NEW, b"\x01\0", [encode({"status": "BYE", "local": True})], "'BYE'"),
+    ("a status that is none", NEW, b"\x01\0", [encode({"status": 1, "local": True})], r"\$.status"),
+    ("a local that is none", NEW, b"\x01\0", [encode({"status": "HELLO", "local": 1})], r"\$.local"),
+    ("a headless that is none", NEW, b"\x01\0", hello(headless="yes"), r"\$.headless"),
+    ("blocks that are none", CONNECTED, b"\x01\0", ready(num_gpu_blocks="5"), r"\$.num_gpu_blocks"),
+    ("blocks below none", CONNECTED, b"\x01\0", ready(num_gpu_blocks=-1), r"\$.num_gpu_blocks"),
+    ("an address that is none", CONNECTED, b"\x01\0", ready(dp_stats_address=5), r"\$.dp_stats_address"),
+]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("state", "identity", "frames", "text"), [row[1:] for row in REFUSED], ids=[r[0] for r in REFUSED]
+    )
+    def test_each_says_who_in_which_state_and_what_was_expected(
+        self, state: CoreEngineState, identity: bytes, frames: list[bytes], text: str
+    ) -> None:
+        front = at(state)
+        states = [engine.state for engine in front.engines.values()]
+        with pytest.raises(HandshakeError, match=text) as caught:
+            front.receive(identity, frames)
+        error = caught.value
+        assert isinstance(error, EngineStartupError)
+        if identity == b"\x01\0":
+            assert (error.engine, error.state) == (1, state.name)
+            assert str(error).startswith(f"engine 1 in state {state.name}: ")
+        else:
+            assert (error.engine, error.state) == (7 if identity == b"\x07\0" else None, None)
+        assert error.expected
+        assert f"expected {error.expected}" in str(error)
+        assert len(str(error)) < 600
+        assert [engine.state for engine in front.engines.values()] == states, "a refused message changes nothing"
+
+    def test_it_can_go_on_after_a_refusal(self) -> None:
+        front = front_end(CoreEngine(0))
+        for frames in ([b"\xc1"], ready(), hello(local=False)):
+            with pytest.raises(HandshakeError):
+                front.receive(b"\0\0", frames)
+        front.receive(b"\0\0", hello())
+        front.receive(b"\0\0", ready())
+        assert front.complete
+
+    def test_hashes_differ(self) -> None:
+        front = at(CONNECTED)
+        front.receive(b"\0\0", hello())
+        front.receive(b"\0\0", ready(parallel_config_hash="aaaa"))
+        with pytest.raises(
+            HandshakeError, match=r"engine 1 in state CONNECTED: .*'bbbb', expected 'aaaa', that of engine 0"
+        ):
+            front.receive(b"\x01\0", ready(parallel_config_hash="bbbb"))
+        assert front.receive(b"\x01\0", ready(parallel_config_hash="aaaa")) is None
+        assert front.parallel_config_hash == "aaaa"
+
+    def test_a_hash_is_not_the_front_ends(self) -> None:
+        front = at(CONNECTED, config_hash="aaaa")
+        with pytest.raises(HandshakeError, match="'bbbb', expected 'aaaa', the front end's"):
+            front.receive(b"\x01\0", ready(parallel_config_hash="bbbb"))
+
+    def test_what_is_said_of_long_values_is_short(self) -> None:
+        front = at(CONNECTED, config_hash="a" * 100_000)
+        with pytest.raises(HandshakeError) as caught:
+            front.receive(b"\x01\0", ready(parallel_config_hash="b" * 100_000))
+        assert len(str(caught.value)) < 1000
+        many = FrontEndHandshake(map(CoreEngine, range(1000)), ADDRESSES)
+        with pytest.raises(HandshakeError, match=r"0, 1, .*15, \.\.\.") as caught:
+            many.receive(b"\xff\xff", hello())
+        assert len(str(caught.value)) < 200
+
+    def test_the_errors_travel(self) -> None:
+        error = HandshakeError("text", engine=1, state="NEW", expected="HELLO", failed={"EngineCore_1": -9})
+        for arrived in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            assert (str(arrived), vars(arrived)) == (str(error), vars(error))
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(0, 5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+names = st.sampled_from(
+    ["status", "local", "headless", "num_gpu_blocks", "dp_stats_address", "parallel_config_hash", "addresses",
+     "parallel_config", "more"]
+)  # fmt: skip
+likely = st.dictionaries(names, st.sampled_from(["HELLO", "READY", True, False, None, 3]) | anything, max_size=6)
+payloads = st.binary(max_size=200) | anything.map(encode) | likely.map(encode)
+identities = st.sampled_from([b"\0\0", b"\x01\0"]) | st.binary(max_size=6)
+
+
+class TestGarbage:
+    @given(st.lists(st.tuples(identities, st.lists(payloads, max_size=3)), max_size=8))
+    @example([(b"\0\0", [b"\x81\x81\x01\x02\x03"])])  # a map whose key is a map
+    @example([(b"\0\0", [b"\x82\xa5local\xc3\x91\x01\x02"])])  # a key that is an array
+    @example([(b"\0\0", [b"\xdf\xff\xff\xff\xff"])])  # a map that claims to be huge
+    def test_a_front_end_accepts_or_refuses_and_nothing_else(self, messages: list[tuple[bytes, list[bytes]]]) -> None:
+        front = front_end()
+        order = list(CoreEngineState)
+        for identity, frames in messages:
+            before = [order.index(engine.state) for engine in front.engines.values()]
+            try:
+                reply = front.receive(identity, frames)
+            except HandshakeError:
+                assert [order.index(engine.state) for engine in front.engines.values()] == before
+                continue
+            after = [order.index(engine.state) for engine in front.engines.values()]
+            assert sum(after) == sum(before) + 1
+            assert (reply is None) == (decode(frames[0])["status"] == "READY")
+        assert front.complete == (len(front.ready) == 2)
+
+    @given(st.lists(payloads, max_size=2))
+    def test_an_engine_accepts_or_refuses_and_nothing_else(self, frames: list[bytes]) -> None:
+        engine = EngineHandshake(3)
+        engine.hello()
+        try:
+            metadata = engine.receive(frames)
+        except HandshakeError:
+            assert engine.state is NEW
+        else:
+            assert engine.state is CONNECTED
+            assert isinstance(metadata.addresses, EngineZmqAddresses)
+
+    def test_every_order_of_good_messages(self) -> None:
+        """Only one order per engine is accepted, however those of two engines are mixed."""
+        steps = [(b"\0\0", "HELLO"), (b"\0\0", "READY"), (b"\x01\0", "HELLO"), (b"\x01\0", "READY")]
+        whole = 0
+        for order in itertools.permutations(steps):
+            front = front_end()
+            refused = 0
+            for identity, status in order:
+                try:
+                    front.receive(identity, [encode({"status": status, "local": True})])
+                except HandshakeError:
+                    refused += 1
+            good = order.index(steps[0]) < order.index(steps[1]) and order.index(steps[2]) < order.index(steps[3])
+            assert front.complete == good == (refused == 0)
+            whole += good
+        assert whole == 6
+
+
+class TestEngine:
+    def test_the_whole_way(self) -> None:
+        engine = EngineHandshake(258, local=False, headless=True)
+        assert engine.identity == b"\x02\x01"
+        front = FrontEndHandshake([CoreEngine(258, local=False)], ADDRESSES, PARALLEL)
+        reply = front.receive(engine.identity, [engine.hello()])
+        assert reply is not None
+        assert engine.receive(reply[1:]) == engine.metadata == EngineHandshakeMetadata(ADDRESSES, PARALLEL)
+        assert engine.state is CONNECTED
+        front.receive(engine.identity, [engine.ready({"num_gpu_blocks": 3, "mine": [1]})])
+        assert engine.state is READY
+        assert (front.num_gpu_blocks, front.ready[258]["mine"]) == (3, [1])
+
+    def test_unknown_fields_of_init_are_kept(self) -> None:
+        engine = EngineHandshake(0)
+        engine.hello()
+        engine.receive(
+            [encode({"addresses": {"inputs": [], "outputs": [], "more": 1}, "parallel_config": {}, "new": 2})]
+        )
+        assert engine.init["new"] == 2
+        assert engine.init["addresses"]["more"] == 1
+
+    @pytest.mark.parametrize(
+        ("frames", "text"),
+        [
+            ([], "a message of 0 payload frames"),
+            ([INIT_0_33, b""], "a message of 2 payload frames"),
+            ([b"\xc1"], "undecodable payload"),
+            ([b"\x80"], "`addresses`"),
+            ([encode({"addresses": {"inputs": []}, "parallel_config": {}})], "`outputs`"),
+            ([encode({"addresses": {"inputs": [], "outputs": [1]}, "parallel_config": {}})], r"\$.addresses.outputs"),
+            ([encode({"addresses": {"inputs": [], "outputs": []}})], "`parallel_config`"),
+            ([bytes(MAX_INIT_BYTES + 1)], "more than"),
+        ],
+    )
+    def test_what_is_no_init_is_refused(self, frames: list[bytes], text: str) -> None:
+        engine = EngineHandshake(1)
+        engine.hello()
+        with pytest.raises(HandshakeError, match=text) as caught:
+            engine.receive(frames)
+        assert (caught.value.engine, caught.value.state) == (1, "NEW")
+        assert engine.state is NEW
+
+    def test_the_order_is_kept(self) -> None:
+        engine = EngineHandshake(1)
+        with pytest.raises(HandshakeError, match="expected to say HELLO first"):
+            engine.receive([INIT_0_33])
+        with pytest.raises(HandshakeError, match="expected INIT"):
+            engine.ready()
+        engine.hello()
+        with pytest.raises(HandshakeError, match="HELLO once more, expected INIT"):
+            engine.hello()
+        with pytest.raises(HandshakeError, match="expected INIT"):
+            engine.ready()
+        engine.receive([INIT_0_33])
+        with pytest.raises(HandshakeError, match="after INIT, expected none"):
+            engine.receive([INIT_0_33])
+        engine.ready()
+        with pytest.raises(HandshakeError, match="expected nothing more"):
+            engine.ready()
+
+    @pytest.mark.parametrize(
+        ("fields", "error", "text"),
+        [
+            ({"status": "HELLO"}, ValueError, "status"),
+            ({"local": 1, "headless": 2}, ValueError, "headless, local"),
+            ({"lock": object()}, TypeError, "cannot be sent"),
+            ({"big": 2**64}, TypeError, "cannot be sent"),
+            ({"pad": bytes(MAX_PAYLOAD_BYTES)}, ValueError, "must fit"),
+        ],
+    )
+    def test_fields_that_cannot_be_sent(self, fields: dict[str, Any], error: type[Exception], text: str) -> None:
+        engine = EngineHandshake(1)
+        engine.hello()
+        engine.receive([INIT_0_33])
+        with pytest.raises(error, match=text):
+            engine.ready(fields)
+        assert engine.ready({"num_gpu_blocks": 1}), "the engine may try again"

@@ -1,0 +1,159 @@
+"""The engine's side of the handshake, against a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from startups import addresses, ready_with, tasks
+
+from aioshm.engine import EngineHandshakeMetadata, shake_hands
+from aioshm.errors import HandshakeError
+
+INIT = msgspec.msgpack.encode(EngineHandshakeMetadata(addresses(), {"data_parallel_size": 2}))
+
+
+class FrontEnd:
+    """A ROUTER without a mind of its own."""
+
+    def __init__(self, context: Any, path: str) -> None:
+        self._router = context.socket(zmq.ROUTER)
+        self._router.bind(path)
+
+    async def hears(self, identity: bytes = b"\x05\0") -> dict[str, Any]:
+        async with asyncio.timeout(10):
+            while not self._router.poll(0):
+                await asyncio.sleep(0.002)
+        sender, *frames = self._router.recv_multipart()
+        assert sender == identity
+        assert len(frames) == 1
+        heard: dict[str, Any] = msgspec.msgpack.decode(frames[0])
+        return heard
+
+    def says(self, *frames: bytes) -> None:
+        self._router.send_multipart([b"\x05\0", *frames])
+
+
+@pytest.fixture
+def front(path: str) -> Iterator[FrontEnd]:
+    with zmq.Context() as context:
+        made = FrontEnd(context, path)
+        yield made
+        made._router.close(linger=0)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_the_whole_way(front: FrontEnd, path: str, is_async: bool) -> None:
+    told: list[EngineHandshakeMetadata] = []
+
+    def initialize(metadata: EngineHandshakeMetadata) -> Any:
+        told.append(metadata)
+        fields = {"num_gpu_blocks": 3}
+        return asyncio.sleep(0.01, fields) if is_async else fields
+
+    async with tasks(shake_hands(path, 5, local=False, headless=True, initialize=initialize)) as (engine,):
+        assert await front.hears() == {"status": "HELLO", "local": False, "headless": True}
+        assert not told
+        front.says(INIT)
+        assert await front.hears() == {"status": "READY", "local": False, "headless": True, "num_gpu_blocks": 3}
+        metadata = await engine
+    assert told == [metadata] == [EngineHandshakeMetadata(addresses(), {"data_parallel_size": 2})]
+
+
+async def test_ready_needs_no_fields(front: FrontEnd, path: str) -> None:
+    async with tasks(shake_hands(path, 5, initialize=lambda _: None)):
+        await front.hears()
+        front.says(INIT)
+        assert await front.hears() == {"status": "READY", "local": True, "headless": False}
+
+
+async def test_the_front_end_may_come_later(path: str) -> None:
+    async with tasks(shake_hands(path, 5, initialize=ready_with())) as (engine,):
+        await asyncio.sleep(0.1)
+        with zmq.Context() as context:
+            front = FrontEnd(context, path)
+            await front.hears()
+            front.says(INIT)
+            await engine
+            assert (await front.hears())["status"] == "READY", "it had left when the engine went on"
+            front._router.close(linger=0)
+
+
+async def test_no_answer(front: FrontEnd, path: str) -> None:
+    with pytest.raises(TimeoutError, match=rf"engine 5: no answer from {path} within 0.05 s"):
+        await shake_hands(path, 5, initialize=ready_with(), timeout=0.05)
+
+
+@pytest.mark.parametrize("frames", [[b"\xc1"], [b""], [INIT, b""], [b"\x80"]])
+async def test_an_answer_that_is_none(front: FrontEnd, path: str, frames: list[bytes]) -> None:
+    async with tasks(shake_hands(path, 5, initialize=ready_with())) as (engine,):
+        await front.hears()
+        front.says(*frames)
+        with pytest.raises(HandshakeError, match="engine 5 in state NEW: "):
+            await engine
+
+
+@pytest.mark.parametrize(
+    ("initialize", "error"),
+    [
+        (lambda _: 1 / 0, ZeroDivisionError),
+        (ready_with(status="HELLO"), ValueError),
+        (ready_with(lock=object()), TypeError),
+    ],
+)
+async def test_an_engine_that_cannot_be_made(
+    front: FrontEnd, path: str, initialize: Any, error: type[Exception]
+) -> None:
+    async with tasks(shake_hands(path, 5, initialize=initialize)) as (engine,):
+        await front.hears()
+        front.says(INIT)
+        with pytest.raises(error):
+            await engine
+    await asyncio.sleep(0.02)
+    assert not front._router.poll(0), "no READY"
+
+
+async def test_cancelled(front: FrontEnd, path: str) -> None:
+    async with tasks(shake_hands(path, 5, initialize=lambda _: asyncio.sleep(1000))) as (engine,):
+        await front.hears()
+        front.says(INIT)
+        await asyncio.sleep(0.02)
+        engine.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await engine
+
+
+async def test_a_front_end_that_left_holds_up_no_loop(front: FrontEnd, path: str) -> None:
+    def initialize(_metadata: object) -> None:
+        front._router.close(linger=0)
+        time.sleep(0.05)
+
+    ticks = 0
+    async with tasks(shake_hands(path, 5, initialize=initialize)) as (engine,):
+        await front.hears()
+        front.says(INIT)
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+            ticks += 1
+        assert ticks == 20
+        engine.cancel()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (("nowhere", 5), OSError, "nowhere"),
+        (("ipc:///tmp/x", 65536), ValueError, "65536"),
+        (("ipc:///tmp/x", "5"), TypeError, "'5'"),
+    ],
+)
+async def test_bad_arguments_are_named(arguments: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        await shake_hands(*arguments, initialize=ready_with())
+    with pytest.raises(ValueError, match="timeout"):
+        await shake_hands("ipc:///tmp/x", 5, initialize=ready_with(), timeout=0)

@@ -1,0 +1,225 @@
+"""Whoever is killed, what it has started is gone at once, and what that has started, too."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+from managed import gone
+from support import eventually
+
+from aioshm.engine import die_with_parent, parent
+
+WITHIN_S = 2.0
+"""The promise."""
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own way is Linux'")
+
+
+class Family:
+    """A front end and everything below it."""
+
+    def __init__(self, way: str) -> None:
+        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+        self.front_end = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("family.py")), way],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self.pids: dict[str, int] = {}
+
+    def wait_for(self, *roles: str) -> None:
+        assert self.front_end.stdout is not None
+        while not set(roles) <= set(self.pids):
+            line = self.front_end.stdout.readline()
+            assert line, f"it ended; there were {self.pids}"
+            role, _, pid = line.rpartition(" ")
+            self.pids[role] = int(pid)
+
+    def kill(self, role: str) -> None:
+        os.kill(self.pids[role], signal.SIGKILL)
+
+    def gone(self, *roles: str) -> bool:
+        if "front end" in roles:
+            self.front_end.poll()
+        return all(gone(self.pids[role]) for role in roles)
+
+    def end(self) -> None:
+        for pid in [*self.pids.values()]:
+            if pid and not gone(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.front_end.kill()
+        with self.front_end:
+            pass
+
+
+@pytest.fixture
+def start_family() -> Iterator[Callable[[str], Family]]:
+    families = []
+
+    def start(way: str) -> Family:
+        families.append(Family(way))
+        return families[-1]
+
+    yield start
+    for family in families:
+        family.end()
+
+
+ROLES = ["front end", "engine", "worker", "helper"]
+
+
+@pytest.mark.parametrize("level", range(3), ids=ROLES[:3])
+def test_what_is_below_goes_along(level: int, start_family: Callable[[str], Family]) -> None:
+    family = start_family("tree")
+    family.wait_for(*ROLES)
+    family.kill(ROLES[level])
+    eventually(lambda: family.gone(*ROLES[level:]), f"the end of {ROLES[level:]}", WITHIN_S)
+    assert not any(family.gone(role) for role in ROLES[:level])
+
+
+@on_linux
+def test_a_stopped_engine_goes_along(start_family: Callable[[str], Family]) -> None:
+    family = start_family("engine")
+    family.wait_for("front end", "engine")
+    os.kill(family.pids["engine"], signal.SIGSTOP)
+    family.kill("front end")
+    eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
+
+
+def test_an_engine_that_has_not_even_imported_its_program_goes_along(start_family: Callable[[str], Family]) -> None:
+    family = start_family("slow")
+    family.wait_for("front end", "engine")
+    time.sleep(0.2)
+    assert not family.gone("engine")
+    family.kill("front end")
+    eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
+
+
+def test_a_thread_that_starts_engines_may_end(start_family: Callable[[str], Family]) -> None:
+    family = start_family("thread")
+    family.wait_for("front end", "engine", "thread")
+    time.sleep(0.2)  # the kernel would have ended it with the thread
+    assert not family.gone("engine")
+    family.kill("front end")
+    eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
+
+
+# The ways one by one, in processes of other kinds
+
+
+def _between(method: str, lost: list[str], ends: Connection) -> None:
+    """Start a process that depends on this one, in a way of its own, and say which it is."""
+    context = multiprocessing.get_context(method)
+    child = context.Process(target=_depend, args=(lost, ends))
+    child.start()
+    time.sleep(100)
+
+
+def _depend(lost: list[str], ends: Connection) -> None:
+    for name in lost:
+        setattr(parent, name, lambda _: [])
+    die_with_parent()
+    die_with_parent()
+    ends.send((os.getpid(), threading.active_count()))
+    time.sleep(100)
+
+
+@pytest.mark.parametrize(
+    ("method", "lost"),
+    [
+        ("fork", []),
+        ("fork", ["_ask_the_kernel"]),
+        ("fork", ["_ask_the_kernel", "_end_of"]),
+        ("spawn", ["_started_by_main_thread"]),
+        ("forkserver", []),
+    ],
+)
+def test_each_way_alone(method: str, lost: list[str]) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        between = multiprocessing.get_context("fork").Process(target=_between, args=(method, lost, theirs))
+        between.start()
+        try:
+            assert ours.poll(20)
+            pid, threads = ours.recv()
+            assert threads == 2
+            assert not gone(pid)
+            between.kill()
+            eventually(lambda: gone(pid), "the end of the process", WITHIN_S)
+        finally:
+            between.kill()
+            between.join()
+            between.close()
+
+
+def test_a_parent_that_nothing_tells_of_is_looked_at() -> None:
+    program = (
+        "import os, sys, time; from aioshm.engine import parent; "
+        "parent._ask_the_kernel = parent._end_of = lambda _: []; "
+        "parent.die_with_parent(); print(os.getpid(), flush=True); time.sleep(100)"
+    )
+    between = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with between:
+        assert between.stdout is not None
+        pid = int(between.stdout.readline())
+        between.kill()
+        eventually(lambda: gone(pid), "the end of the process", WITHIN_S)
+
+
+def test_a_parent_that_is_gone_already() -> None:
+    program = "import sys, time; from aioshm.engine import die_with_parent; die_with_parent({}); print('alive')"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    result = subprocess.run([sys.executable, "-c", program.format(ended.pid)], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", "")
+    result = subprocess.run([sys.executable, "-c", program.format(os.getpid())], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "alive\n", "")
+
+
+@on_linux
+def test_descriptors_that_somebody_else_closes_are_no_death() -> None:
+    program = (
+        "import os, sys, time; from aioshm.engine import parent; parent._ask_the_kernel = lambda _: []; "
+        "parent.die_with_parent(); os.closerange(3, 100); time.sleep(0.1); print(os.getpid(), flush=True); "
+        "time.sleep(100)"
+    )
+    between = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with between:
+        assert between.stdout is not None
+        pid = int(between.stdout.readline())
+        assert not gone(pid)
+        between.kill()
+        eventually(lambda: gone(pid), "the end of the process", WITHIN_S)
+
+
+def test_the_file_stands_alone() -> None:
+    program = (
+        f"import runpy, sys; runpy.run_path({parent.__file__!r}); print([m for m in sys.modules if 'aioshm' in m])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_this_process_was_asked_for_nothing() -> None:
+    assert psutil.Process().is_running()
+    assert not [thread for thread in threading.enumerate() if thread.name == parent._THREAD_NAME]

@@ -1,0 +1,409 @@
+"""Managed processes: started with what they need, watched, heard and stopped, with nothing left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import engine_targets as targets
+import psutil
+import pytest
+from managed import gone, open_things, wait_for_all, wait_for_line
+from support import eventually
+
+from aioshm.engine import CoreEngineProcManager, child, stderr
+from aioshm.engine.child import STATUS_UNKNOWN, Child
+from aioshm.engine.processes import Job, ProcessManager
+
+
+@pytest.fixture
+def nothing_kept() -> Iterator[None]:
+    """Fail a test after which this process has more descriptors or threads than before."""
+    with CoreEngineProcManager(targets.stay, 1):  # what multiprocessing opens for good
+        pass
+    before = open_things()
+    yield
+    eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")
+
+
+class TestStarting:
+    def test_engines_get_their_names_indices_and_arguments(self, tmp_path: Path) -> None:
+        with CoreEngineProcManager(
+            target_fn=targets.tell_arguments,
+            local_engine_count=2,
+            start_index=4,
+            local_start_index=1,
+            args=(str(tmp_path), "more"),
+            local_client=True,
+            handshake_address="ipc:///x",
+        ) as manager:
+            assert [process.name for process in manager.processes] == ["EngineCore_4", "EngineCore_5"]
+            assert all(isinstance(process, BaseProcess) for process in manager.processes)
+            eventually(lambda: len(manager.finished_procs()) == 2)
+            assert manager.finished_procs() == {"EngineCore_4": 0, "EngineCore_5": 0}
+        common = {"local_client": True, "handshake_address": "ipc:///x"}
+        for rank, local_rank in ((4, 1), (5, 2)):
+            assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
+                "args": ["more"],
+                "kwargs": {**common, "dp_rank": rank, "local_dp_rank": local_rank},
+            }
+
+    def test_an_engine_needs_no_aioshm_to_be_imported(self) -> None:
+        with CoreEngineProcManager(targets.tell_modules, 1) as manager:
+            assert wait_for_line(manager, "EngineCore_0", "modules") == "[]"
+
+    def test_arguments_may_be_large(self) -> None:
+        with CoreEngineProcManager(targets.leave, 1, codes=[3], text="x" * 10, padding=b"x" * 5_000_000) as manager:
+            eventually(manager.finished_procs)
+            assert "padding" in "".join(manager.last_lines("EngineCore_0"))  # refused by the target, so it has got it
+
+    async def test_in_a_thread(self) -> None:
+        manager = await asyncio.to_thread(CoreEngineProcManager, targets.say_and_stay, 2)
+        async with manager:
+            wait_for_all(manager)
+
+    @pytest.mark.parametrize("failing", [0, 2])
+    def test_one_that_cannot_be_started_takes_the_rest_along(
+        self, failing: int, monkeypatch: pytest.MonkeyPatch, nothing_kept: None
+    ) -> None:
+        started: list[subprocess.Popen[bytes]] = []
+        start = subprocess.Popen
+
+        def popen(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+            if len(started) == failing:
+                raise OSError(errno.EAGAIN, "no more processes")
+            started.append(start(*args, **kwargs))
+            return started[-1]
+
+        monkeypatch.setattr(child.subprocess, "Popen", popen)
+        with pytest.raises(OSError, match="no more processes"):
+            CoreEngineProcManager(targets.stay, 3)
+        assert len(started) == failing
+        assert all(gone(process.pid) for process in started)
+
+    def test_one_that_is_gone_before_it_gets_its_arguments(
+        self, monkeypatch: pytest.MonkeyPatch, nothing_kept: None
+    ) -> None:
+        command = child._command
+        commands = iter([command, lambda **_: [sys.executable, "-c", ""]])
+        monkeypatch.setattr(child, "_command", lambda **handles: next(commands)(**handles))
+        with pytest.raises(BrokenPipeError):
+            CoreEngineProcManager(targets.stay, 2, padding=b"x" * 5_000_000)
+
+    def test_what_cannot_be_pickled(self, nothing_kept: None) -> None:
+        with pytest.raises(Exception, match="pickle"):
+            CoreEngineProcManager(lambda: None, 2)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error"),
+        [
+            ({"local_engine_count": 0}, ValueError),
+            ({"local_engine_count": "2"}, TypeError),
+            ({"start_index": -1}, ValueError),
+            ({"local_start_index": 1.5}, TypeError),
+        ],
+    )
+    def test_bad_arguments_are_named(self, arguments: dict[str, Any], error: type[Exception]) -> None:
+        ((name, _),) = arguments.items()
+        with pytest.raises(error, match=name):
+            CoreEngineProcManager(targets.stay, **{"local_engine_count": 1, **arguments})
+
+
+class TestWatching:
+    async def test_the_first_to_end_ends_the_wait(self) -> None:
+        async with CoreEngineProcManager(targets.leave, 3, codes=[None, 3, None]) as manager:
+            assert await manager.join_first() == {"EngineCore_1": 3}
+            assert await manager.join_first() == {"EngineCore_1": 3}
+            assert manager.finished_procs() == {"EngineCore_1": 3}
+
+    async def test_a_signal_has_a_negative_code(self) -> None:
+        async with CoreEngineProcManager(targets.die_of, 1, number=signal.SIGKILL) as manager:
+            assert await manager.join_first() == {"EngineCore_0": -signal.SIGKILL}
+
+    async def test_several_may_wait_and_leave(self) -> None:
+        before = open_things()
+        async with CoreEngineProcManager(targets.stay, 2) as manager:
+            waits = [asyncio.create_task(manager.join_first()) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            waits[0].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waits[0]
+            os.kill(manager.processes[1].pid or 0, signal.SIGKILL)
+            assert await asyncio.gather(*waits[1:]) == [{"EngineCore_1": -9}] * 2
+        eventually(lambda: open_things() <= before)
+
+    async def test_closing_ends_the_wait(self) -> None:
+        manager = CoreEngineProcManager(targets.stay, 2)
+        wait = asyncio.create_task(manager.join_first())
+        await asyncio.sleep(0)
+        manager.close()
+        assert set((await wait).values()) == {-signal.SIGTERM}
+
+    async def test_sentinels_are_for_any_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with CoreEngineProcManager(targets.leave, 2, codes=[None, 0]) as manager:
+            ended = asyncio.Event()
+            loop.add_reader(manager.sentinels()[1], ended.set)
+            await ended.wait()
+            loop.remove_reader(manager.sentinels()[1])
+            assert manager.finished_procs() == {"EngineCore_1": 0}
+        assert manager.sentinels() == []
+        with pytest.raises(ValueError, match="EngineCore_0 has no sentinel"):
+            _ = manager.processes[0].sentinel
+
+    async def test_the_end_is_noticed_though_others_hold_its_pipes(self) -> None:
+        async with CoreEngineProcManager(targets.leave_a_fork_behind, 1) as manager:
+            assert await asyncio.wait_for(manager.join_first(), 5) == {"EngineCore_0": 4}
+
+    async def test_an_exit_code_that_somebody_else_has_taken(self) -> None:
+        async with CoreEngineProcManager(targets.leave, 1, codes=[3]) as manager:
+            os.waitpid(manager.processes[0].pid or 0, 0)
+            assert await manager.join_first() == {"EngineCore_0": STATUS_UNKNOWN}
+
+
+class TestOtherSystems:
+    """Without pidfds, as before Linux 5.3, and without waitid, as on macOS."""
+
+    @pytest.fixture(autouse=True)
+    def as_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(os, "pidfd_open")
+        monkeypatch.setattr(child, "_HAVE_WAITID", False)
+
+    async def test_watching_and_stopping(self) -> None:
+        before = open_things()
+        async with CoreEngineProcManager(targets.leave, 3, codes=[None, 3, None]) as manager:
+            assert await manager.join_first() == {"EngineCore_1": 3}
+        assert manager.finished_procs() == {"EngineCore_0": -15, "EngineCore_1": 3, "EngineCore_2": -15}
+        eventually(lambda: open_things() <= before)
+
+    def test_blocking(self, nothing_kept: None) -> None:
+        with CoreEngineProcManager(targets.refuse_to_end, 2, shutdown_timeout=0.1) as manager:
+            wait_for_all(manager)
+        assert set(manager.finished_procs().values()) == {-signal.SIGKILL}
+        with CoreEngineProcManager(targets.die_of, 1, number=signal.SIGABRT) as manager:
+            manager.processes[0].join()
+            assert manager.finished_procs() == {"EngineCore_0": -signal.SIGABRT}
+
+
+class TestStandardError:
+    def test_is_passed_on_and_its_end_is_kept(self, capfd: pytest.CaptureFixture[str]) -> None:
+        text = "\n".join(f"line {number}" for number in range(100))
+        with CoreEngineProcManager(targets.leave, 1, codes=[0], text=text) as manager:
+            eventually(manager.finished_procs)
+            assert manager.last_lines("EngineCore_0") == text.splitlines()[-20:]
+            assert manager.last_lines("EngineCore_0", 2) == ["line 98", "line 99"]
+        assert manager.last_lines("EngineCore_0", 1) == ["line 99"]
+        assert text in capfd.readouterr().err
+
+    def test_of_a_target_that_cannot_be_imported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = types.ModuleType("only_here")
+        exec("def target(**_): pass", module.__dict__)
+        monkeypatch.setitem(sys.modules, "only_here", module)
+        with CoreEngineProcManager(module.target, 1) as manager:
+            eventually(manager.finished_procs)
+            assert manager.finished_procs() == {"EngineCore_0": 1}
+            assert manager.last_lines("EngineCore_0")[-1] == "ModuleNotFoundError: No module named 'only_here'"
+
+    def test_much_of_it_holds_nobody_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        size = 20_000_000
+        reader, writer = os.pipe()
+        kept = os.dup(2)
+        os.dup2(writer, 2)  # nobody reads it yet
+        try:
+            with CoreEngineProcManager(targets.chatter, 2, size=size) as manager:
+                for sentinel in manager.sentinels():  # with the loop, if there were one, blocked
+                    assert select.select([sentinel], [], [], 30)[0]
+                assert set(manager.finished_procs().values()) == {0}
+                assert manager.last_lines("EngineCore_1", 2) == ["x" * 99, "done"]
+                assert all(line == "x" * 99 for line in manager.last_lines("EngineCore_1", 1000)[:-1])
+                received = b""
+                while b"left out" not in received:
+                    received += os.read(reader, 1 << 16)
+        finally:
+            os.dup2(kept, 2)
+            for fd in (reader, writer, kept):
+                os.close(fd)
+        assert len(received) <= 2 * stderr.WAITING_BYTES
+
+    def test_a_standard_error_that_nobody_can_write_to(self, nothing_kept: None) -> None:
+        kept = os.dup(2)
+        try:
+            os.close(2)
+            with CoreEngineProcManager(targets.say_and_stay, 1) as manager:
+                wait_for_all(manager)
+            reader, writer = os.pipe()
+            os.dup2(writer, 2)
+            os.close(writer)
+            os.close(reader)
+            with CoreEngineProcManager(targets.say_and_stay, 1) as manager:
+                wait_for_all(manager)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+    def test_may_be_left_alone(self, capfd: pytest.CaptureFixture[str], nothing_kept: None) -> None:
+        with CoreEngineProcManager(targets.leave, 1, capture_stderr=False, codes=[0], text="as it is") as manager:
+            eventually(manager.finished_procs)
+            assert manager.last_lines("EngineCore_0") == []
+        assert "as it is" in capfd.readouterr().err
+
+    def test_bad_questions(self) -> None:
+        with CoreEngineProcManager(targets.stay, 1) as manager:
+            with pytest.raises(ValueError, match="name must be that of one of the processes, not 'EngineCore_7'"):
+                manager.last_lines("EngineCore_7")
+            with pytest.raises(ValueError, match="count must be at least 1"):
+                manager.last_lines("EngineCore_0", 0)
+
+
+class TestStopping:
+    def test_closing_twice(self, nothing_kept: None) -> None:
+        manager = CoreEngineProcManager(targets.stay, 2)
+        for _ in range(2):
+            manager.close()
+            assert manager.finished_procs() == {"EngineCore_0": -15, "EngineCore_1": -15}
+
+    async def test_closing_from_two_tasks_and_without_waiting(self) -> None:
+        manager = CoreEngineProcManager(targets.end_politely, 2)
+        wait_for_all(manager)
+        first = asyncio.create_task(manager.aclose())
+        await asyncio.sleep(0.02)
+        await asyncio.gather(first, manager.aclose())
+        await manager.aclose()
+        manager.close()
+        assert set(manager.finished_procs().values()) == {7}
+
+    async def test_the_loop_goes_on_meanwhile(self) -> None:
+        async with CoreEngineProcManager(targets.end_politely, 1, seconds=0.3) as manager:
+            wait_for_all(manager)
+            closing = asyncio.create_task(manager.aclose())
+            turns = 0
+            while not closing.done():
+                await asyncio.sleep(0.01)
+                turns += 1
+            assert turns > 10
+
+    async def test_being_cancelled_kills_and_leaves_nothing(self) -> None:
+        before = open_things()
+        manager = CoreEngineProcManager(targets.refuse_to_end, 2, shutdown_timeout=60)
+        wait_for_all(manager)
+        closing = asyncio.create_task(manager.aclose())
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert manager.finished_procs() == {"EngineCore_0": -9, "EngineCore_1": -9}
+        await manager.aclose()
+        eventually(lambda: open_things() <= before)
+
+    async def test_being_cancelled_at_every_step(self) -> None:
+        before = open_things()
+        for delay_s in (None, 0, 0.001, 0.005, 0.02, 0.1):
+            manager = CoreEngineProcManager(targets.end_politely, 1, seconds=0.05)
+            wait_for_all(manager)
+            closing = asyncio.create_task(manager.aclose())
+            if delay_s is not None:
+                await asyncio.sleep(delay_s)
+            closing.cancel()
+            await asyncio.wait([closing])
+            await manager.aclose()
+            assert manager.processes[0].exitcode is not None
+        eventually(lambda: open_things() <= before)
+
+    def test_ctrl_c_in_a_terminal_is_not_theirs(self) -> None:
+        with CoreEngineProcManager(targets.stay, 1) as manager:
+            assert os.getpgid(manager.processes[0].pid or 0) != os.getpgid(0)
+
+    async def test_what_an_engine_leaves_behind_is_killed(self) -> None:
+        async with CoreEngineProcManager(targets.start_another_and_leave, 1, code=3) as manager:
+            assert await manager.join_first() == {"EngineCore_0": 3}
+            pid = int(wait_for_line(manager, "EngineCore_0", "started"))
+            eventually(lambda: gone(pid), "the end of what it left", 2)
+
+    def test_thirty_times_four(self, nothing_kept: None) -> None:
+        for number in range(30):
+            with CoreEngineProcManager(targets.say_and_stay, 4) as manager:
+                if number % 3 == 0:  # else they are stopped while they start
+                    wait_for_all(manager)
+            assert all(process.exitcode is not None for process in manager.processes)
+
+    async def test_ten_times_four_on_the_loop(self) -> None:
+        before = open_things()
+        for _ in range(10):
+            async with CoreEngineProcManager(targets.stay, 4):
+                pass
+        eventually(lambda: open_things() <= before)
+
+
+class TestForgetting:
+    def test_warns_and_leaves_nothing(self, nothing_kept: None) -> None:
+        manager = CoreEngineProcManager(targets.refuse_to_end, 2)
+        wait_for_all(manager)
+        pids = [process.pid for process in manager.processes]
+        with pytest.warns(ResourceWarning, match="a CoreEngineProcManager was not closed"):
+            del manager
+            gc.collect()
+        assert all(gone(pid or 0) for pid in pids)
+
+    def test_when_python_ends(self, tmp_path: Path) -> None:
+        script = tmp_path / "front.py"
+        script.write_text(
+            textwrap.dedent(
+                """
+                import sys, engine_targets
+                from aioshm.engine import CoreEngineProcManager
+                if __name__ == "__main__":
+                    manager = CoreEngineProcManager(engine_targets.end_politely, 1)
+                    while not manager.last_lines("EngineCore_0"):
+                        pass
+                    print(manager.processes[0].pid)
+                """
+            )
+        )
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        result = subprocess.run(
+            [sys.executable, "-W", "always::ResourceWarning", script],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert result.returncode == 0
+        assert "ResourceWarning: a CoreEngineProcManager was not closed" in result.stderr
+        assert gone(int(result.stdout))
+
+
+class TestChild:
+    def test_is_a_process_like_any_other(self, nothing_kept: None) -> None:
+        process = Child(targets.leave, "one", kwargs={"dp_rank": 0, "local_dp_rank": 0, "codes": [5]})
+        with pytest.raises(ValueError, match="one has no sentinel"):
+            _ = process.sentinel
+        process.release()
+        process.start()
+        assert process.is_alive()
+        process.release()  # not while it runs
+        assert psutil.pid_exists(process.pid or 0)
+        process.join(20)
+        assert process.exitcode == 5
+        process.release()
+        process.release()
+        assert (process.exitcode, process.is_alive()) == (5, False)
+
+    def test_managers_of_other_kinds(self) -> None:
+        jobs = [Job("left", (), {"code": 0}), Job("right", (), {"code": 2})]
+        with ProcessManager(targets.exit_with, jobs) as manager:
+            eventually(lambda: len(manager.finished_procs()) == 2)
+            assert manager.finished_procs() == {"left": 0, "right": 2}
+            assert repr(manager) == "<ProcessManager of left, right>"

@@ -1,0 +1,208 @@
+"""Processes are asked to end, all within one deadline, and nothing of their trees is left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import engine_targets as targets
+import psutil
+import pytest
+from managed import gone
+from support import eventually
+
+from aioshm.engine import ashutdown, shutdown, stopping
+from aioshm.engine.child import Child
+from aioshm.engine.stderr import StderrRelay
+
+SPAWN = multiprocessing.get_context("spawn")
+
+Stop = Callable[..., None]
+
+
+@pytest.fixture(params=["blocking", "async"])
+def stop(request: pytest.FixtureRequest) -> Stop:
+    """Return `shutdown`, or its twin run to its end."""
+    if request.param == "blocking":
+        return shutdown
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(ashutdown(*args, **kwargs))
+
+    return run
+
+
+class Started:
+    """Processes that say when they are up."""
+
+    def __init__(self) -> None:
+        self.relay = StderrRelay()
+        self.processes: list[Child] = []
+
+    def __call__(self, target: Callable[..., object], **kwargs: Any) -> Child:
+        name = f"process {len(self.processes)}"
+        with self.relay.pipe(name) as stderr:
+            child = Child(target, name, kwargs=kwargs, stderr=stderr)
+            child.start()
+        self.processes.append(child)
+        eventually(lambda: self.relay.last_lines(name, 1))
+        return child
+
+    def started(self, child: Child) -> int:
+        """Return the id of the process that this one has started."""
+        return int(self.relay.last_lines(child.name, 1)[0].removeprefix("started "))
+
+
+@pytest.fixture
+def start() -> Iterator[Started]:
+    started = Started()
+    yield started
+    for process in started.processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+        process.release()
+    started.relay.close()
+
+
+def timed(stop: Stop, *args: Any) -> float:
+    start = time.monotonic()
+    stop(*args)
+    return time.monotonic() - start
+
+
+def test_all_are_asked(stop: Stop, start: Started) -> None:
+    processes = [start(targets.end_politely, seconds=0.5) for _ in range(4)]
+    assert timed(stop, processes) < 4 * 0.5  # at the same time
+    assert [process.exitcode for process in processes] == [7] * 4
+
+
+def test_those_that_do_not_listen_share_one_deadline(stop: Stop, start: Started) -> None:
+    processes = [start(targets.refuse_to_end) for _ in range(4)]
+    polite = start(targets.end_politely)
+    assert 0.5 <= timed(stop, [*processes, polite], 0.5) < 4 * 0.5
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 4
+    assert polite.exitcode == 7
+
+
+def test_five_seconds_unless_said_otherwise() -> None:
+    assert stopping.SHUTDOWN_TIMEOUT_S == 5
+    assert shutdown.__defaults__ == ashutdown.__defaults__ == (5.0,)
+
+
+def test_no_time_at_all(stop: Stop, start: Started) -> None:
+    processes = [start(targets.refuse_to_end) for _ in range(2)]
+    assert timed(stop, processes, 0) < stopping.SHUTDOWN_TIMEOUT_S / 2
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_what_they_have_started_is_killed(stop: Stop, start: Started, stubborn: bool, own_group: bool) -> None:
+    process = start(targets.start_another, stubborn=stubborn, own_group=own_group)
+    other = start.started(process)
+    assert psutil.pid_exists(other)
+    stop([process], 0.2)
+    assert process.exitcode == (-signal.SIGKILL if stubborn else -signal.SIGTERM)
+    assert gone(other)
+
+
+def test_one_that_is_stopped(stop: Stop, start: Started) -> None:
+    process = start(targets.say_and_stay)
+    os.kill(process.pid or 0, signal.SIGSTOP)
+    stop([process], 0.2)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_any_process_of_multiprocessing(stop: Stop) -> None:
+    processes = [SPAWN.Process(target=targets.stay) for _ in range(2)]
+    never = SPAWN.Process(target=targets.stay)
+    closed = SPAWN.Process(target=targets.stay)
+    closed.start()
+    closed.kill()
+    closed.join()
+    closed.close()
+    ended = SPAWN.Process(target=targets.stay)
+    ended.start()
+    ended.kill()
+    eventually(lambda: ended.exitcode is not None)
+    for process in processes:
+        process.start()
+    everything: list[BaseProcess] = [*processes, never, closed, ended]
+    stop(everything)
+    stop(everything)
+    assert [process.exitcode for process in processes] == [-signal.SIGTERM] * 2
+    for process in (*processes, ended):
+        process.close()
+
+
+def test_nothing(stop: Stop) -> None:
+    stop([])
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
+def test_bad_timeouts(stop: Stop, timeout: float) -> None:
+    with pytest.raises(ValueError, match=f"timeout must be a finite number of seconds, at least 0, not {timeout}"):
+        stop([], timeout)
+
+
+def test_what_cannot_be_killed_is_named(
+    stop: Stop, start: Started, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = start(targets.say_and_stay)
+    monkeypatch.setattr(stopping, "KILLED_S", 0.1)
+    monkeypatch.setattr(process, "kill", lambda: None)
+    monkeypatch.setattr(process, "terminate", lambda: None)
+    with caplog.at_level(logging.ERROR):
+        stop([process], 0)
+    assert f"killed, but not gone after 0.1 s: {process.name} (pid {process.pid})" in caplog.text
+    monkeypatch.undo()
+
+
+class TestCancelling:
+    async def test_kills_at_once(self, start: Started) -> None:
+        processes = [start(targets.refuse_to_end), start(targets.start_another, stubborn=True)]
+        other = start.started(processes[1])
+        task = asyncio.create_task(ashutdown(processes, 60))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        began = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert time.monotonic() - began < 5  # instead of 60
+        assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
+        assert gone(other)
+
+    async def test_again_and_again_changes_nothing(self, start: Started) -> None:
+        process = start(targets.refuse_to_end)
+        task = asyncio.create_task(ashutdown([process], 60))
+        await asyncio.sleep(0)  # one that has not begun cannot do anything
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
+        assert task.cancelled()
+        assert process.exitcode == -signal.SIGKILL
+
+    async def test_by_a_timeout(self, start: Started) -> None:
+        process = start(targets.refuse_to_end)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await ashutdown([process], 60)
+        assert process.exitcode == -signal.SIGKILL
+
+
+async def test_the_loop_goes_on(start: Started) -> None:
+    process = start(targets.end_politely, seconds=0.3)
+    task = asyncio.create_task(ashutdown([process]))
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0.01)
+        turns += 1
+    assert turns > 10

@@ -1,0 +1,320 @@
+"""Startups with engines that are tasks: what is reported, what is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from startups import ADDRESSES, GOOD, addresses, engine, managed, ready_with, tasks
+
+from aioshm.engine import (
+    CoreEngine,
+    CoreEngineState,
+    EngineStartupCoordinator,
+    StartupProgress,
+    get_engine_client_zmq_addr,
+    wait_for_engine_startup,
+)
+from aioshm.errors import EngineStartupError, RoleError
+
+ANY = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, runtime_dir: Path) -> str:
+    return get_engine_client_zmq_addr(request.param == "ipc", "127.0.0.1")
+
+
+class TestSuccess:
+    async def test_the_report(self, address: str, runtime_dir: Path) -> None:
+        engines = [CoreEngine(rank, local=rank < 3) for rank in range(4)]
+        told: list[Any] = []
+
+        async def initialize(metadata: Any) -> dict[str, Any]:
+            told.append(metadata)
+            await asyncio.sleep(0)
+            return {"num_gpu_blocks": 7, "parallel_config_hash": "h", "max_model_len": 99}
+
+        where = addresses()
+        async with EngineStartupCoordinator(
+            address, engines, where, parallel_config={"data_parallel_size": 4}
+        ) as startup:
+            assert not startup.handshake_address.endswith(":0")
+            async with tasks(
+                *(engine(startup.handshake_address, rank, initialize=initialize) for rank in range(3)),
+                engine(
+                    startup.handshake_address, 3, local=False, headless=True,
+                    initialize=ready_with(num_gpu_blocks=1, dp_stats_address="tcp://stats"),
+                ),
+            ) as running:  # fmt: skip
+                report = await startup.wait(20)
+                assert await startup.wait(20) is report
+                await asyncio.gather(*running)
+        assert [each.state for each in engines] == [CoreEngineState.READY] * 4
+        assert (report.num_gpu_blocks, report.parallel_config_hash, report.stats_address) == (22, "h", "tcp://stats")
+        assert sorted(report.engines) == [0, 1, 2, 3]
+        assert report.engines[1].ready["max_model_len"] == 99
+        assert report.engines[3].hello == {"status": "HELLO", "local": False, "headless": True}
+        assert where.frontend_stats_publish_address == "tcp://stats"
+        assert len(told) == 3
+        assert told[0].addresses.inputs == [ADDRESSES[0]]
+        assert told[0].parallel_config == {"data_parallel_size": 4}
+        assert not runtime_dir.exists() or not list(runtime_dir.iterdir()), "no socket file is left"
+
+    @pytest.mark.parametrize(
+        ("fields", "before", "after"),
+        [
+            ({"num_gpu_blocks": 5}, 3, 10),
+            ({}, 3, 3),
+            ({"num_gpu_blocks": 0}, None, 0),
+            ({"num_gpu_blocks": None}, 3, 3),
+        ],
+    )
+    async def test_cache_config(self, path: str, fields: dict[str, Any], before: int | None, after: int | None) -> None:
+        cache_config = SimpleNamespace(num_gpu_blocks=before)
+        async with tasks(*(engine(path, rank, initialize=ready_with(**fields)) for rank in range(2))):
+            report = await wait_for_engine_startup(
+                path, addresses(), [CoreEngine(0), CoreEngine(1)], None, cache_config
+            )
+        assert cache_config.num_gpu_blocks == after
+        assert report.num_gpu_blocks == 2 * (fields.get("num_gpu_blocks") or 0)
+
+    async def test_no_engines(self, path: str) -> None:
+        async with EngineStartupCoordinator(path, [], addresses()) as startup:
+            assert (await startup.wait()).engines == {}
+
+    async def test_many_in_any_order(self, path: str) -> None:
+        engines = [CoreEngine(rank) for rank in range(64)]
+        async with tasks(*(engine(path, rank) for rank in reversed(range(64)))):
+            async with EngineStartupCoordinator(path, engines, addresses()) as startup:
+                assert (await startup.wait(30)).num_gpu_blocks == 6400
+
+    async def test_engines_may_be_there_first(self, path: str) -> None:
+        async with tasks(engine(path, 0)):
+            await asyncio.sleep(0.1)
+            async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+                await startup.wait(20)
+
+    async def test_engines_may_be_started_inside(self) -> None:
+        async with EngineStartupCoordinator(ANY, [CoreEngine(0)], addresses()) as startup:
+            async with managed(startup.handshake_address, GOOD) as manager:
+                startup.proc_manager = manager
+                assert (await startup.wait(20)).num_gpu_blocks == 100
+                assert manager.closes == 0
+
+    async def test_strangers_that_speak_no_zeromq_are_nobody(self) -> None:
+        async with EngineStartupCoordinator(ANY, [CoreEngine(0)], addresses()) as startup:
+            host, port = startup.handshake_address.removeprefix("tcp://").split(":")
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                async with tasks(engine(startup.handshake_address, 0)):
+                    await startup.wait(20)
+
+    async def test_those_who_connect_and_say_nothing_keep_nobody_out(self, address: str) -> None:
+        async with EngineStartupCoordinator(address, [CoreEngine(0)], addresses()) as startup:
+            with zmq.Context() as context:
+                silent = [context.socket(zmq.DEALER) for _ in range(4)]
+                for each in silent:
+                    each.connect(startup.handshake_address)
+                await asyncio.sleep(0.05)
+                async with tasks(engine(startup.handshake_address, 0)):
+                    await startup.wait(20)
+                for each in silent:
+                    each.close(linger=0)
+
+
+class TestGivenSocket:
+    async def test_a_plain_one(self, path: str) -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(path)
+            async with tasks(engine(path, 0)):
+                report = await wait_for_engine_startup(router, addresses(), [CoreEngine(0)], None)
+            assert report.num_gpu_blocks == 100
+            assert not router.closed
+            await still_works(path, router)
+
+    async def test_one_of_zmq_asyncio(self, path: str) -> None:
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(path)
+            with pytest.raises(zmq.Again):
+                await router.recv(zmq.NOBLOCK)  # from now on it is watched by the loop
+            async with tasks(engine(path, 0)):
+                async with EngineStartupCoordinator(router, [CoreEngine(0)], addresses()) as startup:
+                    assert startup.handshake_address == path
+                    await startup.wait(20)
+            with zmq.Context() as other, other.socket(zmq.DEALER) as dealer:
+                dealer.connect(path)
+                dealer.send(b"later")
+                assert (await asyncio.wait_for(router.recv_multipart(), 10))[1] == b"later"
+
+    async def test_another_kind_is_refused(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.PULL) as pull:
+            with pytest.raises(ValueError, match="ROUTER"):
+                async with EngineStartupCoordinator(pull, [], addresses()):
+                    pass
+
+
+async def still_works(path: str, router: Any) -> None:
+    with zmq.Context() as other, other.socket(zmq.DEALER) as dealer:
+        dealer.connect(path)
+        dealer.send(b"later")
+        assert router.poll(10_000)
+        assert router.recv_multipart()[1] == b"later"
+
+
+class TestProgress:
+    async def test_events_and_log(self, path: str, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.DEBUG, "aioshm.engine")
+        events: list[StartupProgress] = []
+        go = asyncio.Event()
+
+        async def initialize(_metadata: object) -> dict[str, Any]:
+            await go.wait()
+            return {}
+
+        def on_progress(progress: StartupProgress) -> None:
+            events.append(progress)
+            if progress.connected == 2 and progress.moved is not None:
+                go.set()
+
+        async with EngineStartupCoordinator(
+            path, [CoreEngine(0), CoreEngine(1)], addresses(), on_progress=on_progress
+        ) as startup:
+            assert str(startup.progress).startswith("0 of 2 engines connected, 0 ready; waiting for engines 0 (before")
+            async with tasks(*(engine(path, rank, initialize=initialize) for rank in range(2))):
+                await startup.wait(20)
+            assert [(each.connected, each.ready) for each in events] == [(1, 0), (2, 0), (2, 1), (2, 2)]
+            assert {each.moved for each in events} == {0, 1}
+            assert [len(each.waiting) for each in events] == [2, 2, 1, 0]
+            assert str(startup.progress) == "2 of 2 engines connected, 2 ready"
+        assert re.search(
+            r"engine \d is READY: 2 of 2 engines connected, 1 ready; waiting for engines \d \(conn", caplog.text
+        )
+
+    async def test_reminders(
+        self, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("aioshm.engine.startup.REMINDER_S", 0.01)
+        monkeypatch.setattr("aioshm.engine.startup.LAST_REMINDER_S", 0.02)
+        caplog.set_level(logging.INFO, "aioshm.engine")
+        reminded = asyncio.Queue[StartupProgress]()
+        async with EngineStartupCoordinator(
+            path, [CoreEngine(0)], addresses(), on_progress=reminded.put_nowait
+        ) as startup:
+            waiting = asyncio.create_task(startup.wait())
+            for _ in range(3):
+                assert (await asyncio.wait_for(reminded.get(), 10)).moved is None
+            async with tasks(engine(path, 0)):
+                await waiting
+        assert "0 of 1 engines connected, 0 ready; waiting for engines 0 (before HELLO, 0 s)" in caplog.messages
+
+    async def test_a_callback_that_fails_harms_nobody(self, path: str) -> None:
+        complaints: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["exception"]))
+
+        def on_progress(_progress: StartupProgress) -> None:
+            raise RuntimeError("mine")
+
+        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), on_progress=on_progress) as startup:
+            async with tasks(engine(path, 0)):
+                await startup.wait(20)
+        assert [str(error) for error in complaints] == ["mine", "mine"]
+
+
+class TestWaiting:
+    async def test_out_of_time_and_once_more(self, path: str) -> None:
+        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+            with pytest.raises(TimeoutError, match=r"not ready after 0.05 s: 0 of 1 engines connected"):
+                await startup.wait(0.05)
+            async with tasks(engine(path, 0)):
+                await startup.wait(20)
+
+    async def test_cancelled_and_once_more(self, path: str) -> None:
+        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+            waiting = asyncio.create_task(startup.wait())
+            await asyncio.sleep(0.02)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            async with tasks(engine(path, 0)):
+                await startup.wait(20)
+
+    async def test_by_several(self, path: str) -> None:
+        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), progress_timeout=0.1) as startup:
+            outcomes = await asyncio.gather(startup.wait(), startup.wait(), return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [EngineStartupError] * 2
+            with pytest.raises(EngineStartupError, match=r"no progress for 0\.1 s"):
+                await startup.wait()
+
+    async def test_progress_gives_more_time(self, path: str) -> None:
+        async def slowly(_metadata: object) -> dict[str, Any]:
+            await asyncio.sleep(0.2)
+            return {}
+
+        async def later(rank: int) -> None:
+            await asyncio.sleep(0.2 * rank)
+            await engine(path, rank, initialize=slowly)
+
+        started = time.monotonic()
+        async with EngineStartupCoordinator(
+            path, [CoreEngine(rank) for rank in range(3)], addresses(), progress_timeout=0.5
+        ) as startup:
+            async with tasks(*(later(rank) for rank in range(3))):
+                await startup.wait(20)
+        assert time.monotonic() - started > 0.5
+
+    async def test_the_default_comes_from_the_environment(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AIOSHM_ENGINE_READY_TIMEOUT_S", "0.05")
+        with pytest.raises(EngineStartupError, match=r"no progress for 0\.05 s"):
+            await wait_for_engine_startup(path, addresses(), [CoreEngine(0)], None)
+
+    async def test_in_the_wrong_place(self, path: str) -> None:
+        startup = EngineStartupCoordinator(path, [CoreEngine(0)], addresses())
+        assert startup.handshake_address == path
+        with pytest.raises(RoleError, match="inside"):
+            await startup.wait()
+        async with startup:
+            with pytest.raises(RoleError, match="once"):
+                startup.open()
+            waiting = asyncio.create_task(startup.wait())
+            await asyncio.sleep(0)
+        with pytest.raises(RoleError, match="left before"):
+            await waiting
+        with pytest.raises(RoleError, match="left before"):
+            await startup.wait()
+        with pytest.raises(RoleError, match="once"):
+            startup.open()
+        await startup.aclose()
+
+    @pytest.mark.parametrize(
+        ("options", "error", "text"),
+        [
+            ({"handshake_address": "inproc://x"}, ValueError, "handshake_address"),
+            ({"handshake_address": None}, TypeError, "handshake_address"),
+            ({"progress_timeout": 0}, ValueError, "progress_timeout"),
+            ({"progress_timeout": "1"}, TypeError, "progress_timeout"),
+            ({"engines": [CoreEngine(1), CoreEngine(1)]}, ValueError, "engines"),
+            ({"parallel_config": {"x": object()}}, TypeError, "parallel_config"),
+        ],
+    )
+    async def test_bad_arguments_are_named(
+        self, path: str, options: dict[str, Any], error: type[Exception], text: str
+    ) -> None:
+        arguments = {"handshake_address": path, "engines": [], "addresses": addresses(), **options}
+        with pytest.raises(error, match=text):
+            EngineStartupCoordinator(**arguments)  # type: ignore[arg-type]
+
+    async def test_an_address_that_cannot_be_bound(self, path: str) -> None:
+        async with EngineStartupCoordinator(ANY, [], addresses()) as first:
+            with pytest.raises(OSError, match=re.escape(first.handshake_address)):
+                async with EngineStartupCoordinator(first.handshake_address, [], addresses()):
+                    pass

@@ -1,0 +1,279 @@
+"""Startups that fail, with engines that are tasks: what is said, what is stopped, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+from startups import GOOD, LOADING, FakeManager, addresses, engine, managed, tasks
+
+from aioshm.engine import (
+    CoreEngine,
+    CoreEngineState,
+    EngineStartupCoordinator,
+    StartupProgress,
+    supervision,
+    wait_for_engine_startup,
+)
+from aioshm.engine import (
+    startup as startup_module,
+)
+from aioshm.errors import EngineStartupError, HandshakeError
+
+READY = CoreEngineState.READY
+
+
+async def never(_metadata: object) -> dict[str, Any]:
+    await asyncio.sleep(1000)
+    return {}
+
+
+class TestFailure:
+    async def test_the_address_is_free_again(self, path: str) -> None:
+        for _ in range(3):
+            with pytest.raises(EngineStartupError):
+                await wait_for_engine_startup(path, addresses(), [CoreEngine(0)], None, progress_timeout=0.02)
+            assert not Path(path.removeprefix("ipc://")).exists()
+
+    async def test_a_refusal_ends_it(self, path: str) -> None:
+        async with EngineStartupCoordinator(path, [CoreEngine(0), CoreEngine(1)], addresses()) as startup:
+            async with tasks(engine(path, 0, initialize=never), engine(path, 1, local=False, initialize=never)):
+                with pytest.raises(HandshakeError, match=r"^engine startup failed: engine 1 in state NEW: ") as caught:
+                    await startup.wait(20)
+        assert (caught.value.engine, caught.value.state, caught.value.expected) == (1, "NEW", "a local one")
+
+    async def test_one_that_came_before_anybody_waited(self, path: str) -> None:
+        async with managed(path, LOADING) as manager:
+            async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+                async with tasks(engine(path, 9)):
+                    await asyncio.sleep(0.2)
+                    startup.proc_manager = manager
+                    with pytest.raises(HandshakeError, match="engine 9"):
+                        await startup.wait()
+                    assert manager.closes == 1
+
+    async def test_a_huge_message_of_many_frames(self, path: str) -> None:
+        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+                dealer.setsockopt(zmq.ROUTING_ID, b"\0\0")
+                dealer.connect(path)
+                dealer.send_multipart([bytes(1 << 20)] * 20)
+                with pytest.raises(HandshakeError, match="payload frames, expected one"):
+                    await startup.wait(20)
+
+    async def test_addresses_that_became_something_else(self, path: str) -> None:
+        where = addresses()
+        async with EngineStartupCoordinator(path, [CoreEngine(0)], where) as startup:
+            where.inputs = [object()]  # type: ignore[list-item]
+            async with tasks(engine(path, 0)):
+                with pytest.raises(EngineStartupError, match=r"engine 0 cannot be told the addresses: .*object"):
+                    await startup.wait(20)
+
+    async def test_a_second_engine_of_one_rank(self, path: str) -> None:
+        heard = asyncio.Event()
+        async with EngineStartupCoordinator(
+            path, [CoreEngine(0), CoreEngine(1)], addresses(), on_progress=lambda _: heard.set()
+        ) as startup:
+            async with tasks(engine(path, 0, initialize=never)):
+                await heard.wait()
+                async with tasks(engine(path, 0, initialize=never)):
+                    with pytest.raises(HandshakeError, match=r"HELLO came again.*same rank"):
+                        await startup.wait(2)
+
+    async def test_two_engines_of_one_rank_at_the_same_moment(self, path: str) -> None:
+        async with EngineStartupCoordinator(path, [CoreEngine(0), CoreEngine(1)], addresses()) as startup:
+            async with tasks(*(engine(path, 0, initialize=never) for _ in range(2))):
+                await asyncio.sleep(0)
+                time.sleep(0.05)  # until both are there
+                with pytest.raises(HandshakeError, match=r"HELLO came again.*same rank"):
+                    await startup.wait(2)
+
+    @pytest.mark.parametrize("address", ["ipc", "tcp"])
+    async def test_it_says_where_a_message_came_from(self, path: str, address: str) -> None:
+        place, sender = (path, f"pid {os.getpid()}") if address == "ipc" else ("tcp://127.0.0.1:0", "127.0.0.1")
+        async with EngineStartupCoordinator(place, [CoreEngine(0)], addresses()) as startup:
+            async with tasks(engine(startup.handshake_address, 5)):
+                with pytest.raises(HandshakeError, match=rf"engine 5 .*; it came from {sender} \("):
+                    await startup.wait(2)
+
+    async def test_forgetting_it_is_warned_of(self, path: str) -> None:
+        startup = EngineStartupCoordinator(path, [CoreEngine(0)], addresses())
+        startup.open()
+        router = startup._router
+        assert router is not None
+        router._watch.pause()  # as when the loop is closed
+        startup._processes.close()
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            del startup
+            router._on_message = None  # type: ignore[assignment]
+            await asyncio.sleep(0.01)
+            gc.collect()
+        assert not Path(path.removeprefix("ipc://")).exists()
+
+
+class TestProcesses:
+    @pytest.fixture
+    async def sleeper(self) -> Any:
+        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1000,), name="DPCoordinator")
+        process.start()
+        yield process
+        process.kill()
+        process.join()
+        process.close()
+
+    async def test_the_coordinators_death(self, path: str, sleeper: Any) -> None:
+        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), coord_process=sleeper) as startup:
+            waiting = asyncio.create_task(startup.wait())
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            sleeper.kill()
+            with pytest.raises(EngineStartupError, match=rf"DPCoordinator \(pid {sleeper.pid}\) was killed by SIGKILL"):
+                await asyncio.wait_for(waiting, 2)
+
+    async def test_the_coordinator_is_stopped_with_the_rest(self, path: str, sleeper: Any) -> None:
+        with pytest.raises(EngineStartupError, match="no progress"):
+            await wait_for_engine_startup(
+                path, addresses(), [CoreEngine(0)], None, coord_process=sleeper, progress_timeout=0.05
+            )
+        assert sleeper.exitcode is not None
+
+    async def test_a_watched_process(self, path: str, sleeper: Any) -> None:
+        sleeper.name = "ApiServer_0"
+        startup = EngineStartupCoordinator(
+            path, [CoreEngine(0)], addresses(), watched_processes=[sleeper], progress_timeout=0.05
+        )
+        async with startup:
+            with pytest.raises(EngineStartupError, match="no progress"):
+                await startup.wait()
+        assert sleeper.is_alive(), "it belongs to somebody else"
+        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), watched_processes=[sleeper]) as startup:
+            sleeper.terminate()
+            with pytest.raises(EngineStartupError, match=r"ApiServer_0 .* was killed by SIGTERM") as caught:
+                await startup.wait(2)
+        assert caught.value.failed == {"ApiServer_0": -15}
+
+    async def test_one_that_was_dead_before(self, path: str) -> None:
+        async with managed(path, ("before HELLO", "exit 3")) as manager:
+            manager.processes[0].said()
+            with pytest.raises(EngineStartupError, match="exited with code 3"):
+                await wait_for_engine_startup(path, addresses(), [CoreEngine(0)], None, proc_manager=manager)
+
+    async def test_ready_is_not_enough_for_the_dead(self, path: str) -> None:
+        async with managed(path, ("ready", "exit 0")) as manager:
+
+            def block(_progress: StartupProgress) -> None:
+                manager.processes[0].said()  # until its end: READY and that are seen in one turn of the loop
+
+            async with EngineStartupCoordinator(
+                path, [CoreEngine(0)], addresses(), proc_manager=manager, on_progress=block
+            ) as startup:
+                with pytest.raises(EngineStartupError, match="exited with code 0"):
+                    await startup.wait(5)
+
+    async def test_leaving_early_stops_them(self, path: str) -> None:
+        async with managed(path, LOADING) as manager:
+            with pytest.raises(ZeroDivisionError):
+                async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), proc_manager=manager):
+                    raise ZeroDivisionError
+            assert manager.closes == 1
+
+    async def test_leaving_after_success_does_not(self, path: str) -> None:
+        async with managed(path, GOOD) as manager:
+            with pytest.raises(ZeroDivisionError):
+                async with EngineStartupCoordinator(
+                    path, [CoreEngine(0)], addresses(), proc_manager=manager
+                ) as startup:
+                    await startup.wait()
+                    raise ZeroDivisionError
+            assert manager.closes == 0
+
+    async def test_what_goes_wrong_in_stopping_is_logged(self, path: str, caplog: pytest.LogCaptureFixture) -> None:
+        async def aclose() -> None:
+            raise ValueError("cannot stop")
+
+        async with managed(path, LOADING) as manager:
+            manager.aclose = aclose  # type: ignore[method-assign]
+            with pytest.raises(EngineStartupError, match="no progress"):
+                await wait_for_engine_startup(
+                    path, addresses(), [CoreEngine(0)], None, proc_manager=manager, progress_timeout=0.05
+                )
+        assert "while engines were stopped: cannot stop" in caplog.text
+
+    async def test_the_least_of_managers(self, path: str) -> None:
+        """Only what the field's own manager has: descriptors, exit codes, and a close that blocks."""
+
+        class Manager:
+            def __init__(self, fake: FakeManager) -> None:
+                self.sentinels, self.finished_procs = fake.sentinels, fake.finished_procs
+                self.closed = False
+
+            def close(self) -> None:
+                self.closed = True
+
+        async with managed(path, ("before HELLO", "exit 3")) as fake:
+            manager = Manager(fake)
+            with pytest.raises(EngineStartupError, match=r"EngineCore_0 \(before HELLO\) exited with code 3"):
+                await wait_for_engine_startup(path, addresses(), [CoreEngine(0)], None, proc_manager=manager)
+            assert manager.closed
+
+    async def test_cancelled_while_it_stops_it_stops_all_the_same(self, path: str) -> None:
+        stopping, stopped = asyncio.Event(), asyncio.Event()
+
+        async def aclose() -> None:
+            stopping.set()
+            await asyncio.sleep(0.1)
+            stopped.set()
+
+        async with managed(path, LOADING) as manager:
+            manager.aclose = aclose  # type: ignore[method-assign]
+            waiting = asyncio.create_task(
+                wait_for_engine_startup(
+                    path, addresses(), [CoreEngine(0)], None, proc_manager=manager, progress_timeout=0.05
+                )
+            )
+            await stopping.wait()
+            for _ in range(3):
+                waiting.cancel()
+                await asyncio.sleep(0.01)
+                assert not waiting.done()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert stopped.is_set()
+
+    async def test_cancelled_at_every_moment(self, path: str) -> None:
+        """However far it has got, nothing is left, and the manager is closed unless all were ready."""
+        for turns in range(0, 60, 3):
+            closed = False
+
+            async def aclose() -> None:
+                nonlocal closed
+                closed = True
+
+            manager: Any = SimpleNamespace(sentinels=list, finished_procs=dict, aclose=aclose)
+            core = CoreEngine(0)
+            async with tasks(engine(path, 0)):
+                waiting = asyncio.create_task(
+                    wait_for_engine_startup(path, addresses(), [core], None, proc_manager=manager)
+                )
+                for _ in range(turns):
+                    await asyncio.sleep(0.0003)
+                waiting.cancel()
+                outcome = (await asyncio.gather(waiting, return_exceptions=True))[0]
+            if isinstance(outcome, asyncio.CancelledError):
+                assert closed or turns == 0 or core.state is READY
+            else:
+                assert core.state is READY
+                assert not closed
+            assert not Path(path.removeprefix("ipc://")).exists()
+
+
+def test_processes_get_less_time_than_the_promise() -> None:
+    assert startup_module.SETTLE_S + supervision.STOP_S < 2

@@ -1,0 +1,104 @@
+"""Usage reports: none unless wanted, and then in one place of one's own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from aioshm.engine import report_usage_stats
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Replace the check of the other tests: nothing is opened or started here."""
+
+
+@pytest.fixture(autouse=True)
+def no_network_and_no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("nobody wanted a network")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.delenv("AIOSHM_USAGE_STATS", raising=False)
+
+
+def test_nothing_unless_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert report_usage_stats() is False
+    assert report_usage_stats({"model": "m"}, "test") is False
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_line_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "usage.jsonl"
+    monkeypatch.setenv("AIOSHM_USAGE_STATS", str(path))
+    before = time.time()
+    assert report_usage_stats({"engines": 2, "dtype": complex(1, 2)}, "api_server") is True
+    assert report_usage_stats() is True
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert before <= first.pop("time") <= time.time()
+    assert first.pop("aioshm")
+    assert first == {
+        "usage_context": "api_server",
+        "python": platform.python_version(),
+        "platform": "linux",
+        "machine": platform.machine(),
+        "engines": 2,
+        "dtype": "(1+2j)",
+    }
+    assert second["usage_context"] == "unknown"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_of_ones_own_comes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHM_USAGE_STATS", str(tmp_path / "not here"))
+    assert report_usage_stats(to=tmp_path / "here")
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_a_callable() -> None:
+    reports: list[dict[str, Any]] = []
+    value = object()
+    assert report_usage_stats({"value": value}, "mine", to=reports.append)
+    (report,) = reports
+    assert report["value"] is value
+    assert report["usage_context"] == "mine"
+
+
+def test_many_at_once_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    threads = [
+        threading.Thread(target=lambda: [report_usage_stats({"padding": "x" * 5000}, to=path) for _ in range(20)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 80
+
+
+def test_what_fails_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: object) -> NoReturn:
+        raise RuntimeError("not today")
+
+    with caplog.at_level(logging.WARNING, "aioshm.engine"):
+        assert report_usage_stats(to=fail) is False
+        assert report_usage_stats(to=tmp_path / "no" / "such" / "directory") is False
+    assert "the usage report failed: not today" in caplog.text
+    assert "No such file or directory" in caplog.text
+
+
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHM_USAGE_STATS", "1")
+    with pytest.raises(ValueError, match=r"^AIOSHM_USAGE_STATS='1': it must be an absolute path"):
+        report_usage_stats()
