@@ -53,6 +53,7 @@ class RemoteEnd(ReaderEnd, ABC):
         self._flag = memoryview(bytearray(1))  # its parked flag, at which nobody else looks
         self._going: asyncio.Future[None] | None = None
         self._goodbye: asyncio.Future[None] | None = None
+        self._released = False  # whether the writer waits for this end no more
         self._acknowledging: asyncio.TimerHandle | None = None
         self._checking: asyncio.TimerHandle | None = None
         self._introducing: asyncio.TimerHandle | None = None
@@ -116,8 +117,10 @@ class RemoteEnd(ReaderEnd, ABC):
             self._connect(loop)
 
     def _connect(self, loop: asyncio.AbstractEventLoop) -> None:
-        remote = self._remote
+        remote, handle = self._remote, self._handle
         self._heard = monotonic()
+        # What the writer may send is not for this end's options to say. ZeroMQ would never connect again.
+        largest = max(handle.options.max_message_bytes, handle.max_chunk_bytes)
         try:
             self._sockets = ReaderSockets(
                 loop,
@@ -125,7 +128,7 @@ class RemoteEnd(ReaderEnd, ABC):
                 remote.control,
                 remote.keys,
                 [wire.address(remote.topic), wire.address(remote.topic, self._rank)],
-                self._options,
+                msgspec.structs.replace(self._options, max_message_bytes=largest),
                 self._on_data,
                 self._on_message,
                 self._on_connections,
@@ -149,6 +152,8 @@ class RemoteEnd(ReaderEnd, ABC):
         if self._tell(hello):
             self._acknowledge()
             self._ask()
+            if self._goodbye is not None:
+                self._tell(wire.Leave())
 
     def _tell(self, message: wire.Control) -> bool:
         """Send a control message; where that cannot be done now, everything is said again a little later."""
@@ -214,10 +219,12 @@ class RemoteEnd(ReaderEnd, ABC):
         elif isinstance(message, wire.Closing):
             self._window.ends(message.end)
             self._finish_if_complete()
-        elif isinstance(message, wire.Refused):
-            self._on_refused(message)
-        elif self._goodbye is not None and not self._goodbye.done():
-            self._goodbye.set_result(None)
+        else:
+            if isinstance(message, wire.Refused):
+                self._on_refused(message)
+            self._released = True
+            if self._goodbye is not None and not self._goodbye.done():
+                self._goodbye.set_result(None)
 
     def _on_refused(self, message: wire.Refused) -> None:
         if message.evicted:
@@ -350,12 +357,14 @@ class RemoteEnd(ReaderEnd, ABC):
             self._going.set_result(None)
 
     def _say_goodbye(self) -> None:
-        if self._sockets is not None and self._writer_gone is None:
+        there = self._writer_gone is None or self._window.complete
+        if self._sockets is not None and there and not self._released:
             assert self._loop is not None
             self._goodbye = self._loop.create_future()
             if self._welcome is None:
                 self._introduce()  # so that it knows who leaves, and waits for nobody
-            self._tell(wire.Leave())
+            else:
+                self._tell(wire.Leave())
 
     def _dismantle(self) -> None:
         for timer in (self._acknowledging, self._checking, self._introducing):

@@ -238,6 +238,7 @@ class RemotePeers:
                 self._changed()
             elif isinstance(message, wire.Finished):
                 peer.finished = True
+                self._sockets.send(identity, wire.Left())
                 self._close_if_delivered()
             else:
                 self._sockets.send(identity, wire.Left())

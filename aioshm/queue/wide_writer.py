@@ -18,6 +18,7 @@ from aioshm.queue.handle import RemoteAddress
 from aioshm.queue.ranks import checked_ranks
 from aioshm.queue.remote_peers import RemotePeers
 from aioshm.queue.stats import QueueStats
+from aioshm.queue.wire import HEAD_BYTES
 from aioshm.queue.writer import Writer
 from aioshm.ring.slot import Slot
 from aioshm.wait.line import settle
@@ -134,10 +135,10 @@ class WideWriter(Writer):
             await self._wait_for_window(lambda: self._remote_room(messages), deadline)
 
     async def _wait_for_chunk(self, deadline: float | None) -> None:
-        if self._remote.room(1, self._chunk_bytes):
+        if self._remote.room(1, HEAD_BYTES + self._chunk_bytes):
             await super()._wait_for_chunk(deadline)
         else:
-            await self._wait_for_window(lambda: self._remote.room(1, self._chunk_bytes), deadline)
+            await self._wait_for_window(lambda: self._remote.room(1, HEAD_BYTES + self._chunk_bytes), deadline)
 
     async def _wait_for_window(self, look: Callable[[], bool], deadline: float | None) -> None:
         """Wait until the remote readers have finished with enough."""
@@ -160,7 +161,7 @@ class WideWriter(Writer):
         self._new_turn()
 
     def _claim_checked(self) -> Slot | None:
-        return super()._claim_checked() if self._remote.room(1, self._chunk_bytes) else None
+        return super()._claim_checked() if self._remote.room(1, HEAD_BYTES + self._chunk_bytes) else None
 
     def _send(self, obj: Any) -> Any:
         """Encode and publish an object if nothing forbids it; return what `WriterCore.send` does."""
@@ -207,10 +208,11 @@ class WideWriter(Writer):
 
     @staticmethod
     def _size(message: Encoded) -> int:
+        """Return what a message takes of the window."""
         if isinstance(message, bytes):
-            return len(message)
+            return HEAD_BYTES + len(message)
         parts, buffers = message
-        return body_bytes(sum(map(len, parts)), [len(buffer) for buffer in buffers])
+        return HEAD_BYTES + body_bytes(sum(map(len, parts)), [len(buffer) for buffer in buffers])
 
     # Telling about itself, closing (see `End`)
 

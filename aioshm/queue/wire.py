@@ -212,7 +212,7 @@ class Lost(Control):
 
 
 class Left(Control):
-    """The writer has heard a reader's goodbye."""
+    """The writer has heard that a reader leaves, or has received everything, and waits for it no more."""
 
 
 class Closing(Control):

@@ -211,6 +211,11 @@ def test_a_mark_tells_what_will_not_come_by_itself() -> None:
         window.arrived(seq, f"m{seq}", 10)
     window.marked(5)
     assert window.to_ask_for() == []
+    window = receiving(0, messages=100)
+    window.marked(3)
+    assert window.to_ask_for() == [(1, 2)]
+    window.arrived(5, "m5", 10)
+    assert window.to_ask_for() == [(3, 4)], "although they should have come"
 
 
 def test_a_request_names_a_bounded_number_of_runs() -> None:

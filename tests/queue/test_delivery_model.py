@@ -63,14 +63,18 @@ class Reader:
         self.connected = self.subscribed = self.controlled = False
         self.read = 0
         self.forgotten: set[int] = set()  # what it was told that it cannot have
+        self.accepted: set[int] = set()
 
     def hear_data(self, item: object) -> None:
         if isinstance(item, Mark):
             self.window.marked(item.seq)
         else:
             assert isinstance(item, Message)
-            here = item.seq < self.read or any(item is message for message, _ in self.window.ready)
-            assert not (self.window.arrived(item.seq, item, item.nbytes) and here), "it is not taken for a new one"
+            new = self.window.arrived(item.seq, item, item.nbytes)
+            assert not (new and item.seq in self.accepted), "it comes once"
+            assert new or item.seq in self.accepted | self.forgotten, "it is not refused"
+            if new:
+                self.accepted.add(item.seq)
         self.ask()
 
     def hear(self, message: object) -> None:
@@ -148,8 +152,6 @@ class Network(RuleBasedStateMachine):
             # Beyond some number, a socket drops without a word what its peer is too slow for.
             assert reader.data.on_its_way() <= 2 * self.max_messages + 1, "what is on its way is bounded"
 
-    @precondition(lambda self: not self.closed)
-    @rule()
     def close(self) -> None:
         self.closed = True
         for reader in self.readers:
@@ -203,25 +205,21 @@ class Network(RuleBasedStateMachine):
             if self.closed:
                 reader.down.put(wire.Closing(self.window.seq))
 
-    @precondition(lambda self: self.readers)
     @rule(who=WHO, number=st.integers(1, 10))
     def some_data_arrives(self, who: int, number: int) -> None:
         for _ in range(number):
             self.deliver_data(self.some(who))
 
-    @precondition(lambda self: self.readers)
     @rule(who=WHO, number=st.integers(1, 4), forget=st.sampled_from([0, 0, 0, 0, 1, 3]))
     def the_writer_hears_something(self, who: int, number: int, forget: int) -> None:
         for _ in range(number):
             self.deliver_up(self.some(who), forget)
 
-    @precondition(lambda self: self.readers)
     @rule(who=WHO, number=st.integers(1, 4))
     def a_reader_hears_something(self, who: int, number: int) -> None:
         for _ in range(number):
             self.deliver_down(self.some(who))
 
-    @precondition(lambda self: self.readers)
     @rule(who=WHO, arrived=st.integers(0, 10), subscribed=st.booleans())
     def a_data_connection_is_cut_and_comes_back(self, who: int, arrived: int, subscribed: bool) -> None:
         reader = self.some(who)
@@ -230,12 +228,6 @@ class Network(RuleBasedStateMachine):
         if subscribed:
             self.subscribe(reader)
 
-    @precondition(lambda self: self.readers)
-    @rule(who=WHO)
-    def a_subscription_arrives(self, who: int) -> None:
-        self.subscribe(self.some(who))
-
-    @precondition(lambda self: self.readers)
     @rule(who=WHO, arrived=st.integers(0, 3), unsent=st.integers(0, 2), back=st.booleans())
     def a_control_connection_is_cut(self, who: int, arrived: int, unsent: int, back: bool) -> None:
         reader = self.some(who)
@@ -245,7 +237,6 @@ class Network(RuleBasedStateMachine):
         if back:
             self.connect_control(reader)
 
-    @precondition(lambda self: self.readers)
     @rule(who=WHO, times=st.integers(1, 3))
     def a_control_connection_flaps(self, who: int, times: int) -> None:
         reader = self.some(who)
@@ -254,36 +245,41 @@ class Network(RuleBasedStateMachine):
             while reader.up.items:
                 self.deliver_up(reader, 0)
 
-    @precondition(lambda self: self.readers)
-    @rule(who=WHO)
-    def a_control_connection_comes_back(self, who: int) -> None:
-        self.connect_control(self.some(who))
+    @rule(who=WHO, data=st.booleans(), control=st.booleans())
+    def a_connection_comes_back(self, who: int, data: bool, control: bool) -> None:
+        if data:
+            self.subscribe(self.some(who))
+        if control:
+            self.connect_control(self.some(who))
 
     # The readers
 
-    @precondition(lambda self: self.readers)
     @rule(who=WHO, number=st.integers(1, 10))
     def some_messages_are_taken(self, who: int, number: int) -> None:
         reader = self.some(who)
         for _ in range(min(number, len(reader.window.ready))):
             reader.take()
 
-    @precondition(lambda self: self.readers)
     @rule(who=WHO)
     def a_reader_acknowledges(self, who: int) -> None:
         self.some(who).acknowledge()
 
-    @precondition(lambda self: self.readers)
-    @rule(who=WHO)
-    def a_reader_leaves(self, who: int) -> None:
-        reader = self.some(who)
+    def leave(self, reader: Reader) -> None:
         self.window.leave(reader.rank)
         self.readers.remove(reader)
 
-    # In the end
+    # Seldom, or in the end
 
-    @rule()
-    def the_network_heals(self) -> None:
+    @rule(who=WHO, what=st.sampled_from(["nothing"] * 7 + ["somebody leaves", "the writer closes", "all is well"]))
+    def seldom(self, who: int, what: str) -> None:
+        if what == "somebody leaves" and len(self.readers) > 1:
+            self.leave(self.some(who))
+        elif what == "the writer closes" and not self.closed:
+            self.close()
+        elif what == "all is well":
+            self.heal()
+
+    def heal(self) -> None:
         for reader in self.readers:
             self.connect_data(reader)
             self.subscribe(reader)
@@ -310,13 +306,14 @@ class Network(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "window"):
-            self.the_network_heals()
+            self.heal()
 
     @invariant()
     def the_window_holds(self) -> None:
         kept = len(self.window)
         assert kept <= self.max_messages
         assert self.window.nbytes <= self.max_bytes or kept == 1
+        assert kept == self.window.backlog(), "nothing is kept that all have finished with"
         for reader in self.readers:
             assert reader.window.taken <= reader.window.next <= self.window.seq
             assert reader.window.next - reader.window.taken <= self.max_messages

@@ -14,7 +14,7 @@ from remotes import ready_ends, wide_writer
 
 from aioshm import MessageQueue, PeerDied, QueueClosed, QueueFull
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 0.8
 SLACK_S = 0.5
 """For a machine with other things to do."""
 
@@ -177,8 +177,8 @@ async def test_readers_that_leave_hold_nobody_up() -> None:
 # Writers
 
 
-@pytest.mark.parametrize("size", [10, 300_000])
-async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
+async def test_a_killed_writer_lets_readers_drain() -> None:
+    size = 300_000
     async with remote_child("write", str(TIMEOUT_S), "5", str(size)) as writer:
         async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
             await reader.wait_until_ready(20)

@@ -150,7 +150,7 @@ def test_four_processes_receive_10_000_random_arrays() -> None:
 
 def test_a_slow_reader_fills_nobodys_memory() -> None:
     """A hundred times as slow as the writer, which has sent fifty windows in the end."""
-    window, size, count = 4 << 20, 128 * 1024, 1600
+    window, size, count = 4 << 20, 256 * 1024, 800
 
     async def read() -> None:
         async with child("measure", str(window), str(size), str(count), script=WRITER) as writer:
@@ -159,7 +159,7 @@ def test_a_slow_reader_fills_nobodys_memory() -> None:
                 async for number, payload in reader:
                     assert (number, payload) == (received, bytes([received % 256]) * size)
                     received += 1
-                    time.sleep(0.003)
+                    time.sleep(0.004)
                 assert received == count
                 growth = int(await writer.says())
                 assert growth < window + (8 << 20), f"it grew by {growth / 2**20:.0f} MiB"
