@@ -12,7 +12,7 @@ import zmq
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.queue.wire import ADDRESS_BYTES, BODY_APART, ONE_FRAME_BYTES
 
-IDLE_BYTES = 16 << 20
+IDLE_BYTES = 64 << 20
 """So much memory is kept to be filled again: touching fresh memory costs more than the copy."""
 
 
@@ -118,8 +118,8 @@ class Outbox:
 
     def _recycle(self, message: Outgoing) -> None:
         memory, message.memory, message.body = message.memory, None, None
-        if memory is None:
+        if memory is None or len(memory) > IDLE_BYTES:
             return
         self._idle.append(memory)
-        while len(self._idle) > 1 and sum(map(len, self._idle)) > IDLE_BYTES:
+        while sum(map(len, self._idle)) > IDLE_BYTES:
             self._idle.pop(0)
