@@ -41,7 +41,7 @@ def shown_progress(console: Console, phases: Mapping[str, int]) -> Iterator[Prog
 def show_results(console: Console, writer: Result, readers: Sequence[Result], n_local: int) -> None:
     """Print the table of what each process measured; readers from ``n_local`` on are remote."""
     table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     table.add_column("phase")
     for column in ("messages", "messages/s", "GB/s", "p50 µs", "p99 µs", "CPU"):
         table.add_column(column, justify="right")
