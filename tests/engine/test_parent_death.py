@@ -213,7 +213,8 @@ def test_descriptors_that_somebody_else_closes_are_no_death() -> None:
 
 
 def test_the_file_stands_alone() -> None:
-    program = f"import runpy, sys; runpy.run_path({parent.__file__!r}); print([m for m in sys.modules if m.split('.')[0] == 'aioshm'])"
+    names = "[name for name in sys.modules if name.split('.')[0] == 'aioshm']"
+    program = f"import runpy, sys; runpy.run_path({parent.__file__!r}); print({names})"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
 

@@ -19,7 +19,6 @@ from aioshm.engine import (
     CoreEngine,
     CoreEngineState,
     EngineStartupCoordinator,
-    StartupProgress,
     supervision,
     wait_for_engine_startup,
 )
@@ -168,13 +167,15 @@ class TestProcesses:
 
     async def test_ready_is_not_enough_for_the_dead(self, path: str) -> None:
         async with managed(path, ("ready", "exit 0")) as manager:
+            async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), proc_manager=manager) as startup:
+                finished = manager.finished_procs
 
-            def block(_progress: StartupProgress) -> None:
-                manager.processes[0].said()  # until its end: READY and that are seen in one turn of the loop
+                def finished_once_ready() -> dict[str, int]:
+                    if startup._handshake.complete:
+                        manager.processes[0].said()  # until its end: READY and that are seen at the same moment
+                    return finished()
 
-            async with EngineStartupCoordinator(
-                path, [CoreEngine(0)], addresses(), proc_manager=manager, on_progress=block
-            ) as startup:
+                manager.finished_procs = finished_once_ready  # type: ignore[method-assign]
                 with pytest.raises(EngineStartupError, match="exited with code 0"):
                     await startup.wait(5)
 

@@ -238,7 +238,7 @@ def connections() -> int:
     return len(psutil.Process().net_connections("inet"))
 
 
-@pytest.mark.parametrize(("secure", "seconds"), [(True, 10.0), (False, 3.0)])
+@pytest.mark.parametrize(("secure", "seconds"), [(True, 10.0), (False, 2.0)])
 async def test_strangers_at_every_port_do_no_harm(
     secure: bool, seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:
