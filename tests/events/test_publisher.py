@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
+from support import until
 
 from aioshm.errors import QueueFull, RoleError
 from aioshm.events import (
@@ -34,7 +35,7 @@ from aioshm.events import (
 )
 from aioshm.events.decoding import BatchDecoder
 
-from .helpers import ANY, PATIENCE_S, Ends, batch, take, until, within
+from .helpers import ANY, PATIENCE_S, Ends, batch, take, within
 
 
 class Raw:
