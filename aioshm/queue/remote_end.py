@@ -53,6 +53,7 @@ class RemoteEnd(ReaderEnd, ABC):
         self._flag = memoryview(bytearray(1))  # its parked flag, at which nobody else looks
         self._going: asyncio.Future[None] | None = None
         self._goodbye: asyncio.Future[None] | None = None
+        self._left_behind = False  # whether the writer has closed the queue, and what is not here will not come
         self._released = False  # whether the writer waits for this end no more
         self._acknowledging: asyncio.TimerHandle | None = None
         self._checking: asyncio.TimerHandle | None = None
@@ -322,12 +323,8 @@ class RemoteEnd(ReaderEnd, ABC):
         """
         if self._writer_gone is not None:
             return
-        window = self._window
-        if window.end is None:
-            self._writer_gone = error
-        else:
-            window.lost(window.next, window.end - 1)
-            self._writer_gone = self._closed_by_writer
+        self._left_behind = self._window.end is not None
+        self._writer_gone = self._closed_by_writer if self._left_behind else error
         self._interrupt()
 
     def _died(self, detail: str) -> Callable[[], AioshmError]:
