@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import os
+import signal
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ import uvloop
 from support import eventually
 
 from aioshm.ring.segment import orphans
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, which a shell has had ignored by what it runs in the background, and by its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
