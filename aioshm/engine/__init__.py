@@ -9,6 +9,7 @@ from aioshm.engine.addresses import (
 )
 from aioshm.engine.api_servers import APIServerProcessManager
 from aioshm.engine.completion import wait_for_completion_or_failure
+from aioshm.engine.coordinator import DPCoordinator
 from aioshm.engine.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.handshake import EngineHandshake, FrontEndHandshake
@@ -27,6 +28,7 @@ __all__ = [
     "CoreEngine",
     "CoreEngineProcManager",
     "CoreEngineState",
+    "DPCoordinator",
     "EngineHandshake",
     "EngineHandshakeMetadata",
     "EngineReport",
