@@ -141,7 +141,7 @@ class Coordination:
             else:
                 self._loop.call_soon(self._look)
             if self._waves.ready:
-                self._schedule()
+                self._publish()
         except Exception as error:  # engines would wait in vain: better to end, which is noticed
             self.over.set_exception(error)
 
@@ -213,18 +213,21 @@ class Coordination:
     def _tell(self, published: Published) -> None:
         self._front_ends.send(encode_published(published), zmq.NOBLOCK)
 
-    def _schedule(self) -> None:
-        due = self._waves.due()
-        if self._publishing is not None:
-            if due == self._due:
-                return
-            self._publishing.cancel()
-        self._due = due
-        self._publishing = self._loop.call_at(due, self._publish)
-
     def _publish(self) -> None:
+        """Publish counts if it is time to, and come back when it is the next time."""
+        now = self._loop.time()
+        if self._waves.due() <= now:
+            self._tell(self._waves.publish(now))
+            self._loop.call_soon(self._look)
+        due = self._waves.due()
+        if self._publishing is None or due != self._due:
+            if self._publishing is not None:
+                self._publishing.cancel()
+            self._due = due
+            self._publishing = self._loop.call_at(due, self._is_time)
+
+    def _is_time(self) -> None:
         self._publishing = None
-        self._tell(self._waves.publish(self._loop.time()))
         self._look()
 
     # What is said
