@@ -1,5 +1,6 @@
 """Engines: started, shaken hands with, watched and stopped; the names are those of the field."""
 
+from aioshm.engine.actors import CoreEngineActorManager
 from aioshm.engine.addresses import (
     ConstantList,
     CoreEngine,
@@ -16,6 +17,7 @@ from aioshm.engine.handshake import EngineHandshake, FrontEndHandshake
 from aioshm.engine.joining import shake_hands
 from aioshm.engine.kv import bind_kv_cache, copy_slice
 from aioshm.engine.parent import die_with_parent
+from aioshm.engine.placement import EngineNeeds
 from aioshm.engine.processes import CoreEngineProcManager, ProcessManager
 from aioshm.engine.progress import EngineReport, StartupProgress, StartupReport, Waiting
 from aioshm.engine.startup import EngineStartupCoordinator, wait_for_engine_startup
@@ -26,11 +28,13 @@ __all__ = [
     "APIServerProcessManager",
     "ConstantList",
     "CoreEngine",
+    "CoreEngineActorManager",
     "CoreEngineProcManager",
     "CoreEngineState",
     "DPCoordinator",
     "EngineHandshake",
     "EngineHandshakeMetadata",
+    "EngineNeeds",
     "EngineReport",
     "EngineStartupCoordinator",
     "EngineZmqAddresses",
