@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import engine_targets
@@ -48,15 +50,19 @@ def cluster() -> Iterator[str]:
 
     common = {"num_cpus": 8, "object_store_memory": 80_000_000}
     head = {"num_gpus": GPUS["head"], "include_dashboard": False, **common}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        other = made.add_node(num_gpus=GPUS["other"], **common)
-        made.wait_for_nodes()
-        ray.init(address=made.address, log_to_driver=False)
-        yield other.node_id
-    finally:
-        ray.shutdown()
-        made.shutdown()
+    # What nodes start has to find the targets.
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        made = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            other = made.add_node(num_gpus=GPUS["other"], **common)
+            made.wait_for_nodes()
+            ray.init(address=made.address, log_to_driver=False)
+            yield other.node_id
+        finally:
+            ray.shutdown()
+            made.shutdown()
 
 
 @contextlib.asynccontextmanager
@@ -105,14 +111,25 @@ class TestStart:
             ray.util.remove_placement_group(group)
 
     def test_a_cluster_that_is_too_small(self) -> None:
-        with pytest.raises(EngineStartupError, match="too small: 3 engines are to run on the head node .* room for 2"):
+        with pytest.raises(EngineStartupError, match=r"too small: 3 engines are to run on the head node .* room for 2"):
             CoreEngineActorManager(targets.leave, 3, 3)
-        with pytest.raises(EngineStartupError, match="too small: 5 engines are to run on other nodes .* room for 4"):
+        with pytest.raises(EngineStartupError, match=r"too small: 5 engines are to run on other nodes .* room for 4"):
             CoreEngineActorManager(targets.leave, 6, 1)
 
     def test_an_actor_that_cannot_be_started(self) -> None:
-        with pytest.raises(EngineStartupError, match="EngineCore_0 (was not started in time|could not be started)"):
-            CoreEngineActorManager(targets.leave, 1, 1, runtime_env={"working_dir": "/nowhere"}, timeout=5)
+        with pytest.raises(EngineStartupError, match=r"actor of EngineCore_0 (was not started in time|could not be)"):
+            CoreEngineActorManager(targets.leave, 1, 1, runtime_env={"py_executable": "/nowhere/python"}, timeout=2)
+
+    def test_a_group_that_is_not_reserved_in_time(self) -> None:
+        group = ray.util.placement_group([{"GPU": 1, "no such thing": 1}])
+        with pytest.raises(EngineStartupError, match="placement group of engine 0 was not reserved in time"):
+            CoreEngineActorManager(targets.leave, 1, 1, placement_groups=[group], timeout=0.5)
+        ray.util.remove_placement_group(group)
+
+    def test_a_local_engine_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.99")
+        with pytest.raises(EngineStartupError, match=r"EngineCore_0 \(pid .*\) is to be local, but"):
+            CoreEngineActorManager(targets.leave, 1, 1)
 
     @pytest.mark.parametrize(
         ("arguments", "error", "name"),
@@ -209,6 +226,29 @@ class TestEnd:
         for _ in range(3):
             CoreEngineActorManager(targets.leave, 1, 1, args=(["return"],)).close()
         assert psutil.Process().num_fds() <= before + 2  # Ray may have made a connection
+
+
+class TestFrontEnd:
+    """In a process of its own."""
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__).with_name("ray_front_end.py")), *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def test_without_a_connection_makes_one_and_ends_it(self) -> None:
+        with self.start() as front_end:
+            output, errors = front_end.communicate(timeout=60)
+            pid, last = output.split()
+            assert (front_end.returncode, last) == (0, "left"), errors
+            eventually(lambda: gone(int(pid)))
+
+    def test_takes_its_actors_along_when_it_is_killed(self) -> None:
+        with self.start(ray.get_runtime_context().gcs_address) as front_end:
+            assert front_end.stdout is not None
+            pid = int(front_end.stdout.readline())
+            assert not gone(pid)
+            front_end.kill()
+            eventually(lambda: gone(pid))
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ class TestPlaces:
     )
     def test_are_as_documented(self, engines: int, local: int, needs: dict[str, Any], expected: Any) -> None:
         if expected is None:
-            with pytest.raises(EngineStartupError, match="^the cluster is too small: "):
+            with pytest.raises(EngineStartupError, match=r"^the cluster is too small: "):
                 places(CLUSTER, engines, local, **needs)
         else:
             assert places(CLUSTER, engines, local, **needs) == expected
@@ -70,7 +70,7 @@ class TestErrors:
             places(CLUSTER, 8, 1, world_size=2)
 
     def test_no_nodes(self) -> None:
-        with pytest.raises(EngineStartupError, match="no head node|a head node, which is not there.*no nodes"):
+        with pytest.raises(EngineStartupError, match=r"a head node, which is not there.*no nodes"):
             places([], 1, 1)
         with pytest.raises(EngineStartupError, match="no nodes"):
             places([], 1, 0)
