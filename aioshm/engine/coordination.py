@@ -30,7 +30,8 @@ COMPLAINT_S = 10.0
 REMINDER_S = 60.0
 """How often it is said that engines are still waited for."""
 
-_HWM = 100_000  # an XPUB socket drops what is more, and an engine that misses the start of a wave is not woken
+# An XPUB socket drops what is more. What front ends miss is published again, but what engines miss is not.
+_FRONT_END_HWM, _ENGINE_HWM = 1_000, 100_000
 _FRAMES = 2  # of a message, that are kept: there should be one
 _OVERSIZED = 16 * MAX_REPORT_BYTES  # ZeroMQ hangs up on who sends that, without a word; less is refused by name
 
@@ -78,9 +79,9 @@ class Coordination:
         self._publishing: asyncio.TimerHandle | None = None
         self._due = 0.0
         try:
-            self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish)
-            self._engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input)
-            self._reports, engine_output = self._bind(zmq.PULL, addresses.engine_output)
+            self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM)
+            self._engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input, _ENGINE_HWM)
+            self._reports, engine_output = self._bind(zmq.PULL, addresses.engine_output, _ENGINE_HWM)
         except BaseException:
             self.close()
             raise
@@ -112,8 +113,8 @@ class Coordination:
     ) -> None:
         self.close()
 
-    def _bind(self, kind: int, address: str) -> tuple[Socket, str]:
-        socket = self._sockets.add(open_socket(self._sockets.context, kind, address, bind=True, hwm=_HWM, curve=None))
+    def _bind(self, kind: int, address: str, hwm: int) -> tuple[Socket, str]:
+        socket = self._sockets.add(open_socket(self._sockets.context, kind, address, bind=True, hwm=hwm, curve=None))
         socket.setsockopt(zmq.MAXMSGSIZE, _OVERSIZED)
         if kind == zmq.XPUB:
             socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription, not only the first, and each end of one

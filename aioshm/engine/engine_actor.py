@@ -86,7 +86,8 @@ class EngineActor:
         return self.run_ref is None or self._ended.wait(max(0.0, deadline - time.monotonic()))
 
     def release(self) -> None:
-        """Give its descriptors back. Idempotent."""
+        """Give its descriptors back; if Ray has not said that its run is over, it is taken to be. Idempotent."""
+        self._ended.set()
         self._close_pipe()
         with self._lock:
             if self.sentinel >= 0:

@@ -19,6 +19,7 @@ MAX_REPORT_BYTES = 1 << 20
 
 T = TypeVar("T")
 _Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
+_Share = Annotated[float, msgspec.Meta(ge=0)]  # which is no NaN either
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -29,7 +30,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     num_waiting_reqs: _Number = 0
     step_counter: _Number = 0
     current_wave: _Number = 0
-    kv_cache_usage: float = 0.0
+    kv_cache_usage: _Share = 0.0
 
     @property
     def load(self) -> Load:

@@ -76,6 +76,7 @@ class TestReports:
             (pack(["0"]), "undecodable"),
             (pack([0, [], {"num_running_reqs": -1}]), "undecodable"),
             (pack([0, [], {"kv_cache_usage": None}]), "undecodable"),
+            (pack([0, [], {"kv_cache_usage": float("nan")}]), "undecodable"),
             (pack([0, [], None, 0.0, None, None, -1]), "undecodable"),
             (pack([0, [], None, 0.0, None, None, None, 1 << 63]), "undecodable"),
             (pack([7, [["request", [1]]]]), "engine 7 has sent outputs"),
