@@ -12,17 +12,16 @@ from typing import NamedTuple, Self
 
 import zmq
 
+from aioshm.engine.messages import COORDINATOR_READY, SUBSCRIBE_TO_ALL, StartWave
 from aioshm.engine.reports import (
     MAX_REPORT_BYTES,
-    READY,
-    SUBSCRIBED,
     UNSUBSCRIBED,
     decode_from_front_end,
     decode_report,
     encode_published,
     encode_start,
 )
-from aioshm.engine.waves import Published, StartWave, Waves
+from aioshm.engine.waves import Published, Waves
 from aioshm.queue.sockets import BURST, Socket, Sockets
 from aioshm.zeromq import BoundFile, LogLimiter, Watch, attach, open_socket
 
@@ -163,10 +162,10 @@ class Coordination:
         return True
 
     def _from_engine(self, frames: list[bytes]) -> None:
-        if frames == [SUBSCRIBED]:
+        if frames == [SUBSCRIBE_TO_ALL]:
             was_ready = self._waves.ready
             if self._waves.subscribe():
-                self._engines.send(READY, zmq.NOBLOCK)
+                self._engines.send(COORDINATOR_READY, zmq.NOBLOCK)
             if self._waves.ready and not was_ready:
                 self._begin()
         elif frames == [UNSUBSCRIBED]:
@@ -183,7 +182,7 @@ class Coordination:
         self._watch(self._reports)
 
     def _from_front_end(self, frames: list[bytes]) -> None:
-        if frames == [SUBSCRIBED]:
+        if frames == [SUBSCRIBE_TO_ALL]:
             self._waves.greet(self._loop.time())
         elif frames != [UNSUBSCRIBED]:
             message = decode_from_front_end(frames)
@@ -202,7 +201,7 @@ class Coordination:
         elif report.start_wave is not None:
             self._start(self._waves.start(engine, report.start_wave))
         if report.scheduler_stats is not None:
-            self._waves.load(engine, report.scheduler_stats.load, self._loop.time())
+            self._waves.load(engine, report.scheduler_stats, self._loop.time())
 
     # What goes out
 

@@ -7,41 +7,21 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from aioshm.engine.addresses import MAX_INDEX
-from aioshm.engine.waves import Load, Published, StartWave
+from aioshm.engine.messages import EngineCoreRequestType, SchedulerStats, StartWave
+from aioshm.engine.waves import Published
 
-READY = b"READY"
-START_DP_WAVE = b"\x02"
-SUBSCRIBED, UNSUBSCRIBED = b"\x01", b"\x00"
-"""What a subscription to everything, and its end, look like to an XPUB socket."""
-
+UNSUBSCRIBED = b"\x00"
+"""What the end of a subscription to everything looks like to an XPUB socket."""
 MAX_REPORT_BYTES = 1 << 20
 """Above any report: the coordinator gets counts, never outputs."""
 
 T = TypeVar("T")
 _Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
-_Share = Annotated[float, msgspec.Meta(ge=0)]  # which is no NaN either
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class SchedulerStats(msgspec.Struct, frozen=True):
-    """Of an engine's statistics what is published; a map, whose other fields are left alone."""
-
-    num_running_reqs: _Number = 0
-    num_waiting_reqs: _Number = 0
-    step_counter: _Number = 0
-    current_wave: _Number = 0
-    kv_cache_usage: _Share = 0.0
-
-    @property
-    def load(self) -> Load:
-        """What of it is kept."""
-        return Load(
-            self.num_waiting_reqs, self.num_running_reqs, self.kv_cache_usage, self.current_wave, self.step_counter
-        )
-
-
 class Report(msgspec.Struct, array_like=True, frozen=True):
-    """What an engine sends: the envelope of its outputs, without outputs."""
+    """What an engine sends: the envelope that is `EngineCoreOutputs` elsewhere, as far as the coordinator takes it."""
 
     engine_index: _Index = 0
     outputs: list[msgspec.Raw] = []
@@ -74,6 +54,8 @@ def decode_report(frames: list[bytes]) -> Report:
     report = _decode(_report, frames)
     if report.outputs or report.utility_output is not None:
         raise ValueError(f"engine {report.engine_index} has sent outputs, which are for front ends")
+    if report.scheduler_stats is not None and not report.scheduler_stats.kv_cache_usage >= 0:  # or no number at all
+        raise ValueError(f"engine {report.engine_index} uses {report.scheduler_stats.kv_cache_usage} of its KV cache")
     return report
 
 
@@ -96,7 +78,7 @@ def decode_from_front_end(frames: list[bytes]) -> Wake | int:
 
 def encode_start(start: StartWave) -> list[bytes]:
     """Return what engines are sent."""
-    return [START_DP_WAVE, _encoder.encode(start)]
+    return [EngineCoreRequestType.START_DP_WAVE.value, _encoder.encode(start)]
 
 
 def encode_published(published: Published) -> bytes:

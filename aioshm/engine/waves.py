@@ -10,8 +10,9 @@ stale, and changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+
+from aioshm.engine.messages import SchedulerStats, StartWave
 
 INTERVAL_S = 0.1
 """How far apart counts are published at least."""
@@ -21,37 +22,6 @@ STEP_S = 0.05
 """How long to wait for the counts that the other engines have of the same step."""
 
 Counts: TypeAlias = "list[int | float]"
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What an engine has to do.
-
-    Attributes:
-        waiting: Requests that wait.
-        running: Requests that run.
-        kv_cache_usage: How full its KV cache is, 0 to 1.
-        wave: The wave that it is in.
-        step: Which step of the wave it was.
-    """
-
-    waiting: int = 0
-    running: int = 0
-    kv_cache_usage: float = 0.0
-    wave: int = 0
-    step: int = 0
-
-
-class StartWave(NamedTuple):
-    """What engines are told: to run, unless they are further already.
-
-    Attributes:
-        wave: The wave to run.
-        exclude: The engine that runs already; None if none does.
-    """
-
-    wave: int
-    exclude: int | None
 
 
 class Published(NamedTuple):
@@ -86,11 +56,13 @@ class Waves:
         self.running = False
         self._lockstep = lockstep
         self._kv_cache_usage = kv_cache_usage
-        self._loads = [Load()] * n_engines
+        self._loads = [SchedulerStats()] * n_engines
         self._subscribed = 0
         self._ready = False
         self._step = (-1, -1)  # the newest that counts have come from
-        self._of_last_step: list[Load] | None = None  # the loads when that one began, if they are to be published yet
+        self._of_last_step: list[SchedulerStats] | None = (
+            None  # the loads when that one began, if they are to be published yet
+        )
         self._published_at: float | None = None
         self._changed_at: float | None = None  # the first change that was not published
         self._heard_at = 0.0
@@ -124,13 +96,13 @@ class Waves:
 
     def scale(self, n_engines: int, now: float) -> None:
         """Have more engines, or fewer: the ones with the lowest ranks."""
-        self._loads = self._loads[:n_engines] + [Load()] * (n_engines - len(self._loads))
+        self._loads = self._loads[:n_engines] + [SchedulerStats()] * (n_engines - len(self._loads))
         self._of_last_step = None
         self._change(now)
 
     # What engines report
 
-    def load(self, index: int, load: Load, now: float) -> None:
+    def load(self, index: int, load: SchedulerStats, now: float) -> None:
         """Note what an engine has to do.
 
         Engines in lockstep report within moments of each other. So that front ends do not compare one engine's step
@@ -141,8 +113,9 @@ class Waves:
         """
         if index >= len(self._loads):
             raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
-        if self._lockstep and (load.wave, load.step) > self._step:
-            self._step = load.wave, load.step
+        step = load.current_wave, load.step_counter
+        if self._lockstep and step > self._step:
+            self._step = step
             if self._changed_at is not None:
                 self._of_last_step = self._loads.copy()
         self._loads[index] = load
@@ -232,8 +205,8 @@ class Waves:
         """Return what front ends are told at once when a wave starts or is complete."""
         return Published(None, self.wave, self.running)
 
-    def _counts(self, load: Load) -> Counts:
-        counts: Counts = [load.waiting, load.running]
+    def _counts(self, load: SchedulerStats) -> Counts:
+        counts: Counts = [load.num_waiting_reqs, load.num_running_reqs]
         if self._kv_cache_usage:
             counts.append(load.kv_cache_usage)
         return counts

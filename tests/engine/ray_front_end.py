@@ -14,7 +14,13 @@ def main(cluster: str | None) -> None:
     from aioshm.engine import CoreEngineActorManager
 
     # Without a cluster, it has one of its own.
-    own = {"address": "local", "num_cpus": 1, "num_gpus": 1, "include_dashboard": False, "object_store_memory": 80_000_000}
+    own = {
+        "address": "local",
+        "num_cpus": 1,
+        "num_gpus": 1,
+        "include_dashboard": False,
+        "object_store_memory": 80_000_000,
+    }
     options = {"address": cluster} if cluster else own
     options["log_to_driver"] = False
     with CoreEngineActorManager(targets.leave, 1, 1, args=([None],), ray_options=options) as manager:
