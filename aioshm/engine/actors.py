@@ -53,7 +53,7 @@ class CoreEngineActorManager:
         engine_count: How many engines there are.
         local_engine_count: How many of these, the first ones, run on this process' node.
         args: For the target.
-        needs: What each engine takes of its node.
+        needs: What each engine takes of its node, in placement groups that are made here.
         placement_groups: Where each engine runs: in the last bundle, all of which it takes. They stay the caller's to
             remove. Without, `create_dp_placement_groups` makes them.
         local_dp_ranks: With placement groups, which of its node's engines each is; None counts.
@@ -104,6 +104,8 @@ class CoreEngineActorManager:
         for name, given in (("placement_groups", placement_groups), ("local_dp_ranks", local_dp_ranks)):
             if given is not None and len(given) != engine_count:
                 raise ValueError(f"{name} must be {engine_count}, one for each engine, not {len(given)}")
+        if (local_dp_ranks if placement_groups is None else needs) is not None:
+            raise ValueError("local_dp_ranks go with given placement_groups, and needs with those that are made here")
         connection.open(ray_options or {})
         self._closed = False
         try:
