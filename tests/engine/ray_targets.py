@@ -34,6 +34,15 @@ def shake_and_stay(address: str, faults: dict[int, str], dp_rank: int, local_dp_
     asyncio.run(run())
 
 
+def serve(address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
+    """Be an engine that serves requests."""
+    from served_engine import Engine
+
+    from aioshm.engine import run_engine_core
+
+    asyncio.run(run_engine_core(Engine(), address, dp_rank, local=local_client, headless=not local_client))
+
+
 def leave(codes: list[int | str | None], dp_rank: int, **_: Any) -> None:
     """Exit with the code of this rank; "return" returns, and None stays."""
     code = codes[dp_rank]

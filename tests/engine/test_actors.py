@@ -17,6 +17,7 @@ import psutil
 import pytest
 import ray_targets as targets
 from managed import gone
+from served_engine import ask, collected
 from startups import addresses
 from support import eventually
 
@@ -24,8 +25,10 @@ from aioshm.engine import (
     APIServerProcessManager,
     CoreEngine,
     CoreEngineActorManager,
+    EngineClient,
     EngineNeeds,
     EngineStartupCoordinator,
+    EngineZmqAddresses,
     get_engine_client_zmq_addr,
     wait_for_completion_or_failure,
 )
@@ -189,6 +192,26 @@ class TestDeath:
             assert any("worker process has died" in line for line in rest)
             eventually(lambda: gone(manager.actors[0].pid))
             assert servers.finished_procs()
+
+
+async def test_serve_requests_and_are_named_to_clients_when_they_die() -> None:
+    told = EngineZmqAddresses([ADDRESS], [ADDRESS])
+    engines = [CoreEngine(rank, local=rank < 1) for rank in range(2)]
+    async with EngineClient(told, engines) as client, EngineStartupCoordinator(ADDRESS, engines, told) as made:
+        address = made.handshake_address
+        async with await CoreEngineActorManager.start(targets.serve, 2, 1, args=(address,)) as manager:
+            made.proc_manager = manager
+            await made.wait(timeout=30)
+            client.watch(manager)
+            await client.wait_until_ready(10)
+            streams = [collected(client.submit(ask(f"r{number}", 20))) for number in range(10)]
+            assert [len(outputs) for outputs in await asyncio.gather(*streams)] == [20] * 10
+            endless = [asyncio.ensure_future(collected(client.submit(ask(f"e{number}", None)))) for number in range(2)]
+            os.kill(manager.actors[1].pid, signal.SIGKILL)
+            for each in endless:
+                with pytest.raises(EngineDead, match=r"EngineCore_1|engine 1"):
+                    async with asyncio.timeout(20):
+                        await each
 
 
 class TestEnd:
