@@ -243,7 +243,7 @@ class Coordination:
 
 
 def run_coordinator(told: Connection, waves: Waves, addresses: CoordinatorAddresses) -> None:
-    """Be the coordinator, until SIGTERM; what its process runs.
+    """Be the coordinator, until SIGTERM or SIGINT; what its process runs.
 
     Args:
         told: Gets where it is bound.
@@ -259,7 +259,8 @@ async def _run(told: Connection, waves: Waves, addresses: CoordinatorAddresses) 
     except OSError as error:
         raise SystemExit(f"{error}") from None
     with coordination:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, coordination.end)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, coordination.end)
         with told:
             told.send(tuple(coordination.addresses))
         await coordination.over
