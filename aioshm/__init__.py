@@ -4,6 +4,7 @@ from aioshm.codec import Codec, MsgpackCodec, register_codec
 from aioshm.config import Options
 from aioshm.errors import (
     AioshmError,
+    CallFailed,
     CodecError,
     CorruptSlot,
     EngineDead,
@@ -20,6 +21,7 @@ from aioshm.errors import (
     QueueClosed,
     QueueEmpty,
     QueueFull,
+    RequestFailed,
     RoleError,
     SharedMemoryError,
     UnsafePayload,
@@ -40,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AioshmError",
+    "CallFailed",
     "Codec",
     "CodecError",
     "CorruptSlot",
@@ -63,6 +66,7 @@ __all__ = [
     "QueueEmpty",
     "QueueFull",
     "QueueStats",
+    "RequestFailed",
     "RoleError",
     "SharedMemoryError",
     "ShmRingBuffer",
