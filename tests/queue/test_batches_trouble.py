@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pairs import attached
 from slots import slot_of
+from support import bystander
 
 from aioshm import CodecError, CorruptSlot, MessageQueue, QueueCancelled, QueueClosed, RoleError
 from aioshm.ring.layout import SLOT_HEADER_BYTES
@@ -248,25 +249,16 @@ async def test_sending_a_batch_implies_waiting_until_ready() -> None:
 
 async def test_a_stream_of_batches_starves_no_other_task() -> None:
     async with attached(1, chunks=512) as (writer, (reader,)):
-        turns = 0
-
-        async def count_turns() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.ensure_future(count_turns())
-        for number in range(512):
-            await writer.enqueue_many([number])
-        assert turns >= 512 // 64 - 1
-        turns = 0
-        received: list[int] = []
-        while len(received) < 512:
-            received += await reader.dequeue_many(64)
-        counting.cancel()
+        async with bystander() as other:
+            for number in range(512):
+                await writer.enqueue_many([number])
+            assert other.turns >= 512 // 64 - 1
+            other.turns = 0
+            received: list[int] = []
+            while len(received) < 512:
+                received += await reader.dequeue_many(64)
+            assert other.turns >= 512 // 64 - 1
         assert received == list(range(512))
-        assert turns >= 512 // 64 - 1
 
 
 async def test_one_wake_up_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
