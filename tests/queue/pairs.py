@@ -5,9 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import pytest
 from remotes import ready_ends
 
 from aioshm import MessageQueue
+
+EITHER_PLACE = pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (0, 1)], ids=["local", "remote"])
+"""For tests of one reader, be it local or remote."""
 
 
 def attached(

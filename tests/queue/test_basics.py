@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from pairs import attached
+from pairs import EITHER_PLACE, attached
 from remotes import ready_ends
 from support import bystander, until
 
@@ -22,8 +22,6 @@ from aioshm import (
     QueueFull,
     RoleError,
 )
-
-EITHER_PLACE = pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (0, 1)], ids=["local", "remote"])
 
 
 @pytest.mark.parametrize(("n_local", "n_remote"), [(3, 0), (2, 2)])
