@@ -10,14 +10,7 @@ import pytest
 import torch
 from remotes import ready_ends, wide_writer
 
-from aioshm import (
-    CodecError,
-    MessageQueue,
-    MsgpackCodec,
-    QueueCancelled,
-    QueueEmpty,
-    RoleError,
-)
+from aioshm import CodecError, MessageQueue, MsgpackCodec, QueueCancelled, QueueEmpty, RoleError
 from aioshm.queue.wire import ONE_FRAME_BYTES
 
 
