@@ -55,7 +55,7 @@ async def _send(writer: MessageQueue, seconds: float) -> dict[str, Any]:
     return {"sent": number, "resent": writer.stats().resent, "writer's error": error}
 
 
-async def _receive(handle: Handle | str) -> dict[str, Any]:
+async def _receive(handle: Handle | str, *, tell: bool = False) -> dict[str, Any]:
     expected = lost = twice_or_late = damaged = 0
     error = None
     async with MessageQueue.create_from_handle(handle, 0) as reader:
@@ -66,6 +66,8 @@ async def _receive(handle: Handle | str) -> dict[str, Any]:
                 twice_or_late += number < expected
                 damaged += received != _message(number)
                 expected = number + 1
+                if tell and not number:
+                    say("begun")
         except AioshmError as caught:
             error = f"{type(caught).__name__}: {caught}"
         received = reader.stats().messages
@@ -99,8 +101,8 @@ async def write(ip: str, timeout: str, seconds: str) -> None:
 
 
 async def read(handle: str) -> None:
-    """The reader alone."""
-    say(await _receive(handle))
+    """The reader alone, which says when the first message has come."""
+    say(await _receive(handle, tell=True))
 
 
 if __name__ == "__main__":
