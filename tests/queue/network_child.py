@@ -42,12 +42,13 @@ def _message(number: int) -> tuple[int, bytes]:
 async def _send(writer: MessageQueue, seconds: float) -> dict[str, Any]:
     number, error = 0, None
     try:
-        async with asyncio.timeout(seconds), writer:
+        async with writer:
             await writer.wait_until_ready(20)
-            while True:
-                await writer.enqueue(_message(number))
-                number += 1
-                await asyncio.sleep(random.uniform(0, 2 * PACE_S))
+            async with asyncio.timeout(seconds):
+                while True:
+                    await writer.enqueue(_message(number))
+                    number += 1
+                    await asyncio.sleep(random.uniform(0, 2 * PACE_S))
     except TimeoutError:
         pass
     except AioshmError as caught:
