@@ -351,6 +351,8 @@ class EngineClient:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._leave, request_id, inbox)
             return
+        if self._loop.is_closed():
+            return
         self._pending.finish(request_id)
         self._abort(inbox.position, [request_id])
 
@@ -367,7 +369,7 @@ class EngineClient:
         assert self._sockets is not None
         self._sockets.read_outputs()  # its last words
         self._dead = error
-        logger.error("%s", error)
+        logger.warning("%s", error)
         self._fail(lambda: _again(error))
 
     def _fail(self, error: Callable[[], Exception]) -> None:
@@ -400,8 +402,8 @@ class EngineClient:
         return position
 
     def _check_ready(self) -> None:
-        if self._dead is not None or self._closed or self._sockets is None or not self._settled.is_set():
-            self._check_open()
+        self._check_open()
+        if not self._settled.is_set():
             raise RoleError("the engines are not ready: await wait_until_ready() first")
 
     def _check_open(self) -> None:
@@ -409,6 +411,8 @@ class EngineClient:
             raise QueueClosed("the client of the engines was closed")
         if self._sockets is None:
             raise RoleError("a client of engines is used inside `async with`")
+        if threading.get_ident() != self._thread:
+            raise RoleError("a client of engines is used in the thread of its event loop")
         if self._dead is not None:
             raise _again(self._dead)
 
