@@ -264,7 +264,7 @@ class EngineClient:
             What the method returned, as plain data; of all engines a list, in the order of the engines.
 
         Raises:
-            CallFailed: It has failed, in one of the engines at least.
+            CallFailed: It has failed in one of the engines; the others are not waited for.
             CodecError: The arguments cannot be encoded.
             EngineDead: An engine is gone.
             QueueClosed, RoleError: The client is closed, or not ready.
@@ -277,12 +277,9 @@ class EngineClient:
             for position in positions:
                 calls.append(self._pending.call(method))
                 self._send(position, _UTILITY, self._encode((self._index, calls[-1].call_id, method, args)))
-            results = await asyncio.gather(*(call.answer for call in calls), return_exceptions=True)
+            results = await asyncio.gather(*(call.answer for call in calls))
         finally:
             self._pending.forget(calls)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
         return results if engine is None else results[0]
 
     # What comes

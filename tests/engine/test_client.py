@@ -235,6 +235,16 @@ class TestCalls:
                 await serving.client.call(method, *args)
             assert await serving.client.call("add", 1, engine=0) == 2
 
+    async def test_one_that_fails_is_enough(self) -> None:
+        class Failing(Engine):
+            async def never(self) -> None:
+                raise RuntimeError("now")
+
+        async with served(Engine(), Failing()) as serving:
+            with pytest.raises(CallFailed, match="now") as caught:
+                await serving.client.call("never")
+            assert caught.value.engine == 1
+
     async def test_arguments_that_cannot_travel(self) -> None:
         async with served(Engine()) as serving:
             with pytest.raises(CodecError, match="cannot encode"):
