@@ -82,7 +82,10 @@ class EngineClient:
     ) -> None:
         self._sockets: ClientSockets | None = None
         self._closed = False
-        self._engines = Registrations(engines)
+        if isinstance(engines, int):
+            self._engines = Registrations(range(check_int("engines", engines, minimum=1)))
+        else:
+            self._engines = Registrations(engine.index for engine in engines)
         n_clients = min(len(addresses.inputs), len(addresses.outputs))
         if check_int("client_index", client_index, minimum=0) >= n_clients:
             raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {client_index}")
