@@ -20,6 +20,7 @@ from aioshm.engine.progress import EngineReport, StartupProgress, StartupReport,
 from aioshm.engine.startup import EngineStartupCoordinator, wait_for_engine_startup
 from aioshm.engine.stopping import ashutdown, shutdown
 from aioshm.engine.usage import report_usage_stats
+from aioshm.engine.workers import WorkerGroup
 
 __all__ = [
     "APIServerProcessManager",
@@ -39,6 +40,7 @@ __all__ = [
     "Waiting",
     "WatchedManager",
     "WatchedProcess",
+    "WorkerGroup",
     "ashutdown",
     "bind_kv_cache",
     "copy_slice",
