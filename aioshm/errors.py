@@ -172,7 +172,45 @@ class HandshakeError(EngineStartupError):
 
 
 class EngineDead(AioshmError):
-    """An engine that was running is gone."""
+    """An engine that was running is gone.
+
+    Attributes:
+        engine: Its rank; None where nobody knows which one it was.
+        pid: Its process id; None where it is not known.
+    """
+
+    def __init__(self, *args: object, engine: int | None = None, pid: int | None = None) -> None:
+        super().__init__(*args)
+        self.engine = engine
+        self.pid = pid
+
+
+class CallFailed(AioshmError, RuntimeError):
+    """A method that was called in an engine has failed there; the text is what the engine says.
+
+    Attributes:
+        engine: The engine's rank.
+        method: What was called.
+    """
+
+    def __init__(self, *args: object, engine: int | None = None, method: str = "") -> None:
+        super().__init__(*args)
+        self.engine = engine
+        self.method = method
+
+
+class RequestFailed(AioshmError, RuntimeError):
+    """An engine has refused a request, or its output cannot be read; the text says why.
+
+    Attributes:
+        engine: The engine's rank.
+        request_id: Of the request.
+    """
+
+    def __init__(self, *args: object, engine: int | None = None, request_id: str = "") -> None:
+        super().__init__(*args)
+        self.engine = engine
+        self.request_id = request_id
 
 
 class ProcessDied(AioshmError, RuntimeError):

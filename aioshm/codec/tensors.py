@@ -123,6 +123,12 @@ def rebuild_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
+def itemsize_of(name: str) -> int | None:
+    """Return the size of an element in bytes; None if no dtype is called that."""
+    found = _ARRIVING.get(name)
+    return None if found is None else found[0].itemsize
+
+
 def _rebuild_parameter(
     memory: Any, name: str, shape: tuple[int, ...], order: Order, requires_grad: bool
 ) -> torch.nn.Parameter:

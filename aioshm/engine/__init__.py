@@ -8,17 +8,22 @@ from aioshm.engine.addresses import (
     EngineZmqAddresses,
 )
 from aioshm.engine.api_servers import APIServerProcessManager
+from aioshm.engine.client import EngineClient
 from aioshm.engine.completion import wait_for_completion_or_failure
+from aioshm.engine.core import EngineCore
 from aioshm.engine.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.handshake import EngineHandshake, FrontEndHandshake
 from aioshm.engine.joining import shake_hands
 from aioshm.engine.kv import bind_kv_cache, copy_slice
+from aioshm.engine.messages import EngineCoreOutputs, EngineCoreRequestType, SchedulerStats, UtilityOutput
 from aioshm.engine.parent import die_with_parent
 from aioshm.engine.processes import CoreEngineProcManager, ProcessManager
 from aioshm.engine.progress import EngineReport, StartupProgress, StartupReport, Waiting
+from aioshm.engine.serving import run_engine_core
 from aioshm.engine.startup import EngineStartupCoordinator, wait_for_engine_startup
 from aioshm.engine.stopping import ashutdown, shutdown
+from aioshm.engine.streams import OutputStream
 from aioshm.engine.usage import report_usage_stats
 from aioshm.engine.workers import WorkerGroup
 
@@ -28,15 +33,22 @@ __all__ = [
     "CoreEngine",
     "CoreEngineProcManager",
     "CoreEngineState",
+    "EngineClient",
+    "EngineCore",
+    "EngineCoreOutputs",
+    "EngineCoreRequestType",
     "EngineHandshake",
     "EngineHandshakeMetadata",
     "EngineReport",
     "EngineStartupCoordinator",
     "EngineZmqAddresses",
     "FrontEndHandshake",
+    "OutputStream",
     "ProcessManager",
+    "SchedulerStats",
     "StartupProgress",
     "StartupReport",
+    "UtilityOutput",
     "Waiting",
     "WatchedManager",
     "WatchedProcess",
@@ -47,6 +59,7 @@ __all__ = [
     "die_with_parent",
     "get_engine_client_zmq_addr",
     "report_usage_stats",
+    "run_engine_core",
     "shake_hands",
     "shutdown",
     "wait_for_completion_or_failure",

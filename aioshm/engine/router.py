@@ -85,7 +85,7 @@ class HandshakeRouter:
                 frame = self._router.recv(zmq.NOBLOCK, copy=False)
                 if len(frames) < _FRAMES:
                     frames.append(frame.bytes)
-            if not self._on_message(identity.bytes, frames, _sender(identity)):
+            if not self._on_message(identity.bytes, frames, sender_of(identity)):
                 self._watch.pause()
         self._loop.call_soon(self.look)
 
@@ -117,7 +117,8 @@ class HandshakeRouter:
             self._sockets = None
 
 
-def _sender(frame: zmq.Frame) -> str:
+def sender_of(frame: zmq.Frame) -> str:
+    """Say, for people, who has sent this."""
     try:
         address = str(frame.get("Peer-Address"))
     except (zmq.ZMQError, KeyError):

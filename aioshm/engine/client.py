@@ -1,0 +1,504 @@
+"""The front end's side of the data path: requests to engines, outputs back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import zmq
+
+from aioshm.config import Options, check_int, check_seconds
+from aioshm.engine.addresses import CoreEngine, EngineZmqAddresses, identity
+from aioshm.engine.balance import LoadBalancer
+from aioshm.engine.client_sockets import ClientSockets
+from aioshm.engine.deaths import WatchedManager, WatchedProcess
+from aioshm.engine.envelopes import EnvelopeDecoder
+from aioshm.engine.liveness import Liveness
+from aioshm.engine.messages import (
+    ENGINE_CORE_DEAD,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    UtilityOutput,
+    is_finished,
+    request_id_of,
+)
+from aioshm.engine.payloads import Frame, PayloadEncoder
+from aioshm.engine.streams import Inbox, OutputStream
+from aioshm.errors import CallFailed, CodecError, EngineDead, QueueClosed, RequestFailed, RoleError
+from aioshm.zeromq import LogLimiter
+
+logger = logging.getLogger("aioshm.engine")
+
+MAX_REGISTRATION_BYTES = 1 << 20
+
+_LOG_INTERVAL_S = 10.0
+_ADD = EngineCoreRequestType.ADD.value
+_ABORT = EngineCoreRequestType.ABORT.value
+_UTILITY = EngineCoreRequestType.UTILITY.value
+
+_encode_plain = msgspec.msgpack.Encoder().encode
+_decode_map = msgspec.msgpack.Decoder(dict[str, Any]).decode
+_decode_counts = msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool]).decode
+
+
+class EngineClient:
+    """Sends requests to engines and brings back their outputs; one event loop's.
+
+        async with EngineClient(addresses, 2) as client:
+            ...  # start the engines, who are told client.addresses, and shake hands with them
+            await client.wait_until_ready()
+            async for output in client.submit(request):
+                ...
+
+    A request goes to the engine with the least to do: as the coordinator publishes that, if the addresses name one,
+    else by what this client has in flight. When one engine is gone, all that is pending raises `EngineDead`, and so
+    does everything that is begun later.
+
+    Args:
+        addresses: Where to bind, one input and output for each client; the rest is used as it is when the engines are
+            ready. What is bound is written back here: with port 0 that is a port that the kernel has chosen.
+        engines: The engines, or how many there are, with the ranks from 0 on.
+        client_index: Which of the addresses' inputs and outputs are this client's.
+        request_type: What requests have to be; None: anything that MessagePack can say, and arrays and tensors.
+        output_type: What outputs are decoded as; any type that msgspec knows, or None for plain data. A plain array is
+            read as the field's outputs are: the first is the request's id, the sixth why it is finished.
+        options: ``max_message_bytes`` and ``remote_timeout`` hold here; None: as the environment says.
+
+    Attributes:
+        addresses: What engines are to be told.
+        ready: What each engine has said when it registered, by rank.
+
+    Raises:
+        TypeError, ValueError: An argument makes no sense; the text names it.
+    """
+
+    def __init__(
+        self,
+        addresses: EngineZmqAddresses,
+        engines: Sequence[CoreEngine] | int,
+        *,
+        client_index: int = 0,
+        request_type: type[Any] | None = None,
+        output_type: Any = None,
+        options: Options | None = None,
+    ) -> None:
+        self._sockets: ClientSockets | None = None
+        self._closed = False
+        if isinstance(engines, int):
+            ranks = list(range(check_int("engines", engines, minimum=1)))
+        else:
+            ranks = [engine.index for engine in engines]
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"engines must be some, each with a rank of its own, not {ranks}")
+        n_clients = min(len(addresses.inputs), len(addresses.outputs))
+        if check_int("client_index", client_index, minimum=0) >= n_clients:
+            raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {client_index}")
+        self.addresses = addresses
+        self.ready: dict[int, dict[str, Any]] = {}
+        self._options = options or Options.from_env()
+        self._index = client_index
+        self._request_type = request_type
+        self._ranks = ranks
+        self._identities = [identity(rank) for rank in ranks]
+        self._positions = {rank: position for position, rank in enumerate(ranks)}
+        self._balance = LoadBalancer(len(ranks), len(ranks) * client_index // n_clients)
+        self._encode = PayloadEncoder(self._options.max_message_bytes).encode
+        self._decoder = EnvelopeDecoder(output_type)
+        self._inboxes: dict[str, Inbox] = {}
+        self._calls: dict[int, tuple[asyncio.Future[Any], str]] = {}
+        # Answers to the calls of a client that was here before this one shall not be taken for this one's.
+        self._call_ids = count(secrets.randbits(48))
+        self._wave = 0
+        self._dead: EngineDead | None = None
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+
+    def __repr__(self) -> str:
+        return f"<EngineClient {self._index} of engines {self._ranks}, {len(self._inboxes)} requests in flight>"
+
+    # Its life
+
+    async def __aenter__(self) -> Self:
+        self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def open(self) -> None:
+        """Bind the addresses and begin to listen; ``async with`` does it.
+
+        Raises:
+            OSError: An address cannot be bound.
+            RoleError: It was open before.
+        """
+        if self._sockets is not None or self._closed:
+            raise RoleError("a client of engines can be entered once")
+        self._settled = asyncio.Event()
+        self._thread = threading.get_ident()
+        self._loop = asyncio.get_running_loop()
+        self._sockets = ClientSockets(
+            self.addresses.inputs[self._index],
+            self.addresses.outputs[self._index],
+            self,
+            max_bytes=self._options.max_message_bytes,
+            silence_s=self._options.remote_timeout,
+        )
+        self.addresses.inputs[self._index] = self._sockets.input_address
+        self.addresses.outputs[self._index] = self._sockets.output_address
+        self._liveness = Liveness(self._die)
+
+    def watch(self, manager: WatchedManager | None = None, processes: Iterable[WatchedProcess] = ()) -> None:
+        """Take the end of these processes for the death of an engine, however well they end.
+
+        Without it an engine's death is noticed, too: its connection ends. With it the error says how the process ended.
+
+        Raises:
+            RoleError: The client is not open.
+            ValueError: A process was not started.
+        """
+        self._check_open()
+        self._liveness.watch(manager, processes)
+
+    async def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until every engine has registered. Cancelling this changes nothing.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            EngineDead: One is gone.
+            TimeoutError: Not all have registered in time; the text names those that have not.
+            QueueClosed, RoleError: The client is closed, or not open.
+        """
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        self._check_open()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._settled.wait()
+        except TimeoutError:
+            missing = ", ".join(str(rank) for rank in self._ranks if rank not in self.ready)
+            raise TimeoutError(f"engines {missing} have not registered after {timeout} s") from None
+        self._check_open()
+
+    async def aclose(self) -> None:
+        """Abort what is in flight, and close the sockets.
+
+        Whatever waits raises `QueueClosed`. Idempotent; finishes also when it is cancelled.
+        """
+        if self._closed or self._sockets is None:
+            self._closed = True
+            return
+        if self._dead is None:
+            self._abort_all()
+        self._closed = True
+        self._liveness.stop()
+        self._fail(lambda: QueueClosed("the client of the engines was closed"))
+        await self._sockets.aclose()
+
+    def __del__(self) -> None:
+        if self._sockets is not None and not self._closed:
+            warnings.warn(f"{self!r} was not closed: use `async with`", ResourceWarning, 2, self)
+            self._liveness.stop()
+            self._sockets.close()
+
+    # What it is for
+
+    def submit(self, request: Any, *, engine: int | None = None) -> OutputStream[Any]:
+        """Send a request, and return its outputs. It is sent at once, not when the first output is asked for.
+
+        Where a request has ``client_index`` and ``current_wave``, as those of the field have, they are set.
+
+        Args:
+            request: Has a ``request_id``, a string that no other request in flight has, as an attribute, a key, or the
+                first of an array.
+            engine: The rank of the engine that gets it; None: the one with the least to do.
+
+        Raises:
+            CodecError: It cannot be encoded, or has no id.
+            EngineDead: An engine is gone.
+            QueueClosed, RoleError: The client is closed, or not ready.
+            TypeError, ValueError: It is no ``request_type``, its id is in use, or there is no such engine.
+        """
+        self._check_ready()
+        if self._request_type is not None and not isinstance(request, self._request_type):
+            raise TypeError(f"request must be a {self._request_type.__name__}, not {request!r}")
+        request_id = request_id_of(request)
+        if request_id in self._inboxes:
+            raise ValueError(f"request_id {request_id!r} is that of another request in flight")
+        position = self._balance.choose() if engine is None else self._position(engine)
+        self._stamp(request)
+        self._send(position, _ADD, self._encode(request))
+        self._balance.sent(position)
+        inbox = self._inboxes[request_id] = Inbox(position)
+        return OutputStream(request_id, self._ranks[position], inbox, self._leave)
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Abort requests: their streams end after what has come. Ids of requests that are not in flight do no harm.
+
+        Raises:
+            EngineDead: An engine is gone.
+            QueueClosed, RoleError: The client is closed, or not ready.
+        """
+        self._check_ready()
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        by_engine: dict[int, list[str]] = {}
+        for request_id in ids:
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None:
+                by_engine.setdefault(inbox.position, []).append(request_id)
+                self._finish(request_id)
+        for position, its_ids in by_engine.items():
+            self._send(position, _ABORT, [_encode_plain(its_ids)])
+
+    async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
+        """Call a method of the engine.
+
+        Cancelling this forgets the answer; the method runs all the same.
+
+        Args:
+            method: Its name.
+            args: What MessagePack can say, and arrays and tensors.
+            engine: The rank of the engine; None: all of them.
+
+        Returns:
+            What the method returned, as plain data; of all engines a list, in the order of the engines.
+
+        Raises:
+            CallFailed: It has failed, in one of the engines at least.
+            CodecError: The arguments cannot be encoded.
+            EngineDead: An engine is gone.
+            QueueClosed, RoleError: The client is closed, or not ready.
+            ValueError: There is no such engine.
+        """
+        self._check_ready()
+        positions = range(len(self._ranks)) if engine is None else [self._position(engine)]
+        pending: dict[int, asyncio.Future[Any]] = {}
+        try:
+            for position in positions:
+                call_id = next(self._call_ids)
+                frames = self._encode((self._index, call_id, method, args))
+                pending[call_id] = self._loop.create_future()
+                self._calls[call_id] = pending[call_id], method
+                self._send(position, _UTILITY, frames)
+            if engine is not None:
+                return await pending[call_id]
+            results = await asyncio.gather(*pending.values(), return_exceptions=True)
+        finally:
+            for call_id in pending:
+                self._calls.pop(call_id, None)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    # What comes
+
+    def registered(self, sender_identity: bytes, frames: list[bytes], connection: int, sender: str) -> None:
+        """Take an engine's registration."""
+        try:
+            position = self._identities.index(sender_identity)
+            [payload] = frames
+            if len(payload) > MAX_REGISTRATION_BYTES:
+                raise ValueError(f"{len(payload)} bytes, more than {MAX_REGISTRATION_BYTES}")
+            fields = _decode_map(payload) if payload else {}
+        except (ValueError, RecursionError) as error:
+            self._complain("a registration of %s by %s is ignored: %s", sender_identity[:16].hex(), sender, error)
+            return
+        rank = self._ranks[position]
+        self._liveness.connected(rank, connection, sender)
+        self.ready[rank] = fields
+        if len(self.ready) == len(self._ranks) and not self._settled.is_set():
+            address = self.addresses.frontend_stats_publish_address
+            if address is None:
+                said = (fields.get("dp_stats_address") for fields in self.ready.values())
+                address = next((each for each in said if isinstance(each, str)), None)
+            if address is not None:
+                assert self._sockets is not None
+                self._sockets.subscribe(address)
+            self._settled.set()
+
+    def disconnected(self, connection: int) -> None:
+        """Take the end of a connection."""
+        self._liveness.disconnected(connection)
+
+    def output(self, frames: list[Frame]) -> None:
+        """Take what an engine has sent."""
+        if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
+            self._liveness.said_dead()
+            return
+        try:
+            outputs = self._decoder.decode(frames)
+        except CodecError as error:
+            self._salvage(frames, error)
+            return
+        self._deliver(outputs)
+
+    def counts(self, payload: bytes) -> None:
+        """Take what the coordinator has published."""
+        try:
+            counts, self._wave, _running = _decode_counts(payload)
+            if counts is not None:
+                self._balance.update([counts[rank] for rank in self._ranks])
+        except (ValueError, IndexError) as error:
+            self._complain("counts from the coordinator are ignored: %s", error)
+
+    def _deliver(self, envelope: EngineCoreOutputs[Any]) -> None:
+        if envelope.utility_output is not None:
+            self._answer(envelope.engine_index, envelope.utility_output)
+        inboxes = self._inboxes
+        for output in envelope.outputs:
+            try:
+                request_id = request_id_of(output)
+            except CodecError as error:
+                self._complain("an output of engine %d is dropped: %s", envelope.engine_index, error)
+                continue
+            inbox = inboxes.get(request_id)
+            if inbox is None:  # aborted meanwhile
+                continue
+            inbox.put(output)
+            if is_finished(output):
+                self._finish(request_id)
+        for request_id in envelope.finished_requests or ():
+            if request_id in inboxes:
+                self._finish(request_id)
+
+    def _salvage(self, frames: list[Frame], error: CodecError) -> None:
+        """Take what can be read of an envelope whose outputs are not all of the right type."""
+        try:
+            envelope, failures = self._decoder.salvage(frames)
+        except CodecError:
+            self._complain("a message from an engine is dropped: %s", error)
+            return
+        finished, envelope.finished_requests = envelope.finished_requests, None
+        self._deliver(envelope)
+        engine = envelope.engine_index
+        for request_id, text, ended in failures:
+            inbox = self._inboxes.get(request_id)
+            if inbox is None:
+                continue
+            failure = RequestFailed(text, engine=engine, request_id=request_id)
+            self._finish(request_id, lambda failure=failure: failure)
+            if not ended:
+                self._send(inbox.position, _ABORT, [_encode_plain([request_id])])
+        for request_id in finished or ():
+            if request_id in self._inboxes:
+                self._finish(request_id)
+
+    def _answer(self, engine: int, answer: UtilityOutput) -> None:
+        future, method = self._calls.pop(answer.call_id, (None, ""))
+        if future is None or future.done():
+            return
+        if answer.failure_message is not None:
+            future.set_exception(CallFailed(answer.failure_message, engine=engine, method=method))
+        else:
+            future.set_result(None if answer.result is None else answer.result[1])
+
+    # The end of things
+
+    def _finish(self, request_id: str, error: Any = None) -> None:
+        inbox = self._inboxes.pop(request_id)
+        self._balance.done(inbox.position)
+        inbox.end(error)
+
+    def _leave(self, request_id: str, inbox: Inbox) -> None:
+        """Abort a request whose stream was left."""
+        if inbox.ended or self._closed:
+            return
+        if threading.get_ident() != self._thread:  # the garbage collector's choice
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._leave, request_id, inbox)
+            return
+        self._finish(request_id)
+        if self._dead is None:
+            try:
+                self._send(inbox.position, _ABORT, [_encode_plain([request_id])])
+            except EngineDead:
+                pass  # whoever waits is told
+
+    def _abort_all(self) -> None:
+        by_engine: dict[int, list[str]] = {}
+        for request_id, inbox in self._inboxes.items():
+            by_engine.setdefault(inbox.position, []).append(request_id)
+        for position, ids in by_engine.items():
+            try:
+                self._send(position, _ABORT, [_encode_plain(ids)])
+            except EngineDead:
+                pass
+
+    def _die(self, error: EngineDead) -> None:
+        if self._closed or self._dead is not None:
+            return
+        assert self._sockets is not None
+        self._sockets.read_outputs()  # its last words
+        self._dead = error
+        logger.error("%s", error)
+        self._settled.set()
+        self._fail(lambda: _again(error))
+
+    def _fail(self, error: Any) -> None:
+        for request_id in list(self._inboxes):
+            self._finish(request_id, error)
+        calls, self._calls = self._calls, {}
+        for future, _ in calls.values():
+            if not future.done():
+                future.set_exception(error())
+        self._settled.set()
+
+    # Small things
+
+    def _send(self, position: int, kind: bytes, frames: list[Frame]) -> None:
+        assert self._sockets is not None
+        try:
+            self._sockets.send(self._identities[position], kind, frames)
+        except zmq.ZMQError as error:
+            rank = self._ranks[position]
+            self._liveness.lost(rank)
+            raise EngineDead(f"engine {rank} cannot be reached: {error}", engine=rank) from None
+
+    def _stamp(self, request: Any) -> None:
+        if isinstance(request, dict):
+            return
+        if hasattr(request, "client_index"):
+            request.client_index = self._index
+        if hasattr(request, "current_wave"):
+            request.current_wave = self._wave
+
+    def _position(self, rank: int) -> int:
+        position = self._positions.get(rank)
+        if position is None:
+            raise ValueError(f"engine must be the rank of one of {self._ranks}, not {rank!r}")
+        return position
+
+    def _check_ready(self) -> None:
+        if self._dead is not None or self._closed or self._sockets is None or not self._settled.is_set():
+            self._check_open()
+            raise RoleError("the engines are not ready: await wait_until_ready() first")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise QueueClosed("the client of the engines was closed")
+        if self._sockets is None:
+            raise RoleError("a client of engines is used inside `async with`")
+        if self._dead is not None:
+            raise _again(self._dead)
+
+    def _complain(self, text: str, *args: object) -> None:
+        held_back = self._limiter.admit()
+        if held_back is not None:
+            logger.warning(f"{text} (and %d more like this)", *args, held_back)
+
+
+def _again(error: EngineDead) -> EngineDead:
+    """Return the same error for somebody else: each one gets its own traceback."""
+    return EngineDead(*error.args, engine=error.engine, pid=error.pid)

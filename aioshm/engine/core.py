@@ -1,0 +1,335 @@
+"""The engine's side of the data path: the loop around the user's engine."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, get_type_hints
+
+import msgspec
+
+from aioshm.config import Options
+from aioshm.engine.addresses import EngineHandshakeMetadata
+from aioshm.engine.core_sockets import COORDINATOR, CoreSockets
+from aioshm.engine.lockstep import Lockstep
+from aioshm.engine.messages import (
+    Call,
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    SchedulerStats,
+    StartWave,
+    UtilityOutput,
+    error_output,
+    is_finished,
+    request_id_of,
+)
+from aioshm.engine.payloads import Frame, PayloadDecoder, PayloadEncoder
+from aioshm.errors import AioshmError, CodecError
+from aioshm.zeromq import LogLimiter
+
+logger = logging.getLogger("aioshm.engine")
+
+IDLE_STEP_S = 0.001
+"""How long to wait after a step that has brought nothing, unless something comes."""
+
+_LOG_INTERVAL_S = 10.0
+_ADD = EngineCoreRequestType.ADD.value
+_ABORT = EngineCoreRequestType.ABORT.value
+_START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
+_UTILITY = EngineCoreRequestType.UTILITY.value
+
+_OWN_METHODS = frozenset({"initialize", "add_request", "abort_requests", "step", "shutdown"})
+_encode_plain = msgspec.msgpack.Encoder().encode
+
+
+class EngineCore:
+    """Takes requests to an engine and its outputs back, see `run_engine_core`.
+
+    Args:
+        engine: The user's engine.
+        index: Its rank.
+        request_type: What requests are decoded as; None for plain data.
+        options: ``max_message_bytes`` holds here.
+    """
+
+    def __init__(self, engine: Any, index: int, *, request_type: Any = None, options: Options | None = None) -> None:
+        self._max_bytes = (options or Options.from_env()).max_message_bytes
+        self._engine = engine
+        self._index = index
+        self._sockets: CoreSockets | None = None
+        self._encode = PayloadEncoder(self._max_bytes).encode
+        self._decode_request = PayloadDecoder(request_type).decode
+        self._decode = PayloadDecoder().decode
+        self._inbox: deque[tuple[int, list[Frame]]] = deque()
+        self._clients: dict[str, int] = {}  # of the requests that are open
+        self._answering: set[asyncio.Task[None]] = set()
+        self._waiter: asyncio.Future[None] | None = None
+        self._counts: Any = None
+        self._lockstep = Lockstep(index) if hasattr(engine, "has_unfinished_dp") else None
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+
+    async def initialize(self, metadata: EngineHandshakeMetadata) -> dict[str, Any]:
+        """Initialise the engine, connect to the front ends and register there; return the fields of READY."""
+        fields = dict(await _awaited(self._engine.initialize(metadata)) or {})
+        self._sockets = CoreSockets(self._index, metadata.addresses, self._arrived, self._max_bytes)
+        await self._sockets.register(_encode_plain(fields) if fields else b"")
+        return fields
+
+    async def run(self) -> None:
+        """Serve until this is cancelled, or a step fails."""
+        engine = self._engine
+        while True:
+            while self._inbox:
+                await self._handle(*self._inbox.popleft())
+            self._report_counts()
+            if not self._has_work():
+                await self._wait(None)
+                continue
+            outputs = await _awaited(self._step())
+            sent = bool(outputs) and self._send_outputs(outputs)
+            if self._lockstep is not None:
+                unfinished = await _awaited(engine.has_unfinished_dp(bool(self._clients)))
+                self._report_wave(complete=self._lockstep.stepped(unfinished))
+            self._report_counts()
+            if sent:
+                await asyncio.sleep(0)  # the sockets' turn, and that of whoever wants this to end
+            else:
+                await self._wait(IDLE_STEP_S)
+
+    async def aclose(self) -> None:
+        """Tell the front ends that the engine is dead, close the sockets, and shut the engine down."""
+        for task in self._answering:
+            task.cancel()
+        try:
+            if self._sockets is not None:
+                self._sockets.send_dead()
+                await self._sockets.aclose()
+        finally:
+            shutdown = getattr(self._engine, "shutdown", None)
+            if shutdown is not None:
+                await _awaited(shutdown())
+
+    # Its turns
+
+    def _has_work(self) -> bool:
+        if self._clients or (self._lockstep is not None and self._lockstep.running):
+            return True
+        has_work = getattr(self._engine, "has_work", None)
+        return has_work is not None and bool(has_work())
+
+    def _step(self) -> Any:
+        if not self._clients and self._lockstep is not None and hasattr(self._engine, "execute_dummy_batch"):
+            return self._engine.execute_dummy_batch()
+        return self._engine.step()
+
+    async def _wait(self, seconds: float | None) -> None:
+        """Wait until something has come, for so long at most."""
+        if self._inbox:
+            return
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        timer = None if seconds is None else loop.call_later(seconds, _set, waiter)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _arrived(self, client: int, frames: list[Frame]) -> None:
+        self._inbox.append((client, frames))
+        if self._waiter is not None:
+            _set(self._waiter)
+
+    # What comes
+
+    async def _handle(self, client: int, frames: list[Frame]) -> None:
+        kind, payload = frames[0], frames[1:]
+        try:
+            if not payload:
+                raise CodecError(f"a message of {len(frames)} frames")
+            if client == COORDINATOR:
+                self._start_wave(kind, payload)
+            elif kind == _ADD:
+                await self._add(client, payload)
+            elif kind == _ABORT:
+                await self._abort(client, payload)
+            elif kind == _UTILITY:
+                self._call(client, payload)
+            else:
+                raise CodecError(f"a message of type {bytes(kind[:8])!r}")
+        except CodecError as error:
+            who = "the coordinator" if client == COORDINATOR else f"client {client}"
+            self._complain("engine %d ignores a message from %s: %s", self._index, who, error)
+
+    async def _add(self, client: int, payload: list[Frame]) -> None:
+        try:
+            request = self._decode_request(payload)
+            request_id = request_id_of(request)
+        except CodecError as error:
+            request_id = request_id_of(self._decode(payload))  # or nobody can be told
+            self._refuse(client, request_id, str(error))
+            return
+        if request_id in self._clients:
+            self._complain("engine %d: request_id %r is in use, and came again", self._index, request_id)
+            if self._clients[request_id] != client:
+                self._refuse(client, request_id, f"request_id {request_id!r} is that of another request in flight")
+            return
+        try:
+            await _awaited(self._engine.add_request(request))
+        except Exception as error:
+            logger.debug("engine %d has refused request %r", self._index, request_id, exc_info=True)
+            self._refuse(client, request_id, _text(error))
+            return
+        self._clients[request_id] = client
+        if self._lockstep is not None:
+            wave = getattr(request, "current_wave", 0)
+            self._report_wave(start=self._lockstep.add(wave if isinstance(wave, int) else 0))
+
+    async def _abort(self, client: int, payload: list[Frame]) -> None:
+        ids = self._decode(payload)
+        if not isinstance(ids, list):
+            raise CodecError(f"an abort of {type(ids).__qualname__}")
+        its_own = [each for each in ids if isinstance(each, str) and self._clients.get(each) == client]
+        if not its_own:
+            return
+        for request_id in its_own:
+            self._clients.pop(request_id, None)
+        try:
+            await _awaited(self._engine.abort_requests(its_own))
+        except Exception:
+            logger.exception("engine %d could not abort %s", self._index, its_own)
+        self._send(client, EngineCoreOutputs(self._index, finished_requests=set(its_own)))
+
+    def _call(self, client: int, payload: list[Frame]) -> None:
+        try:
+            call = msgspec.convert(self._decode(payload), Call)
+        except ValueError as error:
+            raise CodecError(f"no call: {error}") from None
+        name = call.method
+        try:
+            method = None if name.startswith("_") or name in _OWN_METHODS else getattr(self._engine, name, None)
+            if not callable(method):
+                raise AttributeError(f"the engine has no method {name!r} that may be called")
+            result = method(*_converted(method, call.args))
+        except Exception as error:
+            self._answer_failed(client, call, error)
+            return
+        if inspect.isawaitable(result):
+            task = asyncio.ensure_future(self._answer_later(client, call, result))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+        else:
+            self._answer(client, call, result)
+
+    async def _answer_later(self, client: int, call: Call, result: Any) -> None:
+        try:
+            value = await result
+        except Exception as error:
+            self._answer_failed(client, call, error)
+        else:
+            self._answer(client, call, value)
+
+    def _answer(self, client: int, call: Call, result: Any) -> None:
+        answer = UtilityOutput(call.call_id, None, (None, result))
+        try:
+            self._send(client, EngineCoreOutputs(self._index, utility_output=answer))
+        except CodecError as error:
+            self._answer_failed(client, call, error)
+
+    def _answer_failed(self, client: int, call: Call, error: Exception) -> None:
+        logger.debug("engine %d: a call of %s has failed", self._index, call.method, exc_info=error)
+        text = f"Call to {call.method} method failed: {_text(error)}"
+        self._send(client, EngineCoreOutputs(self._index, utility_output=UtilityOutput(call.call_id, text)))
+
+    def _start_wave(self, kind: Frame, payload: list[Frame]) -> None:
+        if kind != _START_DP_WAVE:
+            raise CodecError(f"a message of type {bytes(kind[:8])!r}")
+        try:
+            start = msgspec.convert(self._decode(payload), StartWave)
+        except ValueError as error:
+            raise CodecError(f"no wave: {error}") from None
+        if self._lockstep is not None:
+            self._lockstep.start(start)
+
+    # What leaves
+
+    def _send_outputs(self, outputs: Iterable[Any]) -> bool:
+        """Send each client what is for it; return whether there was anything."""
+        by_client: dict[int, tuple[list[Any], set[str]]] = {}
+        for output in outputs:
+            request_id = request_id_of(output)
+            client = self._clients.get(request_id)
+            if client is None:  # aborted meanwhile
+                continue
+            its_own, finished = by_client.setdefault(client, ([], set()))
+            its_own.append(output)
+            if is_finished(output):
+                finished.add(request_id)
+                del self._clients[request_id]
+        for client, (its_own, finished) in by_client.items():
+            self._send(client, EngineCoreOutputs(self._index, its_own, finished_requests=finished or None))
+        return bool(by_client)
+
+    def _send(self, client: int, envelope: EngineCoreOutputs[Any]) -> None:
+        assert self._sockets is not None
+        self._sockets.send(client, self._encode(envelope))
+
+    def _refuse(self, client: int, request_id: str, text: str) -> None:
+        """Send the last output of a request that has failed."""
+        make = getattr(self._engine, "error_output", error_output)
+        output = make(request_id, text)
+        self._send(client, EngineCoreOutputs(self._index, [output], finished_requests={request_id}))
+
+    def _report_counts(self) -> None:
+        """Tell the coordinator how much there is to do, if that has changed."""
+        if self._sockets is None or not self._sockets.coordinated:
+            return
+        counts = getattr(self._engine, "request_counts", None)
+        waiting, running = (0, len(self._clients)) if counts is None else counts()
+        if (waiting, running) != self._counts:
+            self._counts = waiting, running
+            stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
+            if self._lockstep is not None:
+                stats.step_counter, stats.current_wave = self._lockstep.step, self._lockstep.wave
+            self._send(COORDINATOR, EngineCoreOutputs(self._index, scheduler_stats=stats))
+
+    def _report_wave(self, *, start: int | None = None, complete: int | None = None) -> None:
+        if (start is not None or complete is not None) and self._sockets is not None and self._sockets.coordinated:
+            self._send(COORDINATOR, EngineCoreOutputs(self._index, wave_complete=complete, start_wave=start))
+
+    def _complain(self, text: str, *args: object) -> None:
+        held_back = self._limiter.admit()
+        if held_back is not None:
+            logger.warning(f"{text} (and %d more like this)", *args, held_back)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, AioshmError) else f"{type(error).__name__}: {error}"
+
+
+def _converted(method: Any, args: list[Any]) -> list[Any]:
+    """Return the arguments, with plain data turned into the structs that the method says it takes."""
+    try:
+        parameters = inspect.signature(method).parameters
+        hints = get_type_hints(method)
+    except (TypeError, ValueError, NameError):
+        return args
+    wanted = [hints.get(name) for name in parameters]
+    wanted += [None] * (len(args) - len(wanted))
+    return [
+        msgspec.convert(arg, kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else arg
+        for arg, kind in zip(args, wanted, strict=False)
+    ]

@@ -1,0 +1,146 @@
+"""An engine's sockets to its front ends and to the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import zmq
+
+from aioshm.engine.addresses import EngineZmqAddresses, identity
+from aioshm.engine.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL
+from aioshm.engine.payloads import Frame
+from aioshm.queue.sockets import BURST, Socket, Sockets
+from aioshm.wait.background import in_thread
+from aioshm.zeromq import Watch, attach, open_socket
+
+LINGER_MS = 2000
+"""How long the last messages may take to leave; it takes no time unless a front end is gone or stuck."""
+
+COORDINATOR = -1
+"""What stands for the coordinator where messages have a client's index."""
+
+_UNBOUNDED = 0  # what is in flight is bounded by the requests that are open, not by ZeroMQ
+
+
+class CoreSockets:
+    """For each client a DEALER for what it sends and a PUSH for what it gets; for the coordinator an XSUB and a PUSH.
+
+    Args:
+        index: The engine's rank.
+        addresses: Where to connect.
+        on_message: Gets the index of the client and the frames of what has come, on the loop.
+        max_bytes: Of a frame: whoever sends a larger one is disconnected.
+
+    Attributes:
+        coordinated: Whether there is a coordinator.
+
+    Raises:
+        OSError: An address is malformed.
+        ValueError: There are not as many inputs as outputs.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        addresses: EngineZmqAddresses,
+        on_message: Callable[[int, list[Frame]], None],
+        max_bytes: int,
+    ) -> None:
+        if len(addresses.inputs) != len(addresses.outputs):
+            raise ValueError(f"addresses must have as many inputs as outputs, and have {addresses}")
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._max_bytes = max_bytes
+        self._sockets = Sockets()
+        self._watches: list[Watch] = []
+        self._closed = False
+        self._identity = identity(index)
+        self._ready = self._loop.create_future()
+        self.coordinated = addresses.coordinator_input is not None and addresses.coordinator_output is not None
+        try:
+            self._inputs = [self._open(zmq.DEALER, address) for address in addresses.inputs]
+            self._outputs = [self._open(zmq.PUSH, address) for address in addresses.outputs]
+            if self.coordinated:
+                self._subscription = self._open(zmq.XSUB, addresses.coordinator_input or "")
+                self._reports = self._open(zmq.PUSH, addresses.coordinator_output or "")
+        except BaseException:
+            self._sockets.close()
+            raise
+
+    @property
+    def n_clients(self) -> int:
+        """How many clients there are."""
+        return len(self._inputs)
+
+    async def register(self, payload: bytes) -> None:
+        """Tell every front end that the engine is there, and read what they send from now on.
+
+        Returns when the coordinator, if there is one, has heard of all engines: before that, waves would start without
+        some of them.
+
+        Args:
+            payload: What front ends are told.
+        """
+        if self.coordinated:
+            self._subscription.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
+        for client, socket in enumerate(self._inputs):
+            socket.send(payload, zmq.NOBLOCK)
+            self._watch(socket, client)
+        if self.coordinated:
+            self._watch(self._subscription, COORDINATOR)
+            await self._ready
+
+    def send(self, client: int, frames: list[Frame]) -> None:
+        """Send something to a client, or to the coordinator."""
+        socket = self._reports if client == COORDINATOR else self._outputs[client]
+        if len(frames) == 1:
+            socket.send(frames[0], zmq.NOBLOCK)
+        else:
+            socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def send_dead(self) -> None:
+        """Tell every client that this engine is no more."""
+        for socket in self._outputs:
+            socket.send(ENGINE_CORE_DEAD, zmq.NOBLOCK)
+
+    async def aclose(self) -> None:
+        """Close them once what was sent has left. Idempotent; goes on in a thread when it is cancelled."""
+        if not self._closed:
+            self._closed = True
+            for watch in self._watches:
+                watch.pause()
+            if not self._ready.done():
+                self._ready.cancel()
+            await in_thread(lambda: self._sockets.close(LINGER_MS))
+
+    def _open(self, kind: int, address: str) -> Socket:
+        socket = self._sockets.add(
+            open_socket(self._sockets.context, kind, address, bind=False, hwm=_UNBOUNDED, curve=None)
+        )
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
+        if kind == zmq.DEALER:
+            socket.setsockopt(zmq.ROUTING_ID, self._identity)
+        attach(socket, address, bind=False)
+        return socket
+
+    def _watch(self, socket: Socket, client: int) -> None:
+        self._watches.append(Watch(self._loop, socket, partial(self._read, socket, client)))
+
+    def _read(self, socket: Socket, client: int) -> None:
+        for _ in range(BURST):
+            if self._closed:
+                return
+            try:
+                frames: list[Frame] = [socket.recv(zmq.NOBLOCK)]
+            except zmq.ZMQError:
+                return
+            while socket.getsockopt(zmq.RCVMORE):
+                frames.append(socket.recv(zmq.NOBLOCK, copy=False).buffer)
+            if client == COORDINATOR and frames == [COORDINATOR_READY]:  # again whenever an engine has come
+                if not self._ready.done():
+                    self._ready.set_result(None)
+            else:
+                self._on_message(client, frames)
+        self._loop.call_soon(self._read, socket, client)

@@ -1,0 +1,142 @@
+"""What front ends and engines send each other once they have shaken hands. No I/O.
+
+To an engine, ROUTER to DEALER: the engine's identity, a type byte, the payload's frames (see payloads.py)
+
+    ADD            00  the request
+    ABORT          01  the ids of requests
+    START_DP_WAVE  02  [wave, exclude_engine_index], only from the coordinator
+    UTILITY        03  [client_index, call_id, method, args]
+
+and back, PUSH to PULL, an envelope, or the one frame `ENGINE_CORE_DEAD`. The names and the forms are the field's.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from time import monotonic
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from aioshm.errors import CodecError
+
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+COORDINATOR_READY = b"READY"
+SUBSCRIBE_TO_ALL = b"\x01"
+"""What an XSUB socket sends to get everything."""
+
+FINISH_REASON = 5
+"""Where the field's outputs, which are arrays, say why they are the last ones; the first is the request's id."""
+
+Output = TypeVar("Output")
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+
+
+class EngineCoreRequestType(Enum):
+    """The type byte of what an engine is sent."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    START_DP_WAVE = b"\x02"
+    UTILITY = b"\x03"
+
+
+class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
+    """The answer to a call.
+
+    Attributes:
+        call_id: Of the call.
+        failure_message: Why it failed; None if it did not.
+        result: What the method returned, and before it what the field says about its type, which is not used here.
+    """
+
+    call_id: int
+    failure_message: str | None = None
+    result: tuple[Any, Any] | None = None
+
+
+class SchedulerStats(msgspec.Struct):
+    """How much an engine has to do: those of the field's statistics that requests are distributed by."""
+
+    num_running_reqs: _Number = 0
+    num_waiting_reqs: _Number = 0
+    step_counter: _Number = 0
+    current_wave: _Number = 0
+    kv_cache_usage: float = 0.0
+
+
+class EngineCoreOutputs(msgspec.Struct, Generic[Output], array_like=True, omit_defaults=True, gc=False):
+    """The envelope of what an engine sends.
+
+    Attributes:
+        engine_index: The engine's rank.
+        outputs: Of requests.
+        scheduler_stats: Left to whoever reads it.
+        timestamp: When it was sent, by the engine's monotonic clock.
+        utility_output: The answer to a call.
+        finished_requests: The ids of requests that have come to an end.
+        wave_complete: The wave that has, to the coordinator.
+        start_wave: The wave that the engine starts, to the coordinator.
+    """
+
+    engine_index: int = 0
+    outputs: list[Output] = []
+    scheduler_stats: Any = None
+    timestamp: float = 0.0
+    utility_output: UtilityOutput | None = None
+    finished_requests: set[str] | None = None
+    wave_complete: int | None = None
+    start_wave: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.timestamp:
+            self.timestamp = monotonic()
+
+
+class Call(NamedTuple):
+    """A call, as an engine gets it."""
+
+    client_index: int
+    call_id: int
+    method: str
+    args: list[Any]
+
+
+class StartWave(NamedTuple):
+    """What the coordinator tells engines: to run, except for the one that runs already."""
+
+    wave: _Number
+    exclude: int | None
+
+
+def request_id_of(payload: Any) -> str:
+    """Return the id of a request, or of what an output belongs to: an attribute, a key, or the first of an array.
+
+    Raises:
+        CodecError: It has none.
+    """
+    kind = type(payload)
+    if kind is dict:
+        found = payload.get("request_id")
+    elif kind is list or kind is tuple:
+        found = payload[0] if payload else None
+    else:
+        found = getattr(payload, "request_id", None)
+    if type(found) is not str:
+        raise CodecError(f"{kind.__qualname__} has no request_id that is a string, but {found!r}")
+    return found
+
+
+def is_finished(output: Any) -> bool:
+    """Tell whether an output is its request's last one: it has a ``finish_reason``, or says that it is ``finished``."""
+    kind = type(output)
+    if kind is dict:
+        return output.get("finish_reason") is not None or bool(output.get("finished"))
+    if kind is list or kind is tuple:
+        return len(output) > FINISH_REASON and output[FINISH_REASON] is not None
+    return getattr(output, "finish_reason", None) is not None or bool(getattr(output, "finished", False))
+
+
+def error_output(request_id: str, message: str) -> dict[str, str]:
+    """Return the last output of a request that has failed, as an engine sends it that has no other form for it."""
+    return {"request_id": request_id, "finish_reason": "error", "error": message}

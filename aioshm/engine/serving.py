@@ -1,0 +1,108 @@
+"""What an engine's process runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aioshm.config import Options
+from aioshm.engine.core import EngineCore
+from aioshm.engine.joining import shake_hands
+
+
+async def run_engine_core(
+    engine: Any,
+    handshake_address: str,
+    index: int,
+    *,
+    local: bool = True,
+    headless: bool = False,
+    request_type: Any = None,
+    options: Options | None = None,
+) -> None:
+    """Shake hands with the front end, and serve requests until the process is told to end.
+
+    ``engine`` is the user's own object. Each of its methods may be async, and those marked * may be missing:
+
+    * ``initialize(metadata) -> dict | None``: prepare; returns the fields of READY, such as ``num_gpu_blocks``.
+    * ``add_request(request)``: take a request; what it raises refuses that request.
+    * ``abort_requests(ids)``: drop requests; none of them is finished.
+    * ``step() -> outputs``: compute, while there are requests; returns an iterable of outputs, or None. An output has a
+      ``request_id``; its request's last one has a ``finish_reason``, or is ``finished``.
+    * ``has_work() -> bool``*: whether to step although no request is open; never async.
+    * ``request_counts() -> (waiting, running)``*: for the coordinator; never async.
+    * ``error_output(request_id, message) -> output``*: the form of a refused request's output; never async. Without,
+      it is a map ``{request_id, finish_reason: "error", error: message}``.
+    * ``has_unfinished_dp(unfinished) -> bool``*: whether any engine has work, agreed with the others. An engine that
+      has this works in lockstep with them: it steps while one of them has work, if it has none itself by calling
+      ``execute_dummy_batch()``*.
+    * ``shutdown()``*: give back what it holds, at the end.
+    * whatever a client may ``call``: any other method whose name does not begin with an underscore.
+
+    No two of them run at once, except for async methods that a client calls: these run beside everything else. So the
+    engine needs no locks. A step that is not async holds up the loop, and what has come waits until it is over;
+    ZeroMQ's own thread receives it meanwhile.
+
+    When a step fails, or the process gets SIGTERM, or this is cancelled, every client is told that the engine is dead.
+    After SIGTERM this returns; otherwise it raises, and if nobody catches that, the process ends with an exit code
+    other than 0.
+
+    Args:
+        engine: The engine.
+        handshake_address: Where the front end listens.
+        index: The engine's rank.
+        local: Whether it runs on the front end's host.
+        headless: Whether there is no front end beside it.
+        request_type: What requests are decoded as, any type that msgspec knows; None for plain data.
+        options: ``max_message_bytes`` holds here; None: as the environment says.
+
+    Raises:
+        HandshakeError: What the front end said is not understood.
+        TimeoutError: It did not answer.
+        Exception: Whatever the engine has raised in ``initialize`` or ``step``.
+    """
+    core = EngineCore(engine, index, request_type=request_type, options=options)
+    with _terminated_by_sigterm() as terminated:
+        try:
+            try:
+                await shake_hands(handshake_address, index, local=local, headless=headless, initialize=core.initialize)
+                await core.run()
+            finally:
+                await core.aclose()
+        except asyncio.CancelledError:
+            if not terminated():
+                raise
+
+
+@contextmanager
+def _terminated_by_sigterm() -> Iterator[Any]:
+    """Let SIGTERM cancel this task; yields what tells whether it has, and takes that back.
+
+    Only where nobody else has a use for it: in the main thread, and if it would end the process otherwise.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    came = False
+
+    def end() -> None:
+        nonlocal came
+        if not came:
+            came = True
+            task.cancel("SIGTERM")
+
+    def terminated() -> bool:
+        return came and task.uncancel() == 0
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    ours = in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        loop.add_signal_handler(signal.SIGTERM, end)
+    try:
+        yield terminated
+    finally:
+        if ours:
+            loop.remove_signal_handler(signal.SIGTERM)

@@ -1,0 +1,109 @@
+"""The outputs of one request, as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, Self, TypeVar
+
+from aioshm.errors import RoleError
+
+Output = TypeVar("Output")
+
+
+class Inbox:
+    """What has come for a request and was not taken yet.
+
+    The client has this, and its user an `OutputStream`, so that the latter can be forgotten.
+
+    Attributes:
+        position: Of the engine that has the request.
+        ended: Whether no more will come.
+        error: Why, if that is not because the request is finished.
+    """
+
+    __slots__ = ("ended", "error", "outputs", "position", "waiter")
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.outputs: deque[Any] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+        self.ended = False
+        self.error: Callable[[], Exception] | None = None
+
+    def put(self, output: Any) -> None:
+        """Add an output."""
+        self.outputs.append(output)
+        self._wake()
+
+    def end(self, error: Callable[[], Exception] | None = None) -> None:
+        """Let nothing come any more."""
+        self.ended, self.error = True, error
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter = self.waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class OutputStream(AsyncIterator[Output], Generic[Output]):
+    """The outputs of one request: ``async for`` gets them; it ends after the last one.
+
+    Whoever leaves it before that, by breaking off, by being cancelled in it, or with `aclose`, aborts the request.
+
+    Attributes:
+        request_id: Of the request.
+        engine: The rank of the engine that has it.
+    """
+
+    __slots__ = ("_inbox", "_leave", "engine", "request_id")
+
+    def __init__(self, request_id: str, engine: int, inbox: Inbox, leave: Callable[[str, Inbox], None]) -> None:
+        self.request_id = request_id
+        self.engine = engine
+        self._inbox = inbox
+        self._leave = leave
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        """Wait for the next output.
+
+        Raises:
+            EngineDead: An engine is gone.
+            RequestFailed: The engine has refused the request.
+            QueueClosed: The client was closed.
+            RoleError: Another task waits for the next output.
+        """
+        inbox = self._inbox
+        while not inbox.outputs:
+            if inbox.ended:
+                if inbox.error is not None:
+                    raise inbox.error()
+                raise StopAsyncIteration
+            if inbox.waiter is not None:
+                raise RoleError(f"two tasks wait for outputs of request {self.request_id!r}")
+            inbox.waiter = asyncio.get_running_loop().create_future()
+            try:
+                await inbox.waiter
+            except asyncio.CancelledError:
+                self._leave(self.request_id, inbox)
+                raise
+            finally:
+                inbox.waiter = None
+        output: Output = inbox.outputs.popleft()
+        return output
+
+    async def aclose(self) -> None:
+        """Abort the request unless it is finished. Idempotent."""
+        self._leave(self.request_id, self._inbox)
+
+    def __del__(self) -> None:
+        if not self._inbox.ended:
+            self._leave(self.request_id, self._inbox)
+
+    def __repr__(self) -> str:
+        return f"<OutputStream of request {self.request_id!r} at engine {self.engine}>"
