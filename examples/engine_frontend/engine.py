@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from itertools import islice
-from typing import Any
-
-import msgspec
-import torch
-from engine_frontend.messages import Generation, Progress
-from engine_frontend.model import END, Chunk, Config
-from engine_frontend.workers import ModelWorker
+from typing import TYPE_CHECKING, Any
 
 from aioshm.engine import EngineHandshakeMetadata, WorkerGroup, run_engine_core
+from engine_frontend.batch import Chunk, Config
+from engine_frontend.messages import Generation, Progress
+from engine_frontend.text import END, VOCABULARY
+
+if TYPE_CHECKING:
+    from engine_frontend.workers import ModelWorker
 
 MAX_BATCH = 32
 """How many requests a step is for; the others wait."""
+
+
+def make_worker(config: Config, size: int, rank: int) -> ModelWorker:
+    """Make a rank of the model, in its own process."""
+    from engine_frontend.workers import (
+        ModelWorker,
+    )  # only here: nobody else needs torch, which takes a second to import
+
+    return ModelWorker(config, size, rank)
 
 
 class Engine:
@@ -23,22 +32,22 @@ class Engine:
 
     def __init__(self, n_workers: int, config: Config) -> None:
         self._config = config
-        self._group = WorkerGroup(ModelWorker, n_workers, args=(config, n_workers))
+        self._group = WorkerGroup(make_worker, n_workers, args=(config, n_workers))
         self._requests: dict[str, Generation] = {}
-        self._done: dict[str, int] = {}  # how many tokens of a request the workers know
+        self._done: dict[str, int] = {}  # how many tokens of each the workers know
         self._forget: list[str] = []
+        self._finished = self._aborted = 0
 
     async def initialize(self, metadata: EngineHandshakeMetadata) -> dict[str, Any]:
         await self._group.__aenter__()
         await self._group.collective_rpc("connect", (await self._group.collective_rpc("open"),))
         return {"max_model_len": self._config.context, "workers": self._group.pids}
 
-    async def aclose(self) -> None:
+    async def shutdown(self) -> None:
         await self._group.aclose()
 
-    def add_request(self, request: Any) -> None:
-        wanted = msgspec.convert(request, Generation)
-        if not wanted.tokens or not all(0 <= token < self._config.vocabulary for token in wanted.tokens):
+    def add_request(self, wanted: Generation) -> None:
+        if not wanted.tokens or not all(0 <= token < VOCABULARY for token in wanted.tokens):
             raise ValueError("a request needs tokens, all of the vocabulary")
         if len(wanted.tokens) + wanted.max_tokens > self._config.context:
             raise ValueError(f"prompt and max_tokens must not have more than {self._config.context} tokens together")
@@ -48,8 +57,13 @@ class Engine:
 
     def abort_requests(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            if self._requests.pop(request_id, None) is not None:
-                self._forget.append(request_id)
+            self._end(request_id)
+            self._aborted += 1
+
+    def _end(self, request_id: str) -> None:
+        del self._requests[request_id]
+        del self._done[request_id]
+        self._forget.append(request_id)
 
     async def step(self) -> list[Progress]:
         batch = [
@@ -59,49 +73,30 @@ class Engine:
         ]
         if not batch:
             return []
-        logits = await self._forward(batch)
+        forget, self._forget = self._forget, []
+        ranks = await self._group.collective_rpc("step", (batch, forget))
         outputs = []
-        for chunk, token in zip(batch, logits.argmax(1).tolist(), strict=True):
-            request = self._requests.get(chunk.request_id)
-            if request is None:  # aborted meanwhile
-                continue
+        for chunk, *candidates in zip(batch, *ranks, strict=True):
+            token = -max(candidates).minus_token
+            request = self._requests[chunk.request_id]  # requests are only aborted between steps
             request.tokens.append(token)
             self._done[chunk.request_id] = chunk.start + len(chunk.tokens)
             reason = "stop" if token == END else "length" if len(request.tokens) == request.max_tokens else None
             outputs.append(Progress(chunk.request_id, [token], reason))
             if reason is not None:
-                self.abort_requests([chunk.request_id])
+                self._end(chunk.request_id)
+                self._finished += 1
         return outputs
 
-    async def _forward(self, batch: list[Chunk]) -> torch.Tensor:
-        forget, self._forget = self._forget, []
-        for request_id in forget:
-            self._done.pop(request_id, None)
-        return torch.cat(await self._group.collective_rpc("step", (batch, forget)), 1)
+    # What the front end calls
 
-    # What the front end may call
-
-    async def logits(self, tokens: list[int]) -> list[float]:
-        """Return the logits for what follows the tokens."""
-        request_id = f"logits of {len(tokens)} tokens"
-        row: list[float] = (await self._forward([Chunk(request_id, 0, tokens)]))[0].tolist()
-        self._forget.append(request_id)
-        return row
-
-    def running(self) -> list[str]:
-        """Return the ids of the requests that the engine has."""
-        return list(self._requests)
+    def status(self) -> dict[str, int]:
+        """Return how many requests the engine has, and how many have come to an end, or were aborted, so far."""
+        return {"requests": len(self._requests), "finished": self._finished, "aborted": self._aborted}
 
 
 def run(n_workers: int, handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
     """Run an engine; what each process of a `CoreEngineProcManager` does."""
 
-    async def work() -> None:
-        engine = Engine(n_workers, Config())
-        try:
-            await run_engine_core(engine, handshake_address, dp_rank)
-        finally:
-            await engine.aclose()
-
-    torch.set_num_threads(1)
-    asyncio.run(work())
+    engine = Engine(n_workers, Config())
+    asyncio.run(run_engine_core(engine, handshake_address, dp_rank, request_type=Generation))

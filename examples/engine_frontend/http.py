@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Annotated, Any
 
 import msgspec
-from engine_frontend.messages import Generation, Progress
-from engine_frontend.model import decode, encode
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from aioshm import EngineDead, RequestFailed
 from aioshm.engine import EngineClient
+from aioshm.errors import EngineDead, RequestFailed
+from engine_frontend.messages import Generation, Progress
+from engine_frontend.text import decode, encode
 
 MODEL = "nonsense"
 MAX_BODY_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class Refused(Exception):
         self.content = {"error": {"message": message, "type": kind}}
 
 
-def make_app(client: EngineClient, health: Callable[[], dict[str, Any]]) -> Starlette:
+def make_app(client: EngineClient, health: Callable[[], Awaitable[dict[str, Any]]]) -> Starlette:
     """Return the application.
 
     Args:
@@ -49,7 +49,7 @@ def make_app(client: EngineClient, health: Callable[[], dict[str, Any]]) -> Star
     """
 
     async def tell_health(_: Request) -> Response:
-        state = health()
+        state = await health()
         return JSONResponse(state, 200 if state["status"] == "ok" else 503)
 
     return Starlette(
@@ -89,7 +89,7 @@ class Completions:
         content["usage"] = {"prompt_tokens": len(request.tokens), "completion_tokens": len(tokens)}
         await _send_json(content, send)
 
-    async def _outputs(self, request: Generation) -> AsyncIterator[Progress]:
+    async def _outputs(self, request: Generation) -> AsyncGenerator[Progress, None]:
         try:
             async with aclosing(self._client.submit(request)) as outputs:
                 async for output in outputs:

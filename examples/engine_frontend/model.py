@@ -8,39 +8,17 @@ last layer is cut by its columns, too: the ranks' logits are put one after the o
 from __future__ import annotations
 
 import math
-import string
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-ALPHABET = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " "))
-END = len(ALPHABET)
-"""The token that ends a text."""
+from engine_frontend.batch import Chunk, Config
+from engine_frontend.text import END, VOCABULARY
 
 Sum = Callable[[Tensor], Awaitable[Tensor]]
 """Adds what every rank has, and gives each the whole."""
-
-
-@dataclass(frozen=True)
-class Config:
-    vocabulary: int = len(ALPHABET) + 1
-    width: int = 64
-    heads: int = 4
-    hidden: int = 256
-    layers: int = 2
-    context: int = 256
-    seed: int = 1
-
-
-class Chunk(NamedTuple):
-    """The tokens of one request that a step is about: all of its prompt, or the one that came last."""
-
-    request_id: str
-    start: int
-    tokens: list[int]
 
 
 @dataclass
@@ -51,23 +29,19 @@ class Cache:
     values: list[Tensor] = field(default_factory=list)
 
 
-def encode(text: str) -> list[int]:
-    return [ALPHABET.find(letter if letter in ALPHABET else "?") for letter in text]
-
-
-def decode(tokens: Sequence[int]) -> str:
-    return "".join(ALPHABET[token] for token in tokens if token != END)
-
-
 def make_weights(config: Config) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(config.seed)
-    shapes = {"tokens": (config.vocabulary, config.width), "positions": (config.context, config.width)}
+    shapes = {"tokens": (VOCABULARY, config.width), "positions": (config.context, config.width)}
     for layer in range(config.layers):
         shapes |= {f"{layer}.{name}": (config.width, config.width) for name in ("query", "key", "value", "out")}
         shapes |= {f"{layer}.up": (config.hidden, config.width), f"{layer}.down": (config.width, config.hidden)}
-    shapes["head"] = (config.vocabulary, config.width)
+    shapes["head"] = (VOCABULARY, config.width)
     # The deviation of a layer with many inputs: high enough for texts that do not end in repetitions.
-    return {name: torch.randn(shape, generator=generator) * 2 / math.sqrt(shape[1]) for name, shape in shapes.items()}
+    weights = {
+        name: torch.randn(shape, generator=generator) * 2 / math.sqrt(shape[1]) for name, shape in shapes.items()
+    }
+    weights["head"][END] /= 4  # or texts would end very soon
+    return weights
 
 
 def shard(weights: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
@@ -83,7 +57,11 @@ def shard(weights: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]
 
 
 class Model:
-    """One rank of the model; with a size of 1, all of it."""
+    """One rank of the model; with a size of 1, all of it.
+
+    Attributes:
+        first_token: The token that the first column of its logits is about.
+    """
 
     def __init__(self, config: Config, rank: int = 0, size: int = 1) -> None:
         if config.heads % size or config.hidden % size:
@@ -91,6 +69,7 @@ class Model:
         self.config = config
         self._weights = shard(make_weights(config), rank, size)
         self._heads = config.heads // size
+        self.first_token = sum(len(part) for part in torch.arange(VOCABULARY).tensor_split(size)[:rank])
         self._caches: dict[str, Cache] = {}
 
     async def forward(self, batch: Sequence[Chunk], add: Sum) -> Tensor:
@@ -121,10 +100,10 @@ class Model:
 
     def _attend(self, layer: int, state: Tensor, batch: Sequence[Chunk]) -> Tensor:
         names = (f"{layer}.query", f"{layer}.key", f"{layer}.value")
-        query, key, value = ((state @ self._weights[name].T).unflatten(-1, (self._heads, -1)) for name in names)
-        results = []
-        for number, part in enumerate(torch.arange(len(state)).split([len(chunk.tokens) for chunk in batch])):
-            chunk = batch[number]
+        query, key, value = ((state @ self._weights[name].T).view(len(state), self._heads, -1) for name in names)
+        results, end = [], 0
+        for chunk in batch:
+            part = slice(end, end := end + len(chunk.tokens))
             cache = self._caches.setdefault(chunk.request_id, Cache())
             if chunk.start == 0 and layer == 0:
                 cache.keys, cache.values = [], []

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 import torch
-from engine_frontend.model import Chunk, Config, Model
 from torch import Tensor
 
 from aioshm import Handle, MessageQueue
+from engine_frontend.batch import Best, Chunk, Config
+from engine_frontend.model import Model
 
 CHUNK_BYTES, CHUNKS = 1 << 18, 8
 
@@ -40,11 +41,19 @@ class ModelWorker:
         if self._mine is not None:
             await asyncio.gather(*(queue.wait_until_ready() for queue in (self._mine, *self._others.values())))
 
-    async def step(self, batch: Sequence[Chunk], finished: Sequence[str]) -> Tensor:
-        """Forget requests, then return this rank's logits for what follows each chunk."""
+    async def step(self, batch: Sequence[Chunk], finished: Sequence[str]) -> list[Best]:
+        """Forget requests, then return this rank's best token for what follows each chunk."""
         self._model.forget(finished)
+        best = (await self.logits(batch)).max(1)
+        return [
+            Best(logit, -(self._model.first_token + index))
+            for logit, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+
+    async def logits(self, batch: Sequence[Chunk]) -> Tensor:
+        """Return this rank's logits for what follows each chunk."""
         with torch.inference_mode():
-            return await self._model.forward([Chunk(*chunk) for chunk in batch], self._add)
+            return await self._model.forward(batch, self._add)
 
     def kept(self) -> list[str]:
         return self._model.kept()
