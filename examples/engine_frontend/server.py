@@ -63,7 +63,6 @@ async def serve_http(client: EngineClient, manager: CoreEngineProcManager, host:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:  # a port of 0 is the kernel's choice
         config = uvicorn.Config(make_app(client, health), log_level="warning", timeout_graceful_shutdown=5)
-        print(f"serving on http://{host}:{listener.getsockname()[1]}", flush=True)
         await _Server(config).serve([listener])
 
 
@@ -81,6 +80,12 @@ class _Server(uvicorn.Server):
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            host, port = listener.getsockname()[:2]
+            print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
 async def describe(client: EngineClient, manager: CoreEngineProcManager) -> dict[str, Any]:
