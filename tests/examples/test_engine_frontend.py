@@ -209,7 +209,7 @@ def test_ended_it_leaves_nothing() -> None:
     try:
         pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
         assert server.end() == (0, "")
-        assert not any(map(psutil.pid_exists, pids))
+        eventually(lambda: not any(map(psutil.pid_exists, pids)), f"the end of {pids}")
     finally:
         server.close()
 
