@@ -7,6 +7,7 @@ import logging
 import secrets
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import count
 from types import TracebackType
@@ -123,6 +124,16 @@ class EngineClient:
     def __repr__(self) -> str:
         return f"<EngineClient {self._index} of engines {self._ranks}, {len(self._inboxes)} requests in flight>"
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the engines."""
+        return self._ranks.copy()
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are in flight."""
+        return len(self._inboxes)
+
     # Its life
 
     async def __aenter__(self) -> Self:
@@ -146,16 +157,17 @@ class EngineClient:
         self._settled = asyncio.Event()
         self._thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
+        this: EngineClient = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten client shall end
         self._sockets = ClientSockets(
             self.addresses.inputs[self._index],
             self.addresses.outputs[self._index],
-            self,
+            this,
             max_bytes=self._options.max_message_bytes,
             silence_s=self._options.remote_timeout,
         )
         self.addresses.inputs[self._index] = self._sockets.input_address
         self.addresses.outputs[self._index] = self._sockets.output_address
-        self._liveness = Liveness(self._die)
+        self._liveness = Liveness(lambda error: this._die(error))
 
     def watch(self, manager: WatchedManager | None = None, processes: Iterable[WatchedProcess] = ()) -> None:
         """Take the end of these processes for the death of an engine, however well they end.
@@ -221,7 +233,7 @@ class EngineClient:
 
         Args:
             request: Has a ``request_id``, a string that no other request in flight has, as an attribute, a key, or the
-                first of an array.
+                first of an array. Do not use that of an aborted one again: what was on its way may still come.
             engine: The rank of the engine that gets it; None: the one with the least to do.
 
         Raises:

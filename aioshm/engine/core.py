@@ -147,6 +147,9 @@ class EngineCore:
     # What comes
 
     async def _handle(self, client: int, frames: list[Frame]) -> None:
+        if not frames:  # the client is gone
+            await self._drop([each for each, owner in self._clients.items() if owner == client])
+            return
         kind, payload = frames[0], frames[1:]
         try:
             if not payload:
@@ -194,15 +197,18 @@ class EngineCore:
         if not isinstance(ids, list):
             raise CodecError(f"an abort of {type(ids).__qualname__}")
         its_own = [each for each in ids if isinstance(each, str) and self._clients.get(each) == client]
-        if not its_own:
-            return
-        for request_id in its_own:
+        if its_own:
+            await self._drop(its_own)
+            self._send(client, EngineCoreOutputs(self._index, finished_requests=set(its_own)))
+
+    async def _drop(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
             self._clients.pop(request_id, None)
         try:
-            await _awaited(self._engine.abort_requests(its_own))
+            if request_ids:
+                await _awaited(self._engine.abort_requests(request_ids))
         except Exception:
-            logger.exception("engine %d could not abort %s", self._index, its_own)
-        self._send(client, EngineCoreOutputs(self._index, finished_requests=set(its_own)))
+            logger.exception("engine %d could not abort %s", self._index, request_ids)
 
     def _call(self, client: int, payload: list[Frame]) -> None:
         try:

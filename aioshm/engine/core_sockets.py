@@ -13,7 +13,7 @@ from aioshm.engine.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIB
 from aioshm.engine.payloads import Frame
 from aioshm.queue.sockets import BURST, Socket, Sockets
 from aioshm.wait.background import in_thread
-from aioshm.zeromq import Watch, attach, open_socket
+from aioshm.zeromq import Monitor, Watch, attach, open_socket
 
 LINGER_MS = 2000
 """How long the last messages may take to leave; it takes no time unless a front end is gone or stuck."""
@@ -30,7 +30,8 @@ class CoreSockets:
     Args:
         index: The engine's rank.
         addresses: Where to connect.
-        on_message: Gets the index of the client and the frames of what has come, on the loop.
+        on_message: Gets the index of the client and the frames of what has come, on the loop; no frames when the client
+            is gone.
         max_bytes: Of a frame: whoever sends a larger one is disconnected.
 
     Attributes:
@@ -57,6 +58,10 @@ class CoreSockets:
         self._watches: list[Watch] = []
         self._closed = False
         self._identity = identity(index)
+        self._addresses = addresses
+        self._gone: set[int] = set()
+        self._registration = b""
+        self._monitors: list[Monitor] = []
         self._ready = self._loop.create_future()
         self.coordinated = addresses.coordinator_input is not None and addresses.coordinator_output is not None
         try:
@@ -66,34 +71,33 @@ class CoreSockets:
                 self._subscription = self._open(zmq.XSUB, addresses.coordinator_input or "")
                 self._reports = self._open(zmq.PUSH, addresses.coordinator_output or "")
         except BaseException:
-            self._sockets.close()
+            self._close(0)
             raise
-
-    @property
-    def n_clients(self) -> int:
-        """How many clients there are."""
-        return len(self._inputs)
 
     async def register(self, payload: bytes) -> None:
         """Tell every front end that the engine is there, and read what they send from now on.
 
-        Returns when the coordinator, if there is one, has heard of all engines: before that, waves would start without
-        some of them.
+        One that comes back, or whose successor does, is told again. Returns when the coordinator, if there is one, has
+        heard of all engines: before that, waves would start without some of them.
 
         Args:
             payload: What front ends are told.
         """
+        self._registration = payload
         if self.coordinated:
             self._subscription.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
         for client, socket in enumerate(self._inputs):
             socket.send(payload, zmq.NOBLOCK)
-            self._watch(socket, client)
+            self._watch(socket, partial(self._read, socket, client))
+            self._watch(self._monitors[client].pair, partial(self._read_monitor, client))
         if self.coordinated:
-            self._watch(self._subscription, COORDINATOR)
+            self._watch(self._subscription, partial(self._read, self._subscription, COORDINATOR))
             await self._ready
 
     def send(self, client: int, frames: list[Frame]) -> None:
-        """Send something to a client, or to the coordinator."""
+        """Send something to a client, or to the coordinator; to a client that is gone nothing is sent."""
+        if client in self._gone:
+            return
         socket = self._reports if client == COORDINATOR else self._outputs[client]
         if len(frames) == 1:
             socket.send(frames[0], zmq.NOBLOCK)
@@ -102,8 +106,8 @@ class CoreSockets:
 
     def send_dead(self) -> None:
         """Tell every client that this engine is no more."""
-        for socket in self._outputs:
-            socket.send(ENGINE_CORE_DEAD, zmq.NOBLOCK)
+        for client in range(len(self._outputs)):
+            self.send(client, [ENGINE_CORE_DEAD])
 
     async def aclose(self) -> None:
         """Close them once what was sent has left. Idempotent; goes on in a thread when it is cancelled."""
@@ -113,7 +117,12 @@ class CoreSockets:
                 watch.pause()
             if not self._ready.done():
                 self._ready.cancel()
-            await in_thread(lambda: self._sockets.close(LINGER_MS))
+            await in_thread(lambda: self._close(LINGER_MS))
+
+    def _close(self, linger_ms: int) -> None:
+        for monitor in self._monitors:
+            monitor.close()
+        self._sockets.close(linger_ms)
 
     def _open(self, kind: int, address: str) -> Socket:
         socket = self._sockets.add(
@@ -122,11 +131,25 @@ class CoreSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.ROUTING_ID, self._identity)
+            self._monitors.append(Monitor(socket))
         attach(socket, address, bind=False)
         return socket
 
-    def _watch(self, socket: Socket, client: int) -> None:
-        self._watches.append(Watch(self._loop, socket, partial(self._read, socket, client)))
+    def _watch(self, socket: Socket, callback: Callable[[], None]) -> None:
+        self._watches.append(Watch(self._loop, socket, callback))
+
+    def _read_monitor(self, client: int) -> None:
+        if self._closed:
+            return
+        for kind, _ in self._monitors[client].events():
+            if kind == zmq.EVENT_DISCONNECTED and client not in self._gone:
+                self._gone.add(client)
+                self._outputs[client].close(linger=0)  # with what it has not got
+                self._on_message(client, [])
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and client in self._gone:
+                self._gone.discard(client)
+                self._outputs[client] = self._open(zmq.PUSH, self._addresses.outputs[client])
+                self._inputs[client].send(self._registration, zmq.NOBLOCK)
 
     def _read(self, socket: Socket, client: int) -> None:
         for _ in range(BURST):

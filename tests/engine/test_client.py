@@ -1,0 +1,494 @@
+"""A client and engines in one loop: streams, calls, aborts, refusals, two clients, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
+
+from aioshm.config import Options
+from aioshm.engine import CoreEngine, EngineClient, EngineZmqAddresses, get_engine_client_zmq_addr
+from aioshm.errors import (
+    CallFailed,
+    CodecError,
+    EngineDead,
+    MessageTooLarge,
+    QueueClosed,
+    RequestFailed,
+    RoleError,
+)
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+
+class Output(msgspec.Struct):
+    request_id: str
+    token: int
+    finish_reason: str | None = None
+
+
+class Request(msgspec.Struct):
+    request_id: str
+    prompt: np.ndarray
+    client_index: int = -1
+    current_wave: int = -1
+
+
+class TestStreams:
+    @pytest.mark.parametrize("is_async", [False, True])
+    async def test_outputs_come_in_order_and_end(self, is_async: bool) -> None:
+        async with served(Engine(is_async=is_async)) as serving:
+            outputs = await collected(serving.client.submit(ask("a", 4)))
+            assert [output["token"] for output in outputs] == [0, 1, 2, 3]
+            assert outputs[-1]["finish_reason"] == "length"
+            assert serving.client.in_flight == 0
+
+    async def test_typed_outputs(self) -> None:
+        async with served(Engine(), output_type=Output) as serving:
+            assert await collected(serving.client.submit(ask("a", 2))) == [
+                Output("a", 0),
+                Output("a", 1, "length"),
+            ]
+
+    async def test_a_request_is_sent_at_once(self) -> None:
+        async with served(Engine()) as serving:
+            stream = serving.client.submit(ask("a", 1))
+            assert (stream.request_id, stream.engine) == ("a", 0)
+            await until(lambda: serving.engines[0].seen)
+            assert len(await collected(stream)) == 1
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+
+    async def test_many_at_once(self) -> None:
+        async with served(Engine(), Engine()) as serving:
+            streams = [serving.client.submit(ask(str(number), number % 5 + 1)) for number in range(100)]
+            for number, stream in enumerate(streams):
+                assert len(await collected(stream)) == number % 5 + 1
+            assert [len(engine.seen) for engine in serving.engines] == [50, 50]
+
+    async def test_a_request_for_one_engine(self) -> None:
+        async with served(Engine(), Engine()) as serving:
+            for number in range(3):
+                stream = serving.client.submit(ask(str(number)), engine=1)
+                assert stream.engine == 1
+                await collected(stream)
+            assert len(serving.engines[1].seen) == 3
+            with pytest.raises(ValueError, match="engine must be the rank of one of"):
+                serving.client.submit(ask("x"), engine=2)
+
+    async def test_arrays_and_tensors_travel(self) -> None:
+        class Mirror(Engine):
+            def add_request(self, request: Request) -> None:
+                assert type(request) is Request
+                assert (request.client_index, request.current_wave) == (0, 0)
+                halves = torch.arange(300, dtype=torch.bfloat16)
+                output = {
+                    "request_id": request.request_id,
+                    "twice": request.prompt * 2,
+                    "small": np.int8([1]),
+                    "halves": halves,
+                    "finished": True,
+                }
+                self.requests[request.request_id] = {"output": output}
+
+        async with served(Mirror(), request_type=Request, ) as serving:  # fmt: skip
+            prompt = np.arange(1000, dtype=np.float64).reshape(10, 100)
+            [output] = await collected(serving.client.submit(Request("a", prompt)))
+            assert np.array_equal(output["twice"], prompt * 2)
+            output["twice"][0] = 1  # one's own
+            assert output["small"].dtype == np.int8
+            assert torch.equal(output["halves"], torch.arange(300, dtype=torch.bfloat16))
+            given = await serving.client.call("give", {"array": prompt, "tensor": torch.ones(2)}, engine=0)
+            assert np.array_equal(given["array"], prompt)
+            assert torch.equal(given["tensor"], torch.ones(2))
+
+    async def test_two_tasks_cannot_share_a_stream(self) -> None:
+        async with served(Engine()) as serving:
+            stream = serving.client.submit(ask("a", None))
+            await anext(stream)
+            waiting = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0)
+            with pytest.raises(RoleError, match="two tasks"):
+                await anext(stream)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+
+
+class TestLeaving:
+    async def test_every_way_to_leave_aborts(self) -> None:
+        async with served(Engine()) as serving:
+            client, engine = serving.client, serving.engines[0]
+            async for _output in client.submit(ask("broken off", None)):
+                break
+            await until(lambda: engine.aborted == ["broken off"])
+
+            stream = client.submit(ask("closed", None))
+            await stream.aclose()
+            await stream.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            await until(lambda: engine.aborted[1:] == ["closed"])
+
+            client.submit(ask("forgotten", None))
+            await until(lambda: engine.aborted[2:] == ["forgotten"])
+
+            task = asyncio.create_task(collected(client.submit(ask("cancelled", None))))
+            await until(lambda: engine.given.get("cancelled"))
+            task.cancel()
+            await asyncio.wait([task])
+            await until(lambda: engine.aborted[3:] == ["cancelled"])
+
+            await client.abort(["nobody"])
+            stream = client.submit(ask("aborted", None))
+            await anext(stream)
+            await client.abort("aborted")
+            assert await collected(stream) == []
+            await until(lambda: engine.aborted[4:] == ["aborted"])
+            assert client.in_flight == 0
+            assert engine.requests == {}
+
+    async def test_forgotten_in_another_thread(self) -> None:
+        async with served(Engine()) as serving:
+            kept = [serving.client.submit(ask("a", None))]
+            thread = threading.Thread(target=kept.clear)
+            thread.start()
+            thread.join()
+            await until(lambda: serving.engines[0].aborted == ["a"])
+
+    async def test_cancelled_at_any_moment(self) -> None:
+        async with served(Engine(), Engine()) as serving:
+            client = serving.client
+            for number in range(150):
+                task = asyncio.create_task(collected(client.submit(ask(f"{number}", number % 7 + 1))))
+                for _ in range(number % 11):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                call = asyncio.create_task(client.call("add", 1))
+                for _ in range(number % 5):
+                    await asyncio.sleep(0)
+                call.cancel()
+                await asyncio.wait([call])
+            assert client.in_flight == 0
+            assert not client._calls
+            assert await client.call("add", 1, 2) == [3, 3]
+            await until(lambda: not any(engine.requests for engine in serving.engines))
+
+    async def test_an_id_can_be_used_again(self) -> None:
+        async with served(Engine()) as serving:
+            stream = serving.client.submit(ask("a"))
+            with pytest.raises(ValueError, match="another request in flight"):
+                serving.client.submit(ask("a"))
+            assert len(await collected(stream)) == 3
+            assert len(await collected(serving.client.submit(ask("a", 2)))) == 2
+
+
+class TestCalls:
+    async def test_results(self) -> None:
+        async with served(Engine(), Engine()) as serving:
+            call = serving.client.call
+            assert await call("add", 1, 2, engine=1) == 3
+            assert await call("add", 1) == [2, 2]
+            assert await call("swap", {"x": 1, "y": 2}, engine=0) == {"x": 2, "y": 1}
+            assert await call("give", None, engine=0) is None
+            assert await asyncio.gather(*(call("later", number, engine=number % 2) for number in range(20))) == [
+                *range(20)
+            ]
+
+    @pytest.mark.parametrize(
+        ("method", "args", "text"),
+        [
+            ("fail", ["why"], "KeyError: 'why'"),
+            ("missing", [], "no method 'missing' that may be called"),
+            ("_private", [], "no method '_private'"),
+            ("shutdown", [], "no method 'shutdown'"),
+            ("add", [], "missing 1 required positional argument"),
+            ("add", [1, 2, 3], "takes from 2 to 3 positional arguments"),
+            ("swap", [{"x": 1}], "missing required field `y`"),
+            ("unspeakable", [], "cannot encode"),
+        ],
+    )
+    async def test_failures(self, method: str, args: list[Any], text: str) -> None:
+        async with served(Engine()) as serving:
+            with pytest.raises(CallFailed, match=text.replace("(", r"\(")) as caught:
+                await serving.client.call(method, *args, engine=0)
+            assert (caught.value.engine, caught.value.method) == (0, method)
+            with pytest.raises(CallFailed):
+                await serving.client.call(method, *args)
+            assert await serving.client.call("add", 1, engine=0) == 2
+
+    async def test_arguments_that_cannot_travel(self) -> None:
+        async with served(Engine()) as serving:
+            with pytest.raises(CodecError, match="cannot encode"):
+                await serving.client.call("give", object())
+            with pytest.raises(ValueError, match="engine must be the rank"):
+                await serving.client.call("add", 1, engine=7)
+            assert not serving.client._calls
+
+    async def test_calls_are_answered_while_requests_run(self) -> None:
+        async with served(Engine()) as serving:
+            stream = serving.client.submit(ask("a", None))
+            pending = asyncio.create_task(serving.client.call("never", engine=0))
+            assert (await serving.client.call("report", engine=0))["open"] == ["a"]
+            await stream.aclose()
+            assert not pending.done()
+            pending.cancel()
+            await asyncio.wait([pending])
+
+
+class TestRefusals:
+    async def test_a_refused_request_is_finished_with_an_error(self) -> None:
+        async with served(Engine()) as serving:
+            assert await collected(serving.client.submit(ask("a", refuse="too long"))) == [
+                {"request_id": "a", "finish_reason": "error", "error": "ValueError: too long"}
+            ]
+            assert len(await collected(serving.client.submit(ask("a")))) == 3
+
+    async def test_where_outputs_have_a_type_it_raises(self) -> None:
+        async with served(Engine(), output_type=Output) as serving:
+            good = serving.client.submit(ask("good", 3))
+            with pytest.raises(RequestFailed, match="too long") as caught:
+                await collected(serving.client.submit(ask("bad", refuse="too long")))
+            assert (caught.value.engine, caught.value.request_id) == (0, "bad")
+            assert len(await collected(good)) == 3
+
+    async def test_an_output_of_another_type_fails_its_request_only(self) -> None:
+        async with served(Engine(), output_type=Output) as serving:
+            good = serving.client.submit(ask("good", 3))
+            bad = serving.client.submit(ask("bad", output={"request_id": "bad", "token": "no number"}))
+            with pytest.raises(RequestFailed, match="its output is no"):
+                await collected(bad)
+            assert len(await collected(good)) == 3
+            await until(lambda: serving.engines[0].aborted == ["bad"] or not serving.engines[0].requests)
+
+    async def test_a_request_that_cannot_be_decoded(self) -> None:
+        class Strict(msgspec.Struct):
+            request_id: str
+            number: int
+
+        async with served(Engine(), request_type=Strict) as serving:
+            [output] = await collected(serving.client.submit({"request_id": "a", "number": "x"}))
+            assert output["finish_reason"] == "error"
+            assert "Expected `int`" in output["error"]
+
+    async def test_the_engine_s_own_form_of_an_error(self) -> None:
+        class Field(Engine):
+            def error_output(self, request_id: str, message: str) -> list[Any]:
+                return [request_id, [], None, None, None, 3, message]
+
+        async with served(Field()) as serving:
+            assert await collected(serving.client.submit(ask("a", refuse="no"))) == [
+                ["a", [], None, None, None, 3, "ValueError: no"]
+            ]
+
+    @pytest.mark.parametrize(
+        ("request_", "error"),
+        [({}, CodecError), ({"request_id": 5}, CodecError), (object(), CodecError), ([], CodecError)],
+    )
+    async def test_requests_without_an_id(self, request_: Any, error: type[Exception]) -> None:
+        async with served(Engine()) as serving:
+            with pytest.raises(error, match="request_id"):
+                serving.client.submit(request_)
+
+    async def test_requests_of_another_type_or_too_large(self) -> None:
+        options = Options(max_message_bytes=10_000)
+        async with served(Engine(), output_type=Output, options=options) as serving:
+            with pytest.raises(MessageTooLarge, match="more than 10000"):
+                serving.client.submit(ask("a", text="x" * 10_000))
+            assert serving.client.in_flight == 0
+            assert len(await collected(serving.client.submit(ask("a")))) == 3
+        async with served(Engine()) as serving:
+            serving.client._request_type = Request
+            with pytest.raises(TypeError, match="request must be a Request"):
+                serving.client.submit(ask("a"))
+
+
+class TestTwoClients:
+    async def test_each_gets_its_own(self) -> None:
+        async with served(Engine(), Engine(), n_clients=2) as serving:
+            one, other = serving.clients
+            streams = [
+                client.submit(ask(f"{number}{client._index}", 5)) for number in range(20) for client in (one, other)
+            ]
+            for stream in streams:
+                assert {output["request_id"] for output in await collected(stream)} == {stream.request_id}
+            assert await asyncio.gather(one.call("add", 1, engine=0), other.call("add", 2, engine=0)) == [2, 3]
+
+    async def test_an_id_of_the_other_one_is_refused_and_cannot_be_aborted(self) -> None:
+        async with served(Engine(), n_clients=2) as serving:
+            one, other = serving.clients
+            stream = one.submit(ask("a", None))
+            await anext(stream)
+            [output] = await collected(other.submit(ask("a")))
+            assert "another request in flight" in output["error"]
+            other._send(0, b"\x01", [msgspec.msgpack.encode(["a"])])
+            await other.call("add", 1)
+            assert serving.engines[0].aborted == []
+            await stream.aclose()
+
+    async def test_one_that_leaves_takes_its_requests_with_it(self) -> None:
+        async with served(Engine(), n_clients=2) as serving:
+            one, other = serving.clients
+            stream, kept = one.submit(ask("a", None)), other.submit(ask("b", None))
+            await anext(stream)
+            waiting = asyncio.create_task(anext(stream))
+            calling = asyncio.create_task(one.call("never"))
+            await asyncio.sleep(0)
+            await one.aclose()
+            await one.aclose()
+            for task in (waiting, calling):
+                with pytest.raises(QueueClosed):
+                    await task
+            with pytest.raises(QueueClosed):
+                one.submit(ask("x"))
+            await until(lambda: serving.engines[0].aborted == ["a"])
+            await anext(kept)
+            await kept.aclose()
+
+    async def test_one_may_be_followed_by_another(self) -> None:
+        async with served(Engine()) as serving:
+            stream = serving.client.submit(ask("a", None))
+            await anext(stream)
+            addresses = serving.client.addresses
+            await serving.client.aclose()
+            await until(lambda: serving.engines[0].aborted == ["a"])
+            async with EngineClient(addresses, 1) as successor:
+                await successor.wait_until_ready(10)
+                assert len(await collected(successor.submit(ask("a")))) == 3
+
+
+class TestLife:
+    async def test_ports_are_the_kernel_s_and_known_at_once(self) -> None:
+        addresses = EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://[::1]:0"])
+        async with served(Engine(), addresses=addresses) as serving:
+            assert serving.client.addresses is addresses
+            assert not addresses.inputs[0].endswith(":0")
+            assert not addresses.outputs[0].endswith(":0")
+            assert serving.engines[0].metadata.addresses.inputs == addresses.inputs
+            assert serving.client.ready == {0: {"num_gpu_blocks": 5}}
+            assert len(await collected(serving.client.submit(ask("a")))) == 3
+
+    async def test_nothing_works_before_it_is_ready(self) -> None:
+        client = EngineClient(here_and_there(), 2)
+        with pytest.raises(RoleError, match="async with"):
+            client.submit(ask("a"))
+        async with client:
+            with pytest.raises(RoleError, match="wait_until_ready"):
+                client.submit(ask("a"))
+            with pytest.raises(RoleError, match="wait_until_ready"):
+                await client.call("add")
+            with pytest.raises(TimeoutError, match=r"engines 0, 1 have not registered after 0\.01 s"):
+                await client.wait_until_ready(0.01)
+            waiting = asyncio.create_task(client.wait_until_ready())
+            await asyncio.sleep(0)
+            await client.aclose()
+            with pytest.raises(QueueClosed):
+                await waiting
+            with pytest.raises(RoleError, match="once"):
+                client.open()
+
+    async def test_bad_arguments(self, path: str) -> None:
+        for engines, text in ((0, "at least 1"), ([], "some"), ([CoreEngine(1), CoreEngine(1)], "a rank of its own")):
+            with pytest.raises(ValueError, match=text):
+                EngineClient(here_and_there(), engines)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="client_index must be below 1"):
+            EngineClient(here_and_there(), 1, client_index=1)
+        with pytest.raises(OSError, match="cannot bind"):
+            EngineClient(EngineZmqAddresses([path], ["tcp://256.0.0.1:1"]), 1).open()
+        assert not Path(path.removeprefix("ipc://")).exists()
+
+    async def test_no_file_is_left(self, runtime_dir: Path) -> None:
+        async with served(Engine()):
+            assert list(runtime_dir.iterdir())
+        assert list(runtime_dir.iterdir()) == []
+
+    async def test_forgetting_to_close_is_reported(self) -> None:
+        client = EngineClient(here_and_there(), 1)
+        client.open()
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            del client
+            gc.collect()
+
+    async def test_the_engine_is_shut_down(self) -> None:
+        engine = Engine()
+        async with served(engine):
+            pass
+        assert engine.shut_down
+
+
+class TestBadFrames:
+    """What no engine sends is dropped, and logged once in a while; the others' outputs still come."""
+
+    @pytest.mark.parametrize(
+        "frames",
+        [
+            [b""],
+            [b"\xc1"],
+            [b"\x90"],
+            [msgspec.msgpack.encode({"a": 1})],
+            [msgspec.msgpack.encode([0, [{"no": "id"}]])],
+            [msgspec.msgpack.encode([0, [["nobody's", [1], None, None, None, 1]]])],
+            [msgspec.msgpack.encode([0, [["<f4", [2], 9]], None, 1.0]), b"x"],
+            [msgspec.msgpack.encode([0, [], None, 1.0, [12345, None, [None, 1]]])],
+            [b"ENGINE_CORE_DEAD", b""],
+            [b"\x95" + b"\x91" * 2000],
+        ],
+    )
+    async def test_outputs(self, frames: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+        async with served(Engine(), output_type=Output) as serving:
+            with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+                stranger.connect(serving.client.addresses.outputs[0])
+                for _ in range(3):
+                    stranger.send_multipart(frames)
+                stream = serving.client.submit(ask("a", 50))
+                assert len(await collected(stream)) == 50
+                await asyncio.sleep(0.01)
+                stranger.close(linger=1000)
+            assert len(caplog.records) <= 1
+
+    @pytest.mark.parametrize(
+        ("identity", "frames"),
+        [(b"\0\0", [b"\xc1"]), (b"\0\0", [b"", b""]), (b"\x07\0", [b""]), (b"\0\0", [b"\x80" * (2 << 20)])],
+    )
+    async def test_registrations(self, identity: bytes, frames: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+        async with clients_of(here_and_there(), 1, 1) as serving:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+                stranger.setsockopt(zmq.ROUTING_ID, identity)
+                stranger.connect(serving.client.addresses.inputs[0])
+                stranger.send_multipart(frames)
+                await until(lambda: "a registration of" in caplog.text)
+                assert serving.client.ready == {}
+                stranger.close(linger=0)
+            await asyncio.sleep(0.05)
+            with pytest.raises(TimeoutError):
+                await serving.client.wait_until_ready(0.01)
+
+    async def test_an_empty_registration_is_one(self) -> None:
+        async with clients_of(here_and_there(), 1, 1) as serving:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as old:
+                old.setsockopt(zmq.ROUTING_ID, b"\0\0")
+                old.connect(serving.client.addresses.inputs[0])
+                old.send(b"")
+                await serving.client.wait_until_ready(10)
+                assert serving.client.ready == {0: {}}
+                pending = asyncio.create_task(serving.client.call("x", engine=0))
+                await asyncio.sleep(0)
+                old.close(linger=0)
+                with pytest.raises(EngineDead, match=r"engine 0 .*its connection has ended") as caught:
+                    await pending
+                assert caught.value.engine == 0
+
+
+def test_the_addresses_of_clients_are_checked(runtime_dir: Path) -> None:
+    addresses = EngineZmqAddresses([get_engine_client_zmq_addr(True, "")], [])
+    with pytest.raises(ValueError, match="client_index must be below 0"):
+        EngineClient(addresses, 1)

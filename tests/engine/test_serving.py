@@ -1,0 +1,122 @@
+"""Engines in processes of their own: load, death, endings."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from served_engine import ask, collected, served_by_processes, stop, until
+
+from aioshm.errors import EngineDead
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+WITHIN_S = 2.0
+
+
+async def test_a_thousand_requests_at_once() -> None:
+    async with served_by_processes(2) as serving:
+        client = serving.client
+        streams = {str(number): client.submit(ask(str(number), 5)) for number in range(800)}
+        endless = {f"endless {number}": client.submit(ask(f"endless {number}", None)) for number in range(200)}
+        sent = [list(client._balance.in_flight)]
+
+        async def leave(stream: Any) -> None:
+            async for _ in stream:
+                return
+
+        left = asyncio.gather(*map(leave, endless.values()))
+        endless.clear()
+        for outputs in await asyncio.gather(*map(collected, streams.values())):
+            assert [output["token"] for output in outputs] == [0, 1, 2, 3, 4]
+        await left
+        assert client.in_flight == 0
+
+        async def all_aborted() -> Any:
+            reports = await client.call("report")
+            return reports if sum(len(report["aborted"]) for report in reports) == 200 else None
+
+        reports = await until(all_aborted)
+        aborted = {request_id for report in reports for request_id in report["aborted"]}
+        assert aborted == {f"endless {number}" for number in range(200)}
+        assert [report["open"] for report in reports] == [[], []]
+        counts = [report["seen"] for report in reports]
+        assert sum(counts) == 1000
+        assert max(counts) - min(counts) <= 100, f"{counts}, {sent}"
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "not watched"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Signals, watched: bool) -> None:
+    async with served_by_processes(2, n_clients=2, watched=watched) as serving:
+        waiting = []
+        for client in serving.clients:
+            streams = [client.submit(ask(f"{id(client)} {number}", None)) for number in range(10)]
+            for stream in streams:
+                await anext(stream)
+            waiting += [asyncio.ensure_future(anext(stream)) for stream in streams]
+            waiting += [asyncio.create_task(client.call("never", engine=rank)) for rank in (0, 1)]
+            waiting.append(asyncio.create_task(client.call("never")))
+        await asyncio.sleep(0)
+        assert serving.manager is not None
+        victim = serving.manager.processes[1]
+        assert victim.pid is not None
+        began = time.monotonic()
+        stop(victim.pid, number)
+        done = await asyncio.gather(*waiting, return_exceptions=True)
+        assert time.monotonic() - began < WITHIN_S
+        for error in done:
+            assert isinstance(error, EngineDead), error
+            assert (error.engine, error.pid) == (1, victim.pid)
+            assert str(victim.pid) in str(error)
+            if watched and number == signal.SIGKILL:
+                assert f"EngineCore_1 (pid {victim.pid}) was killed by SIGKILL" in str(error)
+        for client in serving.clients:
+            assert client.in_flight == 0
+            for attempt in (client.submit, client.abort, client.call):
+                with pytest.raises(EngineDead):
+                    result = attempt(ask("later"))  # type: ignore[operator]
+                    await result
+            with pytest.raises(EngineDead):
+                await client.wait_until_ready()
+        await until(lambda: victim.exitcode is not None)
+        assert victim.exitcode == (0 if number == signal.SIGTERM else -9)
+
+
+async def test_a_step_that_fails_ends_the_process_and_tells_everybody() -> None:
+    async with served_by_processes(2) as serving:
+        assert serving.manager is not None
+        crashing = serving.client.submit(ask("a", crash="no memory left"), engine=0)
+        with pytest.raises(EngineDead) as caught:
+            await collected(crashing)
+        assert caught.value.engine == 0
+        await until(lambda: serving.manager and serving.manager.finished_procs())
+        assert serving.manager.finished_procs() == {"EngineCore_0": 1}
+        assert "RuntimeError: no memory left" in "\n".join(serving.manager.last_lines("EngineCore_0"))
+
+
+async def test_an_engine_stopped_by_its_manager_ends_well() -> None:
+    async with served_by_processes(2, watched=False) as serving:
+        assert serving.manager is not None
+        stream = serving.client.submit(ask("a", None))
+        await anext(stream)
+        await serving.manager.aclose()
+        assert serving.manager.finished_procs() == {"EngineCore_0": 0, "EngineCore_1": 0}
+        with suppress(StopAsyncIteration):
+            with pytest.raises(EngineDead):
+                await anext(stream)
+
+
+async def test_an_engine_whose_client_is_gone_ends_at_once() -> None:
+    async with served_by_processes(1) as serving:
+        assert serving.manager is not None
+        stream = serving.client.submit(ask("a", None))
+        await anext(stream)
+        await serving.client.aclose()
+        began = time.monotonic()
+        await serving.manager.aclose()
+        assert time.monotonic() - began < WITHIN_S
