@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,25 @@ MAX_BATCH = 32
 
 def make_worker(config: Config, size: int, rank: int) -> ModelWorker:
     """Make a rank of the model, in its own process."""
-    from engine_frontend.workers import (
-        ModelWorker,
-    )  # only here: nobody else needs torch, which takes a second to import
+    # Here, because nobody else needs torch, which takes a second to import.
+    from engine_frontend.workers import ModelWorker
 
     return ModelWorker(config, size, rank)
+
+
+@dataclass
+class Text:
+    """A request while it is worked on.
+
+    Attributes:
+        tokens: The prompt, and what has been added to it.
+        known: How many of them the workers know.
+        end: How many there may be.
+    """
+
+    tokens: list[int]
+    known: int
+    end: int
 
 
 class Engine:
@@ -33,8 +48,7 @@ class Engine:
     def __init__(self, n_workers: int, config: Config) -> None:
         self._config = config
         self._group = WorkerGroup(make_worker, n_workers, args=(config, n_workers))
-        self._requests: dict[str, Generation] = {}
-        self._done: dict[str, int] = {}  # how many tokens of each the workers know
+        self._texts: dict[str, Text] = {}
         self._forget: list[str] = []
         self._finished = self._aborted = 0
 
@@ -49,11 +63,10 @@ class Engine:
     def add_request(self, wanted: Generation) -> None:
         if not wanted.tokens or not all(0 <= token < VOCABULARY for token in wanted.tokens):
             raise ValueError("a request needs tokens, all of the vocabulary")
-        if len(wanted.tokens) + wanted.max_tokens > self._config.context:
+        end = len(wanted.tokens) + wanted.max_tokens
+        if end > self._config.context:
             raise ValueError(f"prompt and max_tokens must not have more than {self._config.context} tokens together")
-        self._requests[wanted.request_id] = wanted
-        self._done[wanted.request_id] = 0
-        wanted.max_tokens += len(wanted.tokens)  # from here on: of prompt and text together
+        self._texts[wanted.request_id] = Text(wanted.tokens, 0, end)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -61,16 +74,12 @@ class Engine:
             self._aborted += 1
 
     def _end(self, request_id: str) -> None:
-        del self._requests[request_id]
-        del self._done[request_id]
+        del self._texts[request_id]
         self._forget.append(request_id)
 
     async def step(self) -> list[Progress]:
-        batch = [
-            Chunk(request.request_id, done, request.tokens[done:])
-            for request in islice(self._requests.values(), MAX_BATCH)
-            for done in (self._done[request.request_id],)
-        ]
+        texts = islice(self._texts.items(), MAX_BATCH)
+        batch = [Chunk(request_id, text.known, text.tokens[text.known :]) for request_id, text in texts]
         if not batch:
             return []
         forget, self._forget = self._forget, []
@@ -78,10 +87,10 @@ class Engine:
         outputs = []
         for chunk, *candidates in zip(batch, *ranks, strict=True):
             token = -max(candidates).minus_token
-            request = self._requests[chunk.request_id]  # requests are only aborted between steps
-            request.tokens.append(token)
-            self._done[chunk.request_id] = chunk.start + len(chunk.tokens)
-            reason = "stop" if token == END else "length" if len(request.tokens) == request.max_tokens else None
+            text = self._texts[chunk.request_id]  # requests are aborted only between steps
+            text.known = len(text.tokens)
+            text.tokens.append(token)
+            reason = "stop" if token == END else "length" if len(text.tokens) == text.end else None
             outputs.append(Progress(chunk.request_id, [token], reason))
             if reason is not None:
                 self._end(chunk.request_id)
@@ -92,7 +101,7 @@ class Engine:
 
     def status(self) -> dict[str, int]:
         """Return how many requests the engine has, and how many have come to an end, or were aborted, so far."""
-        return {"requests": len(self._requests), "finished": self._finished, "aborted": self._aborted}
+        return {"requests": len(self._texts), "finished": self._finished, "aborted": self._aborted}
 
 
 def run(n_workers: int, handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
