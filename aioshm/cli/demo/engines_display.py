@@ -15,7 +15,8 @@ from aioshm.cli.demo.engines import Display, EnginesResult
 from aioshm.engine import CoreEngineState, StartupProgress
 from aioshm.errors import EngineDead
 
-_WIDTH = 48
+_OTHERS_WIDTH = 48
+"""How many columns of the terminal the table needs besides what the engines say."""
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def shown_engines(console: Console, n_engines: int) -> Iterator[Display]:
     if not console.is_interactive:
         yield _PlainLines(console)
         return
-    display = _Table(n_engines)
+    display = _Table(n_engines, max(10, console.width - _OTHERS_WIDTH))
     with Live(get_renderable=display.render, console=console, refresh_per_second=20):
         yield display
 
@@ -89,7 +90,8 @@ class _PlainLines:
 
 
 class _Table:
-    def __init__(self, n_engines: int) -> None:
+    def __init__(self, n_engines: int, width: int) -> None:
+        self._width = width
         self._states = ["starting"] * n_engines
         self._pids = [""] * n_engines
         self._requests = [0] * n_engines
@@ -103,10 +105,10 @@ class _Table:
         table.add_column("state", no_wrap=True, min_width=10)
         for column in ("requests", "words"):
             table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True, width=_WIDTH)
+        table.add_column("", no_wrap=True, width=self._width)
         for engine, state in enumerate(self._states):
             style = "red" if state == "killed" else "green" if state == "ready" else "yellow"
-            latest = Text(self._latest[engine][-_WIDTH:], style="dim")
+            latest = Text(self._latest[engine][-self._width :], style="dim")
             counts = (str(self._requests[engine]), str(self._words[engine]))
             table.add_row(str(engine), self._pids[engine], Text(state, style=style), *counts, latest)
         return table
@@ -125,7 +127,7 @@ class _Table:
     def heard(self, engine: int, word: str, said: str | None) -> None:
         self._words[engine] += 1
         self._latest[engine] += " " + "".join(letter if letter.isprintable() else "?" for letter in word)
-        self._latest[engine] = self._latest[engine][-_WIDTH:]
+        self._latest[engine] = self._latest[engine][-self._width :]
         if said is not None:
             self._requests[engine] += 1
 
@@ -134,4 +136,4 @@ class _Table:
 
     def died(self, error: EngineDead) -> None:
         if error.engine is not None:
-            self._latest[error.engine] = str(error)[:_WIDTH]
+            self._latest[error.engine] = str(error)[: self._width]
