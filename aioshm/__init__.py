@@ -4,6 +4,7 @@ from aioshm.codec import Codec, MsgpackCodec, register_codec
 from aioshm.config import Options
 from aioshm.errors import (
     AioshmError,
+    CallFailed,
     CodecError,
     CorruptSlot,
     EngineDead,
@@ -21,6 +22,7 @@ from aioshm.errors import (
     QueueEmpty,
     QueueFull,
     RemoteFailure,
+    RequestFailed,
     RoleError,
     SharedMemoryError,
     UnsafePayload,
@@ -43,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AioshmError",
+    "CallFailed",
     "Codec",
     "CodecError",
     "CorruptSlot",
@@ -67,6 +70,7 @@ __all__ = [
     "QueueFull",
     "QueueStats",
     "RemoteFailure",
+    "RequestFailed",
     "RoleError",
     "SharedMemoryError",
     "ShmRingBuffer",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,17 +21,11 @@ from aioshm.engine.client_sockets import ClientSockets
 from aioshm.engine.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.envelopes import EnvelopeDecoder
 from aioshm.engine.liveness import Liveness
-from aioshm.engine.messages import (
-    ENGINE_CORE_DEAD,
-    EngineCoreOutputs,
-    EngineCoreRequestType,
-    UtilityOutput,
-    is_finished,
-    request_id_of,
-)
+from aioshm.engine.messages import ENGINE_CORE_DEAD, EngineCoreRequestType, request_id_of
 from aioshm.engine.payloads import Frame, PayloadEncoder
+from aioshm.engine.pending import Pending, PendingCall
 from aioshm.engine.streams import Inbox, OutputStream
-from aioshm.errors import CallFailed, CodecError, EngineDead, QueueClosed, RequestFailed, RoleError
+from aioshm.errors import CodecError, EngineDead, QueueClosed, RoleError
 from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.engine")
@@ -111,18 +103,14 @@ class EngineClient:
         self._identities = [identity(rank) for rank in ranks]
         self._positions = {rank: position for position, rank in enumerate(ranks)}
         self._balance = LoadBalancer(len(ranks), len(ranks) * client_index // n_clients)
+        self._pending = Pending(EnvelopeDecoder(output_type), self._balance)
         self._encode = PayloadEncoder(self._options.max_message_bytes).encode
-        self._decoder = EnvelopeDecoder(output_type)
-        self._inboxes: dict[str, Inbox] = {}
-        self._calls: dict[int, tuple[asyncio.Future[Any], str]] = {}
-        # Answers to the calls of a client that was here before this one shall not be taken for this one's.
-        self._call_ids = count(secrets.randbits(48))
         self._wave = 0
         self._dead: EngineDead | None = None
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
     def __repr__(self) -> str:
-        return f"<EngineClient {self._index} of engines {self._ranks}, {len(self._inboxes)} requests in flight>"
+        return f"<EngineClient {self._index} of engines {self._ranks}, {len(self._pending.inboxes)} requests in flight>"
 
     @property
     def ranks(self) -> list[int]:
@@ -132,7 +120,7 @@ class EngineClient:
     @property
     def in_flight(self) -> int:
         """How many requests are in flight."""
-        return len(self._inboxes)
+        return len(self._pending.inboxes)
 
     # Its life
 
@@ -211,8 +199,8 @@ class EngineClient:
         if self._closed or self._sockets is None:
             self._closed = True
             return
-        if self._dead is None:
-            self._abort_all()
+        for position, ids in self._pending.by_engine().items():
+            self._abort(position, ids)
         self._closed = True
         self._liveness.stop()
         self._fail(lambda: QueueClosed("the client of the engines was closed"))
@@ -246,14 +234,12 @@ class EngineClient:
         if self._request_type is not None and not isinstance(request, self._request_type):
             raise TypeError(f"request must be a {self._request_type.__name__}, not {request!r}")
         request_id = request_id_of(request)
-        if request_id in self._inboxes:
+        if request_id in self._pending.inboxes:
             raise ValueError(f"request_id {request_id!r} is that of another request in flight")
         position = self._balance.choose() if engine is None else self._position(engine)
         self._stamp(request)
         self._send(position, _ADD, self._encode(request))
-        self._balance.sent(position)
-        inbox = self._inboxes[request_id] = Inbox(position)
-        return OutputStream(request_id, self._ranks[position], inbox, self._leave)
+        return OutputStream(request_id, self._ranks[position], self._pending.add(request_id, position), self._leave)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests: their streams end after what has come. Ids of requests that are not in flight do no harm.
@@ -263,15 +249,10 @@ class EngineClient:
             QueueClosed, RoleError: The client is closed, or not ready.
         """
         self._check_ready()
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        by_engine: dict[int, list[str]] = {}
-        for request_id in ids:
-            inbox = self._inboxes.get(request_id)
-            if inbox is not None:
-                by_engine.setdefault(inbox.position, []).append(request_id)
-                self._finish(request_id)
-        for position, its_ids in by_engine.items():
-            self._send(position, _ABORT, [_encode_plain(its_ids)])
+        for position, ids in self._pending.by_engine(request_ids).items():
+            for request_id in ids:
+                self._pending.finish(request_id)
+            self._send(position, _ABORT, [_encode_plain(ids)])
 
     async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
         """Call a method of the engine.
@@ -295,24 +276,18 @@ class EngineClient:
         """
         self._check_ready()
         positions = range(len(self._ranks)) if engine is None else [self._position(engine)]
-        pending: dict[int, asyncio.Future[Any]] = {}
+        calls: list[PendingCall] = []
         try:
             for position in positions:
-                call_id = next(self._call_ids)
-                frames = self._encode((self._index, call_id, method, args))
-                pending[call_id] = self._loop.create_future()
-                self._calls[call_id] = pending[call_id], method
-                self._send(position, _UTILITY, frames)
-            if engine is not None:
-                return await pending[call_id]
-            results = await asyncio.gather(*pending.values(), return_exceptions=True)
+                calls.append(self._pending.call(method))
+                self._send(position, _UTILITY, self._encode((self._index, calls[-1].call_id, method, args)))
+            results = await asyncio.gather(*(call.answer for call in calls), return_exceptions=True)
         finally:
-            for call_id in pending:
-                self._calls.pop(call_id, None)
+            self._pending.forget(calls)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        return results
+        return results if engine is None else results[0]
 
     # What comes
 
@@ -350,11 +325,12 @@ class EngineClient:
             self._liveness.said_dead()
             return
         try:
-            outputs = self._decoder.decode(frames)
+            unwanted = self._pending.take(frames)
         except CodecError as error:
-            self._salvage(frames, error)
+            self._complain("a message from an engine is dropped: %s", error)
             return
-        self._deliver(outputs)
+        for position, request_id in unwanted:
+            self._abort(position, [request_id])
 
     def counts(self, payload: bytes) -> None:
         """Take what the coordinator has published."""
@@ -365,63 +341,7 @@ class EngineClient:
         except (ValueError, IndexError) as error:
             self._complain("counts from the coordinator are ignored: %s", error)
 
-    def _deliver(self, envelope: EngineCoreOutputs[Any]) -> None:
-        if envelope.utility_output is not None:
-            self._answer(envelope.engine_index, envelope.utility_output)
-        inboxes = self._inboxes
-        for output in envelope.outputs:
-            try:
-                request_id = request_id_of(output)
-            except CodecError as error:
-                self._complain("an output of engine %d is dropped: %s", envelope.engine_index, error)
-                continue
-            inbox = inboxes.get(request_id)
-            if inbox is None:  # aborted meanwhile
-                continue
-            inbox.put(output)
-            if is_finished(output):
-                self._finish(request_id)
-        for request_id in envelope.finished_requests or ():
-            if request_id in inboxes:
-                self._finish(request_id)
-
-    def _salvage(self, frames: list[Frame], error: CodecError) -> None:
-        """Take what can be read of an envelope whose outputs are not all of the right type."""
-        try:
-            envelope, failures = self._decoder.salvage(frames)
-        except CodecError:
-            self._complain("a message from an engine is dropped: %s", error)
-            return
-        finished, envelope.finished_requests = envelope.finished_requests, None
-        self._deliver(envelope)
-        engine = envelope.engine_index
-        for request_id, text, ended in failures:
-            inbox = self._inboxes.get(request_id)
-            if inbox is None:
-                continue
-            failure = RequestFailed(text, engine=engine, request_id=request_id)
-            self._finish(request_id, lambda failure=failure: failure)
-            if not ended:
-                self._send(inbox.position, _ABORT, [_encode_plain([request_id])])
-        for request_id in finished or ():
-            if request_id in self._inboxes:
-                self._finish(request_id)
-
-    def _answer(self, engine: int, answer: UtilityOutput) -> None:
-        future, method = self._calls.pop(answer.call_id, (None, ""))
-        if future is None or future.done():
-            return
-        if answer.failure_message is not None:
-            future.set_exception(CallFailed(answer.failure_message, engine=engine, method=method))
-        else:
-            future.set_result(None if answer.result is None else answer.result[1])
-
     # The end of things
-
-    def _finish(self, request_id: str, error: Any = None) -> None:
-        inbox = self._inboxes.pop(request_id)
-        self._balance.done(inbox.position)
-        inbox.end(error)
 
     def _leave(self, request_id: str, inbox: Inbox) -> None:
         """Abort a request whose stream was left."""
@@ -431,22 +351,15 @@ class EngineClient:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._leave, request_id, inbox)
             return
-        self._finish(request_id)
+        self._pending.finish(request_id)
+        self._abort(inbox.position, [request_id])
+
+    def _abort(self, position: int, request_ids: list[str]) -> None:
         if self._dead is None:
             try:
-                self._send(inbox.position, _ABORT, [_encode_plain([request_id])])
+                self._send(position, _ABORT, [_encode_plain(request_ids)])
             except EngineDead:
                 pass  # whoever waits is told
-
-    def _abort_all(self) -> None:
-        by_engine: dict[int, list[str]] = {}
-        for request_id, inbox in self._inboxes.items():
-            by_engine.setdefault(inbox.position, []).append(request_id)
-        for position, ids in by_engine.items():
-            try:
-                self._send(position, _ABORT, [_encode_plain(ids)])
-            except EngineDead:
-                pass
 
     def _die(self, error: EngineDead) -> None:
         if self._closed or self._dead is not None:
@@ -455,16 +368,10 @@ class EngineClient:
         self._sockets.read_outputs()  # its last words
         self._dead = error
         logger.error("%s", error)
-        self._settled.set()
         self._fail(lambda: _again(error))
 
-    def _fail(self, error: Any) -> None:
-        for request_id in list(self._inboxes):
-            self._finish(request_id, error)
-        calls, self._calls = self._calls, {}
-        for future, _ in calls.values():
-            if not future.done():
-                future.set_exception(error())
+    def _fail(self, error: Callable[[], Exception]) -> None:
+        self._pending.fail(error)
         self._settled.set()
 
     # Small things

@@ -7,16 +7,16 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 
 from aioshm.config import Options
-from aioshm.engine.addresses import EngineHandshakeMetadata
+from aioshm.engine.addresses import EngineHandshakeMetadata, EngineZmqAddresses
+from aioshm.engine.calls import Calls, described
 from aioshm.engine.core_sockets import COORDINATOR, CoreSockets
 from aioshm.engine.lockstep import Lockstep
 from aioshm.engine.messages import (
-    Call,
     EngineCoreOutputs,
     EngineCoreRequestType,
     SchedulerStats,
@@ -27,7 +27,7 @@ from aioshm.engine.messages import (
     request_id_of,
 )
 from aioshm.engine.payloads import Frame, PayloadDecoder, PayloadEncoder
-from aioshm.errors import AioshmError, CodecError
+from aioshm.errors import CodecError
 from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.engine")
@@ -41,7 +41,6 @@ _ABORT = EngineCoreRequestType.ABORT.value
 _START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
-_OWN_METHODS = frozenset({"initialize", "add_request", "abort_requests", "step", "shutdown"})
 _encode_plain = msgspec.msgpack.Encoder().encode
 
 
@@ -52,11 +51,12 @@ class EngineCore:
         engine: The user's engine.
         index: Its rank.
         request_type: What requests are decoded as; None for plain data.
-        options: ``max_message_bytes`` holds here.
+        options: ``max_message_bytes`` and ``remote_timeout`` hold here.
     """
 
     def __init__(self, engine: Any, index: int, *, request_type: Any = None, options: Options | None = None) -> None:
-        self._max_bytes = (options or Options.from_env()).max_message_bytes
+        options = options or Options.from_env()
+        self._max_bytes, self._silence_s = options.max_message_bytes, options.remote_timeout
         self._engine = engine
         self._index = index
         self._sockets: CoreSockets | None = None
@@ -65,18 +65,22 @@ class EngineCore:
         self._decode = PayloadDecoder().decode
         self._inbox: deque[tuple[int, list[Frame]]] = deque()
         self._clients: dict[str, int] = {}  # of the requests that are open
-        self._answering: set[asyncio.Task[None]] = set()
+        self._calls = Calls(engine, self._answer)
         self._waiter: asyncio.Future[None] | None = None
         self._counts: Any = None
         self._lockstep = Lockstep(index) if hasattr(engine, "has_unfinished_dp") else None
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
     async def initialize(self, metadata: EngineHandshakeMetadata) -> dict[str, Any]:
-        """Initialise the engine, connect to the front ends and register there; return the fields of READY."""
-        fields = dict(await _awaited(self._engine.initialize(metadata)) or {})
-        self._sockets = CoreSockets(self._index, metadata.addresses, self._arrived, self._max_bytes)
+        """Initialise the engine, and return the fields of READY."""
+        return dict(await _awaited(self._engine.initialize(metadata)) or {})
+
+    async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> None:
+        """Connect to the front ends, and register there with the fields of READY."""
+        self._sockets = CoreSockets(
+            self._index, addresses, self._arrived, max_bytes=self._max_bytes, silence_s=self._silence_s
+        )
         await self._sockets.register(_encode_plain(fields) if fields else b"")
-        return fields
 
     async def run(self) -> None:
         """Serve until this is cancelled, or a step fails."""
@@ -89,7 +93,7 @@ class EngineCore:
                 await self._wait(None)
                 continue
             outputs = await _awaited(self._step())
-            sent = bool(outputs) and self._send_outputs(outputs)
+            sent = bool(outputs) and await self._send_outputs(outputs)
             if self._lockstep is not None:
                 unfinished = await _awaited(engine.has_unfinished_dp(bool(self._clients)))
                 self._report_wave(complete=self._lockstep.stepped(unfinished))
@@ -101,8 +105,7 @@ class EngineCore:
 
     async def aclose(self) -> None:
         """Tell the front ends that the engine is dead, close the sockets, and shut the engine down."""
-        for task in self._answering:
-            task.cancel()
+        self._calls.cancel()
         try:
             if self._sockets is not None:
                 self._sockets.send_dead()
@@ -161,7 +164,7 @@ class EngineCore:
             elif kind == _ABORT:
                 await self._abort(client, payload)
             elif kind == _UTILITY:
-                self._call(client, payload)
+                self._calls.take(client, self._decode(payload))
             else:
                 raise CodecError(f"a message of type {bytes(kind[:8])!r}")
         except CodecError as error:
@@ -185,7 +188,7 @@ class EngineCore:
             await _awaited(self._engine.add_request(request))
         except Exception as error:
             logger.debug("engine %d has refused request %r", self._index, request_id, exc_info=True)
-            self._refuse(client, request_id, _text(error))
+            self._refuse(client, request_id, described(error))
             return
         self._clients[request_id] = client
         if self._lockstep is not None:
@@ -210,47 +213,6 @@ class EngineCore:
         except Exception:
             logger.exception("engine %d could not abort %s", self._index, request_ids)
 
-    def _call(self, client: int, payload: list[Frame]) -> None:
-        try:
-            call = msgspec.convert(self._decode(payload), Call)
-        except ValueError as error:
-            raise CodecError(f"no call: {error}") from None
-        name = call.method
-        try:
-            method = None if name.startswith("_") or name in _OWN_METHODS else getattr(self._engine, name, None)
-            if not callable(method):
-                raise AttributeError(f"the engine has no method {name!r} that may be called")
-            result = method(*_converted(method, call.args))
-        except Exception as error:
-            self._answer_failed(client, call, error)
-            return
-        if inspect.isawaitable(result):
-            task = asyncio.ensure_future(self._answer_later(client, call, result))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
-        else:
-            self._answer(client, call, result)
-
-    async def _answer_later(self, client: int, call: Call, result: Any) -> None:
-        try:
-            value = await result
-        except Exception as error:
-            self._answer_failed(client, call, error)
-        else:
-            self._answer(client, call, value)
-
-    def _answer(self, client: int, call: Call, result: Any) -> None:
-        answer = UtilityOutput(call.call_id, None, (None, result))
-        try:
-            self._send(client, EngineCoreOutputs(self._index, utility_output=answer))
-        except CodecError as error:
-            self._answer_failed(client, call, error)
-
-    def _answer_failed(self, client: int, call: Call, error: Exception) -> None:
-        logger.debug("engine %d: a call of %s has failed", self._index, call.method, exc_info=error)
-        text = f"Call to {call.method} method failed: {_text(error)}"
-        self._send(client, EngineCoreOutputs(self._index, utility_output=UtilityOutput(call.call_id, text)))
-
     def _start_wave(self, kind: Frame, payload: list[Frame]) -> None:
         if kind != _START_DP_WAVE:
             raise CodecError(f"a message of type {bytes(kind[:8])!r}")
@@ -263,7 +225,10 @@ class EngineCore:
 
     # What leaves
 
-    def _send_outputs(self, outputs: Iterable[Any]) -> bool:
+    def _answer(self, client: int, answer: UtilityOutput) -> None:
+        self._send(client, EngineCoreOutputs(self._index, utility_output=answer))
+
+    async def _send_outputs(self, outputs: Iterable[Any]) -> bool:
         """Send each client what is for it; return whether there was anything."""
         by_client: dict[int, tuple[list[Any], set[str]]] = {}
         for output in outputs:
@@ -277,8 +242,23 @@ class EngineCore:
                 finished.add(request_id)
                 del self._clients[request_id]
         for client, (its_own, finished) in by_client.items():
-            self._send(client, EngineCoreOutputs(self._index, its_own, finished_requests=finished or None))
+            try:
+                self._send(client, EngineCoreOutputs(self._index, its_own, finished_requests=finished or None))
+            except CodecError:
+                await self._send_one_by_one(client, its_own, finished)
         return bool(by_client)
+
+    async def _send_one_by_one(self, client: int, outputs: list[Any], finished: set[str]) -> None:
+        """Send what can be encoded; whose outputs cannot has failed."""
+        for output in outputs:
+            request_id = request_id_of(output)
+            ends = {request_id} if request_id in finished and is_finished(output) else None
+            try:
+                self._send(client, EngineCoreOutputs(self._index, [output], finished_requests=ends))
+            except CodecError as error:
+                if request_id not in finished:
+                    await self._drop([request_id])
+                self._refuse(client, request_id, str(error))
 
     def _send(self, client: int, envelope: EngineCoreOutputs[Any]) -> None:
         assert self._sockets is not None
@@ -320,22 +300,3 @@ async def _awaited(result: Any) -> Any:
 def _set(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, AioshmError) else f"{type(error).__name__}: {error}"
-
-
-def _converted(method: Any, args: list[Any]) -> list[Any]:
-    """Return the arguments, with plain data turned into the structs that the method says it takes."""
-    try:
-        parameters = inspect.signature(method).parameters
-        hints = get_type_hints(method)
-    except (TypeError, ValueError, NameError):
-        return args
-    wanted = [hints.get(name) for name in parameters]
-    wanted += [None] * (len(args) - len(wanted))
-    return [
-        msgspec.convert(arg, kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else arg
-        for arg, kind in zip(args, wanted, strict=False)
-    ]

@@ -11,7 +11,7 @@ import zmq
 from aioshm.engine.addresses import EngineZmqAddresses, identity
 from aioshm.engine.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL
 from aioshm.engine.payloads import Frame
-from aioshm.queue.sockets import BURST, Socket, Sockets
+from aioshm.queue.sockets import BURST, Socket, Sockets, watched_by_heartbeats
 from aioshm.wait.background import in_thread
 from aioshm.zeromq import Monitor, Watch, attach, open_socket
 
@@ -33,6 +33,7 @@ class CoreSockets:
         on_message: Gets the index of the client and the frames of what has come, on the loop; no frames when the client
             is gone.
         max_bytes: Of a frame: whoever sends a larger one is disconnected.
+        silence_s: Seconds after which a connection over TCP that says nothing is given up.
 
     Attributes:
         coordinated: Whether there is a coordinator.
@@ -47,13 +48,15 @@ class CoreSockets:
         index: int,
         addresses: EngineZmqAddresses,
         on_message: Callable[[int, list[Frame]], None],
+        *,
         max_bytes: int,
+        silence_s: float,
     ) -> None:
         if len(addresses.inputs) != len(addresses.outputs):
             raise ValueError(f"addresses must have as many inputs as outputs, and have {addresses}")
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
-        self._max_bytes = max_bytes
+        self._max_bytes, self._silence_ms = max_bytes, int(silence_s * 1000)
         self._sockets = Sockets()
         self._watches: list[Watch] = []
         self._closed = False
@@ -132,6 +135,8 @@ class CoreSockets:
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.ROUTING_ID, self._identity)
             self._monitors.append(Monitor(socket))
+            if address.startswith("tcp://"):
+                watched_by_heartbeats(socket, self._silence_ms)
         attach(socket, address, bind=False)
         return socket
 

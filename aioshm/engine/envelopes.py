@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
 
 from aioshm.engine.messages import EngineCoreOutputs, is_finished, request_id_of
 from aioshm.engine.payloads import Frame, PayloadDecoder
-from aioshm.errors import CodecError
+from aioshm.errors import CodecError, RequestFailed
 
 
 class Failure(NamedTuple):
@@ -23,6 +24,10 @@ class Failure(NamedTuple):
     request_id: str
     text: str
     finished: bool
+
+    def raising(self, engine: int) -> Callable[[], RequestFailed]:
+        """Return what makes the error that says so."""
+        return lambda: RequestFailed(self.text, engine=engine, request_id=self.request_id)
 
 
 class EnvelopeDecoder:

@@ -29,7 +29,7 @@ FINISH_REASON = 5
 """Where the field's outputs, which are arrays, say why they are the last ones; the first is the request's id."""
 
 Output = TypeVar("Output")
-_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class EngineCoreRequestType(Enum):
@@ -91,15 +91,6 @@ class EngineCoreOutputs(msgspec.Struct, Generic[Output], array_like=True, omit_d
     def __post_init__(self) -> None:
         if not self.timestamp:
             self.timestamp = monotonic()
-
-
-class Call(NamedTuple):
-    """A call, as an engine gets it."""
-
-    client_index: int
-    call_id: int
-    method: str
-    args: list[Any]
 
 
 class StartWave(NamedTuple):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from aioshm.config import Options
+from aioshm.engine.addresses import EngineHandshakeMetadata
 from aioshm.engine.core import EngineCore
 from aioshm.engine.joining import shake_hands
 
@@ -58,7 +57,7 @@ async def run_engine_core(
         local: Whether it runs on the front end's host.
         headless: Whether there is no front end beside it.
         request_type: What requests are decoded as, any type that msgspec knows; None for plain data.
-        options: ``max_message_bytes`` holds here; None: as the environment says.
+        options: ``max_message_bytes`` and ``remote_timeout`` hold here; None: as the environment says.
 
     Raises:
         HandshakeError: What the front end said is not understood.
@@ -66,43 +65,57 @@ async def run_engine_core(
         Exception: Whatever the engine has raised in ``initialize`` or ``step``.
     """
     core = EngineCore(engine, index, request_type=request_type, options=options)
-    with _terminated_by_sigterm() as terminated:
+    termination = _Termination()
+
+    async def initialize(metadata: EngineHandshakeMetadata) -> dict[str, Any]:
+        fields = await core.initialize(metadata)
+        termination.arm()  # not before: what takes minutes, and may not let the loop run, is ended by the signal itself
+        await core.connect(metadata.addresses, fields)
+        return fields
+
+    try:
         try:
-            try:
-                await shake_hands(handshake_address, index, local=local, headless=headless, initialize=core.initialize)
-                await core.run()
-            finally:
-                await core.aclose()
-        except asyncio.CancelledError:
-            if not terminated():
-                raise
+            await shake_hands(handshake_address, index, local=local, headless=headless, initialize=initialize)
+            await core.run()
+        finally:
+            await core.aclose()
+    except asyncio.CancelledError:
+        if not termination.came():
+            raise
+    finally:
+        termination.disarm()
 
 
-@contextmanager
-def _terminated_by_sigterm() -> Iterator[Any]:
-    """Let SIGTERM cancel this task; yields what tells whether it has, and takes that back.
+class _Termination:
+    """Lets SIGTERM cancel the task that makes this.
 
     Only where nobody else has a use for it: in the main thread, and if it would end the process otherwise.
     """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    came = False
 
-    def end() -> None:
-        nonlocal came
-        if not came:
-            came = True
-            task.cancel("SIGTERM")
+    def __init__(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._armed = self._came = False
 
-    def terminated() -> bool:
-        return came and task.uncancel() == 0
+    def arm(self) -> None:
+        """Begin."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._loop.add_signal_handler(signal.SIGTERM, self._come)
+            self._armed = True
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    ours = in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        loop.add_signal_handler(signal.SIGTERM, end)
-    try:
-        yield terminated
-    finally:
-        if ours:
-            loop.remove_signal_handler(signal.SIGTERM)
+    def disarm(self) -> None:
+        """End. Idempotent."""
+        if self._armed:
+            self._armed = False
+            self._loop.remove_signal_handler(signal.SIGTERM)
+
+    def came(self) -> bool:
+        """Tell whether SIGTERM has cancelled the task, and nothing else; take that back then."""
+        assert self._task is not None
+        return self._came and self._task.uncancel() == 0
+
+    def _come(self) -> None:
+        if not self._came:
+            assert self._task is not None
+            self._came = True
+            self._task.cancel("SIGTERM")

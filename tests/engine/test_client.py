@@ -179,7 +179,7 @@ class TestLeaving:
                 call.cancel()
                 await asyncio.wait([call])
             assert client.in_flight == 0
-            assert not client._calls
+            assert client._pending.calls == 0
             assert await client.call("add", 1, 2) == [3, 3]
             await until(lambda: not any(engine.requests for engine in serving.engines))
 
@@ -232,7 +232,7 @@ class TestCalls:
                 await serving.client.call("give", object())
             with pytest.raises(ValueError, match="engine must be the rank"):
                 await serving.client.call("add", 1, engine=7)
-            assert not serving.client._calls
+            assert serving.client._pending.calls == 0
 
     async def test_calls_are_answered_while_requests_run(self) -> None:
         async with served(Engine()) as serving:

@@ -1,0 +1,112 @@
+"""Which engine gets the next request, and what an engine knows of waves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from aioshm.engine.balance import LoadBalancer
+from aioshm.engine.lockstep import Lockstep
+from aioshm.engine.messages import StartWave
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Replace the check of the other tests: nothing is opened or started here."""
+
+
+def spread(balance: LoadBalancer, count: int) -> list[int]:
+    chosen = []
+    for _ in range(count):
+        chosen.append(balance.choose())
+        balance.sent(chosen[-1])
+    return chosen
+
+
+class TestBalance:
+    def test_equals_take_turns(self) -> None:
+        assert spread(LoadBalancer(3), 7) == [0, 1, 2, 0, 1, 2, 0]
+        assert spread(LoadBalancer(3, first=4), 4) == [1, 2, 0, 1]
+
+    def test_turns_go_on_when_nothing_is_in_flight(self) -> None:
+        balance = LoadBalancer(2)
+        for turn in range(6):
+            chosen = balance.choose()
+            assert chosen == turn % 2
+            balance.sent(chosen)
+            balance.done(chosen)
+
+    def test_the_least_loaded_is_chosen(self) -> None:
+        balance = LoadBalancer(2)
+        spread(balance, 10)
+        for _ in range(3):
+            balance.done(1)
+        assert spread(balance, 4) == [1, 1, 1, 0]
+
+    def test_waiting_requests_weigh_more(self) -> None:
+        balance = LoadBalancer(2)
+        balance.update([[1, 0], [0, 3]])
+        assert spread(balance, 3) == [1, 0, 1]
+        balance.update([[2, 0, 0.9], [0, 3, 0.1]])
+        assert spread(balance, 5) == [1] * 5
+
+    def test_what_was_sent_since_counts(self) -> None:
+        balance = LoadBalancer(2)
+        balance.update([[0, 10], [0, 8]])
+        assert sorted(spread(balance, 6)) == [0, 0, 1, 1, 1, 1]
+
+    def test_a_late_publication_cannot_hide_what_is_in_flight(self) -> None:
+        balance = LoadBalancer(2)
+        spread(balance, 100)
+        balance.update([[0, 0], [0, 0]])
+        assert sorted(spread(balance, 10)) == [0] * 5 + [1] * 5
+
+    @pytest.mark.parametrize("published", [False, True])
+    def test_a_load_stays_balanced(self, published: bool) -> None:
+        chance, balance, open_ = random.Random(1), LoadBalancer(4), []
+        for number in range(4000):
+            chosen = balance.choose()
+            balance.sent(chosen)
+            open_.append(chosen)
+            while len(open_) > 100:
+                balance.done(open_.pop(chance.randrange(len(open_))))
+            if published and number % 50 == 0:
+                balance.update([[0, count] for count in balance.in_flight])
+        assert max(balance.in_flight) - min(balance.in_flight) <= 4
+
+
+class TestLockstep:
+    def test_a_wave(self) -> None:
+        engine = Lockstep(0)
+        assert not engine.running
+        assert engine.add(0) == 0
+        assert engine.running
+        assert engine.add(0) is None
+        assert engine.stepped(unfinished=True) is None
+        assert engine.step == 1
+        assert engine.stepped(unfinished=False) == 0
+        assert (engine.wave, engine.running, engine.step) == (1, False, 0)
+        assert engine.add(0) == 1
+
+    def test_only_the_first_one_reports(self) -> None:
+        engine = Lockstep(1)
+        engine.add(0)
+        assert engine.stepped(unfinished=False) is None
+        assert engine.wave == 1
+
+    def test_being_woken(self) -> None:
+        engine = Lockstep(1)
+        engine.start(StartWave(3, 1))
+        assert not engine.running
+        engine.start(StartWave(3, 0))
+        assert (engine.running, engine.wave) == (True, 3)
+        engine.stepped(unfinished=False)
+        engine.start(StartWave(3, None))
+        assert not engine.running, "that wave is over"
+        engine.start(StartWave(4, None))
+        assert engine.running
+
+    def test_a_request_may_know_of_a_later_wave(self) -> None:
+        engine = Lockstep(1)
+        assert engine.add(5) == 5

@@ -1,0 +1,334 @@
+"""Requests, outputs and calls as bytes: the field's read here, ours as the field has read them, and garbage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.engine.envelopes import EnvelopeDecoder
+from aioshm.engine.messages import (
+    EngineCoreOutputs,
+    SchedulerStats,
+    StartWave,
+    UtilityOutput,
+    error_output,
+    is_finished,
+    request_id_of,
+)
+from aioshm.engine.payloads import MAX_FRAMES, PayloadDecoder, PayloadEncoder
+from aioshm.errors import CodecError, MessageTooLarge
+
+GOLDEN = json.loads(Path(__file__).with_name("golden_data_path.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> None:
+    """Replace the check of the other tests: nothing is opened or started here."""
+
+
+def field(name: str) -> list[bytes]:
+    return [bytes.fromhex(frame) for frame in GOLDEN["from_the_field"][name]]
+
+
+def encoded(payload: Any, max_bytes: int = 1 << 30) -> list[Any]:
+    return PayloadEncoder(max_bytes).encode(payload)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
+
+
+class FieldRequest(msgspec.Struct, array_like=True):
+    """The field's request as far as these tests need it."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    mm_features: Any = None
+    sampling_params: Any = None
+    pooling_params: Any = None
+    arrival_time: float = 0.0
+    lora_request: Any = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    prompt_embeds: torch.Tensor | None = None
+    prompt_is_token_ids: list[bool] | None = None
+    client_index: int = 0
+    current_wave: int = 0
+
+
+class FieldOutput(msgspec.Struct, array_like=True):
+    """The field's output as far as these tests need it."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: Any = None
+    new_prompt_logprobs_tensors: Any = None
+    pooling_output: torch.Tensor | None = None
+    finish_reason: int | None = None
+    stop_reason: int | str | None = None
+    events: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    trace_headers: Any = None
+    prefill_stats: Any = None
+    routed_experts: np.ndarray | None = None
+
+
+EMBEDS = torch.arange(128, dtype=torch.float32).reshape(4, 32)
+HALVES = torch.arange(256, dtype=torch.bfloat16).reshape(16, 16)
+EXPERTS = np.arange(6, dtype=np.int16).reshape(2, 3)
+
+
+class TestFromTheField:
+    @pytest.mark.parametrize("type_", [FieldRequest, None])
+    @pytest.mark.parametrize(
+        ("name", "embeds"),
+        [
+            ("request", None),
+            ("request with a large tensor", EMBEDS),
+            ("request with a small tensor", EMBEDS[:1, :4].to(torch.bfloat16)),
+        ],
+    )
+    def test_requests(self, name: str, embeds: Any, type_: Any) -> None:
+        request = PayloadDecoder(type_).decode(field(name))
+        fields = list(request) if type_ is None else list(msgspec.structs.astuple(request))
+        assert fields[1] == [1, 2, 300]
+        assert fields[5] == 12.5
+        assert same(fields[9], embeds)
+        assert request_id_of(request).startswith("req-")
+        if name == "request":
+            assert fields[11:13] == [1, 3]
+
+    def test_plain_messages(self) -> None:
+        decode = PayloadDecoder().decode
+        assert decode(field("abort")) == ["req-1", "req-2"]
+        assert decode(field("call")) == [1, 77, "collective_rpc", ["echo", 1.5, None, ["x"], {"k": True}]]
+        assert msgspec.convert(decode(field("start wave")), StartWave) == (4, 1)
+        assert msgspec.convert(decode(field("start wave, nobody excluded")), StartWave) == (4, None)
+
+    @pytest.mark.parametrize("type_", [FieldOutput, None])
+    def test_outputs(self, type_: Any) -> None:
+        decode = EnvelopeDecoder(type_).decode
+        envelope = decode(field("outputs"))
+        assert (envelope.engine_index, envelope.timestamp, envelope.finished_requests) == (1, 99.5, {"req-2"})
+        assert [request_id_of(output) for output in envelope.outputs] == ["req-1", "req-2"]
+        assert [is_finished(output) for output in envelope.outputs] == [False, True]
+        [refused] = decode(field("refused request")).outputs
+        assert is_finished(refused)
+        [output] = decode(field("outputs with tensors")).outputs
+        fields = output if type_ is None else msgspec.structs.astuple(output)
+        assert same(fields[4], HALVES)
+        assert same(fields[12], EXPERTS)
+
+    def test_answers(self) -> None:
+        decode = EnvelopeDecoder().decode
+        assert decode(field("answer")).utility_output == UtilityOutput(77, None, (None, {"a": [1, None]}))
+        assert decode(field("answer None")).utility_output == UtilityOutput(78, None, (None, None))
+        assert decode(field("failed call")).utility_output == UtilityOutput(79, "Call to x method failed: no")
+
+    def test_what_coordinators_get(self) -> None:
+        decode = EnvelopeDecoder().decode
+        stats = msgspec.convert(decode(field("counts")).scheduler_stats, SchedulerStats)
+        assert stats == SchedulerStats(3, 4, 5, 6, 0.5)
+        assert decode(field("wave complete")).wave_complete == 6
+        assert decode(field("start of a wave")).start_wave == 7
+
+
+class TestReadByTheField:
+    """These bytes were given to the field's own decoder when they were captured; they must not change."""
+
+    @pytest.mark.parametrize(
+        ("name", "payload"),
+        [
+            ("request", FieldRequest("req-1", [1, 2, 300], arrival_time=12.5, client_index=1, current_wave=3)),
+            (
+                "request with a large tensor",
+                FieldRequest("req-2", [1, 2, 300], arrival_time=12.5, prompt_embeds=EMBEDS),
+            ),
+            (
+                "outputs with tensors",
+                EngineCoreOutputs(0, [["req-1", [1], None, None, HALVES, 1, *[None] * 6, EXPERTS]], timestamp=99.5),
+            ),
+            (
+                "outputs",
+                EngineCoreOutputs(
+                    1,
+                    [["req-1", [5]], ["req-2", [6, 7], None, None, None, 0, 7]],
+                    timestamp=99.5,
+                    finished_requests={"req-2"},
+                ),
+            ),
+            (
+                "answer",
+                EngineCoreOutputs(timestamp=99.5, utility_output=UtilityOutput(77, None, (None, {"a": [1, None]}))),
+            ),
+            ("failed call", EngineCoreOutputs(timestamp=99.5, utility_output=UtilityOutput(79, "no"))),
+            ("counts", EngineCoreOutputs(2, timestamp=99.5, scheduler_stats=SchedulerStats(3, 4, 5, 6, 0.5))),
+            ("wave complete", EngineCoreOutputs(0, timestamp=99.5, wave_complete=6)),
+            ("start of a wave", EngineCoreOutputs(2, timestamp=99.5, start_wave=7)),
+        ],
+    )
+    def test_bytes(self, name: str, payload: Any) -> None:
+        golden = [bytes.fromhex(frame) for frame in GOLDEN["read_by_the_field"][name]]
+        frames = [bytes(frame) for frame in encoded(payload)]
+        if name.startswith("request"):  # the struct that was captured had fewer fields' types, not other bytes
+            assert msgspec.msgpack.decode(frames[0]) == msgspec.msgpack.decode(golden[0])
+            assert frames[1:] == golden[1:]
+        else:
+            assert frames == golden
+
+
+class TestArrays:
+    @pytest.mark.parametrize(
+        "value",
+        [
+            np.arange(1000.0),
+            np.arange(1000.0).reshape(10, 100)[:, ::2],
+            np.asfortranarray(np.arange(1000).reshape(10, 100)),
+            np.array(5, ">i4"),
+            np.zeros((0, 3), np.float16),
+            np.array(["ab", "c"]),
+            np.array(["2020-01-01"], "datetime64[D]"),
+            np.array([True] * 300),
+            torch.arange(1000),
+            torch.tensor(2.5),
+            torch.zeros(3, 0),
+            torch.ones(700, dtype=torch.float8_e4m3fn).reshape(7, 100).t(),
+            torch.ones(10, requires_grad=True).detach(),
+        ],
+        ids=str,
+    )
+    def test_there_and_back(self, value: Any) -> None:
+        frames = [bytes(frame) for frame in encoded({"a": [value, {"b": value}], "c": ["<f4", [1], "no array"]})]
+        assert (len(frames) > 1) == (value.nbytes >= 256)
+        decoded = PayloadDecoder().decode(frames)
+        for arrived in (decoded["a"][0], decoded["a"][1]["b"]):
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(arrived.float(), value.float())
+                assert arrived.dtype == value.dtype
+            else:
+                assert same(arrived, value)
+                assert arrived.flags.writeable
+            assert arrived.shape == value.shape
+        assert decoded["c"] == ["<f4", [1], "no array"]
+
+    def test_numbers_and_slices(self) -> None:
+        [frame] = encoded([np.float32(1.5), np.bool_(True), slice(1, None, 2)])
+        assert PayloadDecoder().decode([frame]) == [1.5, True, [1, None, 2]]
+
+        class Sliced(msgspec.Struct):
+            part: slice
+
+        assert PayloadDecoder(Sliced).decode(encoded({"part": slice(1, 2)})).part == slice(1, 2, None)
+
+    @pytest.mark.parametrize(
+        "value",
+        [object(), np.array([object()]), np.zeros(2, "i4,f4"), torch.ones(3).to_sparse(), torch.ones(2, device="meta")],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_what_cannot_travel(self, value: Any) -> None:
+        encoder = PayloadEncoder(1 << 30)
+        with pytest.raises(CodecError, match="cannot encode list"):
+            encoder.encode([np.zeros(1000), value])
+        assert len(encoder.encode(1)) == 1  # nothing is left of what failed
+
+    def test_too_large(self) -> None:
+        with pytest.raises(MessageTooLarge, match="more than 4000"):
+            encoded(np.zeros(1000, np.uint8).repeat(4), 4000)
+
+    @pytest.mark.parametrize(
+        "array",
+        [
+            ["<f4", [2], 1],  # 8 bytes, and the frame has 512
+            ["<f4", [128], 2],
+            ["<f4", [128], 0],
+            ["<f4", [128], -1],
+            ["float33", [128], 1],
+            ["|O", [64], 1],
+            ["<f4,<f4", [64], 1],
+            ["<f4", [2**62, 2], 1],
+            ["<f4", [-128], 1],
+            ["<f4", [128.0], 1],
+            ["<f4", 128, 1],
+        ],
+    )
+    def test_what_is_no_array(self, array: list[Any]) -> None:
+        frames = [
+            msgspec.msgpack.encode(["req", [1, 2, 300], None, None, None, 1.0, None, None, None, array]),
+            bytes(512),
+        ]
+        assert PayloadDecoder().decode(frames)[9] == array
+        with pytest.raises(CodecError, match="cannot decode"):
+            PayloadDecoder(FieldRequest).decode(frames)
+
+    def test_too_many_frames(self) -> None:
+        with pytest.raises(CodecError, match="frames"):
+            PayloadDecoder().decode([b"\x90"] * (MAX_FRAMES + 1))
+
+
+class TestIds:
+    def test_places(self) -> None:
+        assert (
+            request_id_of({"request_id": "a"}) == request_id_of(["a"]) == request_id_of(FieldRequest("a", None)) == "a"
+        )
+        for payload in ({}, [], [1], 5, None, {"request_id": 5}):
+            with pytest.raises(CodecError, match="request_id"):
+                request_id_of(payload)
+
+    def test_finished(self) -> None:
+        for last in (
+            {"finish_reason": "stop"}, {"finished": True}, ["a", [], 0, 0, 0, 0], error_output("a", "b"),
+            FieldOutput("a", [], finish_reason=0),
+        ):  # fmt: skip
+            assert is_finished(last)
+        for more in (
+            {},
+            {"finish_reason": None, "finished": False},
+            ["a", [], 0, 0, 0, None],
+            ["a"],
+            FieldOutput("a", []),
+        ):
+            assert not is_finished(more)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+class TestGarbage:
+    @given(plain)
+    def test_plain_data_arrives_as_it_is(self, payload: Any) -> None:
+        assert PayloadDecoder().decode(encoded(payload)) == payload
+
+    @given(st.lists(st.binary(max_size=60), min_size=1, max_size=3))
+    def test_bytes(self, frames: list[bytes]) -> None:
+        for decoder in (PayloadDecoder(FieldRequest), PayloadDecoder(), EnvelopeDecoder(FieldOutput)):
+            try:
+                decoder.decode(frames)
+            except CodecError:
+                pass
+
+    @given(st.lists(plain, max_size=9), st.lists(st.binary(max_size=60), max_size=2))
+    def test_envelopes(self, fields: list[Any], more: list[bytes]) -> None:
+        frames = [msgspec.msgpack.encode(fields), *more]
+        decoder = EnvelopeDecoder(FieldOutput)
+        for read in (decoder.decode, decoder.salvage):
+            try:
+                read(frames)
+            except CodecError:
+                pass
