@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 
@@ -98,8 +99,9 @@ def with_zeromq(port: tuple[str, int], ends: float, made: dict[str, int]) -> Non
                     sock.curve_serverkey = zmq.curve_keypair()[0]
                 sock.connect(address)
                 if kind == zmq.DEALER:
-                    sock.send_multipart([b"", os.urandom(200)], zmq.NOBLOCK)
-                    sock.send(os.urandom(200), zmq.NOBLOCK)
+                    with suppress(zmq.Again):  # it may have been turned away already, which leaves nobody to send to
+                        sock.send_multipart([b"", os.urandom(200)], zmq.NOBLOCK)
+                        sock.send(os.urandom(200), zmq.NOBLOCK)
                 sockets.append(sock)
                 made["zeromq"] += 1
         time.sleep(0.1)

@@ -7,6 +7,9 @@ import functools
 import gc
 import inspect
 import os
+import shutil
+import signal
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,11 @@ import uvloop
 from support import eventually
 
 from aioshm.ring.segment import orphans
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, which a shell has had ignored by what it runs in the background, and by its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -52,6 +60,18 @@ def _children() -> set[int]:
         except psutil.NoSuchProcess:
             continue
     return set(names)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_socket_file_left_behind() -> Iterator[None]:
+    """Let sockets that have files have them in a directory of the tests' own, and fail if any is there in the end."""
+    base = Path(tempfile.mkdtemp(prefix="aioshm-"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(base))
+        yield
+    left = [path for path in base.rglob("*") if not path.is_dir()]
+    shutil.rmtree(base)
+    assert not left
 
 
 @pytest.fixture(autouse=True)

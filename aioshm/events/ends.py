@@ -11,7 +11,7 @@ import zmq
 
 from aioshm.events.endpoints import check_endpoint, for_rank, is_wildcard, publisher_binds
 from aioshm.events.replay_server import CLIENT_HWM
-from aioshm.zeromq import CurveKeys, LogLimiter, Monitor, Watch, attach, context_for, open_socket
+from aioshm.zeromq import BoundFile, CurveKeys, LogLimiter, Monitor, Watch, attach, context_for, open_socket
 
 logger = logging.getLogger("aioshm.events")
 
@@ -46,6 +46,7 @@ class PublisherEnds:
         self._sockets: list[zmq.Socket[bytes]] = []
         self._monitors: list[Monitor] = []
         self._watches: list[Watch] = []
+        self._files: list[BoundFile] = []
         self._limiter = LogLimiter(10.0)
         try:
             self.pub, self.endpoint = self._open(zmq.PUB, endpoint, binds, hwm, curve)
@@ -82,6 +83,8 @@ class PublisherEnds:
             _give_back_name(socket)
             socket.close(linger=int(linger * 1000))
         self._sockets.clear()
+        for file in self._files:
+            file.remove()
         if not self._owns_context or self._context.closed:
             return None
         return _terminate(self._context)
@@ -92,7 +95,10 @@ class PublisherEnds:
         socket = open_socket(self._context, kind, endpoint, bind=bind, hwm=hwm, curve=curve)
         self._monitors.append(Monitor(socket))
         self._sockets.append(socket)
-        return socket, attach(socket, endpoint, bind=bind)
+        actual = attach(socket, endpoint, bind=bind)
+        if bind:
+            self._files.append(BoundFile(actual))
+        return socket, actual
 
     def _read_monitors(self) -> None:
         for monitor in self._monitors:

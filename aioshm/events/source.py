@@ -18,7 +18,7 @@ from aioshm.events.decoding import BatchDecoder
 from aioshm.events.deliveries import Delivery, Received
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.tracker import Message, SourceTracker, Start
-from aioshm.zeromq import CurveKeys, LogLimiter, Monitor, Watch, attach, open_socket
+from aioshm.zeromq import BoundFile, CurveKeys, LogLimiter, Monitor, Watch, attach, open_socket
 
 logger = logging.getLogger("aioshm.events")
 
@@ -89,6 +89,7 @@ class EventSource:
             self._monitor.close()
             self._sub.close()
             raise
+        self._file = BoundFile(self.endpoint) if bind else None
         self._tracker = SourceTracker(self.endpoint, start, can_replay=replay_endpoint is not None)
         self._sub_watch = Watch(loop, self._sub, self._run)
         self._monitor_watch = Watch(loop, self._monitor.pair, self._run)
@@ -127,6 +128,8 @@ class EventSource:
         self._end_request()
         self._monitor.close()
         self._sub.close(linger=0)
+        if self._file is not None:
+            self._file.remove()
 
     def _pause(self) -> None:
         """Leave every socket alone; one that is watched but not read would wake the loop for ever."""

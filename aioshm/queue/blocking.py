@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar, cast
 
 from aioshm.codec import Codec, cannot_decode
 from aioshm.config import Options
-from aioshm.errors import QueueClosed
+from aioshm.errors import AioshmError, QueueClosed
 from aioshm.queue import base
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.handle import Handle
@@ -141,7 +141,9 @@ class MessageQueue:
         """Receive the next message; ``cancel``, a `threading.Event`, ends the wait within `CANCEL_POLL_S`."""
         try:
             obj = self._receive()
-        except Exception as error:
+        except AioshmError:
+            raise
+        except Exception as error:  # the ring's core decodes with the codec's bare function
             raise cannot_decode(error, cast(ReaderEnd, self._end).codec_name) from error
         if obj is not NOTHING and obj is not ELSEWHERE:
             return obj

@@ -233,6 +233,11 @@ class ReceiveWindow(Generic[M]):
         self._lost.append((first, last))
         self._close_gap()
 
+    def lost_the_rest(self) -> None:
+        """Note that nothing more will come of a stream whose end is known."""
+        if self.end is not None and not self.complete:
+            self.lost(self.next, self.end - 1)
+
     def to_ask_for(self) -> list[tuple[int, int]]:
         """Return the runs of messages to ask for now; they count as asked for."""
         start, end = max(self.next, self._asked), self._known

@@ -16,7 +16,7 @@ import msgspec
 
 from aioshm.codec import Codec
 from aioshm.config import Options
-from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerDied, QueueClosed
+from aioshm.errors import AioshmError, HandleError, PeerDied, QueueClosed
 from aioshm.queue import wire
 from aioshm.queue.delivery import ReceiveWindow
 from aioshm.queue.end import NotAttached, deadline_after
@@ -53,6 +53,7 @@ class RemoteEnd(ReaderEnd, ABC):
         self._flag = memoryview(bytearray(1))  # its parked flag, at which nobody else looks
         self._going: asyncio.Future[None] | None = None
         self._goodbye: asyncio.Future[None] | None = None
+        self._left_behind = False  # whether the writer has closed the queue, and what is not here will not come
         self._released = False  # whether the writer waits for this end no more
         self._acknowledging: asyncio.TimerHandle | None = None
         self._checking: asyncio.TimerHandle | None = None
@@ -216,9 +217,11 @@ class RemoteEnd(ReaderEnd, ABC):
         elif isinstance(message, wire.Lost):
             self._window.lost(message.first, message.last)
             self._wake()
+            self._finish_if_complete()
         elif isinstance(message, wire.Closing):
             self._window.ends(message.end)
-            self._finish_if_complete()
+            if not self._finish_if_complete():
+                self._acknowledge()  # what is missing may take its time; this end is there
         else:
             if isinstance(message, wire.Refused):
                 self._on_refused(message)
@@ -234,11 +237,16 @@ class RemoteEnd(ReaderEnd, ABC):
         else:
             self._give_up(self._died(f"it does not know this reader any more: {message.reason}"))
 
-    def _finish_if_complete(self) -> None:
-        if self._window.complete:
-            self._tell(wire.Finished())
-            self._writer_gone = lambda: QueueClosed(f"{self!r}: the writer has closed the queue")
-            self._interrupt()
+    def _finish_if_complete(self) -> bool:
+        if not self._window.complete:
+            return False
+        self._tell(wire.Finished())
+        self._writer_gone = self._closed_by_writer
+        self._interrupt()
+        return True
+
+    def _closed_by_writer(self) -> AioshmError:
+        return QueueClosed(f"{self!r}: the writer has closed the queue")
 
     def _complain(self, error: wire.WireError) -> None:
         held_back = self._limiter.admit()
@@ -299,9 +307,6 @@ class RemoteEnd(ReaderEnd, ABC):
         if self._welcome is None:
             where = self._remote.control if control is not None else self._remote.data
             self._give_up(lambda: HandleError(f"nobody answers at {where}: is the writer gone, or the port closed?"))
-        elif self._window.end is not None:
-            first, last = self._window.next, self._window.end - 1
-            self._give_up(lambda: MessagesLost(first, last))
         else:
             self._give_up(self._died(f"{why}, for {timeout:g} s"))
 
@@ -312,10 +317,15 @@ class RemoteEnd(ReaderEnd, ABC):
         self._check_connections()
 
     def _give_up(self, error: Callable[[], AioshmError]) -> None:
-        """Take the writer for gone: what has arrived can be read, then there is the error."""
-        if self._writer_gone is None:
-            self._writer_gone = error
-            self._interrupt()
+        """Take the writer for gone: what has arrived can be read, then there is the error.
+
+        One that has closed the queue did not die, whatever became of it since: what it sent last is lost, if anything.
+        """
+        if self._writer_gone is not None:
+            return
+        self._left_behind = self._window.end is not None
+        self._writer_gone = self._closed_by_writer if self._left_behind else error
+        self._interrupt()
 
     def _died(self, detail: str) -> Callable[[], AioshmError]:
         pid = 0 if self._welcome is None else self._welcome.pid

@@ -94,6 +94,7 @@ class RemotePeers:
         self._queue_id = queue_id
         self._token = token
         self._timeout = options.remote_timeout
+        self._patience = options.stall_warning_s
         self._policy = options.on_reader_death
         self._changed = changed
         self._secret = secrets.token_bytes(wire.SECRET_BYTES)
@@ -107,6 +108,7 @@ class RemotePeers:
         self._going = False
         self._closed: asyncio.Future[None] | None = None
         self._closing_since = 0.0
+        self._report_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._limiter = LogLimiter(COMPLAINT_S)
@@ -328,6 +330,18 @@ class RemotePeers:
                 due = min(due, silent_since + self._timeout)
         if self._peers:
             self._timer = self._loop.call_later(max(0.001, due - now), self._tick)
+            if self._closed is not None and now >= self._report_at:
+                self._report_at = now + self._patience
+                self._report_unfinished(now)
+
+    def _report_unfinished(self, now: float) -> None:
+        waited_for = ", ".join(str(peer) for peer in self._peers.values() if not peer.finished)
+        logger.warning(
+            "queue %s: closing for %.0f s: %s answers, but has not received everything",
+            self._name,
+            now - self._closing_since,
+            waited_for,
+        )
 
     def _died(self, peer: RemotePeer) -> None:
         silence = f"silent for {self._timeout:g} s"
@@ -355,6 +369,7 @@ class RemotePeers:
             return
         self._closed = self._loop.create_future()
         self._closing_since = monotonic()
+        self._report_at = self._closing_since + self._patience
         for peer in self._peers.values():
             self._sockets.send(peer.identity, wire.Closing(self._window.seq))
         self._close_if_delivered()

@@ -158,9 +158,12 @@ class RemoteReader(RemoteEnd):
 
     def _look(self) -> bool:
         """Return whether there is something to read, also in the sockets."""
-        if not self._window.ready and self._sockets is not None:
+        window = self._window
+        if not window.ready and self._sockets is not None:
             self._sockets.look()
-        return bool(self._window.ready)
+            if self._left_behind and not window.ready:
+                window.lost_the_rest()
+        return bool(window.ready)
 
     async def _next_message(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> wire.Data:
         """Wait for the next message, and leave it where it is.

@@ -13,9 +13,7 @@ from aioshm.codec.frames import INLINE, RAW, body_bytes
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, UnsafePayload
-from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.handle import RemoteAddress
-from aioshm.queue.ranks import checked_ranks
 from aioshm.queue.remote_peers import RemotePeers
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.wire import HEAD_BYTES
@@ -30,48 +28,13 @@ ZEROMQ_POLL_S = 0.002
 class WideWriter(Writer):
     """Sends through the ring to the local readers and over the network to the others, what was encoded once."""
 
-    def __init__(
-        self,
-        n_reader: int,
-        n_local_reader: int,
-        local_reader_ranks: Sequence[int] | None = None,
-        max_chunk_bytes: int = MAX_CHUNK_BYTES,
-        max_chunks: int = MAX_CHUNKS,
-        connect_ip: str | None = None,
-        *,
-        codec: str | Codec = "pickle",
-        options: Options | None = None,
-        remote_reader_ranks: Sequence[int] | None = None,
-    ) -> None:
-        _, ranks = checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
-        options = Options.from_env() if options is None else options
-        super().__init__(
-            n_reader,
-            n_local_reader,
-            local_reader_ranks,
-            max_chunk_bytes,
-            max_chunks,
-            connect_ip,
-            codec=codec,
-            options=options,
-            remote_reader_ranks=remote_reader_ranks,
+    def _open_remote(self, ranks: tuple[int, ...]) -> None:
+        check_safety(self._codec, self._options.secure, self._options)
+        queue_id = self._buffer.queue_id
+        self._remote = RemotePeers(
+            self._name, ranks, queue_id, self._token, self._connect_ip, self._options, self._changed
         )
-        try:
-            check_safety(self._codec, options.secure, options)
-            self._remote = RemotePeers(
-                self._name,
-                ranks,
-                self._buffer.queue_id,
-                self._token,
-                self._connect_ip,
-                options,
-                self._changed,
-            )
-        except BaseException:
-            self._dismantled = True
-            super()._dismantle()
-            raise
-        self._someone_here = n_local_reader > 0
+        self._someone_here = bool(self._roster.ranks)
         self.send = self._send
 
     # The readers, wherever they are

@@ -55,7 +55,7 @@ class WriterEnd(End, ABC):
         options: Options | None = None,
         remote_reader_ranks: Sequence[int] | None = None,
     ) -> None:
-        ranks, _ = checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
+        ranks, remote_ranks = checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
         self._connect_ip = check_ip(connect_ip)
         self._n_reader = n_reader
         self._codec = get_codec(codec)
@@ -90,6 +90,15 @@ class WriterEnd(End, ABC):
         self._listening = False
         self._change: asyncio.Future[None] | None = None
         super().__init__(queue_id, options)
+        try:
+            self._open_remote(remote_ranks)
+        except BaseException:
+            self._dismantled = True
+            WriterEnd._dismantle(self)
+            raise
+
+    def _open_remote(self, ranks: tuple[int, ...]) -> None:
+        """Prepare for the readers on other hosts: here, there are none."""
 
     # Attaching
 

@@ -67,6 +67,13 @@ def test_remote(loop_name: str) -> None:
 
 
 @both_loops
+def test_startup(loop_name: str) -> None:
+    report = run_json("startup", "--loop", loop_name)
+    assert measured(report) == {("2 engines", name, 1) for name in ("aioshm", "multiprocessing")}
+    assert len(report["promises"]) == 1
+
+
+@both_loops
 def test_strangers(loop_name: str) -> None:
     report = run_json("strangers", "--loop", loop_name)
     assert measured(report) == {("4 KiB", "quiet", 1), ("4 KiB", "with strangers", 1)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 from aioshm.events import BlockRemoved, BlockStored, Delivery, EventBatch, EventSubscriber, ZmqEventPublisher
@@ -45,13 +45,6 @@ def batch(number: int, events: int = 1) -> EventBatch:
 
 def removed(number: int) -> EventBatch:
     return EventBatch(float(number), [BlockRemoved([number * 1000], "GPU")])
-
-
-async def until(condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
-    """Wait for a condition that no event announces."""
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def take(subscriber: EventSubscriber, count: int) -> list[Delivery]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
+from support import until
 
 from aioshm.errors import QueueFull, RoleError
 from aioshm.events import (
@@ -34,7 +35,7 @@ from aioshm.events import (
 )
 from aioshm.events.decoding import BatchDecoder
 
-from .helpers import ANY, PATIENCE_S, Ends, batch, take, until, within
+from .helpers import ANY, PATIENCE_S, Ends, batch, take, within
 
 
 class Raw:
@@ -371,6 +372,15 @@ async def test_ranks_and_transports(ends: Ends, tmp_path: Path) -> None:
     publisher.publish(batch(0))
     (item,) = await take(subscriber, 1)
     assert item.source.rank == 2
+    assert len(list(tmp_path.iterdir())) == 1
+    await publisher.aclose()
+    assert list(tmp_path.iterdir()) == [], "its socket file"
+
+
+async def test_a_subscriber_that_binds_leaves_no_socket_file(nothing_left: None, tmp_path: Path) -> None:
+    async with EventSubscriber(f"ipc://{tmp_path}/kv", bind=True):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_publishers_can_connect_to_a_subscriber_that_binds(nothing_left: None) -> None:

@@ -16,6 +16,7 @@ import pytest_asyncio
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import until
 
 from aioshm.errors import EventsLost, QueueClosed, RoleError
 from aioshm.events import (
@@ -36,7 +37,7 @@ from aioshm.events import (
 )
 from aioshm.events.encoding import BatchEncoder
 
-from .helpers import ANY, PATIENCE_S, Ends, batch, take, until
+from .helpers import ANY, PATIENCE_S, Ends, batch, take
 
 
 class LossyProxy:

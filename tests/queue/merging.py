@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+
+from support import until
 
 from aioshm import MessageQueue, Options
 from aioshm.queue.merge import Merged
@@ -38,12 +40,6 @@ async def queues(
     finally:
         for end in [*readers.values(), *writers]:
             await end.aclose()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def poller_of(merged: Merged) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 
 import psutil
 from remotes import wide_writer
@@ -55,17 +56,20 @@ async def stream(timeout: str, size: str) -> None:
         number += 1
 
 
-async def measure(window: str, size: str, count: str) -> None:
-    """Write messages and say by how many bytes this process has grown meanwhile."""
+async def measure(window: str, size: str, warm_up: str, count: str) -> None:
+    """Write messages; say how long each of the first took, and by how many bytes the others made this process grow."""
     process = psutil.Process()
     writer = wide_writer(0, 1, remote_window_bytes=int(window))
     say(writer.export_handle().to_json())
-    before = largest = 0
     async with writer:
-        for number in range(int(count)):
+        await writer.wait_until_ready(20)
+        began = time.monotonic()
+        for number in range(int(warm_up)):
             await writer.enqueue(_message(number, int(size)))
-            if number == 10:
-                before = process.memory_info().rss
+        say(f"{(time.monotonic() - began) / int(warm_up)}")
+        before = largest = process.memory_info().rss
+        for number in range(int(warm_up), int(warm_up) + int(count)):
+            await writer.enqueue(_message(number, int(size)))
             largest = max(largest, process.memory_info().rss)
     say(f"{largest - before}")
 

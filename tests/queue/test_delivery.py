@@ -260,6 +260,17 @@ def test_what_came_before_it_was_lost_is_not_lost() -> None:
     assert window.next == 4
 
 
+def test_what_will_not_come_of_a_stream_that_has_ended() -> None:
+    window = receiving(0, 2)
+    window.lost_the_rest()
+    assert line(window) == ["m0"], "nobody knows where it ends"
+    window.ends(4)
+    for _ in range(2):
+        window.lost_the_rest()
+        assert line(window) == ["m0", Missing(1, 1), "m2", Missing(3, 3)]
+    assert window.complete
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 19), st.integers(0, 5)).map(lambda run: (run[0], min(19, sum(run)))), max_size=6),

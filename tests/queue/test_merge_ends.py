@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from children import child
-from merging import BIG, asleep, poller_of, queues, until
+from merging import BIG, asleep, poller_of, queues
 from slots import slot_of
+from support import until
 
 from aioshm import (
     CodecError,

@@ -10,7 +10,8 @@ import weakref
 from contextlib import suppress
 
 import pytest
-from merging import BIG, asleep, poller_of, queues, until
+from merging import BIG, asleep, poller_of, queues
+from support import until
 
 from aioshm import RoleError
 from aioshm.queue.merge import merge

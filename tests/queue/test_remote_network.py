@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from proxy import Proxy, proxied
 from remotes import wide_writer
+from support import until
 from two_hosts import TwoHosts, two_hosts
 
 from aioshm import Handle, MessageQueue, PeerDied, QueueClosed
@@ -164,12 +165,6 @@ class Numbers:
     def resume(self) -> None:
         for proxy in self.proxies:
             proxy.resume()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_a_network_that_swallows_everything_for_a_while() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from children import child
 from remotes import ready_ends, wide_writer
 
 from aioshm import Handle, MessageQueue, QueueFull
+from aioshm.codec.base import Encoded
+from aioshm.codec.pickle5 import PickleCodec
 
 MESSAGES = 10_000
 LARGEST = 32 << 20
@@ -148,20 +151,57 @@ def test_four_processes_receive_10_000_random_arrays() -> None:
         process.close()
 
 
-def test_a_slow_reader_fills_nobodys_memory() -> None:
-    """A hundred times as slow as the writer, which has sent fifty windows in the end."""
-    window, size, count = 4 << 20, 256 * 1024, 800
+def test_a_reader_a_hundred_times_as_slow_as_the_writer() -> None:
+    """It gets everything once and in order, and the writer, which has sent fifty windows in the end, does not grow."""
+    window, size, warm_up, count = 512 << 10, 32 << 10, 300, 800
 
     async def read() -> None:
-        async with child("measure", str(window), str(size), str(count), script=WRITER) as writer:
+        arguments = [str(number) for number in (window, size, warm_up, count)]
+        async with child("measure", *arguments, script=WRITER) as writer:
             async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
-                received = 0
-                async for number, payload in reader:
-                    assert (number, payload) == (received, bytes([received % 256]) * size)
-                    received += 1
-                    time.sleep(0.004)
-                assert received == count
-                growth = int(await writer.says())
-                assert growth < window + (8 << 20), f"it grew by {growth / 2**20:.0f} MiB"
+                received = []
 
+                def take(number: int, payload: bytes) -> None:
+                    assert payload == bytes([number % 256]) * size
+                    received.append(number)
+
+                for _ in range(warm_up):
+                    take(*await reader.dequeue(20))
+                pace_s = float(await writer.says())
+                async for message in reader:
+                    take(*message)
+                    time.sleep(100 * pace_s)
+                assert received == list(range(warm_up + count))
+                growth = int(await writer.says())
+                assert growth < window + (6 << 20), f"it grew by {growth / 2**20:.1f} MiB"
+
+    assert count * size > 2 * (window + (6 << 20)), "or nothing is shown"
     asyncio.run(read())
+
+
+class CountingCodec(PickleCodec):
+    """Knows how often it has encoded something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoded = 0
+        self._uncounted = self.encode
+        self.encode = self._count
+
+    def _count(self, obj: Any) -> Encoded:
+        self.encoded += 1
+        return self._uncounted(obj)
+
+
+@pytest.mark.parametrize("n_local", [0, 1])
+async def test_an_object_is_encoded_once_for_all_readers(n_local: int) -> None:
+    codec = CountingCodec()
+    async with ready_ends(n_local, 2, codec=codec) as (writer, readers):
+        sent = ["small", b"L" * 1_000_000, np.arange(10_000)]
+        await writer.enqueue(sent[0])
+        writer.enqueue_nowait(sent[1])
+        await writer.enqueue_many(sent[2:])
+        for reader in readers:
+            for obj in sent:
+                assert np.array_equal(await reader.dequeue(5), obj)
+        assert codec.encoded == len(sent)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from loops import until
+from support import until
 
 from aioshm.errors import HandleError
 from aioshm.ring.layout import VERSION

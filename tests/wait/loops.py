@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from typing import Any
-
-
-async def until(condition: Callable[[], object], what: str, within_s: float = 10.0) -> None:
-    """Let the loop run until something holds; fail, naming it, if it does not in time."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come about within {within_s} s"
-        await asyncio.sleep(0.001)
 
 
 async def turns(amount: int) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from time import monotonic_ns
 
 import pytest
-from loops import open_fds, turns, until
+from loops import open_fds, turns
+from support import until
 
 from aioshm.wait import alarm as alarm_module
 from aioshm.wait.alarm import Alarm

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from doors import Door, Reader, hello, opened
-from loops import open_fds, turns, until
+from loops import open_fds, turns
+from support import until
 
 from aioshm.errors import HandleError, PeerDied
 from aioshm.wait.attach import attach, dial

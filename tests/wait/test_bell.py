@@ -5,7 +5,7 @@ import os
 import select
 
 import pytest
-from loops import until
+from support import until
 
 from aioshm.wait.bell import HAVE_EVENTFD, Bell
 

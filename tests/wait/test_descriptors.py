@@ -9,7 +9,8 @@ import socket
 
 import pytest
 from doors import Reader, opened
-from loops import open_fds, until
+from loops import open_fds
+from support import until
 
 MANY = 600
 """More than a socket's buffer takes."""

@@ -16,7 +16,8 @@ from doors import (
     opened,
     until_hung_up,
 )
-from loops import open_fds, turns, until
+from loops import open_fds, turns
+from support import until
 
 from aioshm.errors import HandleError
 from aioshm.ring.layout import VERSION

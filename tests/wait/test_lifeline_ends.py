@@ -13,7 +13,8 @@ from multiprocessing.context import SpawnProcess
 import psutil
 import pytest
 from doors import TOKEN, Door, Reader, hello, knock, listen_for_ever, opened, read_for_ever
-from loops import open_fds, until
+from loops import open_fds
+from support import until
 
 from aioshm.errors import HandleError, SharedMemoryError
 from aioshm.wait.attach import attach, dial

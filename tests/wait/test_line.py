@@ -11,7 +11,8 @@ import pytest
 import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loops import turns, until
+from loops import turns
+from support import until
 
 from aioshm.errors import QueueCancelled
 from aioshm.wait.line import Line, settle

@@ -8,7 +8,8 @@ import threading
 from time import monotonic, monotonic_ns
 
 import pytest
-from loops import turns, until
+from loops import turns
+from support import until
 from waiters import MODES, End, pollers
 
 from aioshm.config import Wait

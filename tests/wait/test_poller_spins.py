@@ -9,7 +9,8 @@ from contextlib import suppress
 from time import monotonic
 
 import pytest
-from loops import turns, until
+from loops import turns
+from support import until
 from waiters import MODES, End, Told, pollers
 
 from aioshm.config import Wait

@@ -11,7 +11,8 @@ from contextlib import suppress
 from time import monotonic, monotonic_ns
 
 import pytest
-from loops import open_fds, turns, until
+from loops import open_fds, turns
+from support import until
 from waiters import End, Told, pollers
 
 from aioshm.errors import QueueCancelled

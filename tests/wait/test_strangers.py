@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 from doors import Reader, hello, knock, opened, until_hung_up
-from loops import open_fds, turns, until
+from loops import open_fds, turns
+from support import until
 
 from aioshm.errors import AioshmError, HandleError
 from aioshm.wait import lifeline as listening

@@ -8,7 +8,8 @@ from time import monotonic_ns
 from typing import Any
 
 import pytest
-from loops import WatchedLoop, open_fds, until
+from loops import WatchedLoop, open_fds
+from support import until
 
 from aioshm.config import Wait
 from aioshm.ring import memory_fence
@@ -51,6 +52,7 @@ class End:
         parks = self.poller.stats.parks
         task = asyncio.ensure_future(self.wait(**kwargs))
         await until(lambda: self.poller.stats.parks > parks or task.done(), "parking")
+        await asyncio.sleep(0)  # whatever it has started for that runs, too
         assert self.parked[0] == 1
         return task
 
