@@ -64,7 +64,7 @@ def test_plain_output(start_demo, tmp_path):
 def long_text(tmp_path):
     """Return options that keep the engines busy for a long time."""
     text = tmp_path / "long"
-    text.write_bytes(b"word " * 5000)
+    text.write_bytes(b"begun\n" + b"word " * 5000)
     return "--engines", "2", "--input", str(text)
 
 
@@ -81,7 +81,7 @@ def test_an_interrupt_ends_everything(start_demo, long_text, signum, code):
 
 def test_an_engine_that_somebody_else_kills_is_named(start_demo, long_text):
     demo = start_demo(*long_text)
-    demo.wait_for_line("2 of 2 engines connected, 2 ready")
+    demo.wait_for_line("engine 1: begun")  # there was nothing before that could say who has ended, and how
     victim = next(worker for worker in demo.workers if "spawn_main" in " ".join(worker.cmdline()))
     victim.kill()
     _, errors, code = demo.end()

@@ -286,7 +286,7 @@ class TestStarting:
 
     async def test_too_slow(self) -> None:
         group = group_of(worker=targets.fails_to_start, kwargs={"failing": 1, "how": "hang"}, ready_timeout=1)
-        with pytest.raises(TimeoutError, match="the start of the workers: no answer from Worker_1 "):
+        with pytest.raises(TimeoutError, match=r"no answer from .*Worker_1 .* within 1\.0 s"):
             await group.__aenter__()
         assert all(gone(pid) for pid in group.pids)
 
