@@ -1,8 +1,8 @@
 """What a step of an engine costs: a call of every worker, and all their answers, against the same over pipes.
 
-`WorkerGroup` sends a step once, to all workers, and waits for their answers on an event loop; the rival sends it to
-each worker down a ``multiprocessing.Pipe`` of its own, and blocks for one answer after the other. The workers do nothing
-but answer: with the step that they were sent, or with a megabyte.
+`WorkerGroup` sends a step once, to all workers, and waits for their answers on an event loop. The rival sends it to
+each worker down a ``multiprocessing.Pipe`` of its own, and blocks for one answer after the other. The workers do no
+more than answer: with the step that they were sent, or with a megabyte.
 """
 
 from __future__ import annotations
