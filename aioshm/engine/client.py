@@ -7,7 +7,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from aioshm.config import Options, check_int, check_seconds
-from aioshm.engine.addresses import CoreEngine, EngineZmqAddresses, identity
+from aioshm.engine.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.balance import LoadBalancer
 from aioshm.engine.client_sockets import ClientSockets
 from aioshm.engine.deaths import WatchedManager, WatchedProcess
@@ -24,13 +24,12 @@ from aioshm.engine.liveness import Liveness
 from aioshm.engine.messages import ENGINE_CORE_DEAD, EngineCoreRequestType, request_id_of
 from aioshm.engine.payloads import Frame, PayloadEncoder
 from aioshm.engine.pending import Pending, PendingCall
+from aioshm.engine.registrations import Registrations
 from aioshm.engine.streams import Inbox, OutputStream
 from aioshm.errors import CodecError, EngineDead, QueueClosed, RoleError
 from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.engine")
-
-MAX_REGISTRATION_BYTES = 1 << 20
 
 _LOG_INTERVAL_S = 10.0
 _ADD = EngineCoreRequestType.ADD.value
@@ -38,7 +37,6 @@ _ABORT = EngineCoreRequestType.ABORT.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
 _encode_plain = msgspec.msgpack.Encoder().encode
-_decode_map = msgspec.msgpack.Decoder(dict[str, Any]).decode
 _decode_counts = msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool]).decode
 
 
@@ -67,7 +65,6 @@ class EngineClient:
 
     Attributes:
         addresses: What engines are to be told.
-        ready: What each engine has said when it registered, by rank.
 
     Raises:
         TypeError, ValueError: An argument makes no sense; the text names it.
@@ -85,24 +82,16 @@ class EngineClient:
     ) -> None:
         self._sockets: ClientSockets | None = None
         self._closed = False
-        if isinstance(engines, int):
-            ranks = list(range(check_int("engines", engines, minimum=1)))
-        else:
-            ranks = [engine.index for engine in engines]
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"engines must be some, each with a rank of its own, not {ranks}")
+        self._engines = Registrations(engines)
         n_clients = min(len(addresses.inputs), len(addresses.outputs))
         if check_int("client_index", client_index, minimum=0) >= n_clients:
             raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {client_index}")
         self.addresses = addresses
-        self.ready: dict[int, dict[str, Any]] = {}
         self._options = options or Options.from_env()
         self._index = client_index
         self._request_type = request_type
-        self._ranks = ranks
-        self._identities = [identity(rank) for rank in ranks]
-        self._positions = {rank: position for position, rank in enumerate(ranks)}
-        self._balance = LoadBalancer(len(ranks), len(ranks) * client_index // n_clients)
+        n_engines = len(self._engines.ranks)
+        self._balance = LoadBalancer(n_engines, n_engines * client_index // n_clients)
         self._pending = Pending(EnvelopeDecoder(output_type), self._balance)
         self._encode = PayloadEncoder(self._options.max_message_bytes).encode
         self._wave = 0
@@ -110,12 +99,17 @@ class EngineClient:
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
     def __repr__(self) -> str:
-        return f"<EngineClient {self._index} of engines {self._ranks}, {len(self._pending.inboxes)} requests in flight>"
+        return f"<EngineClient {self._index} of engines {self._engines.ranks}, {self.in_flight} requests in flight>"
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of the engines."""
-        return self._ranks.copy()
+        return self._engines.ranks.copy()
+
+    @property
+    def ready(self) -> Mapping[int, dict[str, Any]]:
+        """What each engine has said when it registered, by rank."""
+        return self._engines.ready
 
     @property
     def in_flight(self) -> int:
@@ -187,7 +181,7 @@ class EngineClient:
             async with asyncio.timeout(timeout):
                 await self._settled.wait()
         except TimeoutError:
-            missing = ", ".join(str(rank) for rank in self._ranks if rank not in self.ready)
+            missing = ", ".join(map(str, self._engines.missing))
             raise TimeoutError(f"engines {missing} have not registered after {timeout} s") from None
         self._check_open()
 
@@ -236,10 +230,12 @@ class EngineClient:
         request_id = request_id_of(request)
         if request_id in self._pending.inboxes:
             raise ValueError(f"request_id {request_id!r} is that of another request in flight")
-        position = self._balance.choose() if engine is None else self._position(engine)
+        position = self._balance.choose() if engine is None else self._engines.position(engine)
         self._stamp(request)
         self._send(position, _ADD, self._encode(request))
-        return OutputStream(request_id, self._ranks[position], self._pending.add(request_id, position), self._leave)
+        return OutputStream(
+            request_id, self._engines.ranks[position], self._pending.add(request_id, position), self._leave
+        )
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests: their streams end after what has come. Ids of requests that are not in flight do no harm.
@@ -275,7 +271,7 @@ class EngineClient:
             ValueError: There is no such engine.
         """
         self._check_ready()
-        positions = range(len(self._ranks)) if engine is None else [self._position(engine)]
+        positions = range(len(self._engines.ranks)) if engine is None else [self._engines.position(engine)]
         calls: list[PendingCall] = []
         try:
             for position in positions:
@@ -294,26 +290,14 @@ class EngineClient:
     def registered(self, sender_identity: bytes, frames: list[bytes], connection: int, sender: str) -> None:
         """Take an engine's registration."""
         try:
-            position = self._identities.index(sender_identity)
-            [payload] = frames
-            if len(payload) > MAX_REGISTRATION_BYTES:
-                raise ValueError(f"{len(payload)} bytes, more than {MAX_REGISTRATION_BYTES}")
-            fields = _decode_map(payload) if payload else {}
-        except (ValueError, RecursionError) as error:
+            rank = self._engines.take(sender_identity, frames)
+        except ValueError as error:
             self._complain("a registration of %s by %s is ignored: %s", sender_identity[:16].hex(), sender, error)
             return
-        rank = self._ranks[position]
         self._liveness.connected(rank, connection, sender)
-        self.ready[rank] = fields
-        if len(self.ready) == len(self._ranks) and not self._settled.is_set():
-            address = self.addresses.frontend_stats_publish_address
-            if address is None:
-                said = (fields.get("dp_stats_address") for fields in self.ready.values())
-                address = next((each for each in said if isinstance(each, str)), None)
-            if address is not None:
-                assert self._sockets is not None
-                self._sockets.subscribe(address)
+        if not self._engines.missing and not self._settled.is_set():
             self._settled.set()
+            self._subscribe(self.addresses.frontend_stats_publish_address or self._engines.stats_address)
 
     def disconnected(self, connection: int) -> None:
         """Take the end of a connection."""
@@ -337,7 +321,7 @@ class EngineClient:
         try:
             counts, self._wave, _running = _decode_counts(payload)
             if counts is not None:
-                self._balance.update([counts[rank] for rank in self._ranks])
+                self._balance.update([counts[rank] for rank in self._engines.ranks])
         except (ValueError, IndexError) as error:
             self._complain("counts from the coordinator are ignored: %s", error)
 
@@ -350,6 +334,8 @@ class EngineClient:
         if threading.get_ident() != self._thread:  # the garbage collector's choice
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._leave, request_id, inbox)
+            return
+        if self._loop.is_closed():
             return
         self._pending.finish(request_id)
         self._abort(inbox.position, [request_id])
@@ -367,7 +353,7 @@ class EngineClient:
         assert self._sockets is not None
         self._sockets.read_outputs()  # its last words
         self._dead = error
-        logger.error("%s", error)
+        logger.warning("%s", error)
         self._fail(lambda: _again(error))
 
     def _fail(self, error: Callable[[], Exception]) -> None:
@@ -379,9 +365,9 @@ class EngineClient:
     def _send(self, position: int, kind: bytes, frames: list[Frame]) -> None:
         assert self._sockets is not None
         try:
-            self._sockets.send(self._identities[position], kind, frames)
+            self._sockets.send(self._engines.identities[position], kind, frames)
         except zmq.ZMQError as error:
-            rank = self._ranks[position]
+            rank = self._engines.ranks[position]
             self._liveness.lost(rank)
             raise EngineDead(f"engine {rank} cannot be reached: {error}", engine=rank) from None
 
@@ -393,15 +379,17 @@ class EngineClient:
         if hasattr(request, "current_wave"):
             request.current_wave = self._wave
 
-    def _position(self, rank: int) -> int:
-        position = self._positions.get(rank)
-        if position is None:
-            raise ValueError(f"engine must be the rank of one of {self._ranks}, not {rank!r}")
-        return position
+    def _subscribe(self, address: str | None) -> None:
+        assert self._sockets is not None
+        try:
+            if address is not None:
+                self._sockets.subscribe(address)
+        except OSError as error:  # requests are distributed by what this client knows, then
+            self._complain("there are no counts from the coordinator: %s", error)
 
     def _check_ready(self) -> None:
-        if self._dead is not None or self._closed or self._sockets is None or not self._settled.is_set():
-            self._check_open()
+        self._check_open()
+        if not self._settled.is_set():
             raise RoleError("the engines are not ready: await wait_until_ready() first")
 
     def _check_open(self) -> None:
@@ -409,6 +397,8 @@ class EngineClient:
             raise QueueClosed("the client of the engines was closed")
         if self._sockets is None:
             raise RoleError("a client of engines is used inside `async with`")
+        if threading.get_ident() != self._thread:
+            raise RoleError("a client of engines is used in the thread of its event loop")
         if self._dead is not None:
             raise _again(self._dead)
 

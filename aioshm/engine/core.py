@@ -179,15 +179,16 @@ class EngineCore:
             request_id = request_id_of(self._decode(payload))  # or nobody can be told
             self._refuse(client, request_id, str(error))
             return
-        if request_id in self._clients:
-            self._complain("engine %d: request_id %r is in use, and came again", self._index, request_id)
-            if self._clients[request_id] != client:
-                self._refuse(client, request_id, f"request_id {request_id!r} is that of another request in flight")
+        owner = self._clients.get(request_id)
+        if owner is not None and owner != client:
+            self._refuse(client, request_id, f"request_id {request_id!r} is that of another request in flight")
             return
-        try:
+        try:  # the id of an open request: there are front ends that send one in parts
             await _awaited(self._engine.add_request(request))
         except Exception as error:
             logger.debug("engine %d has refused request %r", self._index, request_id, exc_info=True)
+            if owner is not None:
+                await self._drop([request_id])
             self._refuse(client, request_id, described(error))
             return
         self._clients[request_id] = client

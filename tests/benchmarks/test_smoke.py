@@ -57,6 +57,14 @@ def measured(report: Any) -> set[tuple[str, str, int]]:
 
 
 @both_loops
+def test_engine_roundtrip(loop_name: str) -> None:
+    report = run_json("engine_roundtrip", "--loop", loop_name)
+    prompts = {"16 tokens", "4,000 tokens"}
+    assert measured(report) == {(prompt, name, 1) for prompt in prompts for name in ("aioshm", "zmq.asyncio")}
+    assert len(report["promises"]) == 2
+
+
+@both_loops
 def test_remote(loop_name: str) -> None:
     report = run_json("remote", "--loop", loop_name)
     contestants = {"aioshm, secure=False", "aioshm, CURVE", "aioshm leased, secure=False"}

@@ -59,7 +59,7 @@ class Engine:
     def abort_requests(self, ids: list[str]) -> None:
         self.aborted += ids
         for request_id in ids:
-            del self.requests[request_id]
+            self.requests.pop(request_id, None)
 
     def step(self) -> Any:
         return self._step_later() if self.is_async else self._step()

@@ -411,6 +411,24 @@ class TestLife:
             assert list(runtime_dir.iterdir())
         assert list(runtime_dir.iterdir()) == []
 
+    async def test_another_thread_is_refused(self) -> None:
+        async with served(Engine()) as serving:
+            with pytest.raises(RoleError, match="in the thread of its event loop"):
+                await asyncio.to_thread(serving.client.submit, ask("a"))
+
+    @pytest.mark.parametrize("by", ["the addresses", "an engine"])
+    async def test_a_coordinator_that_cannot_be(self, by: str, caplog: pytest.LogCaptureFixture) -> None:
+        class Passing(Engine):
+            def initialize(self, metadata: Any) -> dict[str, Any]:
+                return {"dp_stats_address": "tcp://nowhere"} if by == "an engine" else {}
+
+        addresses = here_and_there()
+        if by == "the addresses":
+            addresses.frontend_stats_publish_address = "tcp://nowhere"
+        async with served(Passing(), addresses=addresses) as serving:
+            assert len(await collected(serving.client.submit(ask("a")))) == 3
+            assert "cannot connect to tcp://nowhere" in caplog.text
+
     async def test_forgetting_to_close_is_reported(self) -> None:
         client = EngineClient(here_and_there(), 1)
         client.open()

@@ -1,0 +1,84 @@
+"""Which engines have registered at a client, and what they have said. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from aioshm.config import check_int
+from aioshm.engine.addresses import CoreEngine, identity
+
+MAX_REGISTRATION_BYTES = 1 << 20
+
+_decode_map = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+class Registrations:
+    """The engines that a client expects.
+
+    Args:
+        engines: The engines, or how many there are, with the ranks from 0 on.
+
+    Attributes:
+        ranks: Their ranks; an engine's place in this list is its position.
+        identities: What their sockets are called, by position.
+        ready: What each engine that has registered has said, by rank.
+
+    Raises:
+        TypeError, ValueError: There are none, or two have one rank.
+    """
+
+    def __init__(self, engines: Sequence[CoreEngine] | int) -> None:
+        if isinstance(engines, int):
+            self.ranks = list(range(check_int("engines", engines, minimum=1)))
+        else:
+            self.ranks = [engine.index for engine in engines]
+        if not self.ranks or len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"engines must be some, each with a rank of its own, not {self.ranks}")
+        self.identities = [identity(rank) for rank in self.ranks]
+        self.ready: dict[int, dict[str, Any]] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of those that have not registered."""
+        return [rank for rank in self.ranks if rank not in self.ready]
+
+    @property
+    def stats_address(self) -> str | None:
+        """Where the coordinator's counts are published, if an engine passes that on."""
+        said = (fields.get("dp_stats_address") for fields in self.ready.values())
+        return next((address for address in said if isinstance(address, str)), None)
+
+    def take(self, sender: bytes, frames: Sequence[bytes]) -> int:
+        """Take a registration: a map, or nothing as releases of the field before 0.10 send; return the engine's rank.
+
+        Raises:
+            ValueError: It is none, or that of an unknown engine.
+        """
+        if sender not in self.identities:
+            raise ValueError(f"an unknown engine; expected one of {self.ranks}")
+        if len(frames) != 1:
+            raise ValueError(f"a message of {len(frames)} payload frames")
+        payload = frames[0]
+        if len(payload) > MAX_REGISTRATION_BYTES:
+            raise ValueError(f"{len(payload)} bytes, more than {MAX_REGISTRATION_BYTES}")
+        try:
+            fields = _decode_map(payload) if payload else {}
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
+        rank = self.ranks[self.identities.index(sender)]
+        self.ready[rank] = fields
+        return rank
+
+    def position(self, rank: int) -> int:
+        """Return an engine's position.
+
+        Raises:
+            ValueError: There is no such engine.
+        """
+        try:
+            return self.ranks.index(rank)
+        except ValueError:
+            raise ValueError(f"engine must be the rank of one of {self.ranks}, not {rank!r}") from None

@@ -1,0 +1,178 @@
+"""Contestants that bring requests to an engine in another process, and its outputs back.
+
+All carry the same structs, encoded by msgspec, over a Unix socket, and the engine answers each request with one output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from aioshm.engine import (
+    CoreEngine,
+    EngineClient,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+    run_engine_core,
+)
+from benchmarks.crew import Boss, Crew
+from benchmarks.rivals.base import Line, Rival
+
+READY_S = 30.0
+
+
+class Request(msgspec.Struct):
+    """A prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+
+
+class Output(msgspec.Struct):
+    """The first token, which is the last one, too."""
+
+    request_id: str
+    token_id: int
+    finish_reason: str | None = None
+
+
+Ask: TypeAlias = Callable[[Request], Awaitable[Output]]
+
+
+@dataclass(frozen=True)
+class EngineRival(Rival):
+    """A contestant.
+
+    Attributes:
+        front: Starts an engine; ``async with`` gets what sends it a request and returns the first output.
+    """
+
+    front: Callable[[Crew], AbstractAsyncContextManager[Ask]]
+
+
+def answer(request: Request) -> Output:
+    """Do what an engine does."""
+    return Output(request.request_id, request.prompt_token_ids[-1], "length")
+
+
+# aioshm
+
+
+class Echo:
+    """An engine that answers each request in its next step."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def initialize(self, _metadata: object) -> dict[str, Any]:
+        """Prepare nothing."""
+        return {}
+
+    def add_request(self, request: Request) -> None:
+        """Take a request."""
+        self._requests.append(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Drop requests."""
+        self._requests = [request for request in self._requests if request.request_id not in request_ids]
+
+    def step(self) -> list[Output]:
+        """Answer all."""
+        outputs = [answer(request) for request in self._requests]
+        self._requests.clear()
+        return outputs
+
+
+async def serve(boss: Boss, address: str) -> None:
+    """Role: an engine of aioshm's."""
+    serving = asyncio.create_task(run_engine_core(Echo(), address, 0, request_type=Request))
+    ordering = asyncio.create_task(boss.order())
+    await asyncio.wait([serving, ordering], return_when=asyncio.FIRST_COMPLETED)
+    serving.cancel()
+    ordering.cancel()
+    await asyncio.wait([serving, ordering])
+    if not serving.cancelled():
+        serving.result()
+
+
+@asynccontextmanager
+async def _client(crew: Crew) -> AsyncIterator[Ask]:
+    with tempfile.TemporaryDirectory(prefix="aioshm-") as folder:
+        addresses = EngineZmqAddresses([f"ipc://{folder}/in"], [f"ipc://{folder}/out"])
+        handshake = f"ipc://{folder}/handshake"
+        async with EngineClient(addresses, 1, output_type=Output) as client:
+            hand = crew.start("engine of aioshm", serve, handshake)
+            async with EngineStartupCoordinator(handshake, [CoreEngine(0)], addresses) as startup:
+                await startup.wait(READY_S)
+            await client.wait_until_ready(READY_S)
+
+            async def ask(request: Request) -> Output:
+                output: Output = await anext(client.submit(request))
+                return output
+
+            yield ask
+            await crew.dismiss([hand])
+
+
+# zmq.asyncio, bare
+
+
+async def echo(boss: Boss, address: str) -> None:
+    """Role: a DEALER that answers."""
+    decode, encode = msgspec.msgpack.Decoder(Request).decode, msgspec.msgpack.Encoder().encode
+    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, b"\0\0")
+    socket.connect(address)
+    await socket.send(b"")
+
+    async def answer_all() -> None:
+        while True:
+            await socket.send(encode(answer(decode(await socket.recv()))))
+
+    serving = asyncio.create_task(answer_all())
+    await boss.order()
+    serving.cancel()
+    await asyncio.wait([serving])
+    socket.close(linger=0)
+
+
+@asynccontextmanager
+async def _router(crew: Crew) -> AsyncIterator[Ask]:
+    decode, encode = msgspec.msgpack.Decoder(Output).decode, msgspec.msgpack.Encoder().encode
+    with tempfile.TemporaryDirectory(prefix="aioshm-") as folder:
+        address = f"ipc://{folder}/router"
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        try:
+            socket.bind(address)
+            hand = crew.start("engine of zmq.asyncio", echo, address)
+            async with asyncio.timeout(READY_S):
+                identity, _ = await socket.recv_multipart()
+
+            async def ask(request: Request) -> Output:
+                await socket.send_multipart([identity, encode(request)])
+                return decode((await socket.recv_multipart())[1])
+
+            yield ask
+            await crew.dismiss([hand])
+        finally:
+            socket.close(linger=0)
+            context.term()
+
+
+def _no_line(_payload: object, _n_reader: int) -> Line:
+    raise NotImplementedError("requests and outputs need no lines")
+
+
+ENGINES = [
+    EngineRival("aioshm", _no_line, False, _client),
+    EngineRival("zmq.asyncio", _no_line, False, _router),
+]

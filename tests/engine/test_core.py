@@ -1,0 +1,373 @@
+"""The engine's side: what it does with frames that nobody should send, with a coordinator, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from served_engine import Engine, ask, collected, here_and_there, served, shaken, until
+from startups import tasks
+
+from aioshm.engine import EngineClient, EngineZmqAddresses, get_engine_client_zmq_addr, run_engine_core
+from aioshm.engine.envelopes import EnvelopeDecoder
+from aioshm.errors import EngineDead
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+encode = msgspec.msgpack.encode
+
+
+class TestBadFrames:
+    @pytest.mark.parametrize(
+        ("kind", "frames"),
+        [
+            (b"", []),
+            (b"\x00", []),
+            (b"\x00", [b""]),
+            (b"\x00", [b"\xc1"]),
+            (b"\x00", [encode({"no": "id"})]),
+            (b"\x00", [encode(5)]),
+            (b"\x00", [b"\x91" * 3000]),
+            (b"\x01", [encode("a")]),
+            (b"\x01", [encode([1, None, "nobody's"])]),
+            (b"\x01", [b"\xc1"]),
+            (b"\x02", [encode([5, 0])]),
+            (b"\x03", [encode([])]),
+            (b"\x03", [encode([0, "id", "add", []])]),
+            (b"\x03", [encode([0, 1, "add", "arguments"])]),
+            (b"\x09", [b""]),
+            (b"\x00" * 50, [b""]),
+        ],
+    )
+    async def test_are_dropped_and_reported_once(
+        self, kind: bytes, frames: list[bytes], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with served(Engine()) as serving:
+            assert serving.client._sockets is not None
+            for _ in range(5):
+                serving.client._sockets.send(b"\0\0", kind, list(frames))
+            assert len(await collected(serving.client.submit(ask("a")))) == 3
+            assert await serving.client.call("add", 1) == [2]
+            warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+            assert len(warnings) == (0 if frames == [encode([1, None, "nobody's"])] else 1)
+
+    async def test_an_answer_to_nobody(self) -> None:
+        async with served(Engine()) as serving:
+            assert serving.client._sockets is not None
+            serving.client._sockets.send(b"\0\0", b"\x03", [encode([7, 99, "add", [1]])])
+            assert await serving.client.call("add", 1) == [2]
+
+    async def test_an_output_that_cannot_be_encoded_fails_its_request_only(self) -> None:
+        class Mumbling(Engine):
+            def add_request(self, request: Any) -> None:
+                super().add_request(request)
+                if request.get("mumble"):
+                    last = {
+                        "request_id": request["request_id"],
+                        "what": object(),
+                        "finished": request["mumble"] == "last",
+                    }
+                    self.requests[request["request_id"]] = {"output": last}
+
+        async with served(Mumbling()) as serving:
+            good = serving.client.submit(ask("good", 5))
+            for number, mumble in enumerate(("last", "first")):
+                *_, last = await collected(serving.client.submit(ask(str(number), mumble=mumble)))
+                assert "cannot encode" in last["error"]
+            assert len(await collected(good)) == 5
+            assert len(await collected(serving.client.submit(ask("next")))) == 3
+
+    async def test_an_abort_that_fails_harms_nobody(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Stubborn(Engine):
+            def abort_requests(self, ids: list[str]) -> None:
+                raise RuntimeError("no")
+
+        async with served(Stubborn()) as serving:
+            stream = serving.client.submit(ask("a", None))
+            await stream.aclose()
+            assert len(await collected(serving.client.submit(ask("b")))) == 3
+            assert "could not abort ['a']" in caplog.text
+
+
+class TestEndings:
+    async def test_a_step_that_fails(self) -> None:
+        engine = Engine()
+        async with served(engine, Engine(), n_clients=2) as serving:
+            kept = [client.submit(ask(f"kept {id(client)}", None), engine=1) for client in serving.clients]
+            failing = serving.client.submit(ask("a", crash="at last"), engine=0)
+            for stream in (failing, *kept):
+                with pytest.raises(EngineDead, match=r"engine 0 .*said that it ends"):
+                    await collected(stream)
+            with pytest.raises(RuntimeError, match="at last"):
+                await serving.running[0]
+            assert engine.shut_down
+
+    async def test_initialise_may_fail(self, path: str) -> None:
+        class Broken(Engine):
+            async def initialize(self, metadata: Any) -> Any:
+                raise MemoryError("too small")
+
+        engine = Broken()
+        async with EngineClient(here_and_there(), 1) as client:
+            with pytest.raises(ExceptionGroup) as caught:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(run_engine_core(engine, path, 0))
+                    group.create_task(_greet(path, client.addresses))
+            assert caught.group_contains(MemoryError, match="too small")
+        assert engine.shut_down
+
+    async def test_sigterm_ends_it_well(self) -> None:
+        async with served(Engine()) as serving:
+            stream = serving.client.submit(ask("a", None))
+            await anext(stream)
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(EngineDead):
+                await anext(stream)
+            await asyncio.wait(serving.running)
+            assert serving.running[0].exception() is None
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    async def test_being_cancelled_ends_it(self) -> None:
+        async with served(Engine()) as serving:
+            stream = serving.client.submit(ask("a", None))
+            await anext(stream)
+            serving.running[0].cancel()
+            with pytest.raises(EngineDead):
+                await anext(stream)
+            await asyncio.wait(serving.running)
+            assert serving.running[0].cancelled()
+
+    async def test_addresses_that_make_no_sense(self, path: str) -> None:
+        addresses = EngineZmqAddresses(["ipc:///x/in"], [])
+        async with tasks(_greet(path, addresses)):
+            with pytest.raises(ValueError, match="as many inputs as outputs"):
+                await run_engine_core(Engine(), path, 0)
+
+
+async def _greet(path: str, addresses: EngineZmqAddresses) -> None:
+    """Answer one HELLO."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(path)
+        while not router.poll(0):
+            await asyncio.sleep(0.002)
+        sender, _ = router.recv_multipart()
+        router.send_multipart([sender, encode({"addresses": addresses, "parallel_config": {}})])
+        router.close(linger=1000)
+
+
+class Coordinator:
+    """A coordinator without a mind of its own."""
+
+    def __init__(self, context: Any, addresses: EngineZmqAddresses) -> None:
+        self._engines, self._reports, self.fronts = (context.socket(kind) for kind in (zmq.XPUB, zmq.PULL, zmq.XPUB))
+        self._engines.setsockopt(zmq.XPUB_VERBOSE, 1)  # every engine's subscription, though all are the same
+        places = [get_engine_client_zmq_addr(True, "") for _ in range(3)]
+        for socket, place in zip((self._engines, self._reports, self.fronts), places, strict=True):
+            socket.bind(place)
+        addresses.coordinator_input, addresses.coordinator_output, addresses.frontend_stats_publish_address = places
+        self.reports: list[Any] = []
+
+    async def hears_subscriptions(self, count: int) -> None:
+        for _ in range(count):
+            assert await _received(self._engines) == [b"\x01"]
+
+    async def report(self) -> Any:
+        """Return the next report: (engine, counts, wave_complete, start_wave)."""
+        found = EnvelopeDecoder().decode(await _received(self._reports))
+        stats = found.scheduler_stats
+        counts = None if stats is None else (stats["num_waiting_reqs"], stats["num_running_reqs"])
+        return found.engine_index, counts, found.wave_complete, found.start_wave
+
+    def tell_engines(self, *frames: bytes) -> None:
+        self._engines.send_multipart(frames)
+
+    def tell_fronts(self, *state: Any) -> None:
+        self.fronts.send(encode(state))
+
+    def close(self) -> None:
+        for socket in (self._engines, self._reports, self.fronts):
+            socket.close(linger=0)
+
+
+async def _received(socket: Any) -> list[bytes]:
+    async with asyncio.timeout(10):
+        while not socket.poll(0):
+            await asyncio.sleep(0.001)
+    frames: list[bytes] = socket.recv_multipart()
+    return frames
+
+
+@asynccontextmanager
+async def coordinated(*engines: Any) -> AsyncIterator[tuple[Any, Coordinator]]:
+    addresses = here_and_there()
+    with zmq.Context() as context:
+        coordinator = Coordinator(context, addresses)
+        try:
+            async with tasks(_admit(coordinator, len(engines))):
+                async with served(*engines, addresses=addresses) as serving:
+                    yield serving, coordinator
+        finally:
+            coordinator.close()
+
+
+async def _admit(coordinator: Coordinator, count: int) -> None:
+    await coordinator.hears_subscriptions(count)
+    coordinator.tell_engines(b"READY")
+
+
+class Lockstepped(Engine):
+    """Works in lockstep with others in the same loop."""
+
+    def __init__(self, others: list[Lockstepped]) -> None:
+        super().__init__()
+        self.dummies = 0
+        self.others = others
+        others.append(self)
+
+    def execute_dummy_batch(self) -> None:
+        self.dummies += 1
+
+    def has_unfinished_dp(self, unfinished: bool) -> bool:
+        return any(other.requests for other in self.others)
+
+
+class TestCoordinator:
+    async def test_no_engine_is_ready_before_the_coordinator_is(self, path: str) -> None:
+        addresses = here_and_there()
+        with zmq.Context() as context:
+            coordinator = Coordinator(context, addresses)
+            async with EngineClient(addresses, 1) as client:
+                async with tasks(run_engine_core(Engine(), path, 0)) as (engine,):
+                    shaking = asyncio.create_task(shaken(_Alone(client), path, addresses))
+                    await coordinator.hears_subscriptions(1)
+                    await asyncio.sleep(0.02)
+                    assert not shaking.done()
+                    coordinator.tell_engines(b"READY")
+                    await shaking
+                    coordinator.tell_engines(b"READY")  # when others come
+                    assert await client.call("add", 1, engine=0) == 2
+                    assert not engine.done()
+            coordinator.close()
+
+    async def test_counts_are_reported_when_they_change(self) -> None:
+        async with coordinated(Engine(), Engine()) as (serving, coordinator):
+            assert sorted([await coordinator.report(), await coordinator.report()]) == [
+                (0, (0, 0), None, None),
+                (1, (0, 0), None, None),
+            ]
+            stream = serving.client.submit(ask("a", None), engine=1)
+            assert await coordinator.report() == (1, (0, 1), None, None)
+            await stream.aclose()
+            assert await coordinator.report() == (1, (0, 0), None, None)
+
+    async def test_an_engine_s_own_counts(self) -> None:
+        class Counting(Engine):
+            def request_counts(self) -> tuple[int, int]:
+                return 7, len(self.requests)
+
+        async with coordinated(Counting()) as (_serving, coordinator):
+            assert await coordinator.report() == (0, (7, 0), None, None)
+
+    async def test_requests_go_where_there_is_least_to_do(self) -> None:
+        async with coordinated(Engine(), Engine()) as (serving, coordinator):
+            assert await _received(coordinator.fronts) == [b"\x01"]
+            coordinator.tell_fronts([[0, 90], [20, 0, 0.5]], 3, True)
+            await until(lambda: serving.client._wave == 3)
+            for number in range(8):
+                await collected(serving.client.submit(ask(str(number))))
+            assert (len(serving.engines[0].seen), len(serving.engines[1].seen)) == (0, 8)
+            coordinator.tell_fronts(None, 4, False)
+            await until(lambda: serving.client._wave == 4)
+
+    async def test_counts_that_make_no_sense_are_ignored(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with coordinated(Engine(), Engine()) as (serving, coordinator):
+            await _received(coordinator.fronts)
+            for state in ([[[0, 1]], 3, True], [[[1], [2]], 3, True], [[], "x", True], [], 5, [None, 9]):
+                coordinator.fronts.send(encode(state))
+            coordinator.fronts.send(b"\xc1")
+            coordinator.tell_fronts(None, 11, False)
+            await until(lambda: serving.client._wave == 11)
+            assert len(await collected(serving.client.submit(ask("a")))) == 3
+            assert "counts from the coordinator are ignored" in caplog.text
+
+    async def test_waves(self) -> None:
+        all_: list[Lockstepped] = []
+        async with coordinated(Lockstepped(all_), Lockstepped(all_)) as (serving, coordinator):
+            for _ in range(2):
+                await coordinator.report()
+            stream = serving.client.submit(ask("a", None), engine=1)
+            await anext(stream)
+            heard = [await coordinator.report(), await coordinator.report()]
+            assert (1, None, None, 0) in heard
+            assert all_[0].dummies == 0
+            coordinator.tell_engines(b"\x02", encode((0, 1)))
+            await until(lambda: all_[0].dummies > 2)
+            assert all_[1].dummies == 0
+            await stream.aclose()
+            heard = [await coordinator.report(), await coordinator.report()]
+            assert (0, None, 0, None) in heard
+            dummies = all_[0].dummies
+            coordinator.tell_engines(b"\x02", encode((0, 1)))  # that wave is over
+            coordinator.tell_engines(b"\x02", b"\xc1")
+            coordinator.tell_engines(b"\x03", encode((1, None)))
+            assert len(await collected(serving.client.submit(ask("b", 2), engine=0))) == 2
+            assert all_[0].dummies == dummies
+            heard = [await coordinator.report() for _ in range(3)]
+            assert (0, None, None, 1) in heard
+
+
+class _Alone:
+    manager = None
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.clients = [client]
+
+
+class TestTurns:
+    async def test_an_engine_that_has_work_of_its_own(self) -> None:
+        class Busy(Engine):
+            left = 5
+
+            def has_work(self) -> bool:
+                return self.left > 0
+
+            async def step(self) -> None:
+                self.left -= 1
+
+        engine = Busy()
+        async with served(engine):
+            await until(lambda: engine.left == 0)
+
+    async def test_a_step_may_return_any_iterable(self) -> None:
+        class Lazy(Engine):
+            def step(self) -> Any:
+                return (output for output in self._step())
+
+        async with served(Lazy()) as serving:
+            assert len(await collected(serving.client.submit(ask("a")))) == 3
+
+    async def test_what_outputs_hold_may_change_afterwards(self) -> None:
+        class Reusing(Engine):
+            def __init__(self) -> None:
+                super().__init__()
+                self.buffer = np.zeros(10_000, np.int64)
+
+            def step(self) -> Any:
+                outputs = self._step()
+                self.buffer += 1
+                return [{**output, "buffer": self.buffer} for output in outputs]
+
+        async with served(Reusing()) as serving:
+            for number, output in enumerate(await collected(serving.client.submit(ask("a", 20)))):
+                assert set(output["buffer"].tolist()) == {number + 1}

@@ -1,0 +1,130 @@
+"""A client with an engine that is the field's, as far as bytes go: these were captured from it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from served_engine import clients_of, collected, here_and_there
+from test_messages import HALVES, FieldOutput, FieldRequest, field
+
+from aioshm.engine import EngineClient
+from aioshm.errors import CallFailed, EngineDead
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+
+class FieldEngine:
+    """The sockets of an engine of the field."""
+
+    def __init__(self, context: Any, client: EngineClient) -> None:
+        self.dealer, self.push = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
+        self.dealer.setsockopt(zmq.ROUTING_ID, b"\0\0")
+        self.dealer.connect(client.addresses.inputs[0])
+        self.push.connect(client.addresses.outputs[0])
+        self.dealer.send(msgspec.msgpack.encode({"max_model_len": 4096, "num_gpu_blocks": 7, "vllm_version": "0.33.0"}))
+
+    async def hears(self) -> list[bytes]:
+        async with asyncio.timeout(10):
+            while not self.dealer.poll(0):
+                await asyncio.sleep(0.001)
+        frames: list[bytes] = self.dealer.recv_multipart()
+        return frames
+
+    def close(self) -> None:
+        self.dealer.close(linger=0)
+        self.push.close(linger=0)
+
+
+@asynccontextmanager
+async def field_engine(output_type: Any) -> AsyncIterator[tuple[EngineClient, FieldEngine]]:
+    async with clients_of(here_and_there(), 1, 1, output_type=output_type) as serving:
+        with zmq.Context() as context:
+            engine = FieldEngine(context, serving.client)
+            try:
+                await serving.client.wait_until_ready(10)
+                yield serving.client, engine
+            finally:
+                engine.close()
+
+
+@pytest.mark.parametrize("output_type", [FieldOutput, None])
+async def test_requests_and_outputs(output_type: Any) -> None:
+    async with field_engine(output_type) as (client, engine):
+        assert client.ready[0]["max_model_len"] == 4096
+        one = client.submit(FieldRequest("req-1", [1, 2, 300], prompt_embeds=torch.ones(100), client_index=9))
+        kind, main, tensor = await engine.hears()
+        assert kind == b"\x00"
+        assert msgspec.msgpack.decode(main)[9:12] == [["float32", [100], 1], None, 0]
+        assert tensor == torch.ones(100).numpy().tobytes()
+        two = client.submit(FieldRequest("req-2", [1]))
+        await engine.hears()
+        engine.push.send_multipart(field("outputs"))
+        [last] = await collected(two)
+        tokens = last[1] if output_type is None else last.new_token_ids
+        assert tokens == [6, 7]
+        assert await anext(one)
+        engine.push.send_multipart(field("outputs with tensors"))
+        [last] = await collected(one)
+        halves = last[4] if output_type is None else last.pooling_output
+        assert torch.equal(halves, HALVES)
+        await collected(two)
+
+
+async def test_short_envelopes_are_envelopes() -> None:
+    async with field_engine(FieldOutput) as (client, engine):
+        stream = client.submit(FieldRequest("a", [1]))
+        engine.push.send(msgspec.msgpack.encode([0, [["a", [1]]]]))
+        engine.push.send(msgspec.msgpack.encode([0, [], None, 1.5, None, ["a"]]))
+        assert len(await collected(stream)) == 1
+
+
+async def test_a_refused_request() -> None:
+    async with field_engine(FieldOutput) as (client, engine):
+        stream = client.submit(FieldRequest("req-1", [1]))
+        engine.push.send_multipart(field("refused request"))
+        [last] = await collected(stream)
+        assert last.finish_reason == 3
+
+
+async def test_aborts_and_calls() -> None:
+    async with field_engine(None) as (client, engine):
+        for number in (1, 2):
+            client.submit(FieldRequest(f"req-{number}", [1]))
+            await engine.hears()
+            assert await engine.hears() == [b"\x01", msgspec.msgpack.encode([f"req-{number}"])]
+        calling = asyncio.create_task(client.call("collective_rpc", "echo", 1.5, None, ("x",), {"k": True}, engine=0))
+        kind, payload = await engine.hears()
+        client_index, call_id, method, args = msgspec.msgpack.decode(payload)
+        assert (kind, client_index, method, args) == (
+            b"\x03",
+            0,
+            "collective_rpc",
+            ["echo", 1.5, None, ["x"], {"k": True}],
+        )
+        engine.push.send(msgspec.msgpack.encode([0, [], None, 1.0, [call_id, None, [None, [1]]]]))
+        assert await calling == [1]
+        calling = asyncio.create_task(client.call("x", engine=0))
+        call_id = msgspec.msgpack.decode((await engine.hears())[1])[1]
+        engine.push.send(msgspec.msgpack.encode([0, [], None, 1.0, [call_id, "Call to x method failed: no", None]]))
+        with pytest.raises(CallFailed, match="Call to x method failed: no"):
+            await calling
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["and ends", "and lives on"])
+async def test_its_death(ends: bool) -> None:
+    async with field_engine(None) as (client, engine):
+        stream = client.submit(FieldRequest("a", [1]))
+        engine.push.send(b"ENGINE_CORE_DEAD")
+        if ends:
+            engine.push.close(linger=1000)
+            engine.dealer.close(linger=0)
+        with pytest.raises(EngineDead) as caught:
+            await anext(stream)
+        assert caught.value.engine == (0 if ends else None)
