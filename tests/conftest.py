@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import uvloop
 from support import eventually
 
 from aioshm.ring.segment import orphans
+
+SLOW_COLLECTION_S = 0.01
 
 
 def pytest_configure() -> None:
@@ -51,15 +54,20 @@ def _own_traces() -> set[str]:
     return {trace for trace in traces if not trace.isdigit()}
 
 
-def _children() -> set[int]:
-    names = {}
-    for child in psutil.Process().children(recursive=True):
+def _children_besides(others: set[int]) -> set[int]:
+    """Return the processes that this one has started, and those that they have, besides some that need no look."""
+    children = set()
+    for pid in set(psutil.pids()) - others:
         try:
-            if "resource_tracker" not in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
-                names[child.pid] = child.name()
+            process = psutil.Process(pid)
+            is_ours = any(parent.pid == os.getpid() for parent in process.parents())
+            if not is_ours or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                children.add(pid)
         except psutil.NoSuchProcess:
             continue
-    return set(names)
+    return children
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,16 +85,23 @@ def no_socket_file_left_behind() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process, a segment, a socket or a task behind."""
-    traces, children = _own_traces(), _children()
+    traces, processes = _own_traces(), set(psutil.pids())
     yield
-    gc.collect()
-    eventually(lambda: not _children() - children, "the end of every child process")
+    _collect_garbage()
+    eventually(lambda: not _children_besides(processes), "the end of every child process")
     eventually(lambda: not _own_traces() - traces, f"the end of {_own_traces() - traces}")
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what the imports made, so that looking for garbage after each test is quick
+
+
+def _collect_garbage() -> None:
+    began = time.perf_counter()
+    gc.collect()
+    if time.perf_counter() - began > SLOW_COLLECTION_S:
+        gc.freeze()  # what later imports, and reports of tests, have made is not looked at again and again
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

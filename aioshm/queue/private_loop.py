@@ -32,6 +32,7 @@ class PrivateLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = self._pid = -1
         self._task: asyncio.Task[Any] | None = None
+        self._early = False  # whether Ctrl-C came before there was a task to cancel
         self.interrupted = False
 
     @property
@@ -64,10 +65,13 @@ class PrivateLoop:
             _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
         )
         task = None
+        self._early = False
         try:
             if guarding:
                 _signal.signal(_signal.SIGINT, self._interrupt)
             self._task = task = loop.create_task(call)
+            if self._early:
+                loop.call_soon(task.cancel)
             return loop.run_until_complete(task)
         except asyncio.CancelledError:
             self.raise_interrupt()
@@ -125,6 +129,8 @@ class PrivateLoop:
             raise KeyboardInterrupt  # again: whoever presses it does not want to wait for the end of the call
         self.interrupted = True
         task = self._task
-        if task is not None:
+        if task is None:
+            self._early = True
+        else:
             # Not at once: the task may be running, and a result that it is about to return would be lost.
             task.get_loop().call_soon_threadsafe(task.cancel)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 from faces import Thread, child, make_writer
 from support import eventually
 
 from aioshm import PeerDied, QueueFull, blocking
+from aioshm.queue.private_loop import PrivateLoop
 
 
 def _asleep(pid: int) -> bool:
@@ -37,6 +40,26 @@ def test_ctrl_c_ends_a_readers_wait_and_loses_nothing(how: str, wait: str) -> No
         writer.enqueue("kept")
         reader.says("kept")
         assert reader.end() == (0, "")
+
+
+def test_ctrl_c_while_a_wait_begins() -> None:
+    """It comes when it raises no error any more, and there is nothing yet that it could cancel."""
+    private = PrivateLoop(lambda: "somebody")
+    private.run(asyncio.sleep(0))
+    loop = private._loop
+    assert loop is not None
+    create_task = loop.create_task
+
+    def interrupted(call: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return create_task(call)
+
+    loop.create_task = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        private.run(asyncio.sleep(60))
+    loop.create_task = create_task  # type: ignore[method-assign]
+    private.run(asyncio.sleep(0))
+    private.close()
 
 
 def test_ctrl_c_ends_wait_until_ready() -> None:
