@@ -91,9 +91,9 @@ def test_an_engine_that_somebody_else_kills_is_named(start_demo, long_text):
     demo.wait_until_none_is_left()
 
 
-def test_killing_the_front_end_ends_all(start_demo):
-    demo = start_demo("--engines", "2")
-    demo.wait_for_line("1 of 2 engines connected")
+def test_killing_the_front_end_ends_all(start_demo, long_text):
+    demo = start_demo(*long_text)
+    demo.wait_for_line("engine ")
     demo.process.kill()
     demo.wait_until_none_is_left()
 

@@ -9,6 +9,7 @@ import signal
 import statistics
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
@@ -169,6 +170,7 @@ class FrontEnd:
         stack.push_async_callback(client.aclose)  # before the engines, whose end is no surprise then
         client.watch(manager)
         await client.wait_until_ready(STARTUP_TIMEOUT_S)
+        _unlink([*addresses.inputs, *addresses.outputs])
         for figures, process in zip(self._figures, manager.processes, strict=True):
             figures.pid = process.pid or 0
         self._display.ready([figures.pid for figures in self._figures])
@@ -242,6 +244,12 @@ class FrontEnd:
 
 def _new_address() -> str:
     return get_engine_client_zmq_addr(True, "")
+
+
+def _unlink(addresses: Sequence[str]) -> None:
+    """Remove the files of sockets to which all have connected: a crash from now on leaves none behind."""
+    for address in addresses:
+        Path(address.removeprefix("ipc://")).unlink()
 
 
 def _shown(word: bytes) -> str:
