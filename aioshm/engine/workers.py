@@ -10,18 +10,17 @@ from typing import Any, NoReturn, Self
 
 from aioshm.config import Options, check_int, check_seconds
 from aioshm.engine.stopping import SHUTDOWN_TIMEOUT_S
+from aioshm.engine.worker_answers import WorkerAnswers, WorkerLost
 from aioshm.engine.worker_crew import WorkerCrew
 from aioshm.engine.worker_process import Step
 from aioshm.errors import (
     AioshmError,
     PeerDied,
     QueueClosed,
-    RemoteFailure,
     RoleError,
-    SharedMemoryError,
     WorkerError,
 )
-from aioshm.queue import Merged, MessageQueue, merge
+from aioshm.queue import MessageQueue
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.end import deadline_after
 
@@ -90,10 +89,8 @@ class WorkerGroup:
         self._capture_stderr = capture_stderr
         self._crew: WorkerCrew | None = None
         self._steps: MessageQueue | None = None
-        self._readers: dict[int, MessageQueue] = {}
-        self._answers: Merged | None = None
-        self._calls = 0  # that were sent; their numbers are those of the messages
-        self._answered = [0] * self.n_workers
+        self._answers = WorkerAnswers(self._options)
+        self._calls = 0  # that were sent
         self._line = asyncio.Lock()
         self._scope: asyncio.Timeout | None = None  # of the call whose turn it is
         self._failure: Callable[[], AioshmError] | None = None
@@ -154,6 +151,16 @@ class WorkerGroup:
             results = await self._exchange(step, missing)
         return results if unique_reply_rank is None else results[unique_reply_rank]
 
+    async def join_first(self) -> AioshmError | None:
+        """Wait until a worker has ended, also while nobody calls them; return what calls raise from then on.
+
+        None if the group was closed. Cancelling this changes nothing.
+        """
+        await self._failed.wait()
+        assert self._failure is not None
+        error = self._failure()
+        return None if isinstance(error, QueueClosed) else error
+
     @asynccontextmanager
     async def _turn(self, what: str, timeout: float | None, missing: set[int]) -> AsyncIterator[None]:
         """Wait for this call's turn; end the block when time is up, or the group is broken."""
@@ -181,39 +188,12 @@ class WorkerGroup:
 
     async def _exchange(self, step: Step, missing: set[int]) -> list[Any]:
         assert self._steps is not None
-        assert self._answers is not None
-        steps, answered = self._steps, self._answered
-        call = self._calls
         try:
-            await steps.enqueue(step)
-        except PeerDied as error:
+            await self._steps.enqueue(step)
+            self._calls += 1  # not if that was cancelled or refused: then nothing was sent
+            results, errors = await self._answers.collect(self._calls - 1, missing)
+        except (PeerDied, WorkerLost) as error:
             await self._lost(error.rank)
-        self._calls += 1  # not if it was cancelled or refused: then nothing was sent
-        results: list[Any] = [None] * self.n_workers
-        errors: dict[int, RemoteFailure] = {}
-        async for rank, answer in self._answers:
-            number = answered[rank]
-            if isinstance(answer, tuple):
-                answered[rank] = number + 1
-            elif rank in self._answers.failed:
-                await self._lost(rank)
-            elif isinstance(answer, SharedMemoryError):  # it has not been taken: it will be when there is room
-                number = call
-            else:
-                answered[rank] = number + 1
-            if number != call:
-                continue  # it is late, and nobody waits for it any more
-            missing.discard(rank)
-            if not isinstance(answer, tuple):
-                errors[rank] = RemoteFailure(f"{type(answer).__module__}.{type(answer).__qualname__}", str(answer))
-            elif answer[0]:
-                results[rank] = answer[1]
-            else:
-                errors[rank] = answer[1]
-            if not missing:
-                break
-        else:
-            await self._lost(min(missing))
         if errors:
             raise WorkerError(_named(step[0]), dict(sorted(errors.items())))
         return results
@@ -272,12 +252,11 @@ class WorkerGroup:
         async with self._turn("the start of the workers", self._ready_timeout, missing):
             try:
                 async for rank, handle in self._crew.introductions():
-                    self._readers[rank] = MessageQueue.create_from_handle(handle, 0, options=self._options)
+                    self._answers.attach(rank, handle)
                     missing.discard(rank)
             except (EOFError, OSError):
                 await self._lost(min(missing))
             missing |= everybody
-            self._answers = merge(self._readers)
             await self._exchange(self._construction, missing)
 
     async def __aexit__(
@@ -307,13 +286,7 @@ class WorkerGroup:
                 if self._crew is not None:
                     await self._crew.stop(patience)
             finally:
-                await self._close_answers()
-
-    async def _close_answers(self) -> None:
-        if self._answers is not None:
-            await self._answers.aclose()
-        for reader in self._readers.values():
-            await reader.aclose()
+                await self._answers.aclose()
 
     def __repr__(self) -> str:
         return f"<WorkerGroup of {self.n_workers} {self._name} processes{', closed' if self._closed else ''}>"

@@ -47,18 +47,18 @@ class Engine:
 
     def __init__(self, n_workers: int, config: Config) -> None:
         self._config = config
-        self._group = WorkerGroup(make_worker, n_workers, args=(config, n_workers))
+        self.group = WorkerGroup(make_worker, n_workers, args=(config, n_workers))
         self._texts: dict[str, Text] = {}
         self._forget: list[str] = []
         self._finished = self._aborted = 0
 
     async def initialize(self, metadata: EngineHandshakeMetadata) -> dict[str, Any]:
-        await self._group.__aenter__()
-        await self._group.collective_rpc("connect", (await self._group.collective_rpc("open"),))
-        return {"max_model_len": self._config.context, "workers": self._group.pids}
+        await self.group.__aenter__()
+        await self.group.collective_rpc("connect", (await self.group.collective_rpc("open"),))
+        return {"max_model_len": self._config.context, "workers": self.group.pids}
 
     async def shutdown(self) -> None:
-        await self._group.aclose()
+        await self.group.aclose()
 
     def add_request(self, wanted: Generation) -> None:
         if not wanted.tokens or not all(0 <= token < VOCABULARY for token in wanted.tokens):
@@ -83,7 +83,7 @@ class Engine:
         if not batch:
             return []
         forget, self._forget = self._forget, []
-        ranks = await self._group.collective_rpc("step", (batch, forget))
+        ranks = await self.group.collective_rpc("step", (batch, forget))
         outputs = []
         for chunk, *candidates in zip(batch, *ranks, strict=True):
             token = -max(candidates).minus_token
@@ -106,6 +106,20 @@ class Engine:
 
 def run(n_workers: int, handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
     """Run an engine; what each process of a `CoreEngineProcManager` does."""
+    asyncio.run(serve(Engine(n_workers, Config()), handshake_address, dp_rank))
 
-    engine = Engine(n_workers, Config())
-    asyncio.run(run_engine_core(engine, handshake_address, dp_rank, request_type=Generation))
+
+async def serve(engine: Engine, handshake_address: str, index: int) -> None:
+    """Serve until told to end; end with an error when a worker has ended, also if there is nothing to do."""
+    core = asyncio.ensure_future(run_engine_core(engine, handshake_address, index, request_type=Generation))
+    first = asyncio.ensure_future(engine.group.join_first())
+    await asyncio.wait((core, first), return_when=asyncio.FIRST_COMPLETED)
+    death = first.result() if first.done() else None
+    first.cancel()
+    if death is None:
+        await core
+        return
+    await asyncio.wait((core,), timeout=1)  # a step that runs fails, and that ends it
+    core.cancel()
+    await asyncio.wait((core,))
+    raise death

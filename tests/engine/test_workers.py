@@ -174,11 +174,14 @@ class TestDeath:
 
     async def test_of_an_idle_worker(self) -> None:
         async with group_of() as group:
+            first = asyncio.create_task(group.join_first())
             os.kill(group.pids[0], signal.SIGTERM)
-            with pytest.raises(WorkerDied, match=r"Worker_0 .* killed by SIGTERM"):
-                async with asyncio.timeout(5):
-                    while True:
-                        await group.collective_rpc("add")
+            async with asyncio.timeout(5):
+                error = await first
+            assert isinstance(error, WorkerDied)
+            assert f"Worker_0 (pid {group.pids[0]}) was killed by SIGTERM" in str(error)
+            with pytest.raises(WorkerDied, match=r"^Worker_0 [^,]* killed by SIGTERM"):
+                await group.collective_rpc("add")
         with pytest.raises(WorkerDied, match=r"^Worker_0 [^,]* killed by SIGTERM"):
             await group.collective_rpc("add")
 
@@ -310,6 +313,8 @@ class TestClosing:
     async def test_workers_are_closed(self, tmp_path: Path) -> None:
         async with group_of(kwargs={"log": str(tmp_path)}) as group:
             pids = group.pids
+            first = asyncio.create_task(group.join_first())
+        assert await first is None
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "closed", "1": "closed"}
         assert all(gone(pid) for pid in pids)
         await group.aclose()

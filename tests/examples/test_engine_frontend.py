@@ -214,6 +214,24 @@ def test_ended_it_leaves_nothing() -> None:
         server.close()
 
 
+def test_a_killed_worker_ends_its_engine_although_nobody_asks_for_anything() -> None:
+    server = Server("--engines", "1", "--workers", "1")
+    try:
+        [engine] = server.health()[1]["engines"]
+        psutil.Process(engine["workers"][0]).kill()
+        eventually(lambda: server.health()[1]["engines"][0]["state"] == "dead", "the engine's end")
+        status, health = server.health()
+        assert (status, health["engines"][0]["exitcode"]) == (503, 1)
+        status, answer = server.complete("hello", 3)
+        assert status == 503
+        assert f"(pid {engine['pid']})" in answer["error"]["message"]
+        code, errors = server.end()
+        assert code == 1
+        assert f"Worker_0 (pid {engine['workers'][0]}) was killed by SIGKILL" in errors
+    finally:
+        server.close()
+
+
 def test_a_killed_engine_is_named_to_everybody(server: Server) -> None:  # the last one, of course
     assert server.started[-2].startswith("2 of 2 engines connected, 2 ready")
     engines = server.health()[1]["engines"]
