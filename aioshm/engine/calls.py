@@ -15,6 +15,7 @@ from aioshm.errors import AioshmError, CodecError
 
 logger = logging.getLogger("aioshm.engine")
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NOT_TO_BE_CALLED = frozenset({"initialize", "add_request", "abort_requests", "step", "shutdown"})
 
 
@@ -104,9 +105,10 @@ def _converted(method: Callable[..., Any], args: list[Any]) -> list[Any]:
     """Return the arguments, with plain data turned into the structs that the method says it takes."""
     try:
         hints = get_type_hints(method)
-        wanted = [hints.get(name) for name in inspect.signature(method).parameters]
+        parameters = inspect.signature(method).parameters.values()
     except (TypeError, ValueError, NameError):
         return args
+    wanted = [hints.get(each.name) for each in parameters if each.kind in _POSITIONAL]
     wanted += [None] * (len(args) - len(wanted))
     return [
         msgspec.convert(arg, kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else arg

@@ -353,7 +353,8 @@ class EngineClient:
         assert self._sockets is not None
         self._sockets.read_outputs()  # its last words
         self._dead = error
-        logger.warning("%s", error)
+        # Who waits is told; where nobody does, it is but an engine that was stopped.
+        logger.debug("%s; %d requests and %d calls were pending", error, self.in_flight, self._pending.calls)
         self._fail(lambda: _again(error))
 
     def _fail(self, error: Callable[[], Exception]) -> None:

@@ -108,8 +108,8 @@ class _Raw:
 class PayloadDecoder:
     """Decodes payloads; for one thread. What it returns is the caller's own, arrays are writable.
 
-    Arrays are found where the type says ``np.ndarray`` or ``torch.Tensor``, and in payloads of no type, wherever a list
-    is one by its form and the size of its memory.
+    Arrays are found where the type says ``np.ndarray`` or ``torch.Tensor``, and in plain data, also in structs' fields
+    of no type, wherever a list is one by its form and the size of its memory.
 
     Args:
         type: What payloads are decoded as, any type that msgspec knows; None for plain data.
@@ -133,7 +133,7 @@ class PayloadDecoder:
         self._frames, self._saw_raw = frames, False
         try:
             payload = self._typed(frames[0])
-            return self.revived(payload) if self._saw_raw or len(frames) > 1 else payload
+            return self._revived(payload) if self._saw_raw or len(frames) > 1 else payload
         except CodecError:
             raise
         except Exception as error:
@@ -141,7 +141,7 @@ class PayloadDecoder:
         finally:
             self._frames = ()
 
-    def revived(self, payload: Any) -> Any:
+    def _revived(self, payload: Any) -> Any:
         """Return plain data with its arrays rebuilt, in place where it can be changed."""
         kind = type(payload)
         if kind is list:
@@ -150,24 +150,19 @@ class PayloadDecoder:
                 if found is not None:
                     return found
             for number, item in enumerate(payload):
-                payload[number] = self.revived(item)
+                payload[number] = self._revived(item)
         elif kind is dict:
             for key, item in payload.items():
-                payload[key] = self.revived(item)
+                payload[key] = self._revived(item)
         elif kind is tuple:
-            return tuple(self.revived(item) for item in payload)
-        elif isinstance(payload, msgspec.Struct) and type(payload).__struct_config__.array_like:
-            self._revive_envelope(payload)
-        return payload
-
-    def _revive_envelope(self, payload: msgspec.Struct) -> None:
-        # The plain parts of a typed envelope: what a user's type does not describe.
-        for name in payload.__struct_fields__:
-            value = getattr(payload, name)
-            if type(value) in (list, dict, tuple) or isinstance(value, msgspec.Struct):
-                revived = self.revived(value)
+            return tuple(self._revived(item) for item in payload)
+        elif isinstance(payload, msgspec.Struct):  # whose fields may be of no type
+            for name in payload.__struct_fields__:
+                value = getattr(payload, name)
+                revived = self._revived(value)
                 if revived is not value:
                     msgspec.structs.force_setattr(payload, name, revived)
+        return payload
 
     def _arrive(self, code: int, data: memoryview) -> Any:
         if code != _RAW_VIEW:

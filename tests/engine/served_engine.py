@@ -191,14 +191,14 @@ async def served(
 
 @asynccontextmanager
 async def served_by_processes(
-    n_engines: int, *, n_clients: int = 1, watched: bool = True, target: Any = serve
+    n_engines: int, *, n_clients: int = 1, watched: bool = True, addresses: EngineZmqAddresses | None = None
 ) -> AsyncIterator[Serving]:
     """Let engines in processes of their own serve clients."""
-    addresses = here_and_there(n_clients)
+    addresses = addresses or here_and_there(n_clients)
     handshake = get_engine_client_zmq_addr(True, "")
     loop = "uvloop" if isinstance(asyncio.get_running_loop(), uvloop.Loop) else "asyncio"
     async with clients_of(addresses, n_engines, n_clients) as serving:
-        async with CoreEngineProcManager(target, n_engines, args=(handshake, loop)) as manager:
+        async with CoreEngineProcManager(serve, n_engines, args=(handshake, loop)) as manager:
             serving.manager = manager
             await shaken(serving, handshake, addresses)
             for client in serving.clients if watched else ():

@@ -436,6 +436,17 @@ class TestLife:
             del client
             gc.collect()
 
+    async def test_closing_may_be_cancelled(self, runtime_dir: Path) -> None:
+        async with served(Engine()) as serving:
+            stream = serving.client.submit(ask("a", None))
+            closing = asyncio.create_task(serving.client.aclose())
+            await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait([closing])
+            with pytest.raises(QueueClosed):
+                await anext(stream)
+            await until(lambda: not serving.engines[0].requests)
+
     async def test_the_engine_is_shut_down(self) -> None:
         engine = Engine()
         async with served(engine):

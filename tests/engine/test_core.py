@@ -17,7 +17,14 @@ import zmq
 from served_engine import Engine, ask, collected, here_and_there, served, shaken, until
 from startups import tasks
 
-from aioshm.engine import EngineClient, EngineZmqAddresses, get_engine_client_zmq_addr, run_engine_core
+from aioshm.engine import (
+    CoreEngine,
+    EngineClient,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+    get_engine_client_zmq_addr,
+    run_engine_core,
+)
 from aioshm.engine.envelopes import EnvelopeDecoder
 from aioshm.errors import EngineDead
 
@@ -146,6 +153,18 @@ class TestEndings:
                 await anext(stream)
             await asyncio.wait(serving.running)
             assert serving.running[0].cancelled()
+
+    async def test_cancelled_at_any_moment_of_its_start(self) -> None:
+        for turns in range(0, 64, 4):
+            handshake, addresses = get_engine_client_zmq_addr(True, ""), here_and_there()
+            async with EngineClient(addresses, 1):
+                async with EngineStartupCoordinator(handshake, [CoreEngine(0)], addresses):
+                    engine = asyncio.create_task(run_engine_core(Engine(is_async=True), handshake, 0))
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    engine.cancel()
+                    await asyncio.wait([engine])
+                    assert engine.cancelled()
 
     async def test_addresses_that_make_no_sense(self, path: str) -> None:
         addresses = EngineZmqAddresses(["ipc:///x/in"], [])

@@ -86,6 +86,15 @@ class FieldOutput(msgspec.Struct, array_like=True):
     routed_experts: np.ndarray | None = None
 
 
+class Inner(msgspec.Struct, frozen=True):
+    some: Any
+    array: np.ndarray | None = None
+
+
+class Outer(msgspec.Struct):
+    inners: dict[str, Inner]
+
+
 EMBEDS = torch.arange(128, dtype=torch.float32).reshape(4, 32)
 HALVES = torch.arange(256, dtype=torch.bfloat16).reshape(16, 16)
 EXPERTS = np.arange(6, dtype=np.int16).reshape(2, 3)
@@ -223,6 +232,25 @@ class TestArrays:
                 assert arrived.flags.writeable
             assert arrived.shape == value.shape
         assert decoded["c"] == ["<f4", [1], "no array"]
+
+    def test_in_structs(self) -> None:
+        array = np.arange(100)
+        for value in (array, array[:2]):
+            frames = encoded(Outer({"a": Inner({"deep": [value]}, value)}))
+            inner = PayloadDecoder(Outer).decode(frames).inners["a"]
+            assert same(inner.some["deep"][0], value)
+            assert same(inner.array, value)
+
+    def test_what_can_be_read_of_an_envelope(self) -> None:
+        main, *more = encoded(
+            EngineCoreOutputs(3, [["a", "no list"], ["b", [1], None, None, HALVES, 1]], finished_requests={"b"})
+        )
+        envelope, failures = EnvelopeDecoder(FieldOutput).salvage([main, *more])
+        [output] = envelope.outputs
+        assert same(output.pooling_output, HALVES)
+        [failure] = failures
+        assert (failure.request_id, failure.finished) == ("a", False)
+        assert (envelope.engine_index, envelope.finished_requests) == (3, {"b"})
 
     def test_numbers_and_slices(self) -> None:
         [frame] = encoded([np.float32(1.5), np.bool_(True), slice(1, None, 2)])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from served_engine import ask, collected, served_by_processes, stop, until
 
+from aioshm.engine import EngineZmqAddresses
 from aioshm.errors import EngineDead
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
@@ -85,6 +86,22 @@ async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Sign
                 await client.wait_until_ready()
         await until(lambda: victim.exitcode is not None)
         assert victim.exitcode == (0 if number == signal.SIGTERM else -9)
+
+
+async def test_a_connection_over_tcp_that_ends_is_a_death() -> None:
+    addresses = EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://127.0.0.1:0"])
+    async with served_by_processes(2, watched=False, addresses=addresses) as serving:
+        assert serving.manager is not None
+        stream = serving.client.submit(ask("a", None), engine=0)
+        await anext(stream)
+        victim = serving.manager.processes[1].pid
+        assert victim is not None
+        began = time.monotonic()
+        stop(victim)
+        with pytest.raises(EngineDead, match=r"engine 1 .*its connection has ended") as caught:
+            await anext(stream)
+        assert time.monotonic() - began < WITHIN_S
+        assert (caught.value.engine, caught.value.pid) == (1, None)
 
 
 async def test_a_step_that_fails_ends_the_process_and_tells_everybody() -> None:
