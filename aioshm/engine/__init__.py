@@ -1,5 +1,6 @@
 """Engines: started, shaken hands with, watched and stopped; the names are those of the field."""
 
+from aioshm.engine.actors import CoreEngineActorManager
 from aioshm.engine.addresses import (
     ConstantList,
     CoreEngine,
@@ -10,6 +11,7 @@ from aioshm.engine.addresses import (
 from aioshm.engine.api_servers import APIServerProcessManager
 from aioshm.engine.client import EngineClient
 from aioshm.engine.completion import wait_for_completion_or_failure
+from aioshm.engine.coordinator import DPCoordinator
 from aioshm.engine.core import EngineCore
 from aioshm.engine.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
@@ -18,6 +20,7 @@ from aioshm.engine.joining import shake_hands
 from aioshm.engine.kv import bind_kv_cache, copy_slice
 from aioshm.engine.messages import EngineCoreOutputs, EngineCoreRequestType, SchedulerStats, UtilityOutput
 from aioshm.engine.parent import die_with_parent
+from aioshm.engine.placement import EngineNeeds
 from aioshm.engine.processes import CoreEngineProcManager, ProcessManager
 from aioshm.engine.progress import EngineReport, StartupProgress, StartupReport, Waiting
 from aioshm.engine.serving import run_engine_core
@@ -31,14 +34,17 @@ __all__ = [
     "APIServerProcessManager",
     "ConstantList",
     "CoreEngine",
+    "CoreEngineActorManager",
     "CoreEngineProcManager",
     "CoreEngineState",
+    "DPCoordinator",
     "EngineClient",
     "EngineCore",
     "EngineCoreOutputs",
     "EngineCoreRequestType",
     "EngineHandshake",
     "EngineHandshakeMetadata",
+    "EngineNeeds",
     "EngineReport",
     "EngineStartupCoordinator",
     "EngineZmqAddresses",

@@ -48,8 +48,8 @@ class WatchedManager(Protocol):
     def sentinels(self) -> Sequence[Any]:
         """Return descriptors that are readable once a process has ended."""
 
-    def finished_procs(self) -> Mapping[str, int]:
-        """Return the exit codes of the processes that have ended, by name."""
+    def finished_procs(self) -> Mapping[str, int | None]:
+        """Return the exit codes of the processes that have ended, by name; None where nobody knows it."""
 
 
 class DeathWatch:

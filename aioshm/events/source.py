@@ -76,7 +76,8 @@ class EventSource:
         self._asked_at = 0.0
         self._attempts = 0
         self._replay_silent = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # uvloop's handle does not tell, where it is due at once
         self._overdue: float | None = None
         self._quiet_checks = 0
 
@@ -296,13 +297,15 @@ class EventSource:
             self._overdue = None
             return
         # The timer is left alone if it is early, and asks again: setting it anew for every message is dear.
-        if self._timer is None or self._timer.when() > self._overdue:
+        if self._timer is None or self._timer_at > self._overdue:
             self._set_timer(self._overdue)
 
     def _set_timer(self, when: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if when is None else self._loop.call_at(when, self._tick)
+        self._timer = None
+        if when is not None:
+            self._timer, self._timer_at = self._loop.call_at(when, self._tick), when
 
     def _tick(self) -> None:
         self._timer = None

@@ -326,6 +326,16 @@ asyncio.run(main())
             raise Restarted(item.source, 5).error()
 
 
+async def test_what_is_overdue_at_once(ends: Ends) -> None:
+    """A timer of no time at all, which uvloop makes no timer of."""
+    publisher = ends.publisher()
+    async with EventSubscriber(publisher.endpoint, publisher.replay_endpoint, check_interval=1e-6) as subscriber:
+        for n in range(50):
+            publisher.publish(batch(n))
+            await asyncio.sleep(0)
+        assert [item.seq for item in await take(subscriber, 50)] == list(range(50))
+
+
 async def test_a_connection_that_breaks_is_resumed(ends: Ends) -> None:
     """Everything that was published while there was no connection comes by replay."""
     publisher = ends.publisher()

@@ -17,13 +17,13 @@ LOST_S = 30.0
 """A wake-up that takes longer was lost."""
 
 
-def hammer(ring: ShmRingBuffer, kind: str, seconds: float) -> None:
-    """Publish as fast as it goes, in every way there is; an empty message ends it."""
+def hammer(ring: ShmRingBuffer, kind: str, seconds: float, at_least: int) -> None:
+    """Publish as fast as it goes, in every way there is, for a while and so many messages; an empty one ends it."""
     writer = RingWriter(ring.layout, ring.view, CORES[kind].writer)
     core, room = writer.core, ring.layout.max_chunk_bytes
     core.bind(bytes, PLAIN, True, None)
     deadline = monotonic() + seconds
-    while monotonic() < deadline:
+    while monotonic() < deadline or core.seq < at_least:
         for _ in range(50):
             number = core.seq
             if number % 3:
@@ -90,9 +90,18 @@ def ring_if(flags: list[memoryview], bells: list[Connection]) -> None:
 
 
 def park_and_write(
-    ring: ShmRingBuffer, kind: str, seconds: float, bell: Connection, readers: list[Connection], slept: Any
+    ring: ShmRingBuffer,
+    kind: str,
+    seconds: float,
+    at_least: int,
+    bell: Connection,
+    readers: list[Connection],
+    slept: Any,
 ) -> None:
-    """Publish, by hand and in one call; sleep where no slot is free; wake the readers that sleep."""
+    """Publish, by hand and in one call, for a while and so many messages.
+
+    Sleep where no slot is free, wake the readers that sleep.
+    """
     cores = CORES[kind]
     writer = RingWriter(ring.layout, ring.view, cores.writer)
     core: Any = writer.core
@@ -102,7 +111,7 @@ def park_and_write(
     ended = False
     while not ended:
         slept.value += sleep_until(writer.free, writer.parked, cores.module.memory_fence, bell)
-        ended = monotonic() >= deadline
+        ended = monotonic() >= deadline and core.seq >= at_least
         message = b"" if ended else content(core.seq, ring.layout.max_chunk_bytes)
         if core.seq % 2:
             assert core.put(message)

@@ -1,0 +1,266 @@
+"""The coordinator's sockets, in a process of its own; what it decides is in ``waves.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import zmq
+
+from aioshm.engine.messages import COORDINATOR_READY, SUBSCRIBE_TO_ALL, StartWave
+from aioshm.engine.reports import (
+    MAX_REPORT_BYTES,
+    UNSUBSCRIBED,
+    decode_from_front_end,
+    decode_report,
+    encode_published,
+    encode_start,
+)
+from aioshm.engine.waves import Published, Waves
+from aioshm.queue.sockets import BURST, Socket, Sockets
+from aioshm.zeromq import BoundFile, LogLimiter, Watch, attach, open_socket
+
+COMPLAINT_S = 10.0
+REMINDER_S = 60.0
+"""How often it is said that engines are still waited for."""
+
+# An XPUB socket drops what is more. What front ends miss is published again, but what engines miss is not.
+_FRONT_END_HWM, _ENGINE_HWM = 1_000, 100_000
+_FRAMES = 2  # of a message, that are kept: there should be one
+_OVERSIZED = 16 * MAX_REPORT_BYTES  # ZeroMQ hangs up on who sends that, without a word; less is refused by name
+
+logger = logging.getLogger("aioshm.engine.coordinator")
+
+
+class CoordinatorAddresses(NamedTuple):
+    """Where a coordinator is bound.
+
+    Attributes:
+        stats_publish: Where front ends subscribe.
+        engine_input: Where engines subscribe.
+        engine_output: Where engines report to.
+    """
+
+    stats_publish: str
+    engine_input: str
+    engine_output: str
+
+
+class Coordination:
+    """Passes on between engines and front ends; a context manager, on the running loop.
+
+    Args:
+        waves: Decides.
+        addresses: What to bind; where the kernel chooses the port, it is 0.
+
+    Attributes:
+        addresses: Where it is bound.
+        over: Ends it; has an exception if it cannot go on.
+
+    Raises:
+        OSError: An address cannot be bound; the text names it.
+    """
+
+    def __init__(self, waves: Waves, addresses: CoordinatorAddresses) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self._waves = waves
+        self._limiter = LogLimiter(COMPLAINT_S)
+        self._sockets = Sockets()
+        self._files: list[BoundFile] = []
+        self._watches: list[Watch] = []
+        self._reminding = self._loop.call_later(REMINDER_S, self._remind)
+        self._publishing: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        try:
+            self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM)
+            self._engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input, _ENGINE_HWM)
+            self._reports, engine_output = self._bind(zmq.PULL, addresses.engine_output, _ENGINE_HWM)
+        except BaseException:
+            self.close()
+            raise
+        self.addresses = CoordinatorAddresses(stats_publish, engine_input, engine_output)
+        self._sources: list[tuple[Socket, Callable[[list[bytes]], None]]] = [(self._engines, self._from_engine)]
+        self._watch(self._engines)
+
+    def end(self) -> None:
+        """Set `over`."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        for watch in self._watches:
+            watch.pause()
+        self._reminding.cancel()
+        if self._publishing is not None:
+            self._publishing.cancel()
+        for file in self._files:
+            file.remove()
+        self._sockets.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _bind(self, kind: int, address: str, hwm: int) -> tuple[Socket, str]:
+        socket = self._sockets.add(open_socket(self._sockets.context, kind, address, bind=True, hwm=hwm, curve=None))
+        socket.setsockopt(zmq.MAXMSGSIZE, _OVERSIZED)
+        if kind == zmq.XPUB:
+            socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription, not only the first, and each end of one
+        bound = attach(socket, address, bind=True)
+        self._files.append(BoundFile(bound))
+        return socket, bound
+
+    def _watch(self, socket: Socket) -> None:
+        self._watches.append(Watch(self._loop, socket, self._look))
+
+    # What comes
+
+    def _look(self) -> None:
+        """Read what has come, some of it at a time.
+
+        Sending may swallow the sign that there is something to read, so this ends only after a round without either.
+        """
+        if self._sockets.closed or self.over.done():
+            return
+        try:
+            for _ in range(BURST):
+                taken = [self._take(socket, handle) for socket, handle in self._sources]
+                if not any(taken):
+                    break
+            else:
+                self._loop.call_soon(self._look)
+            if self._waves.ready:
+                self._publish()
+        except Exception as error:  # engines would wait in vain: better to end, which is noticed
+            self.over.set_exception(error)
+
+    def _take(self, socket: Socket, handle: Callable[[list[bytes]], None]) -> bool:
+        frames: list[bytes] = []
+        try:
+            frames.append(socket.recv(zmq.NOBLOCK))
+            while socket.getsockopt(zmq.RCVMORE):
+                frame = socket.recv(zmq.NOBLOCK, copy=False)
+                if len(frames) < _FRAMES:
+                    frames.append(frame.bytes)
+        except zmq.Again:
+            return False
+        try:
+            handle(frames)
+        except ValueError as error:
+            self._complain(error)
+        return True
+
+    def _from_engine(self, frames: list[bytes]) -> None:
+        if frames == [SUBSCRIBE_TO_ALL]:
+            was_ready = self._waves.ready
+            if self._waves.subscribe():
+                self._engines.send(COORDINATOR_READY, zmq.NOBLOCK)
+            if self._waves.ready and not was_ready:
+                self._begin()
+        elif frames == [UNSUBSCRIBED]:
+            self._waves.unsubscribe()
+        else:
+            raise ValueError("engines subscribe to everything, and send nothing else here")
+
+    def _begin(self) -> None:
+        """Read what engines report, and what front ends say: before, an answer would not have reached all engines."""
+        logger.debug("all engines have subscribed")
+        self._reminding.cancel()
+        self._sources += [(self._front_ends, self._from_front_end), (self._reports, self._from_report)]
+        self._watch(self._front_ends)
+        self._watch(self._reports)
+
+    def _from_front_end(self, frames: list[bytes]) -> None:
+        if frames == [SUBSCRIBE_TO_ALL]:
+            self._waves.greet(self._loop.time())
+        elif frames != [UNSUBSCRIBED]:
+            message = decode_from_front_end(frames)
+            if isinstance(message, int):
+                logger.info("%d engines from now on, after %d", message, self._waves.n_engines)
+                self._waves.scale(message, self._loop.time())
+            else:
+                self._start(self._waves.wake(message.exclude, message.wave))
+
+    def _from_report(self, frames: list[bytes]) -> None:
+        report = decode_report(frames)
+        engine = report.engine_index
+        if report.wave_complete is not None:
+            if self._waves.complete(engine, report.wave_complete):
+                self._tell(self._waves.state())
+        elif report.start_wave is not None:
+            self._start(self._waves.start(engine, report.start_wave))
+        if report.scheduler_stats is not None:
+            self._waves.load(engine, report.scheduler_stats, self._loop.time())
+
+    # What goes out
+
+    def _start(self, start: StartWave | None) -> None:
+        if start is not None:
+            self._engines.send_multipart(encode_start(start), zmq.NOBLOCK)
+            self._tell(self._waves.state())
+
+    def _tell(self, published: Published) -> None:
+        self._front_ends.send(encode_published(published), zmq.NOBLOCK)
+
+    def _publish(self) -> None:
+        """Publish counts if it is time to, and come back when it is the next time."""
+        now = self._loop.time()
+        if self._waves.due() <= now:
+            self._tell(self._waves.publish(now))
+            self._loop.call_soon(self._look)
+        due = self._waves.due()
+        if self._publishing is None or due != self._due:
+            if self._publishing is not None:
+                self._publishing.cancel()
+            self._due = due
+            self._publishing = self._loop.call_at(due, self._is_time)
+
+    def _is_time(self) -> None:
+        self._publishing = None
+        self._look()
+
+    # What is said
+
+    def _remind(self) -> None:
+        logger.warning("waiting for engines to subscribe: %d of %d have", self._waves.subscribed, self._waves.n_engines)
+        self._reminding = self._loop.call_later(REMINDER_S, self._remind)
+
+    def _complain(self, error: ValueError) -> None:
+        held_back = self._limiter.admit()
+        if held_back is not None:
+            logger.warning("dropped a message: %s (and %d more)", error, held_back)
+
+
+def run_coordinator(told: Connection, waves: Waves, addresses: CoordinatorAddresses) -> None:
+    """Be the coordinator, until SIGTERM or SIGINT; what its process runs.
+
+    Args:
+        told: Gets where it is bound.
+        waves: Decides.
+        addresses: What to bind.
+    """
+    asyncio.run(_run(told, waves, addresses))
+
+
+async def _run(told: Connection, waves: Waves, addresses: CoordinatorAddresses) -> None:
+    try:
+        coordination = Coordination(waves, addresses)
+    except OSError as error:
+        raise SystemExit(f"{error}") from None
+    with coordination:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, coordination.end)
+        with told:
+            told.send(tuple(coordination.addresses))
+        await coordination.over

@@ -1,0 +1,105 @@
+"""Engines and front ends of a coordinator, as bare sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from aioshm.engine.coordination import CoordinatorAddresses
+
+WITHIN_S = 10
+
+
+class Peers:
+    """Makes sockets that connect to a coordinator, and closes them."""
+
+    def __init__(self, addresses: CoordinatorAddresses) -> None:
+        self.addresses = addresses
+        self.context = zmq.asyncio.Context()
+        self._sockets: list[zmq.asyncio.Socket] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self.context.term()
+
+    def connect(self, kind: int, address: str) -> zmq.asyncio.Socket:
+        socket = self.context.socket(kind)
+        self._sockets.append(socket)
+        socket.connect(address)
+        return socket
+
+    async def subscriber(self, address: str) -> zmq.asyncio.Socket:
+        socket = self.connect(zmq.XSUB, address)
+        await socket.send(b"\x01")
+        return socket
+
+    async def engines(self, count: int) -> list[zmq.asyncio.Socket]:
+        """Return sockets that have subscribed as engines, and were told READY."""
+        sockets = [await self.subscriber(self.addresses.engine_input) for _ in range(count)]
+        for socket in sockets:
+            assert await frames(socket) == [b"READY"]
+        return sockets
+
+    async def front_end(self) -> zmq.asyncio.Socket:
+        return await self.subscriber(self.addresses.stats_publish)
+
+    def reporter(self) -> zmq.asyncio.Socket:
+        return self.connect(zmq.PUSH, self.addresses.engine_output)
+
+
+async def frames(socket: zmq.asyncio.Socket) -> list[bytes]:
+    async with asyncio.timeout(WITHIN_S):
+        received: list[bytes] = await socket.recv_multipart()
+        return received
+
+
+async def published(socket: zmq.asyncio.Socket) -> list[Any]:
+    """Return the next thing that front ends are told."""
+    (message,) = await frames(socket)
+    told: list[Any] = msgspec.msgpack.decode(message)
+    return told
+
+
+async def until(socket: zmq.asyncio.Socket, expected: list[Any]) -> None:
+    """Wait until front ends are told this."""
+    async with asyncio.timeout(WITHIN_S):
+        while await published(socket) != expected:
+            pass
+
+
+async def starts(socket: zmq.asyncio.Socket) -> tuple[int, int | None]:
+    """Return the next start of a wave that engines are told."""
+    kind, payload = await frames(socket)
+    assert kind == b"\x02"
+    return msgspec.msgpack.decode(payload, type=tuple[int, int | None])
+
+
+def counts(index: int, waiting: int, running: int, **more: Any) -> bytes:
+    return report(index, {"num_waiting_reqs": waiting, "num_running_reqs": running, **more})
+
+
+def complete(index: int, wave: int) -> bytes:
+    return report(index, None, wave)
+
+
+def start(index: int, wave: int) -> bytes:
+    return report(index, None, None, wave)
+
+
+def report(index: int, stats: Any, complete: int | None = None, start: int | None = None) -> bytes:
+    return pack([index, [], stats, 0.0, None, None, complete, start])
+
+
+def pack(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)

@@ -1,0 +1,52 @@
+"""What the actors of these tests run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+
+from aioshm.engine import shake_hands
+
+LONG_S = 100
+
+
+def shake_and_stay(address: str, faults: dict[int, str], dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
+    """Be an engine; one with a fault has it before it is ready."""
+
+    def initialize(_metadata: object) -> dict[str, Any]:
+        fault = faults.get(dp_rank)
+        if fault == "raise":
+            raise ArithmeticError("the model is too large")
+        if fault == "exit":
+            sys.exit(3)
+        if fault == "die":
+            os._exit(1)
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        return {"num_gpu_blocks": 10, "pid": os.getpid(), "local_rank": local_dp_rank, "devices": len(devices)}
+
+    async def run() -> None:
+        await shake_hands(address, dp_rank, local=local_client, headless=not local_client, initialize=initialize)
+        await asyncio.sleep(LONG_S)
+
+    asyncio.run(run())
+
+
+def serve(address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
+    """Be an engine that serves requests."""
+    from served_engine import Engine
+
+    from aioshm.engine import run_engine_core
+
+    asyncio.run(run_engine_core(Engine(), address, dp_rank, local=local_client, headless=not local_client))
+
+
+def leave(codes: list[int | str | None], dp_rank: int, **_: Any) -> None:
+    """Exit with the code of this rank; "return" returns, and None stays."""
+    code = codes[dp_rank]
+    if code is None:
+        time.sleep(LONG_S)
+    if code != "return":
+        sys.exit(code)

@@ -1,0 +1,289 @@
+"""Engines as actors on a cluster of two simulated nodes: placed, started, one killed and named, closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engine_targets
+import psutil
+import pytest
+import ray_targets as targets
+from managed import gone
+from served_engine import ask, collected
+from startups import addresses
+from support import eventually
+
+from aioshm.engine import (
+    APIServerProcessManager,
+    CoreEngine,
+    CoreEngineActorManager,
+    EngineClient,
+    EngineNeeds,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+    get_engine_client_zmq_addr,
+    wait_for_completion_or_failure,
+)
+from aioshm.errors import EngineDead, EngineStartupError
+
+ray: Any = pytest.importorskip("ray")
+
+GPUS = {"head": 2, "other": 4}
+ADDRESS = get_engine_client_zmq_addr(False, "127.0.0.1")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves something reserved; Ray keeps idle processes for later."""
+    yield
+    eventually(lambda: ray.available_resources().get("GPU") == sum(GPUS.values()), "the return of what was reserved")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[str]:
+    from ray.cluster_utils import Cluster
+
+    common = {"num_cpus": 8, "object_store_memory": 80_000_000}
+    head = {"num_gpus": GPUS["head"], "include_dashboard": False, **common}
+    # What nodes start has to find the targets.
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # or it writes a token into the home directory
+        made = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            other = made.add_node(num_gpus=GPUS["other"], **common)
+            made.wait_for_nodes()
+            ray.init(address=made.address, log_to_driver=False)
+            yield other.node_id
+        finally:
+            ray.shutdown()
+            made.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def startup(count: int, local: int, faults: dict[int, str] | None = None, **options: Any) -> Any:
+    """Start engines, and begin to shake hands with them."""
+    engines = [CoreEngine(rank, local=rank < local) for rank in range(count)]
+    async with EngineStartupCoordinator(ADDRESS, engines, addresses()) as made:
+        manager = await CoreEngineActorManager.start(
+            targets.shake_and_stay, count, local, args=(made.handshake_address, faults or {}), **options
+        )
+        async with manager:
+            made.proc_manager = manager
+            yield made, manager
+
+
+class TestStart:
+    async def test_engines_are_placed_and_shake_hands(self, cluster: str) -> None:
+        async with startup(3, 1, needs=EngineNeeds(world_size=2)) as (made, manager):
+            report = await made.wait(timeout=30)
+            assert report.num_gpu_blocks == 30
+            here = ray.get_runtime_context().get_node_id()
+            table = [ray.util.placement_group_table(group) for group in manager.created_placement_groups]
+            assert [each["name"] for each in table] == ["dp_rank_0", "dp_rank_1", "dp_rank_2"]
+            assert [set(each["bundles_to_node_id"].values()) for each in table] == [{here}, {cluster}, {cluster}]
+            ready = [report.engines[rank].ready for rank in range(3)]
+            assert [each["local_rank"] for each in ready] == [0, 0, 1]
+            assert [each["devices"] for each in ready] == [2, 2, 2]
+            assert [each["pid"] for each in ready] == [actor.pid for actor in manager.actors]
+            assert [len(manager.local_engine_actors), len(manager.remote_engine_actors)] == [1, 2]
+            assert len(manager.get_run_refs()) == len(manager.sentinels()) == 3
+            assert manager.finished_procs() == {}
+        assert manager.finished_procs() == {"EngineCore_0": None, "EngineCore_1": None, "EngineCore_2": None}
+        assert manager.sentinels() == []
+        eventually(lambda: all(gone(actor.pid) for actor in manager.actors))
+
+    def test_with_given_placement_groups(self, cluster: str) -> None:
+        groups, ranks = CoreEngineActorManager.create_dp_placement_groups(
+            2, 1, EngineNeeds(world_size=2, worker_bundles=True), timeout=10
+        )
+        assert ranks == [0, 0]
+        assert groups[1].bundle_specs == [{"GPU": 1.0}, {"GPU": 1.0}, {"CPU": 1.0}]
+        with CoreEngineActorManager(targets.leave, 2, 1, args=([None, None],), placement_groups=groups) as manager:
+            assert manager.created_placement_groups == []
+        assert [ray.util.placement_group_table(group)["state"] for group in groups] == ["CREATED", "CREATED"]
+        for group in groups:
+            ray.util.remove_placement_group(group)
+
+    def test_a_cluster_that_is_too_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("aioshm.engine.ray_cluster.STALE_S", 0)
+        with pytest.raises(EngineStartupError, match=r"too small: 3 engines are to run on the head node .* room for 2"):
+            CoreEngineActorManager(targets.leave, 3, 3)
+        with pytest.raises(EngineStartupError, match=r"too small: 5 engines are to run on other nodes .* room for 4"):
+            CoreEngineActorManager(targets.leave, 6, 1)
+
+    def test_an_actor_that_cannot_be_started(self) -> None:
+        with pytest.raises(EngineStartupError, match=r"actor of EngineCore_0 (was not started in time|could not be)"):
+            CoreEngineActorManager(targets.leave, 1, 1, runtime_env={"py_executable": "/nowhere/python"}, timeout=2)
+
+    def test_a_group_that_is_not_reserved_in_time(self) -> None:
+        group = ray.util.placement_group([{"GPU": 1, "no such thing": 1}])
+        with pytest.raises(EngineStartupError, match="placement group of engine 0 was not reserved in time"):
+            CoreEngineActorManager(targets.leave, 1, 1, placement_groups=[group], timeout=0.5)
+        ray.util.remove_placement_group(group)
+
+    def test_a_local_engine_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.99")
+        with pytest.raises(EngineStartupError, match=r"EngineCore_0 \(pid .*\) is to be local, but"):
+            CoreEngineActorManager(targets.leave, 1, 1)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "name"),
+        [
+            ((0, 0), ValueError, "engine_count"),
+            ((1, -1), ValueError, "local_engine_count"),
+            ((1, 2), ValueError, "local_engine_count"),
+            (("1", 1), TypeError, "engine_count"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, arguments: Any, error: type[Exception], name: str) -> None:
+        with pytest.raises(error, match=name):
+            CoreEngineActorManager(targets.leave, *arguments)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"placement_groups": []}, {"local_dp_ranks": [0]}, {"placement_groups": [None], "needs": EngineNeeds()}],
+    )
+    def test_options_must_fit_together(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="placement_groups"):
+            CoreEngineActorManager(targets.leave, 1, 1, **options)
+
+
+class TestDeath:
+    @pytest.mark.parametrize(
+        ("fault", "says"),
+        [
+            ("die", ["EngineCore_1 (connected) ended; its exit code is not known", "worker process has died"]),
+            ("exit", ["EngineCore_1 (connected) exited with code 3"]),
+            ("raise", ["EngineCore_1 (connected) exited with code 1", "ArithmeticError: the model is too large"]),
+        ],
+    )
+    async def test_before_it_is_ready_fails_the_startup(self, fault: str, says: list[str]) -> None:
+        async with startup(2, 1, {1: fault}) as (made, manager):
+            with pytest.raises(EngineStartupError) as caught:
+                await made.wait(timeout=30)
+            assert all(each in str(caught.value) for each in says), str(caught.value)
+            assert list(caught.value.failed) == ["EngineCore_1"]
+            assert manager.sentinels() == []
+
+    async def test_of_a_running_one_is_noticed_and_named(self) -> None:
+        async with startup(2, 1) as (made, manager):
+            await made.wait(timeout=30)
+            servers = APIServerProcessManager(engine_targets.serve_badly, "here", None, [None], 1, ["a"], ["b"])
+            waiting = asyncio.create_task(wait_for_completion_or_failure(servers, manager))
+            await asyncio.sleep(0)
+            os.kill(manager.actors[1].pid, signal.SIGKILL)
+            with pytest.raises(EngineDead) as caught:
+                async with asyncio.timeout(20):
+                    await waiting
+            first, *rest = str(caught.value).splitlines()
+            actor = manager.actors[1]
+            assert first == f"EngineCore_1 (pid {actor.pid} on {actor.address}) died"
+            assert any("worker process has died" in line for line in rest)
+            eventually(lambda: gone(manager.actors[0].pid))
+            assert servers.finished_procs()
+
+
+async def test_serve_requests_and_are_named_to_clients_when_they_die() -> None:
+    told = EngineZmqAddresses([ADDRESS], [ADDRESS])
+    engines = [CoreEngine(rank, local=rank < 1) for rank in range(2)]
+    async with EngineClient(told, engines) as client, EngineStartupCoordinator(ADDRESS, engines, told) as made:
+        address = made.handshake_address
+        async with await CoreEngineActorManager.start(targets.serve, 2, 1, args=(address,)) as manager:
+            made.proc_manager = manager
+            await made.wait(timeout=30)
+            client.watch(manager)
+            await client.wait_until_ready(10)
+            streams = [collected(client.submit(ask(f"r{number}", 20))) for number in range(10)]
+            assert [len(outputs) for outputs in await asyncio.gather(*streams)] == [20] * 10
+            endless = [asyncio.ensure_future(collected(client.submit(ask(f"e{number}", None)))) for number in range(2)]
+            os.kill(manager.actors[1].pid, signal.SIGKILL)
+            for each in endless:
+                with pytest.raises(EngineDead, match=r"EngineCore_1|engine 1"):
+                    async with asyncio.timeout(20):
+                        await each
+
+
+class TestEnd:
+    async def test_of_engines_that_are_done(self) -> None:
+        async with await CoreEngineActorManager.start(targets.leave, 2, 1, args=([0, "return"],)) as manager:
+            async with asyncio.timeout(20):
+                assert await manager.join_first() == {"EngineCore_0": 0, "EngineCore_1": 0}
+
+    async def test_closing_ends_the_wait(self) -> None:
+        manager = await CoreEngineActorManager.start(targets.leave, 1, 0, args=([None],))
+        waiting = asyncio.create_task(manager.join_first())
+        await asyncio.sleep(0)
+        await asyncio.gather(manager.aclose(), manager.aclose())
+        assert await waiting == {"EngineCore_0": None}
+
+    async def test_is_not_cut_short(self) -> None:
+        manager = await CoreEngineActorManager.start(targets.leave, 1, 0, args=([None],))
+        closing = asyncio.create_task(manager.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert manager.finished_procs() == {"EngineCore_0": None}
+
+    async def test_of_one_whose_start_is_cancelled(self) -> None:
+        starting = asyncio.create_task(CoreEngineActorManager.start(targets.leave, 2, 1, args=([None, None],)))
+        await asyncio.sleep(0.05)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        async with asyncio.timeout(20):
+            while ray.available_resources().get("GPU") != sum(GPUS.values()):
+                await asyncio.sleep(0.05)
+
+    def test_of_one_that_is_forgotten(self) -> None:
+        manager = CoreEngineActorManager(targets.leave, 1, 1, args=([None],))
+        pid = manager.actors[0].pid
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            del manager
+        eventually(lambda: gone(pid))
+
+    def test_leaves_no_descriptor(self) -> None:
+        before = psutil.Process().num_fds()
+        for _ in range(2):
+            CoreEngineActorManager(targets.leave, 1, 1, args=(["return"],)).close()
+        assert psutil.Process().num_fds() <= before + 1  # Ray may have made a connection
+
+
+class TestFrontEnd:
+    """In a process of its own."""
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__).with_name("ray_front_end.py")), *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def test_without_a_connection_makes_one_and_ends_it(self) -> None:
+        with self.start() as front_end:
+            output, errors = front_end.communicate(timeout=60)
+            pid, last = output.split()
+            assert (front_end.returncode, last) == (0, "left"), errors
+            eventually(lambda: gone(int(pid)))
+
+    def test_takes_its_actors_along_when_it_is_killed(self) -> None:
+        with self.start(ray.get_runtime_context().gcs_address) as front_end:
+            assert front_end.stdout is not None
+            pid = int(front_end.stdout.readline())
+            assert not gone(pid)
+            front_end.kill()
+            eventually(lambda: gone(pid))
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'aioshm\[ray\]'"):
+        CoreEngineActorManager(targets.leave, 1, 1)

@@ -1,0 +1,230 @@
+"""The coordinator's sockets: who is told what, and that nothing that comes does harm."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from peers import Peers, complete, counts, frames, pack, published, start, starts, until
+
+from aioshm.engine import get_engine_client_zmq_addr, waves
+from aioshm.engine.coordination import Coordination, CoordinatorAddresses
+from aioshm.engine.waves import Waves
+
+IDLE = [0, 0, 0.0]
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+
+def wanted(local: bool = True) -> CoordinatorAddresses:
+    return CoordinatorAddresses(*(get_engine_client_zmq_addr(local, "127.0.0.1") for _ in range(3)))
+
+
+@contextmanager
+def coordination(n_engines: int = 2, local: bool = True, **options: bool) -> Iterator[Peers]:
+    with Coordination(Waves(n_engines, **options), wanted(local)) as made, Peers(made.addresses) as peers:
+        yield peers
+        if made.over.done():
+            made.over.result()
+
+
+class TestSubscriptions:
+    @pytest.mark.parametrize("local", [True, False])
+    async def test_ready_when_all_have(self, local: bool) -> None:
+        with coordination(2, local) as peers:
+            first = await peers.subscriber(peers.addresses.engine_input)
+            early = first.recv()
+            front_end = await peers.front_end()
+            await asyncio.sleep(0.05)
+            assert not early.done()
+            await peers.subscriber(peers.addresses.engine_input)
+            assert await early == b"READY"
+            assert await published(front_end) == [[IDLE, IDLE], 0, False]
+
+    async def test_those_that_leave_are_not_counted_and_are_told_again(self) -> None:
+        state = Waves(2)
+        with Coordination(state, wanted()) as made, Peers(made.addresses) as peers:
+            engines = await peers.engines(2)
+            engines[0].close()
+            async with asyncio.timeout(10):
+                while state.subscribed > 1:
+                    await asyncio.sleep(0.001)
+            await peers.engines(1)
+            assert state.subscribed == 2
+
+    async def test_what_comes_before_is_kept(self) -> None:
+        with coordination(1) as peers:
+            front_end = await peers.front_end()
+            await peers.reporter().send(start(0, 0))
+            (engine,) = [await peers.subscriber(peers.addresses.engine_input)]
+            assert await frames(engine) == [b"READY"]
+            assert await starts(engine) == (0, 0)
+            await until(front_end, [[IDLE], 0, True])
+
+    async def test_who_is_waited_for_is_said(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("aioshm.engine.coordination.REMINDER_S", 0.01)
+        with coordination(2) as peers:
+            await peers.subscriber(peers.addresses.engine_input)
+            async with asyncio.timeout(10):
+                while "waiting for engines to subscribe: 1 of 2 have" not in caplog.text:
+                    await asyncio.sleep(0.01)
+
+
+class TestWaves:
+    async def test_one_engine_wakes_the_others(self) -> None:
+        with coordination(2) as peers:
+            engines, front_end, reporter = await peers.engines(2), await peers.front_end(), peers.reporter()
+            assert await published(front_end) == [[IDLE, IDLE], 0, False]
+            await reporter.send(start(1, 0))
+            assert [await starts(engine) for engine in engines] == [(0, 1), (0, 1)]
+            assert await published(front_end) == [None, 0, True]
+            await reporter.send(complete(0, 0))
+            assert await published(front_end) == [None, 1, False]
+            await reporter.send(start(1, 0))  # stale
+            await reporter.send(start(0, 1))
+            assert [await starts(engine) for engine in engines] == [(1, 0), (1, 0)]
+
+    async def test_a_front_end_of_an_older_release_wakes_engines(self) -> None:
+        with coordination(2) as peers:
+            engines, front_end = await peers.engines(2), await peers.front_end()
+            await published(front_end)
+            await front_end.send(pack((1, 0)))
+            assert [await starts(engine) for engine in engines] == [(0, 1), (0, 1)]
+            assert await published(front_end) == [None, 0, True]
+
+    async def test_without_lockstep_there_are_only_counts(self) -> None:
+        with coordination(1, lockstep=False, kv_cache_usage=False) as peers:
+            await peers.engines(1)
+            front_end, reporter = await peers.front_end(), peers.reporter()
+            await reporter.send(start(0, 3))
+            await reporter.send(counts(0, 5, 6))
+            await until(front_end, [[[5, 6]], 0, False])
+
+
+class TestCounts:
+    async def test_reach_every_front_end(self) -> None:
+        with coordination(2) as peers:
+            await peers.engines(2)
+            front_ends = [await peers.front_end() for _ in range(3)]
+            await peers.reporter().send(counts(0, 1, 2, kv_cache_usage=0.5))
+            await peers.reporter().send(counts(1, 3, 4))
+            for front_end in front_ends:
+                await until(front_end, [[[1, 2, 0.5], [3, 4, 0.0]], 0, False])
+
+    async def test_go_out_rarely_while_they_come_often(self) -> None:
+        with coordination(1) as peers:
+            await peers.engines(1)
+            front_end, reporter, loop = await peers.front_end(), peers.reporter(), asyncio.get_running_loop()
+            began = loop.time()
+            for number in range(40):
+                await reporter.send(counts(0, number, 0, step_counter=number))
+                await asyncio.sleep(0.01)
+            seen = 1
+            while (await published(front_end))[0] != [[39, 0, 0.0]]:
+                seen += 1
+            assert 2 < seen <= (loop.time() - began) / waves.INTERVAL_S + 2
+
+    async def test_are_repeated(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(waves, "QUIET_INTERVAL_S", 0.05)
+        with coordination(1) as peers:
+            await peers.engines(1)
+            front_end = await peers.front_end()
+            for _ in range(5):
+                assert await published(front_end) == [[IDLE], 0, False]
+
+    async def test_a_new_number_of_engines(self) -> None:
+        with coordination(1) as peers:
+            await peers.engines(1)
+            front_end, reporter = await peers.front_end(), peers.reporter()
+            await front_end.send(pack(("SCALE_ELASTIC_EP", 2)))
+            await until(front_end, [[IDLE, IDLE], 0, False])
+            await reporter.send(counts(1, 8, 9))
+            await until(front_end, [[IDLE, [8, 9, 0.0]], 0, False])
+            (added,) = await peers.engines(1)
+            await reporter.send(start(0, 0))
+            assert await starts(added) == (0, 0)
+
+
+class TestGarbage:
+    @pytest.mark.parametrize(
+        "garbage",
+        [
+            [b""],
+            [b"\xc1"],
+            [b"\x91" * 5000],
+            [pack({"a": 1})],
+            [pack((9, 9, 9))],
+            [b"x" * (2 << 20)],
+            [pack(("SCALE_ELASTIC_EP", 0))],
+            [counts(1, 1, 1), b"more"],
+            [b"frame"] * 1000,
+        ],
+        ids=lambda each: str(each)[:30],
+    )
+    async def test_does_no_harm(self, garbage: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+        with coordination(1) as peers:
+            (engine,) = await peers.engines(1)
+            front_end, reporter = await peers.front_end(), peers.reporter()
+            for peer in (engine, front_end, reporter):
+                for _ in range(3):
+                    await peer.send_multipart(garbage)
+            await reporter.send(counts(0, 1, 2))
+            await until(front_end, [[[1, 2, 0.0]], 0, False])
+            await reporter.send(start(0, 0))
+            assert await starts(engine) == (0, 0)
+        said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(said) == 1
+        assert said[0].startswith("dropped a message: ")
+
+    async def test_what_is_far_too_large_ends_a_connection_only(self) -> None:
+        with coordination(1) as peers:
+            await peers.engines(1)
+            front_end, reporter, other = await peers.front_end(), peers.reporter(), peers.reporter()
+            await reporter.send(bytes(17 << 20))
+            await other.send(counts(0, 1, 2))
+            await until(front_end, [[[1, 2, 0.0]], 0, False])
+
+    async def test_an_engine_that_there_is_not(self, caplog: pytest.LogCaptureFixture) -> None:
+        with coordination(2) as peers:
+            await peers.engines(2)
+            front_end, reporter = await peers.front_end(), peers.reporter()
+            for message in (counts(2, 9, 9), start(7, 9), complete(7, 9), counts(0, 1, 2)):
+                await reporter.send(message)
+            await until(front_end, [[[1, 2, 0.0], IDLE], 0, False])
+        assert "there is no engine 2: there are 2" in caplog.text
+
+
+class TestEnd:
+    async def test_leaves_nothing(self, runtime_dir: Path) -> None:
+        made = Coordination(Waves(2), wanted())
+        assert len(os.listdir(runtime_dir)) == 3
+        made.close()
+        made.close()
+        assert os.listdir(runtime_dir) == []
+
+    async def test_an_address_that_is_taken(self, runtime_dir: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+            with pytest.raises(OSError, match=f"cannot bind {address}"):
+                Coordination(Waves(2), wanted()._replace(engine_output=address))
+        assert os.listdir(runtime_dir) == []
+
+    async def test_an_error_of_its_own_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("a mistake")
+
+        monkeypatch.setattr(Waves, "load", fail)
+        with Coordination(Waves(1), wanted()) as made, Peers(made.addresses) as peers:
+            await peers.engines(1)
+            await peers.reporter().send(counts(0, 1, 1))
+            async with asyncio.timeout(10):
+                with pytest.raises(ZeroDivisionError, match="a mistake"):
+                    await made.over

@@ -1,0 +1,188 @@
+"""The coordinator's process: bound, watched, stopped, and named when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import engine_targets as targets
+import psutil
+import pytest
+from managed import gone, open_things
+from peers import Peers, counts, frames, starts, until
+from peers import start as start_of_a_wave
+from startups import addresses, engine, tasks
+from support import eventually
+
+from aioshm.engine import (
+    APIServerProcessManager,
+    CoreEngine,
+    DPCoordinator,
+    EngineHandshakeMetadata,
+    EngineStartupCoordinator,
+    wait_for_completion_or_failure,
+)
+from aioshm.engine.coordination import CoordinatorAddresses
+from aioshm.errors import EngineStartupError, ProcessDied
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_multiprocessing_opens_once() -> None:
+    resource_tracker.ensure_running()
+
+
+def places(coordinator: DPCoordinator) -> CoordinatorAddresses:
+    return CoordinatorAddresses(coordinator.get_stats_publish_address(), *coordinator.get_engine_socket_addresses())
+
+
+async def some_traffic(coordinator: DPCoordinator) -> None:
+    with Peers(places(coordinator)) as peers:
+        engines, front_end, reporter = await peers.engines(2), await peers.front_end(), peers.reporter()
+        await reporter.send(counts(1, 3, 4))
+        await reporter.send(start_of_a_wave(1, 0))
+        assert [await starts(each) for each in engines] == [(0, 1), (0, 1)]
+        await until(front_end, [[[0, 0, 0.0], [3, 4, 0.0]], 0, True])
+
+
+class TestLife:
+    @pytest.mark.parametrize("local", [True, False])
+    async def test_of_one_that_is_used(self, local: bool, runtime_dir: Path) -> None:
+        before = open_things()
+        async with await DPCoordinator.start(2, local_engines=local, local_front_ends=local) as coordinator:
+            assert coordinator.proc.name == "DPCoordinator"
+            for place in places(coordinator):
+                assert place.startswith("ipc://" if local else "tcp://127.0.0.1:")
+                assert not place.endswith(":0")
+            await some_traffic(coordinator)
+        assert coordinator.finished_procs() == {"DPCoordinator": 0}
+        assert not local or os.listdir(runtime_dir) == []
+        eventually(lambda: open_things() <= before)
+
+    def test_without_a_loop(self) -> None:
+        with DPCoordinator(2, enable_wave_coordination=False) as coordinator:
+            assert len(set(places(coordinator))) == 3
+        assert coordinator.finished_procs() == {"DPCoordinator": 0}
+
+    async def test_of_one_that_is_killed(self, runtime_dir: Path) -> None:
+        coordinator = await DPCoordinator.start(2)
+        coordinator.proc.kill()
+        assert await coordinator.join_first() == {"DPCoordinator": -signal.SIGKILL}
+        await coordinator.aclose()
+        assert os.listdir(runtime_dir) == []
+
+    async def test_what_it_says_is_kept(self) -> None:
+        async with await DPCoordinator.start(1) as coordinator:
+            with Peers(places(coordinator)) as peers:
+                await peers.engines(1)
+                await peers.reporter().send(b"\xc1")
+                async with asyncio.timeout(10):
+                    while not coordinator.last_lines("DPCoordinator"):
+                        await asyncio.sleep(0.01)
+        assert coordinator.last_lines("DPCoordinator")[0].startswith("dropped a message: ")
+
+
+class TestFailure:
+    async def test_an_address_that_cannot_be_bound(self) -> None:
+        before = open_things()
+        with pytest.raises(EngineStartupError) as caught:
+            await DPCoordinator.start(2, host="192.0.2.7", local_engines=False)  # for documentation (RFC 5737)
+        assert caught.value.failed == {"DPCoordinator": 1}
+        first, *_, last = str(caught.value).splitlines()
+        assert first.startswith("DPCoordinator (pid ")
+        assert first.endswith(" exited with code 1 before it was bound")
+        assert "cannot bind tcp://192.0.2.7:0" in last
+        eventually(lambda: open_things() <= before)
+
+    def test_it_takes_too_long(self, runtime_dir: Path) -> None:
+        before = open_things()
+        with pytest.raises(EngineStartupError, match=r"^DPCoordinator \(pid [0-9]+\) was not bound after 0.001 s$"):
+            DPCoordinator(2, timeout=0.001)
+        assert os.listdir(runtime_dir) == []
+        eventually(lambda: open_things() <= before)
+
+    async def test_its_start_is_cancelled(self) -> None:
+        before, children = open_things(), set(psutil.Process().children())
+        starting = asyncio.create_task(DPCoordinator.start(2))
+        while not set(psutil.Process().children()) - children:
+            await asyncio.sleep(0.001)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        async with asyncio.timeout(10):
+            while set(psutil.Process().children()) - children or not open_things() <= before:
+                await asyncio.sleep(0.01)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "name"),
+        [
+            ({"n_engines": 0}, ValueError, "n_engines"),
+            ({"n_engines": 65537}, ValueError, "n_engines"),
+            ({"n_engines": "2"}, TypeError, "n_engines"),
+            ({"n_engines": 2, "host": "*"}, ValueError, "host"),
+            ({"n_engines": 2, "host": "", "local_engines": False}, ValueError, "host"),
+            ({"n_engines": 2, "timeout": 0}, ValueError, "timeout"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, arguments: dict[str, Any], error: type[Exception], name: str) -> None:
+        with pytest.raises(error, match=name):
+            DPCoordinator(**arguments)
+
+
+class TestWithTheOthers:
+    async def test_a_startup_waits_for_its_ready(self, path: str) -> None:
+        async with await DPCoordinator.start(2) as coordinator:
+            told = addresses()
+            told.coordinator_input, told.coordinator_output = coordinator.get_engine_socket_addresses()
+            told.frontend_stats_publish_address = coordinator.get_stats_publish_address()
+            with Peers(places(coordinator)) as peers:
+
+                async def initialize(metadata: EngineHandshakeMetadata) -> dict[str, Any]:
+                    assert metadata.addresses.coordinator_output == coordinator.get_engine_socket_addresses()[1]
+                    socket = await peers.subscriber(metadata.addresses.coordinator_input or "")
+                    assert await frames(socket) == [b"READY"]
+                    return {"dp_stats_address": metadata.addresses.frontend_stats_publish_address}
+
+                async with EngineStartupCoordinator(
+                    path, [CoreEngine(0), CoreEngine(1)], told, coord_process=coordinator.proc
+                ) as startup:
+                    async with tasks(*(engine(path, index, initialize=initialize) for index in range(2))):
+                        report = await startup.wait(timeout=20)
+            assert report.stats_address == coordinator.get_stats_publish_address()
+            assert not coordinator.finished_procs()
+
+    async def test_a_startup_names_it_when_it_dies(self, path: str) -> None:
+        async with await DPCoordinator.start(1) as coordinator:
+            pid = coordinator.proc.pid
+            async with EngineStartupCoordinator(
+                path, [CoreEngine(0)], addresses(), coord_process=coordinator.proc
+            ) as startup:
+                coordinator.proc.kill()
+                with pytest.raises(EngineStartupError, match=rf"DPCoordinator \(pid {pid}\) was killed by SIGKILL"):
+                    await startup.wait(timeout=20)
+
+    async def test_a_front_end_names_it_when_it_dies(self) -> None:
+        coordinator = await DPCoordinator.start(1)
+        pid = coordinator.proc.pid
+        servers = APIServerProcessManager(targets.serve_badly, "here", None, [None], 1, ["a"], ["b"])
+        coordinator.proc.kill()
+        with pytest.raises(ProcessDied, match=rf"^Process DPCoordinator \(PID: {pid}\) died with exit code -9$"):
+            await wait_for_completion_or_failure(servers, None, coordinator)
+        assert servers.finished_procs()
+
+    def test_is_started_in_any_thread(self) -> None:
+        made: list[DPCoordinator] = []
+        thread = threading.Thread(target=lambda: made.append(DPCoordinator(1)))
+        thread.start()
+        thread.join()
+        (coordinator,) = made
+        pid = coordinator.proc.pid or 0
+        assert not gone(pid)
+        coordinator.close()
+        assert gone(pid)

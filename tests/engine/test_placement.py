@@ -1,0 +1,97 @@
+"""Local engines are on the head node, the others packed on the other nodes, or the text says what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aioshm.engine import EngineNeeds
+from aioshm.engine.placement import Node, place_engines
+from aioshm.errors import EngineStartupError
+
+HEAD = Node("h", "10.0.0.1", devices=4, cpus=8, head=True)
+SMALL = Node("s", "10.0.0.2", devices=2, cpus=8)
+LARGE = Node("l", "10.0.0.3", devices=8, cpus=8)
+CLUSTER = [SMALL, HEAD, LARGE]
+
+
+def places(*arguments: Any, **needs: Any) -> list[tuple[str, int]]:
+    return [(place.node.id, place.local_rank) for place in place_engines(*arguments, EngineNeeds(**needs))]
+
+
+class TestPlaces:
+    @pytest.mark.parametrize(
+        ("engines", "local", "needs", "expected"),
+        [
+            (1, 1, {}, [("h", 0)]),
+            (1, 0, {}, [("l", 0)]),
+            (3, 2, {}, [("h", 0), ("h", 1), ("l", 0)]),
+            (4, 1, {"world_size": 4}, None),
+            (3, 1, {"world_size": 4}, [("h", 0), ("l", 0), ("l", 1)]),
+            (4, 2, {"world_size": 2, "cpus": 7}, None),
+            (7, 2, {"world_size": 2}, [("h", 0), ("h", 1), ("l", 0), ("l", 1), ("l", 2), ("l", 3), ("s", 0)]),
+            (3, 0, {"world_size": 0, "cpus": 4}, [("l", 0), ("l", 1), ("s", 0)]),
+            (6, 2, {"world_size": 2, "pack_strategy": "strict"}, None),
+            (4, 2, {"world_size": 2, "pack_strategy": "strict"}, [("h", 0), ("h", 1), ("l", 0), ("l", 1)]),
+            (3, 1, {"world_size": 2, "pack_strategy": "strict"}, [("h", 0), ("l", 0), ("s", 0)]),
+        ],
+    )
+    def test_are_as_documented(self, engines: int, local: int, needs: dict[str, Any], expected: Any) -> None:
+        if expected is None:
+            with pytest.raises(EngineStartupError, match=r"^the cluster is too small: "):
+                places(CLUSTER, engines, local, **needs)
+        else:
+            assert places(CLUSTER, engines, local, **needs) == expected
+
+    def test_are_the_same_in_whatever_order_nodes_come(self) -> None:
+        twins = [Node(name, "10.0.0.9", 2, 2) for name in "dacb"]
+        assert (
+            places(twins, 3, 0, world_size=2)
+            == places(twins[::-1], 3, 0, world_size=2)
+            == [("a", 0), ("b", 0), ("c", 0)]
+        )
+
+
+class TestErrors:
+    def test_too_few_devices_on_the_head(self) -> None:
+        with pytest.raises(EngineStartupError) as caught:
+            places(CLUSTER, 3, 3, world_size=2)
+        assert str(caught.value) == (
+            "the cluster is too small: 3 engines are to run on the head node 10.0.0.1 with room for 2. "
+            "Each needs 2 GPU and 1 CPU. Free are: "
+            "10.0.0.2: 2 GPU, 8 CPU; 10.0.0.1 (head): 4 GPU, 8 CPU; 10.0.0.3: 8 GPU, 8 CPU"
+        )
+
+    def test_too_few_devices_elsewhere(self) -> None:
+        with pytest.raises(
+            EngineStartupError, match="7 engines are to run on other nodes than the head, with room for 5"
+        ):
+            places(CLUSTER, 8, 1, world_size=2)
+
+    def test_no_nodes(self) -> None:
+        with pytest.raises(EngineStartupError, match=r"a head node, which is not there.*no nodes"):
+            places([], 1, 1)
+        with pytest.raises(EngineStartupError, match="no nodes"):
+            places([], 1, 0)
+
+    @pytest.mark.parametrize(
+        "needs", [{"world_size": -1}, {"world_size": "1"}, {"cpus": 0}, {"cpus": float("inf")}, {"pack_strategy": "x"}]
+    )
+    def test_bad_needs_are_named(self, needs: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(needs))):
+            EngineNeeds(**needs)
+
+
+class TestBundles:
+    @pytest.mark.parametrize(
+        ("needs", "bundles"),
+        [
+            ({}, [{"GPU": 1, "CPU": 1}]),
+            ({"world_size": 4, "device": "TPU", "cpus": 2.5}, [{"TPU": 4, "CPU": 2.5}]),
+            ({"world_size": 0}, [{"CPU": 1}]),
+            ({"world_size": 2, "worker_bundles": True}, [{"GPU": 1}, {"GPU": 1}, {"CPU": 1}]),
+        ],
+    )
+    def test_are_as_documented(self, needs: dict[str, Any], bundles: list[dict[str, float]]) -> None:
+        assert EngineNeeds(**needs).bundles() == bundles

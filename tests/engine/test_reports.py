@@ -1,0 +1,136 @@
+"""What passes between the coordinator, engines and front ends is the field's, byte for byte; garbage is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.engine.messages import SchedulerStats, StartWave
+from aioshm.engine.reports import (
+    MAX_REPORT_BYTES,
+    Wake,
+    decode_from_front_end,
+    decode_report,
+    encode_published,
+    encode_start,
+)
+from aioshm.engine.waves import Published
+
+# Written by the encoder of vLLM 0.33.0: what its engines send to its coordinator.
+STATS = bytes.fromhex(
+    "990190de0012b06e756d5f72756e6e696e675f7265717303b06e756d5f77616974696e675f7265717304b86e756d5f736b6970706564"
+    "5f77616974696e675f7265717300ba6e756d5f6b765f66657463685f726571735f62795f737461676580ac737465705f636f756e7465"
+    "7207ac63757272656e745f7761766502ae6b765f63616368655f7573616765cb3fd0000000000000b1697465726174696f6e5f646574"
+    "61696c73c0b27072656669785f63616368655f737461747388a57265736574c2a8726571756573747300a77175657269657300a46869"
+    "747300b2707265656d707465645f726571756573747300b1707265656d707465645f7175657269657300ae707265656d707465645f68"
+    "69747300ae686974735f62795f736f7572636580bc636f6e6e6563746f725f7072656669785f63616368655f7374617473c0b86b765f"
+    "63616368655f6576696374696f6e5f6576656e747390b3737065635f6465636f64696e675f7374617473c0b26b765f636f6e6e656374"
+    "6f725f7374617473c0b265635f636f6e6e6563746f725f7374617473c0b577616974696e675f6c6f72615f616461707465727380b572"
+    "756e6e696e675f6c6f72615f616461707465727380af6375646167726170685f7374617473c0aa706572665f7374617473c0cb402900"
+    "0000000000c0c0c0c0c0"
+)
+COMPLETE = bytes.fromhex("990090c0cb4029000000000000c0c005c0c0")
+START = bytes.fromhex("990190c0cb4029000000000000c0c0c006c0")
+
+
+def pack(value: Any) -> list[bytes]:
+    return [msgspec.msgpack.encode(value)]
+
+
+class TestReports:
+    def test_counts(self) -> None:
+        report = decode_report([STATS])
+        assert (report.engine_index, report.wave_complete, report.start_wave) == (1, None, None)
+        assert report.scheduler_stats == SchedulerStats(
+            num_running_reqs=3, num_waiting_reqs=4, step_counter=7, current_wave=2, kv_cache_usage=0.25
+        )
+
+    def test_a_complete_wave(self) -> None:
+        report = decode_report([COMPLETE])
+        assert (report.engine_index, report.scheduler_stats, report.wave_complete) == (0, None, 5)
+
+    def test_a_wave_that_starts(self) -> None:
+        report = decode_report([START])
+        assert (report.engine_index, report.wave_complete, report.start_wave) == (1, None, 6)
+
+    def test_what_is_left_off_is_empty(self) -> None:
+        report = decode_report(pack([3, [], {"num_running_reqs": 1}]))
+        assert report.scheduler_stats == SchedulerStats(num_running_reqs=1)
+
+    @pytest.mark.parametrize(
+        ("frames", "reason"),
+        [
+            ([], "one frame"),
+            ([STATS, b""], "one frame"),
+            ([b""], "undecodable"),
+            ([b"\xc1"], "undecodable"),
+            ([b"\x91" * 100_000], "undecodable"),
+            ([STATS[:-30]], "undecodable"),
+            ([bytes(MAX_REPORT_BYTES + 1)], "bytes, more than"),
+            (pack({"engine_index": 0}), "undecodable"),
+            (pack([-1]), "undecodable"),
+            (pack([65536]), "undecodable"),
+            (pack(["0"]), "undecodable"),
+            (pack([0, [], {"num_running_reqs": -1}]), "undecodable"),
+            (pack([0, [], {"kv_cache_usage": None}]), "undecodable"),
+            (pack([0, [], {"kv_cache_usage": float("nan")}]), "engine 0 uses nan"),
+            (pack([0, [], None, 0.0, None, None, -1]), "undecodable"),
+            (pack([0, [], None, 0.0, None, None, None, 1 << 63]), "undecodable"),
+            (pack([7, [["request", [1]]]]), "engine 7 has sent outputs"),
+            (pack([7, [], None, 0.0, [1, None, None]]), "engine 7 has sent outputs"),
+        ],
+    )
+    def test_others_are_refused(self, frames: list[bytes], reason: str) -> None:
+        with pytest.raises(ValueError, match=reason):
+            decode_report(frames)
+
+
+class TestFrontEnds:
+    def test_a_new_number_of_engines(self) -> None:
+        assert decode_from_front_end(pack(("SCALE_ELASTIC_EP", 4))) == 4
+
+    @pytest.mark.parametrize("exclude", [None, 0, 3])
+    def test_a_request_to_paused_engines(self, exclude: int | None) -> None:
+        assert decode_from_front_end(pack((exclude, 7))) == Wake(exclude, 7)
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            ("SCALE_ELASTIC_EP", 0),
+            ("SCALE_ELASTIC_EP", 65537),
+            ("SCALE", 3),
+            (1, 2, 3),
+            (-1, 0),
+            (1, -1),
+            (1,),
+            7,
+            None,
+        ],
+    )
+    def test_others_are_refused(self, message: Any) -> None:
+        with pytest.raises(ValueError, match=r"engines|undecodable"):
+            decode_from_front_end(pack(message))
+
+
+@given(st.lists(st.binary(max_size=40) | st.sampled_from([STATS, START]).map(lambda good: good[:9]), max_size=3))
+def test_garbage_is_a_value_error(frames: list[bytes]) -> None:
+    for decode in (decode_report, decode_from_front_end):
+        try:
+            decode(frames)
+        except ValueError:
+            continue
+
+
+class TestSent:
+    def test_to_engines(self) -> None:
+        assert encode_start(StartWave(5, exclude=1)) == [b"\x02", b"\x92\x05\x01"]
+        assert encode_start(StartWave(5, exclude=None)) == [b"\x02", b"\x92\x05\xc0"]
+
+    def test_to_front_ends(self) -> None:
+        published = Published([[1, 2, 0.5], [0, 0, 0.0]], 3, True)
+        assert encode_published(published).hex() == "9392930102cb3fe0000000000000930000cb000000000000000003c3"
+        assert encode_published(Published(None, 4, False)) == b"\x93\xc0\x04\xc2"

@@ -1,0 +1,351 @@
+"""Counts and waves: what is stale changes nothing, and front ends are told neither too often nor too rarely."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from aioshm.engine.messages import SchedulerStats, StartWave
+from aioshm.engine.waves import INTERVAL_S, QUIET_INTERVAL_S, STEP_S, Published, Waves
+
+
+def waves(n_engines: int = 2, **options: bool) -> Waves:
+    made = Waves(n_engines, **options)
+    for _ in range(n_engines):
+        made.subscribe()
+    return made
+
+
+def load(waiting: int = 0, running: int = 0, usage: float = 0.0, wave: int = 0, step: int = 0) -> SchedulerStats:
+    return SchedulerStats(
+        num_waiting_reqs=waiting,
+        num_running_reqs=running,
+        kv_cache_usage=usage,
+        current_wave=wave,
+        step_counter=step,
+    )
+
+
+def running(wave: int) -> Waves:
+    made = waves()
+    assert made.start(0, wave) == (wave, 0)
+    return made
+
+
+class TestSubscriptions:
+    def test_all_engines_must_have_subscribed(self) -> None:
+        made = Waves(3)
+        assert [made.subscribe(), made.subscribe(), made.ready] == [False, False, False]
+        assert made.subscribe()
+        assert made.ready
+
+    def test_one_that_lost_its_connection_counts_once(self) -> None:
+        made = Waves(2)
+        made.subscribe()
+        made.unsubscribe()
+        assert not made.subscribe()
+        assert made.subscribed == 1
+
+    def test_one_that_comes_back_is_told_again(self) -> None:
+        made = waves()
+        made.unsubscribe()
+        assert made.ready
+        assert made.subscribe()
+
+    def test_ends_of_nothing_do_no_harm(self) -> None:
+        made = Waves(1)
+        made.unsubscribe()
+        assert made.subscribe()
+
+
+class TestWaves:
+    def test_an_engine_starts_the_current_one(self) -> None:
+        made = waves()
+        assert made.start(1, 0) == StartWave(0, exclude=1)
+        assert made.state() == Published(None, 0, True)
+
+    def test_the_second_to_say_so_says_nothing_new(self) -> None:
+        made = running(0)
+        assert made.start(1, 0) is None
+
+    def test_a_complete_one_pauses_engines(self) -> None:
+        made = running(0)
+        assert made.complete(0, 0)
+        assert made.state() == Published(None, 1, False)
+
+    def test_an_engine_may_be_further(self) -> None:
+        made = running(0)
+        assert made.start(1, 3) == StartWave(3, exclude=1)
+        assert made.complete(0, 5)
+        assert made.state() == Published(None, 6, False)
+
+    def test_a_stale_start_wakes_nobody(self) -> None:
+        made = running(4)
+        made.complete(0, 4)
+        assert made.start(1, 4) is None  # it was overtaken by the end
+        assert made.state() == Published(None, 5, False)
+
+    def test_a_stale_end_pauses_nobody(self) -> None:
+        made = running(4)
+        assert not made.complete(0, 3)
+        assert made.state() == Published(None, 4, True)
+
+    def test_without_lockstep_there_are_none(self) -> None:
+        made = waves(lockstep=False)
+        assert made.start(0, 0) is None
+        assert made.wake(0, 0) is None
+        assert not made.complete(0, 0)
+        assert made.state() == Published(None, 0, False)
+
+
+class TestFrontEndsThatWake:
+    def test_all_but_the_one_that_has_the_request(self) -> None:
+        made = waves()
+        assert made.wake(1, 0) == StartWave(0, exclude=1)
+        assert made.running
+
+    def test_running_engines_need_it_not(self) -> None:
+        assert running(0).wake(1, 0) is None
+
+    def test_one_whose_wave_is_stale_wakes_all(self) -> None:
+        made = running(0)
+        made.complete(0, 0)
+        assert made.wake(1, 0) == StartWave(1, exclude=None)
+
+    def test_one_that_is_ahead(self) -> None:
+        assert waves().wake(None, 7) == StartWave(0, exclude=None)
+
+
+class TestUnknownEngines:
+    @pytest.mark.parametrize("index", [2, 65535])
+    def test_are_refused(self, index: int) -> None:
+        made = waves(2)
+        for call in (
+            lambda: made.load(index, load(1, 1), 0),
+            lambda: made.start(index, 0),
+            lambda: made.complete(index, 0),
+        ):
+            with pytest.raises(ValueError, match=f"there is no engine {index}: there are 2"):
+                call()
+        assert made.publish(0) == ([[0, 0, 0.0]] * 2, 0, False)
+
+    def test_a_new_one_starts_a_wave_before_it_is_announced(self) -> None:
+        made = waves(2)
+        made.subscribe()
+        assert made.start(2, 0) == StartWave(0, exclude=2)
+
+
+class TestScaling:
+    def test_up(self) -> None:
+        made = waves(1)
+        made.load(0, load(1, 2), 0)
+        made.scale(3, 0)
+        made.load(2, load(3, 4), 0)
+        assert made.n_engines == 3
+        assert made.publish(0).counts == [[1, 2, 0.0], [0, 0, 0.0], [3, 4, 0.0]]
+
+    def test_down(self) -> None:
+        made = waves(3)
+        made.publish(0)
+        made.load(0, load(1, 2, step=1), 0)
+        made.load(2, load(3, 4, step=2), 0)
+        made.scale(1, 0)
+        assert made.publish(0).counts == [[1, 2, 0.0]]
+
+    def test_is_published(self) -> None:
+        made = waves(1)
+        made.publish(10)
+        made.scale(2, 11)
+        assert made.due() <= 11
+
+
+class TestPublishing:
+    def test_begins_at_once(self) -> None:
+        assert waves().due() <= 0
+        assert waves().publish(10) == ([[0, 0, 0.0], [0, 0, 0.0]], 0, False)
+
+    def test_older_front_ends_get_pairs(self) -> None:
+        made = waves(1, kv_cache_usage=False)
+        made.load(0, load(1, 2, 0.5), 0)
+        assert made.publish(0).counts == [[1, 2]]
+
+    def test_goes_on_when_nothing_changes(self) -> None:
+        made = waves()
+        made.publish(10)
+        assert made.due() == 10 + QUIET_INTERVAL_S
+        made.publish(15)
+        assert made.due() == 15 + QUIET_INTERVAL_S
+
+    def test_a_change_is_published_once(self) -> None:
+        made = waves(lockstep=False)
+        made.publish(10)
+        made.load(0, load(1, 2), 10.01)
+        assert made.due() == 10 + INTERVAL_S
+        assert made.publish(10.1).counts == [[1, 2, 0.0], [0, 0, 0.0]]
+        assert made.due() == 10.1 + QUIET_INTERVAL_S
+
+    def test_a_new_front_end_need_not_wait_long(self) -> None:
+        made = waves(lockstep=False)
+        made.publish(10)
+        made.greet(12)
+        assert made.due() <= 12
+
+    def test_waits_for_the_others_of_a_step(self) -> None:
+        made = waves()
+        made.publish(10)
+        made.load(0, load(1, 1, step=1), 12)
+        assert made.due() == 12 + STEP_S
+        made.load(1, load(2, 2, step=1), 12.02)
+        assert made.due() == 12.02 + STEP_S
+        assert made.publish(12.07).counts == [[1, 1, 0.0], [2, 2, 0.0]]
+        assert made.due() == 12.07 + QUIET_INTERVAL_S
+
+    def test_waits_no_longer_for_those_that_never_stop(self) -> None:
+        made = waves()
+        made.publish(10)
+        for number in range(20):
+            made.load(0, load(number, step=1), 12 + number / 100)
+        assert made.due() == 12 + INTERVAL_S
+
+    def test_a_step_is_whole(self) -> None:
+        made = waves()
+        made.publish(10)
+        made.load(0, load(1, 1, step=1), 12)
+        made.load(1, load(1, 1, step=1), 12.01)
+        made.load(0, load(9, 9, step=2), 12.02)  # of the next one; the other engine's is on its way
+        assert made.due() == 10 + INTERVAL_S
+        assert made.publish(12.02).counts == [[1, 1, 0.0], [1, 1, 0.0]]
+        made.load(1, load(9, 9, step=2), 12.03)
+        assert made.due() <= 12.02 + INTERVAL_S
+        assert made.publish(12.12).counts == [[9, 9, 0.0], [9, 9, 0.0]]
+
+    def test_a_new_wave_begins_with_new_steps(self) -> None:
+        made = waves()
+        made.publish(10)
+        made.load(0, load(1, wave=0, step=7), 12)
+        made.load(0, load(2, wave=1, step=0), 12)
+        assert made.publish(12).counts == [[1, 0, 0.0], [0, 0, 0.0]]
+
+    def test_what_comes_late_counts(self) -> None:
+        made = waves()
+        made.load(0, load(1, step=5), 12)
+        made.load(1, load(1, step=4), 12)
+        assert made.publish(12).counts == [[1, 0, 0.0], [1, 0, 0.0]]
+
+
+class Model(RuleBasedStateMachine):
+    """What holds whatever comes, in whatever order."""
+
+    @initialize(n_engines=st.integers(1, 4), lockstep=st.booleans())
+    def begin(self, n_engines: int, lockstep: bool) -> None:
+        self.now = 100.0
+        self.lockstep = lockstep
+        self.waves = Waves(n_engines, lockstep=lockstep)
+        for _ in range(n_engines):
+            self.waves.subscribe()
+        self.last = self.waves.publish(self.now)
+        self.last_at = self.now
+        self.changed_at: float | None = None
+        self.last_was_news = False
+        self.loads: list[SchedulerStats] = [load()] * n_engines
+        self.before: tuple[int, bool] = (0, False)
+
+    def changed(self) -> None:
+        self.changed_at = self.now if self.changed_at is None else self.changed_at
+
+    @rule(seconds=st.floats(0, 0.3))
+    def time_goes_by(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.waves.due() <= end:
+            self.now = max(self.now, self.waves.due())
+            self.publish()
+        self.now = end
+
+    def publish(self) -> None:
+        since = self.now - self.last_at
+        assert since >= INTERVAL_S - 1e-9
+        # What is published is news, unless it has not been for long; but two steps may happen to have the same counts.
+        assert self.changed_at is not None or self.last_was_news or since >= QUIET_INTERVAL_S - 1e-9
+        self.last_was_news = self.changed_at is not None
+        self.last, self.last_at = self.waves.publish(self.now), self.now
+        assert self.last.counts is not None
+        assert len(self.last.counts) == len(self.loads)
+        if self.last.counts == self.current():
+            self.changed_at = None
+
+    def current(self) -> list[list[int | float]]:
+        return [[each.num_waiting_reqs, each.num_running_reqs, each.kv_cache_usage] for each in self.loads]
+
+    @rule(index=st.integers(0, 5), waiting=st.integers(0, 3), wave=st.integers(0, 2), step=st.integers(0, 3))
+    def report(self, index: int, waiting: int, wave: int, step: int) -> None:
+        stats = load(waiting, 1, 0.5, wave, step)
+        if index >= len(self.loads):
+            with pytest.raises(ValueError, match="there is no engine"):
+                self.waves.load(index, stats, self.now)
+            return
+        self.waves.load(index, stats, self.now)
+        self.loads[index] = stats
+        self.changed()
+
+    @rule(n_engines=st.integers(1, 5))
+    def scale(self, n_engines: int) -> None:
+        self.waves.scale(n_engines, self.now)
+        self.loads = (self.loads + [load()] * n_engines)[:n_engines]
+        self.changed()
+
+    @rule()
+    def greet(self) -> None:
+        self.waves.greet(self.now)
+        self.changed()
+
+    @rule(index=st.integers(0, 0), back=st.integers(-2, 2))
+    def start(self, index: int, back: int) -> None:
+        wave = max(0, self.waves.wave + back)
+        start = self.waves.start(index, wave)
+        fresh = wave > self.before[0] or (wave == self.before[0] and not self.before[1])
+        if self.lockstep and fresh:
+            assert start == (wave, index)
+            assert (self.waves.wave, self.waves.running) == (wave, True)
+        else:
+            assert start is None
+
+    @rule(exclude=st.none() | st.integers(0, 3), back=st.integers(-2, 2))
+    def wake(self, exclude: int | None, back: int) -> None:
+        wave = max(0, self.waves.wave + back)
+        start = self.waves.wake(exclude, wave)
+        if self.lockstep and not self.before[1]:
+            assert start == (self.before[0], exclude if wave >= self.before[0] else None)
+            assert self.waves.running
+        else:
+            assert start is None
+
+    @rule(back=st.integers(-2, 2))
+    def complete(self, back: int) -> None:
+        wave = max(0, self.waves.wave + back)
+        if self.waves.complete(0, wave):
+            assert self.lockstep
+            assert (self.waves.wave, self.waves.running) == (wave + 1, False)
+
+    @invariant()
+    def waves_only_go_on(self) -> None:
+        state = self.waves.wave, self.waves.running
+        assert state[0] >= self.before[0]
+        self.before = state
+
+    @invariant()
+    def no_change_waits_for_long(self) -> None:
+        if self.changed_at is not None:
+            # One interval for the step before, one for this one, and what is left of the one that was running.
+            assert self.waves.due() <= max(self.last_at, self.changed_at) + INTERVAL_S + STEP_S + 1e-9
+            assert self.now - self.changed_at <= 3 * INTERVAL_S + STEP_S or self.steps_go_on()
+        assert self.waves.due() <= self.last_at + QUIET_INTERVAL_S + 1e-9
+
+    def steps_go_on(self) -> bool:
+        """Whether each publication since was of a step that was followed by another."""
+        return self.now - self.last_at <= INTERVAL_S + STEP_S
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
