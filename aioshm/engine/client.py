@@ -373,12 +373,13 @@ class EngineClient:
             raise EngineDead(f"engine {rank} cannot be reached: {error}", engine=rank) from None
 
     def _stamp(self, request: Any) -> None:
-        if isinstance(request, dict):
-            return
-        if hasattr(request, "client_index"):
-            request.client_index = self._index
-        if hasattr(request, "current_wave"):
-            request.current_wave = self._wave
+        try:
+            if hasattr(request, "client_index"):
+                request.client_index = self._index
+            if hasattr(request, "current_wave"):
+                request.current_wave = self._wave
+        except AttributeError:
+            pass  # it cannot be changed, so its owner has set what is to be set
 
     def _subscribe(self, address: str | None) -> None:
         assert self._sockets is not None

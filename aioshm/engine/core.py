@@ -92,13 +92,13 @@ class EngineCore:
             if not self._has_work():
                 await self._wait(None)
                 continue
-            outputs = await _awaited(self._step())
-            sent = bool(outputs) and await self._send_outputs(outputs)
+            busy = await self._step()
             if self._lockstep is not None:
                 unfinished = await _awaited(engine.has_unfinished_dp(bool(self._clients)))
                 self._report_wave(complete=self._lockstep.stepped(unfinished))
+                busy = busy or unfinished  # others would have to wait, too
             self._report_counts()
-            if sent:
+            if busy:
                 await asyncio.sleep(0)  # the sockets' turn, and that of whoever wants this to end
             else:
                 await self._wait(IDLE_STEP_S)
@@ -123,10 +123,14 @@ class EngineCore:
         has_work = getattr(self._engine, "has_work", None)
         return has_work is not None and bool(has_work())
 
-    def _step(self) -> Any:
-        if not self._clients and self._lockstep is not None and hasattr(self._engine, "execute_dummy_batch"):
-            return self._engine.execute_dummy_batch()
-        return self._engine.step()
+    async def _step(self) -> bool:
+        """Let the engine take a step; return whether it has brought anything."""
+        dummy = getattr(self._engine, "execute_dummy_batch", None)
+        if dummy is not None and not self._clients and self._lockstep is not None:
+            await _awaited(dummy())
+            return False
+        outputs = await _awaited(self._engine.step())
+        return bool(outputs) and await self._send_outputs(outputs)
 
     async def _wait(self, seconds: float | None) -> None:
         """Wait until something has come, for so long at most."""
@@ -200,7 +204,8 @@ class EngineCore:
         ids = self._decode(payload)
         if not isinstance(ids, list):
             raise CodecError(f"an abort of {type(ids).__qualname__}")
-        its_own = [each for each in ids if isinstance(each, str) and self._clients.get(each) == client]
+        named = dict.fromkeys(each for each in ids if isinstance(each, str))
+        its_own = [each for each in named if self._clients.get(each) == client]
         if its_own:
             await self._drop(its_own)
             self._send(client, EngineCoreOutputs(self._index, finished_requests=set(its_own)))
@@ -267,8 +272,13 @@ class EngineCore:
 
     def _refuse(self, client: int, request_id: str, text: str) -> None:
         """Send the last output of a request that has failed."""
-        make = getattr(self._engine, "error_output", error_output)
-        output = make(request_id, text)
+        try:
+            self._send_last(client, request_id, getattr(self._engine, "error_output", error_output)(request_id, text))
+        except Exception:
+            logger.exception("engine %d has no error_output that can be sent for %r", self._index, request_id)
+            self._send_last(client, request_id, error_output(request_id, text))
+
+    def _send_last(self, client: int, request_id: str, output: Any) -> None:
         self._send(client, EngineCoreOutputs(self._index, [output], finished_requests={request_id}))
 
     def _report_counts(self) -> None:

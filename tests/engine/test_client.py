@@ -111,6 +111,15 @@ class TestStreams:
             assert np.array_equal(given["array"], prompt)
             assert torch.equal(given["tensor"], torch.ones(2))
 
+    async def test_a_request_that_cannot_be_changed(self) -> None:
+        class Frozen(msgspec.Struct, frozen=True):
+            request_id: str
+            tokens: int
+            client_index: int = 0
+
+        async with served(Engine()) as serving:
+            assert len(await collected(serving.client.submit(Frozen("a", 2)))) == 2
+
     async def test_two_tasks_cannot_share_a_stream(self) -> None:
         async with served(Engine()) as serving:
             stream = serving.client.submit(ask("a", None))
@@ -289,6 +298,17 @@ class TestRefusals:
             assert await collected(serving.client.submit(ask("a", refuse="no"))) == [
                 ["a", [], None, None, None, 3, "ValueError: no"]
             ]
+
+    async def test_an_engine_whose_errors_cannot_be_sent(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Mumbling(Engine):
+            def error_output(self, request_id: str, message: str) -> Any:
+                return object() if message.endswith("object") else 1 / 0
+
+        async with served(Mumbling()) as serving:
+            for text in ("object", "error"):
+                [output] = await collected(serving.client.submit(ask("a", refuse=text)))
+                assert output["error"] == f"ValueError: {text}"
+        assert "has no error_output that can be sent" in caplog.text
 
     @pytest.mark.parametrize(
         ("request_", "error"),
