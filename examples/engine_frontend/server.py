@@ -29,6 +29,8 @@ from engine_frontend.messages import Generation, Progress
 
 STATUS_WITHIN_S = 2.0
 
+logger = logging.getLogger("engine_frontend")
+
 
 async def serve(n_engines: int, n_workers: int, host: str, port: int) -> int:
     """Start the engines, serve until told to end, and return an exit code: 1 if an engine has died."""
@@ -50,8 +52,16 @@ async def serve(n_engines: int, n_workers: int, host: str, port: int) -> int:
         stack.push_async_callback(client.aclose)  # first of all: that the engines then end is no surprise
         client.watch(manager)
         await client.wait_until_ready()
+        telling = asyncio.create_task(tell_first_death(manager))
+        stack.callback(telling.cancel)
         await serve_http(client, manager, host, port)
         return 1 if manager.finished_procs() else 0
+
+
+async def tell_first_death(manager: CoreEngineProcManager) -> None:
+    """Log the end of an engine."""
+    for name, code in (await manager.join_first()).items():
+        logger.error("%s has ended with exit code %s: no request can be served any more", name, code)
 
 
 async def serve_http(client: EngineClient, manager: CoreEngineProcManager, host: str, port: int) -> None:
