@@ -7,7 +7,8 @@ purpose), *nothing now* (the ``_nowait`` calls) and *wrong place* (role, loop, t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 
 class AioshmError(Exception):
@@ -229,3 +230,66 @@ class ProcessDied(AioshmError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[ProcessDied], tuple[str, int | None, int | None]]:
         return type(self), (self.name, self.pid, self.exitcode)
+
+
+class WorkerDied(ProcessDied):
+    """A worker of a group has ended while the group was open; with whatever exit code, and so has the group.
+
+    Attributes:
+        rank: Its rank.
+        exitcode: As in `ProcessDied`, but it may be 0, or None where nobody knows it.
+        last_lines: The last lines that it wrote to its standard error.
+    """
+
+    def __init__(
+        self, rank: int, name: str, pid: int | None, exitcode: int | None, text: str, last_lines: Sequence[str] = ()
+    ) -> None:
+        super().__init__(name, pid, exitcode)
+        self.rank = rank
+        self.last_lines = list(last_lines)
+        tail = [f"last lines of {name}'s stderr:", *(f"  {line}" for line in last_lines)] if last_lines else []
+        self.args = ("\n".join([text, *tail]),)
+        self._text = text
+
+    def __reduce__(self) -> tuple[type[WorkerDied], tuple[object, ...]]:  # type: ignore[override]
+        return type(self), (self.rank, self.name, self.pid, self.exitcode, self._text, self.last_lines)
+
+
+class RemoteFailure(NamedTuple):
+    """An exception in another process, as it can be told here.
+
+    Attributes:
+        kind: The exception's type, with its module unless that is ``builtins``.
+        text: The exception as a string.
+        traceback: Its traceback as Python prints it; empty where there is none.
+    """
+
+    kind: str
+    text: str
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}" if self.text else self.kind
+
+
+class WorkerError(AioshmError, RuntimeError):
+    """A call has raised in at least one worker of a group; the group goes on.
+
+    The text names every rank that failed, and has the traceback of the first.
+
+    Attributes:
+        method: What was called.
+        errors: What was raised, by rank.
+    """
+
+    def __init__(self, method: str, errors: Mapping[int, RemoteFailure]) -> None:
+        lines = [f"{method} failed: " + "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())]
+        rank, first = next(iter(errors.items()))
+        if first.traceback:
+            lines += [f"rank {rank}'s traceback:", first.traceback.rstrip()]
+        super().__init__("\n".join(lines))
+        self.method = method
+        self.errors = dict(errors)
+
+    def __reduce__(self) -> tuple[type[WorkerError], tuple[str, dict[int, RemoteFailure]]]:
+        return type(self), (self.method, self.errors)

@@ -11,6 +11,7 @@ Each of these prints a table, or JSON with ``--json``, and fails with ``--check`
     python -m benchmarks.memory         what a million messages leave in memory
     python -m benchmarks.remote         messages/s to a reader over TCP, and what encryption costs
     python -m benchmarks.strangers      messages/s while strangers annoy every open port
+    python -m benchmarks.workers        a step of an engine: a call of every worker, and all their answers
     python -m benchmarks.engine_roundtrip  from a request to an engine's first output
     python -m benchmarks.compare        all of that which other libraries can do too, against them (make bench-rivals)
 """

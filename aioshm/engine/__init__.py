@@ -28,6 +28,7 @@ from aioshm.engine.startup import EngineStartupCoordinator, wait_for_engine_star
 from aioshm.engine.stopping import ashutdown, shutdown
 from aioshm.engine.streams import OutputStream
 from aioshm.engine.usage import report_usage_stats
+from aioshm.engine.workers import WorkerGroup
 
 __all__ = [
     "APIServerProcessManager",
@@ -57,6 +58,7 @@ __all__ = [
     "Waiting",
     "WatchedManager",
     "WatchedProcess",
+    "WorkerGroup",
     "ashutdown",
     "bind_kv_cache",
     "copy_slice",

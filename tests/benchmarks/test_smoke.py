@@ -82,6 +82,13 @@ def test_startup(loop_name: str) -> None:
 
 
 @both_loops
+def test_workers(loop_name: str) -> None:
+    report = run_json("workers", "--loop", loop_name)
+    cases = {(f"{what}, {n} worker{'s' * (n > 1)}", n) for what in ("step", "megabyte") for n in (1, 2)}
+    assert measured(report) == {(case, name, n) for case, n in cases for name in ("aioshm", "mp.Pipe")}
+
+
+@both_loops
 def test_strangers(loop_name: str) -> None:
     report = run_json("strangers", "--loop", loop_name)
     assert measured(report) == {("4 KiB", "quiet", 1), ("4 KiB", "with strangers", 1)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import platform
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -16,17 +15,17 @@ import msgspec
 import typer
 from rich.console import Console
 
-import aioshm
 from aioshm.cli.demo.crew import Crew
 from aioshm.cli.demo.display import show_results, shown_progress
+from aioshm.cli.demo.facts import counted, machine_facts, print_json
 from aioshm.cli.demo.orders import Arrays, Job, Result
 from aioshm.cli.demo.script import LINES_WANTED, outline, split_lines
 from aioshm.cli.demo.source import default_input, printable, read_checked
 from aioshm.cli.outcome import UNUSABLE, CommandFailed, until_interrupted
 from aioshm.config import Options
-from aioshm.wait.cpus import usable_cpus
 
 MAX_READERS = 64
+MAX_ENGINES = 16
 
 
 class Loop(StrEnum):
@@ -43,6 +42,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _demo(
+    context: typer.Context,
     input_: Annotated[
         Path | None,
         typer.Option(
@@ -62,10 +62,27 @@ def _demo(
             help="How often the text is sent.",
         ),
     ] = None,
+    engines: Annotated[
+        int | None,
+        typer.Option(
+            "--engines",
+            metavar="N",
+            show_default=False,
+            help="Show a front end with so many engines instead, one of which is killed.",
+        ),
+    ] = None,
     loop: Annotated[Loop, typer.Option("--loop", help="Event loop; auto is uvloop where installed.")] = Loop.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Send a text and tensors from one process to others, and check every message in each of them."""
+    if engines is not None:
+        _check_alone("--engines", context, "readers", "remote", "repeat")
+        _check_range("--engines", engines, 1, MAX_ENGINES)
+        _check_environment()
+        from aioshm.cli.demo.engines_command import perform  # here: what it needs takes a while to import
+
+        perform(input_, engines, _loop_name(loop), as_json)
+        return
     _check_range("--remote", remote, 0, MAX_READERS)
     _check_range("--readers", readers, 0 if remote else 1, MAX_READERS)
     if repeat is not None:
@@ -86,7 +103,7 @@ def _demo(
 def _perform(job: Job, n_lines: int, loop: str, remark: str | None, as_json: bool) -> None:
     phases = outline(n_lines, job.repeat)
     total = sum(phases.values())
-    facts = _facts(job, loop)
+    facts = machine_facts(loop) | {"arrays": job.arrays}
     console = Console(highlight=False, soft_wrap=False)
     if not as_json:
         _introduce(console, job, n_lines, facts, remark)
@@ -99,7 +116,7 @@ def _perform(job: Job, n_lines: int, loop: str, remark: str | None, as_json: boo
             raise CommandFailed(f"reader {rank}: verified {result.messages:,} messages, {total:,} were to come")
     if as_json:
         report = _report(job, n_lines, total, monotonic() - began, facts, writer, readers)
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_json(report)
         return
     show_results(console, writer, readers, job.readers)
     console.print(f"[bold green]all {total:,} messages verified by every reader[/]")
@@ -117,7 +134,7 @@ def _introduce(console: Console, job: Job, n_lines: int, facts: dict[str, Any], 
 
 
 def _readers(job: Job) -> str:
-    local = f"{job.readers} reader{'' if job.readers == 1 else 's'}"
+    local = counted(job.readers, "reader")
     if not job.remote:
         return local
     return f"{local} and {job.remote} over TCP, encrypted," if job.readers else f"{job.remote} over TCP, encrypted,"
@@ -152,18 +169,6 @@ def _process_report(result: Result) -> dict[str, Any]:
     return report
 
 
-def _facts(job: Job, loop: str) -> dict[str, Any]:
-    return {
-        "aioshm": aioshm.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "native_core": aioshm.native_core,
-        "usable_cpus": usable_cpus(),
-        "loop": loop,
-        "arrays": job.arrays,
-    }
-
-
 def _nothing(_: int, /) -> None:
     pass
 
@@ -176,6 +181,13 @@ def _check_range(option: str, value: int, lowest: int, highest: int | None = Non
         raise CommandFailed(f"{option} must be at least {lowest}, not {value}", UNUSABLE)
     if highest is not None and value > highest:
         raise CommandFailed(f"{option} must be at most {highest}, not {value}", UNUSABLE)
+
+
+def _check_alone(option: str, context: typer.Context, *others: str) -> None:
+    for name in others:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise CommandFailed(f"{option} does not go with --{name}", UNUSABLE)
 
 
 def _check_environment() -> None:

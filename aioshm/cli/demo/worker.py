@@ -18,6 +18,7 @@ import msgspec
 
 from aioshm.cli.demo.blocks import make_blocks
 from aioshm.cli.demo.ends import receive, send
+from aioshm.cli.demo.loops import loop_factory
 from aioshm.cli.demo.orders import Failed, Job, Opened, Progress, Report, Result
 from aioshm.cli.demo.script import MAX_TENSOR_BYTES, Mismatch, Phase, make_script, split_lines
 from aioshm.cli.demo.source import printable
@@ -58,7 +59,7 @@ def main() -> NoReturn:
     role, loop_name = sys.argv[1:]
     report = Reporter()
     try:
-        with asyncio.Runner(loop_factory=_loop_factory(loop_name)) as runner:
+        with asyncio.Runner(loop_factory=loop_factory(loop_name)) as runner:
             code = runner.run(_run(role, report))
     except asyncio.CancelledError:
         os._exit(1)  # without the interpreter's own end, which an import that still runs in its thread would disturb
@@ -146,15 +147,6 @@ async def _tell_progress(queue: MessageQueue, report: Reporter) -> None:
         stats = queue.stats()
         report(Progress(stats.messages - stats.backlog))
         await asyncio.sleep(_PROGRESS_S)
-
-
-def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if name == "uvloop":
-        import uvloop
-
-        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-        return factory
-    return None
 
 
 def _name(role: str) -> str:

@@ -1,0 +1,88 @@
+"""What the workers of a group answer, and to which call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aioshm.config import Options
+from aioshm.errors import RemoteFailure, SharedMemoryError
+from aioshm.queue import Merged, MessageQueue, merge
+
+
+class WorkerLost(Exception):
+    """A worker's queue has ended, and so has the worker, or will soon.
+
+    Attributes:
+        rank: Its rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"the queue of worker {rank} has ended")
+        self.rank = rank
+
+
+class WorkerAnswers:
+    """The queues of all workers. Each answers every call exactly once, in order, so its answers need no numbers.
+
+    Args:
+        options: Of this end of the queues.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._readers: dict[int, MessageQueue] = {}
+        self._merged: Merged | None = None
+        self._answered: list[int] = []
+
+    def attach(self, rank: int, handle: str) -> None:
+        """Read this worker's queue, too; before the first call."""
+        self._readers[rank] = MessageQueue.create_from_handle(handle, 0, options=self._options)
+
+    async def collect(self, call: int, missing: set[int]) -> tuple[list[Any], dict[int, RemoteFailure]]:
+        """Wait for all answers to a call.
+
+        Answers to earlier calls, for which nobody waits any more, are dropped. Cancelling this loses no others.
+
+        Args:
+            call: Its number; one more than that of the call before it.
+            missing: Loses the ranks that have answered.
+
+        Returns:
+            The results, by rank, and what went wrong.
+
+        Raises:
+            WorkerLost: A queue has ended.
+        """
+        if self._merged is None:
+            self._merged = merge(self._readers)
+            self._answered = [0] * len(self._readers)
+        answered, failed = self._answered, self._merged.failed
+        results: list[Any] = [None] * len(answered)
+        errors: dict[int, RemoteFailure] = {}
+        async for rank, answer in self._merged:
+            if rank in failed:
+                raise WorkerLost(rank)
+            number = answered[rank]
+            if isinstance(answer, SharedMemoryError):  # it stays where it is: it is late when there is room for it
+                number = call
+            else:
+                answered[rank] = number + 1
+            if number != call:
+                continue
+            missing.discard(rank)
+            if not isinstance(answer, tuple):
+                errors[rank] = RemoteFailure(f"{type(answer).__module__}.{type(answer).__qualname__}", str(answer))
+            elif answer[0]:
+                results[rank] = answer[1]
+            else:
+                errors[rank] = answer[1]
+            if not missing:
+                return results, errors
+        raise WorkerLost(min(missing))
+
+    async def aclose(self) -> None:
+        """Close the queues. Idempotent."""
+        if self._merged is not None:
+            await self._merged.aclose()
+        for reader in self._readers.values():
+            await reader.aclose()

@@ -1,0 +1,117 @@
+"""What runs in each process of a `WorkerGroup`: takes steps from one queue, answers each of them into another.
+
+The first message makes the worker, every other one calls a method of it. Each message gets exactly one answer, in
+order, whatever it was: so an answer's number says what it answers, also where the message could not be decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from aioshm.config import Options
+from aioshm.errors import AioshmError, CodecError, CorruptSlot, PeerDied, QueueClosed, RemoteFailure
+from aioshm.queue import Handle, MessageQueue
+
+Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
+"""What to call, with what, and the one rank whose result is wanted; None: every rank's."""
+
+MAX_TEXT = 1 << 14
+"""How many characters are told of an exception, and of its traceback's end."""
+
+
+def run_worker(
+    rank: int, steps: Handle, introduction: Connection, chunk_bytes: int, chunks: int, options: Options
+) -> None:
+    """Work until the driver closes its queue, or dies; what a `WorkerGroup` starts.
+
+    Args:
+        rank: Which worker this is.
+        steps: The driver's queue.
+        introduction: Where the handle of this worker's queue is sent, once.
+        chunk_bytes: For this worker's queue, in bytes.
+        chunks: For this worker's queue.
+        options: For this worker's queue.
+    """
+    asyncio.run(_work(rank, steps, introduction, MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)))
+
+
+async def _work(rank: int, handle: Handle, introduction: Connection, answers: MessageQueue) -> None:
+    async with answers, MessageQueue.create_from_handle(handle, rank) as steps:
+        with introduction:
+            introduction.send_bytes(answers.export_handle().to_json().encode())
+        worker = _Worker(rank)
+        try:
+            while True:
+                try:
+                    step = await steps.dequeue(indefinite=True)
+                except (QueueClosed, PeerDied):  # the driver: it has closed the group, or this process dies with it
+                    break
+                except (CodecError, CorruptSlot) as error:
+                    answer = _failure(error)
+                else:
+                    answer = await worker.answer(step)
+                try:
+                    await answers.enqueue(answer)
+                except PeerDied:
+                    break
+                except AioshmError as error:  # it cannot be encoded, is too large, or there is no memory for it
+                    await answers.enqueue(_failure(error))
+        finally:
+            await worker.close()
+
+
+class _Worker:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._object: Any = None
+        self._made = False
+
+    async def answer(self, step: Step) -> tuple[bool, Any]:
+        """Do a step; return whether that went well, and the result or a `RemoteFailure`."""
+        try:
+            result = await self._perform(step)
+        except (Exception, asyncio.CancelledError) as error:  # the latter from the method: nobody cancels this task
+            return _failure(error)
+        return True, result
+
+    async def _perform(self, step: Step) -> Any:
+        what, args, kwargs, wanted = step
+        if not self._made:
+            made = what(*args, rank=self._rank, **kwargs)
+            self._object = await made if inspect.isawaitable(made) else made
+            self._made = True
+            return None
+        result = (
+            getattr(self._object, what)(*args, **kwargs)
+            if isinstance(what, str)
+            else what(self._object, *args, **kwargs)
+        )
+        if inspect.isawaitable(result):
+            result = await result
+        return result if wanted is None or wanted == self._rank else None
+
+    async def close(self) -> None:
+        close: Callable[[], Any] | None = getattr(self._object, "close", None)
+        if callable(close):
+            closing = close()
+            if inspect.isawaitable(closing):
+                await closing
+
+
+def _failure(error: BaseException) -> tuple[bool, RemoteFailure]:
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # how it came to be called is nobody's concern
+    lines = traceback.format_exception(kind, error, trace or error.__traceback__)
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"its text cannot be told: {type(broken).__name__}"
+    return False, RemoteFailure(name, text[:MAX_TEXT], "".join(lines)[-MAX_TEXT:])

@@ -1,0 +1,139 @@
+"""What a step of an engine costs: a call of every worker, and all their answers, against the same over pipes.
+
+`WorkerGroup` sends a step once, to all workers, and waits for their answers on an event loop. The rival sends it to
+each worker down a ``multiprocessing.Pipe`` of its own, and blocks for one answer after the other. The workers do no
+more than answer: with the step that they were sent, or with a megabyte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import pickle
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+from aioshm.engine import WorkerGroup
+from benchmarks.crew import BenchmarkError
+from benchmarks.harness import Settings, main, percentile, progress
+from benchmarks.report import Report
+
+WORKERS = (1, 2)
+STEP = {"request_ids": ["a", "b", "c", "d"], "tokens": [[1], [2], [3], [4]]}
+MEGABYTE = 1 << 20
+TIMEOUT_S = 30.0
+MIN_STEPS = 20
+
+Step = Callable[[str], Awaitable[list[Any]]]
+
+
+class Worker:
+    """Answers; the same class works for both contestants."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def step(self, step: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Send it back."""
+        return self._rank, step
+
+    def megabyte(self, step: dict[str, Any]) -> tuple[int, bytearray]:
+        """Send a megabyte back."""
+        return self._rank, bytearray(MEGABYTE)
+
+
+async def run(settings: Settings, report: Report) -> None:
+    """Measure both in turns."""
+    for n_workers in WORKERS:
+        for number in range(settings.repeat):
+            progress(f"{n_workers} worker(s), {number + 1} of {settings.repeat}")
+            for name, contestant in CONTESTANTS.items():
+                async with contestant(n_workers) as step:
+                    for method in ("step", "megabyte"):
+                        times = await _steps(step, method, n_workers, settings.seconds)
+                        case = f"{method}, {n_workers} worker{'s' if n_workers > 1 else ''}"
+                        report.result(case, name, n_workers).add(
+                            p50_us=percentile(times, 50), p99_us=percentile(times, 99)
+                        )
+
+
+async def _steps(step: Step, method: str, n_workers: int, seconds: float) -> list[float]:
+    """Return how long each took, in microseconds."""
+    probe = [await _timed(step, method, n_workers) for _ in range(MIN_STEPS)]
+    count = max(MIN_STEPS, int(seconds * 1e6 / median(probe)))
+    return [await _timed(step, method, n_workers) for _ in range(count)]
+
+
+async def _timed(step: Step, method: str, n_workers: int) -> float:
+    began = time.perf_counter()
+    answers = await step(method)
+    took = time.perf_counter() - began
+    if [rank for rank, _ in answers] != list(range(n_workers)):
+        raise BenchmarkError(f"{method}: the answers are of ranks {[rank for rank, _ in answers]}")
+    return took * 1e6
+
+
+@asynccontextmanager
+async def group_of(n_workers: int) -> AsyncIterator[Step]:
+    """Start a group of workers; yield what does a step."""
+    async with WorkerGroup(Worker, n_workers, ready_timeout=TIMEOUT_S) as group:
+
+        async def step(method: str) -> list[Any]:
+            results: list[Any] = await group.collective_rpc(method, (STEP,))
+            return results
+
+        yield step
+
+
+@asynccontextmanager
+async def pipes_to(n_workers: int) -> AsyncIterator[Step]:
+    """Start workers with a pipe to each; yield what does a step."""
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    try:
+        for rank in range(n_workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+
+        async def step(method: str) -> list[Any]:
+            data = pickle.dumps(
+                (method, (STEP,)), 5
+            )  # quicker than Connection.send, which makes a new pickler each time
+            for pipe in pipes:
+                pipe.send_bytes(data)
+            return [pickle.loads(pipe.recv_bytes()) for pipe in pipes]
+
+        yield step
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            await asyncio.to_thread(process.join, TIMEOUT_S)
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    worker = Worker(rank)
+    try:
+        while True:
+            method, args = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(pickle.dumps(getattr(worker, method)(*args), 5))
+    except EOFError:
+        return
+
+
+CONTESTANTS = {"aioshm": group_of, "mp.Pipe": pipes_to}
+
+if __name__ == "__main__":
+    sys.exit(main("workers", __doc__, run, repeat=3, seconds=1.0, rivals=()))

@@ -1,0 +1,167 @@
+"""The HTTP side: completions in the form of OpenAI's interface, whole or as server-sent events, and health."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from aioshm.engine import EngineClient
+from aioshm.errors import EngineDead, RequestFailed
+from engine_frontend.messages import Generation, Progress
+from engine_frontend.text import decode, encode
+
+MODEL = "nonsense"
+MAX_BODY_BYTES = 1 << 20
+
+
+class Completion(msgspec.Struct):
+    """The body of a request for a completion; what else it has is ignored."""
+
+    prompt: Annotated[str, msgspec.Meta(min_length=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    stream: bool = False
+
+
+class Refused(Exception):
+    def __init__(self, status: int, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.content = {"error": {"message": message, "type": kind}}
+
+
+def make_app(client: EngineClient, health: Callable[[], Awaitable[dict[str, Any]]]) -> Starlette:
+    """Return the application.
+
+    Args:
+        client: Of engines that are ready.
+        health: Says how they are; ``status`` is ``"ok"`` if all is well.
+    """
+
+    async def tell_health(_: Request) -> Response:
+        state = await health()
+        return JSONResponse(state, 200 if state["status"] == "ok" else 503)
+
+    return Starlette(
+        routes=[
+            Route("/v1/completions", Completions(client), methods=["POST"]),
+            Route("/health", tell_health),
+        ]
+    )
+
+
+class Completions:
+    """``POST /v1/completions``. Whoever hangs up has the request aborted at its engine."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            wanted = await _read(Request(scope, receive))
+            await until_gone(receive, self._answer(wanted, send))
+        except ClientDisconnect:
+            return
+        except Refused as refused:
+            await JSONResponse(refused.content, refused.status)(scope, receive, send)
+
+    async def _answer(self, wanted: Completion, send: Send) -> None:
+        request = Generation(f"cmpl-{uuid.uuid4().hex}", encode(wanted.prompt), wanted.max_tokens)
+        async with aclosing(self._outputs(request)) as outputs:
+            first = await anext(outputs)  # what is wrong from the beginning has a status of its own
+            if wanted.stream:
+                await _stream(request, first, outputs, send)
+                return
+            tokens, reason = first.tokens, first.finish_reason
+            async for output in outputs:
+                tokens, reason = tokens + output.tokens, output.finish_reason
+        content = _choice(request, decode(tokens), reason)
+        content["usage"] = {"prompt_tokens": len(request.tokens), "completion_tokens": len(tokens)}
+        await _send_json(content, send)
+
+    async def _outputs(self, request: Generation) -> AsyncGenerator[Progress, None]:
+        try:
+            async with aclosing(self._client.submit(request)) as outputs:
+                async for output in outputs:
+                    if output.error is not None:
+                        raise Refused(400, "invalid_request_error", output.error)
+                    yield output
+        except EngineDead as error:
+            raise Refused(503, "engine_dead", str(error)) from None
+        except RequestFailed as error:
+            raise Refused(400, "invalid_request_error", str(error)) from None
+
+
+async def until_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Do the work, but no longer than the client is there."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
+
+
+async def _read(request: Request) -> Completion:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise Refused(413, "invalid_request_error", f"the body has more than {MAX_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(body, type=Completion)
+    except msgspec.MsgspecError as error:
+        raise Refused(400, "invalid_request_error", str(error)) from None
+
+
+async def _stream(request: Generation, first: Progress, rest: AsyncIterator[Progress], send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await _send_event(_choice(request, decode(first.tokens), first.finish_reason), send)
+    try:
+        async for output in rest:
+            await _send_event(_choice(request, decode(output.tokens), output.finish_reason), send)
+    except Refused as refused:  # the status has been sent: this is all that can still be said
+        await _send_event(refused.content, send)
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def _send_event(content: dict[str, Any], send: Send) -> None:
+    await send(
+        {"type": "http.response.body", "body": b"data: %b\n\n" % msgspec.json.encode(content), "more_body": True}
+    )
+
+
+async def _send_json(content: dict[str, Any], send: Send) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(content)})
+
+
+def _choice(request: Generation, text: str, finish_reason: str | None) -> dict[str, Any]:
+    return {
+        "id": request.request_id,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [{"index": 0, "text": text, "finish_reason": finish_reason}],
+    }

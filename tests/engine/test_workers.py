@@ -1,0 +1,363 @@
+"""Groups of workers: called together, named when they fail, and gone when nobody wants them any more."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import worker_targets as targets
+from managed import gone, open_things
+from support import eventually
+
+from aioshm import CodecError, MessageTooLarge, Options, QueueClosed, RoleError, WorkerDied, WorkerError
+from aioshm.engine import WorkerGroup
+
+
+def group_of(n_workers: int = 2, worker: Any = targets.Worker, **options: Any) -> WorkerGroup:
+    return WorkerGroup(worker, n_workers, **options)
+
+
+class TestCalls:
+    async def test_every_worker_is_made_and_called_and_results_come_by_rank(self) -> None:
+        async with group_of(3, args=(1, "x"), kwargs={"more": [2]}, name="TP") as group:
+            made = await group.collective_rpc("tell_made")
+            assert made == [(rank, (1, "x"), {"more": [2]}) for rank in range(3)]
+            assert await group.collective_rpc("pid") == group.pids
+            assert await group.collective_rpc("add", (1, 2), {"times": 10}) == [30, 31, 32]
+            assert await group.collective_rpc("slowly", (0, "awaited")) == ["awaited"] * 3
+            assert await group.collective_rpc("add", [5], unique_reply_rank=2) == 7
+            assert await group.collective_rpc(targets.rank_of, (10,)) == [10, 11, 12]
+            assert psutil.Process(group.pids[0]).ppid() == os.getpid()
+
+    async def test_a_worker_may_be_made_by_a_coroutine(self) -> None:
+        async with group_of(1, targets.made_slowly) as group:
+            assert await group.collective_rpc("add", (1,)) == [1]
+
+    async def test_arrays_larger_than_a_slot_go_both_ways(self) -> None:
+        array = np.arange(200_000, dtype=np.float32)
+        async with group_of(max_chunk_bytes=1 << 16, max_chunks=2) as group:
+            for _ in range(5):
+                for doubled in await group.collective_rpc("double", (array,)):
+                    assert (doubled == array * 2).all()
+                    doubled += 1  # it is the caller's own
+
+    async def test_concurrent_calls_are_served_in_their_order(self) -> None:
+        async with group_of() as group:
+            calls = [group.collective_rpc("add", (number,)) for number in range(50)]
+            assert await asyncio.gather(*calls) == [[number, number + 1] for number in range(50)]
+            assert await group.collective_rpc("history") == [[(number,) for number in range(50)]] * 2
+
+
+class TestErrors:
+    async def test_an_exception_names_every_rank_and_brings_the_traceback(self) -> None:
+        async with group_of() as group:
+            with pytest.raises(
+                WorkerError, match="fail failed: rank 0: ValueError: rank 0 does not like it; rank 1: Va"
+            ) as caught:
+                await group.collective_rpc("fail")
+            assert caught.value.method == "fail"
+            assert [(rank, error.kind) for rank, error in caught.value.errors.items()] == [
+                (0, "ValueError"),
+                (1, "ValueError"),
+            ]
+            assert "in fail\n" in caught.value.errors[1].traceback
+            assert "worker_process" not in caught.value.errors[1].traceback
+            copy = pickle.loads(pickle.dumps(caught.value))
+            assert (str(copy), copy.errors) == (str(caught.value), caught.value.errors)
+
+            for wanted in (None, 0):  # also where that worker's result is not wanted
+                with pytest.raises(WorkerError) as caught:
+                    await group.collective_rpc("fail", (1,), unique_reply_rank=wanted)
+                assert list(caught.value.errors) == [1]
+            with pytest.raises(WorkerError, match=r"AttributeError.*nothing_of_the_kind"):
+                await group.collective_rpc("nothing_of_the_kind")
+            with pytest.raises(WorkerError, match="TypeError"):
+                await group.collective_rpc(targets.rank_of)
+            assert await group.collective_rpc("add", (1,)) == [1, 2]
+
+    async def test_strange_errors_and_results(self) -> None:
+        async with group_of() as group:
+            for way, kind in (
+                ("cancelled", "asyncio.exceptions.CancelledError"),
+                ("mute", "worker_targets.Mute"),
+                ("lambda", "aioshm.errors.CodecError"),
+                ("faulty", "aioshm.errors.CodecError"),
+            ):
+                with pytest.raises(WorkerError) as caught:
+                    await group.collective_rpc("fail_in_a_strange_way", (way,))
+                assert {rank: error.kind for rank, error in caught.value.errors.items()} == {0: kind, 1: kind}
+            assert await group.collective_rpc("add", (1,)) == [1, 2]
+
+    async def test_arguments_that_cannot_be_sent_or_received(self) -> None:
+        async with group_of(options=Options(max_message_bytes=100_000)) as group:
+            with pytest.raises(CodecError, match="pickle"):
+                await group.collective_rpc("add", (lambda: None,))
+            with pytest.raises(MessageTooLarge):
+                await group.collective_rpc("double", (np.zeros(100_000),))
+            with pytest.raises(WorkerError, match=r"rank 0: aioshm.errors.CodecError.*not in the worker"):
+                await group.collective_rpc("add", (targets.FaultyAt("worker"),))
+            with pytest.raises(WorkerError, match="MessageTooLarge"):
+                await group.collective_rpc("double", ("x" * 60_000,))
+            assert await group.collective_rpc("add", (1,)) == [1, 2]
+
+    @pytest.mark.parametrize(
+        ("arguments", "error"),
+        [
+            ({"method": ""}, TypeError),
+            ({"method": 3}, TypeError),
+            ({"args": "ab"}, TypeError),
+            ({"kwargs": [1]}, TypeError),
+            ({"timeout": -1}, ValueError),
+            ({"timeout": "1"}, TypeError),
+            ({"unique_reply_rank": 2}, ValueError),
+            ({"unique_reply_rank": True}, TypeError),
+        ],
+    )
+    async def test_bad_arguments_of_a_call_are_named(self, arguments: dict[str, Any], error: type[Exception]) -> None:
+        ((name, _),) = arguments.items()
+        with pytest.raises(error, match=name):
+            await group_of().collective_rpc(**({"method": "add"} | arguments))
+
+    @pytest.mark.parametrize(
+        ("arguments", "error"),
+        [
+            ({"worker": 3}, TypeError),
+            ({"n_workers": 0}, ValueError),
+            ({"args": 3}, TypeError),
+            ({"kwargs": 3}, TypeError),
+            ({"name": ""}, ValueError),
+            ({"ready_timeout": 0}, ValueError),
+            ({"shutdown_timeout": "soon"}, TypeError),
+        ],
+    )
+    def test_bad_arguments_are_named(self, arguments: dict[str, Any], error: type[Exception]) -> None:
+        ((name, _),) = arguments.items()
+        with pytest.raises(error, match=name):
+            group_of(**arguments)
+
+
+class TestDeath:
+    @pytest.mark.parametrize(
+        ("how", "code", "manner"),
+        [("SIGKILL", -9, "killed by SIGKILL"), ("exit", 0, "exited with code 0"), ("_exit", 3, "exited with code 3")],
+    )
+    async def test_ends_every_call_and_names_the_worker(self, how: str, code: int, manner: str) -> None:
+        async with group_of() as group:
+            pid = group.pids[1]
+            first = asyncio.create_task(group.collective_rpc("end_or_wait", (1, how)))
+            others = [asyncio.create_task(group.collective_rpc("add", timeout=50)) for _ in range(3)]
+            async with asyncio.timeout(5):
+                results = await asyncio.gather(first, *others, return_exceptions=True)
+            results += await asyncio.gather(group.collective_rpc("add"), return_exceptions=True)
+            for error in results:
+                assert isinstance(error, WorkerDied)
+                assert (error.rank, error.name, error.pid, error.exitcode) == (1, "Worker_1", pid, code)
+                assert f"Worker_1 (pid {pid}) was {manner}" in str(error) or f"Worker_1 (pid {pid}) {manner}" in str(
+                    error
+                )
+                assert "rank 1 goes" in error.last_lines
+                assert "rank 1 goes" in str(error)
+            copy = pickle.loads(pickle.dumps(results[0]))
+            assert (str(copy), vars(copy)) == (str(results[0]), vars(results[0]))
+            async with asyncio.timeout(3):  # the other one, which would wait for long, is not waited for
+                await group.aclose()
+
+    async def test_of_an_idle_worker(self) -> None:
+        async with group_of() as group:
+            first = asyncio.create_task(group.join_first())
+            os.kill(group.pids[0], signal.SIGTERM)
+            async with asyncio.timeout(5):
+                error = await first
+            assert isinstance(error, WorkerDied)
+            assert f"Worker_0 (pid {group.pids[0]}) was killed by SIGTERM" in str(error)
+            with pytest.raises(WorkerDied, match=r"^Worker_0 [^,]* killed by SIGTERM"):
+                await group.collective_rpc("add")
+        with pytest.raises(WorkerDied, match=r"^Worker_0 [^,]* killed by SIGTERM"):
+            await group.collective_rpc("add")
+
+    def test_of_the_driver(self) -> None:
+        script = (
+            "import asyncio, os, sys; from aioshm.engine import WorkerGroup; from worker_targets import Worker\n"
+            "async def main():\n"
+            "    async with WorkerGroup(Worker, 2) as group:\n"
+            "        print(*group.pids, flush=True)\n"
+            "        await group.collective_rpc(*eval(sys.argv[1]))\n"
+            "        await asyncio.sleep(100)\n"
+            "asyncio.run(main())"
+        )
+        for call in ("('add',)", "('wait_for', ('/nowhere', 1, 0))"):
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            with subprocess.Popen(
+                [sys.executable, "-c", script, call], stdout=subprocess.PIPE, text=True, env=environment
+            ) as driver:
+                assert driver.stdout is not None
+                pids = [int(pid) for pid in driver.stdout.readline().split()]
+                driver.kill()
+            for pid in pids:
+                eventually(lambda pid=pid: gone(pid), within_s=2)
+
+
+class TestTime:
+    async def test_a_timeout_names_who_has_not_answered_and_late_answers_are_nobodys(self, tmp_path: Path) -> None:
+        go = tmp_path / "go"
+        async with group_of(max_chunks=2) as group:
+            for number in range(6):  # more than the rings hold
+                with pytest.raises(TimeoutError, match=rf"Worker_1 \(pid {group.pids[1]}\)|no answer|waits") as caught:
+                    await group.collective_rpc("wait_for", (str(go), number, 1), timeout=0.05)
+                if number == 0:
+                    assert "Worker_0" not in str(caught.value)
+            go.touch()
+            assert await group.collective_rpc("slowly", (0, "on time")) == ["on time"] * 2
+
+    async def test_a_stopped_worker_is_told_as_stopped(self) -> None:
+        async with group_of(shutdown_timeout=0.2) as group:
+            os.kill(group.pids[0], signal.SIGSTOP)
+            with pytest.raises(TimeoutError, match=rf"Worker_0 \(pid {group.pids[0]}, stopped\) within 0.1 s"):
+                await group.collective_rpc("add", timeout=0.1)
+            with pytest.raises(TimeoutError, match="Worker_0"):
+                await group.collective_rpc("add", timeout=0)
+            os.kill(group.pids[0], signal.SIGCONT)
+            assert await group.collective_rpc("add", (5,)) == [5, 6]
+            os.kill(group.pids[0], signal.SIGSTOP)
+
+    async def test_a_call_in_line_may_run_out_of_time_or_be_cancelled(self, tmp_path: Path) -> None:
+        go = tmp_path / "go"
+        async with group_of() as group:
+            first = asyncio.create_task(group.collective_rpc("wait_for", (str(go), "first", 0)))
+            second = asyncio.create_task(group.collective_rpc("add", (1,)))
+            third = asyncio.create_task(group.collective_rpc("add", (2,)))
+            await asyncio.sleep(0)
+            with pytest.raises(TimeoutError, match="waits for the calls before it"):
+                await group.collective_rpc("add", (3,), timeout=0.05)
+            second.cancel()
+            go.touch()
+            assert await first == ["first"] * 2
+            assert await third == [2, 3]
+            assert await group.collective_rpc("history") == [[(2,)]] * 2
+            with pytest.raises(asyncio.CancelledError):
+                await second
+
+    async def test_cancelled_at_any_moment_the_next_call_gets_its_own_answers(self) -> None:
+        async with group_of() as group:
+            for number in range(60):
+                call = asyncio.create_task(group.collective_rpc("add", (number,)))
+                for _ in range(number % 12):
+                    await asyncio.sleep(0)
+                call.cancel()
+                assert await group.collective_rpc("add", (1000 + number,)) == [1000 + number, 1001 + number]
+                await asyncio.gather(call, return_exceptions=True)
+
+
+class TestStarting:
+    @pytest.mark.parametrize("rank", [0, 1])
+    async def test_a_worker_that_cannot_be_made(self, rank: int) -> None:
+        with pytest.raises(WorkerError, match=rf"fails_to_start failed: rank {rank}: ValueError") as caught:
+            async with group_of(worker=targets.fails_to_start, kwargs={"failing": rank}):
+                pass
+        assert "in fails_to_start" in caught.value.errors[rank].traceback
+
+    async def test_a_worker_that_dies(self) -> None:
+        with pytest.raises(WorkerDied, match=r"Worker_1 .* killed by SIGKILL"):
+            async with group_of(worker=targets.fails_to_start, args=(), kwargs={"failing": 1, "how": "SIGKILL"}):
+                pass
+
+    async def test_a_worker_that_is_killed_before_it_runs(self) -> None:
+        group = group_of()
+        entering = asyncio.create_task(group.__aenter__())
+        while not group.pids:
+            await asyncio.sleep(0)
+        os.kill(group.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"Worker_1 .* killed by SIGKILL"):
+            await entering
+
+    async def test_what_cannot_be_found_or_sent(self) -> None:
+        with pytest.raises(CodecError, match="pickle"):
+            async with group_of(worker=lambda rank: None):
+                pass
+        with pytest.raises(WorkerError, match="not in the worker"):
+            async with group_of(args=(targets.FaultyAt("worker"),)):
+                pass
+
+    async def test_too_slow(self) -> None:
+        group = group_of(worker=targets.fails_to_start, kwargs={"failing": 1, "how": "hang"}, ready_timeout=1)
+        with pytest.raises(TimeoutError, match=r"no answer from .*Worker_1 .* within 1\.0 s"):
+            await group.__aenter__()
+        assert all(gone(pid) for pid in group.pids)
+
+    async def test_cancelled_at_any_moment_nothing_is_left(self) -> None:
+        async with group_of():  # what multiprocessing opens for good
+            pass
+        before = open_things()
+        for delay in (0, 0.05, 0.3):
+            group = group_of(worker=targets.fails_to_start, kwargs={"failing": 1, "how": "hang"})
+            entering = asyncio.create_task(group.__aenter__())
+            await asyncio.sleep(delay)
+            entering.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await entering
+            assert all(gone(pid) for pid in group.pids)
+        eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")
+
+
+class TestClosing:
+    async def test_workers_are_closed(self, tmp_path: Path) -> None:
+        async with group_of(kwargs={"log": str(tmp_path)}) as group:
+            pids = group.pids
+            first = asyncio.create_task(group.join_first())
+        assert await first is None
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "closed", "1": "closed"}
+        assert all(gone(pid) for pid in pids)
+        await group.aclose()
+        with pytest.raises(QueueClosed):
+            await group.collective_rpc("add")
+        with pytest.raises(RoleError, match="once"):
+            await group.__aenter__()
+
+    async def test_before_it_is_entered(self) -> None:
+        group = group_of()
+        with pytest.raises(RoleError, match="async with"):
+            await group.collective_rpc("add")
+        await group.aclose()
+        with pytest.raises(QueueClosed):
+            await group.collective_rpc("add")
+
+    async def test_ends_the_calls_that_wait_and_the_workers_that_do_not_end(self) -> None:
+        group = await group_of(shutdown_timeout=0.2).__aenter__()
+        calls = [asyncio.create_task(group.collective_rpc("wait_for", ("/nowhere", 1, 1))) for _ in range(3)]
+        await asyncio.sleep(0)
+        await group.aclose()
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, QueueClosed)
+        assert all(gone(pid) for pid in group.pids)
+
+    async def test_cancelled_it_leaves_nothing(self) -> None:
+        group = await group_of().__aenter__()
+        call = asyncio.create_task(group.collective_rpc("slowly", (100,)))
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(group.aclose())
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert all(gone(pid) for pid in group.pids)
+        with pytest.raises(QueueClosed):
+            await call
+
+    def test_forgotten_it_is_told_and_nothing_is_left(self) -> None:
+        async def forget() -> list[int]:
+            return (await group_of().__aenter__()).pids
+
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            pids = asyncio.run(forget())
+            gc.collect()
+        assert all(gone(pid) for pid in pids)

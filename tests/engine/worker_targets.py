@@ -1,0 +1,122 @@
+"""What the processes of the tests of worker groups run."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LONG_S = 100
+
+
+class Worker:
+    def __init__(self, *args: Any, rank: int, log: str = "", **kwargs: Any) -> None:
+        self.rank = rank
+        self.made = args, kwargs
+        self.log = Path(log, f"{rank}") if log else None
+        self.calls: list[Any] = []
+
+    def tell_made(self) -> Any:
+        return self.rank, *self.made
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def add(self, *numbers: int, times: int = 1) -> int:
+        self.calls.append(numbers)
+        return self.rank + sum(numbers) * times
+
+    def history(self) -> list[Any]:
+        return self.calls
+
+    async def slowly(self, seconds: float, value: Any = None, rank: int | None = None) -> Any:
+        if rank in (None, self.rank):
+            await asyncio.sleep(seconds)
+        return value
+
+    def wait_for(self, path: str, value: Any, rank: int) -> Any:
+        """Block until the file is there, in one worker."""
+        while rank == self.rank and not Path(path).exists():
+            time.sleep(0.005)
+        return value
+
+    def double(self, array: Any) -> Any:
+        return array * 2
+
+    def fail(self, rank: int | None = None) -> str:
+        if rank in (None, self.rank):
+            raise ValueError(f"rank {self.rank} does not like it")
+        return "fine"
+
+    def fail_in_a_strange_way(self, way: str) -> Any:
+        if way == "cancelled":
+            raise asyncio.CancelledError
+        if way == "mute":
+            raise Mute
+        if way == "lambda":
+            return lambda: None
+        return FaultyAt("driver") if way == "faulty" else None
+
+    def end(self, rank: int, how: str) -> None:
+        if rank != self.rank:
+            return
+        print(f"rank {rank} goes", file=sys.stderr, flush=True)
+        if how == "exit":
+            sys.exit(0)
+        elif how == "_exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.Signals[how])
+
+    async def end_or_wait(self, rank: int, how: str) -> None:
+        self.end(rank, how)
+        await asyncio.sleep(LONG_S)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.write_text("closed")
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def complain(side: str) -> None:
+    here = "driver" if multiprocessing.parent_process() is None else "worker"
+    if side == here:
+        raise LookupError(f"not in the {side}")
+
+
+class FaultyAt:
+    """Can be pickled, but not unpickled on one side."""
+
+    def __init__(self, side: str) -> None:
+        self.side = side
+
+    def __reduce__(self) -> Any:
+        return complain, (self.side,)
+
+
+def rank_of(worker: Worker, more: int) -> int:
+    return worker.rank + more
+
+
+async def made_slowly(rank: int) -> Worker:
+    await asyncio.sleep(0.01)
+    return Worker(rank=rank)
+
+
+def fails_to_start(rank: int, failing: int, how: str = "raise") -> Worker:
+    worker = Worker(rank=rank)
+    if how == "raise":
+        worker.fail(failing)
+    elif how == "hang":
+        time.sleep(LONG_S if rank == failing else 0)
+    else:
+        worker.end(failing, how)
+    return worker

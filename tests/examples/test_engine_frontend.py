@@ -1,0 +1,260 @@
+"""The front end with engines and workers: the same text as the whole model writes, and errors that name who died."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support import eventually
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+torch = pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
+
+from engine_frontend.batch import Chunk, Config  # noqa: E402
+from engine_frontend.model import Model, alone  # noqa: E402
+from engine_frontend.text import END, decode, encode  # noqa: E402
+from engine_frontend.workers import ModelWorker  # noqa: E402
+
+PROMPTS = ("hello", "The quick brown fox", "x", "1 + 1 = ", "What? " * 20)
+
+
+class Server:
+    """The front end as a process of its own, ready."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engine_frontend", "--port", "0", *arguments],
+            cwd=EXAMPLES,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.started = []
+        for line in self.process.stdout:
+            self.started.append(line.strip())
+            if line.startswith("serving on"):
+                break
+        else:
+            raise AssertionError(self.process.communicate())
+        self.port = int(self.started[-1].rpartition(":")[2])
+
+    @contextmanager
+    def request(self, method: str, path: str, body: str | None = None) -> Iterator[HTTPResponse]:
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+            connection.request(method, path, body)
+            with connection.getresponse() as response:
+                yield response
+
+    def post(self, body: str) -> tuple[int, Any]:
+        with self.request("POST", "/v1/completions", body) as response:
+            return response.status, json.load(response)
+
+    def complete(self, prompt: str, max_tokens: int) -> tuple[int, Any]:
+        return self.post(json.dumps({"prompt": prompt, "max_tokens": max_tokens}))
+
+    def stream(self, prompt: str, max_tokens: int) -> AbstractContextManager[HTTPResponse]:
+        body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": True})
+        return self.request("POST", "/v1/completions", body)
+
+    def health(self) -> tuple[int, Any]:
+        with self.request("GET", "/health") as response:
+            return response.status, json.load(response)
+
+    def total(self, what: str) -> int:
+        return sum(engine[what] for engine in self.health()[1]["engines"])
+
+    def end(self) -> tuple[int, str]:
+        self.process.send_signal(signal.SIGTERM)
+        _, errors = self.process.communicate(timeout=20)
+        return self.process.returncode, errors
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+def events(response: HTTPResponse) -> Iterator[Any]:
+    for line in response:
+        if line.startswith(b"data: "):
+            yield line[6:].strip().decode()
+
+
+def written_by_the_whole_model(prompt: str, count: int) -> tuple[str, str]:
+    """Return the text, and why it ends; nothing is kept between the steps."""
+
+    async def write() -> tuple[str, str]:
+        tokens, text = encode(prompt), []
+        for _ in range(count):
+            with torch.inference_mode():
+                logits = await Model(Config()).forward([Chunk("", 0, tokens + text)], alone)
+            text.append(int(logits.argmax()))
+            if text[-1] == END:
+                return decode(text), "stop"
+        return decode(text), "length"
+
+    return asyncio.run(write())
+
+
+async def test_the_ranks_logits_are_those_of_the_whole_model() -> None:
+    config = Config()
+    workers = [ModelWorker(config, 2, rank) for rank in range(2)]
+    try:
+        handles = [worker.open() for worker in workers]
+        await asyncio.gather(*(worker.connect(handles) for worker in workers))
+        batch = [Chunk(prompt, 0, encode(prompt)) for prompt in PROMPTS]
+        after = [Chunk(prompt, len(encode(prompt)), [number]) for number, prompt in enumerate(PROMPTS)]
+        whole = Model(config)
+        for step in (batch, after, after[1:2]):  # the last one's second token again: what follows three
+            with torch.inference_mode():
+                wanted = await whole.forward(step, alone)
+            parts = await asyncio.gather(*(worker.logits(step) for worker in workers))
+            torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-5)
+        await asyncio.gather(*(worker.step(batch[:1], PROMPTS) for worker in workers))
+        assert [worker.kept() for worker in workers] == [[PROMPTS[0]]] * 2
+    finally:
+        for worker in workers:
+            await worker.close()
+
+
+def test_texts_are_those_of_the_whole_model_token_for_token(server: Server) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(lambda prompt: server.complete(prompt, 40), PROMPTS))
+    for prompt, (status, answer) in zip(PROMPTS, answers, strict=True):
+        text, reason = written_by_the_whole_model(prompt, 40)
+        assert status == 200
+        assert answer["choices"] == [{"index": 0, "text": text, "finish_reason": reason}]
+        assert answer["object"] == "text_completion"
+        assert answer["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": len(text) + (reason == "stop")}
+    assert {engine["finished"] > 0 for engine in server.health()[1]["engines"]} == {True}
+
+
+def test_streams_bring_one_token_after_the_other(server: Server) -> None:
+    with server.stream("hello", 12) as response:
+        assert response.getheader("content-type") == "text/event-stream; charset=utf-8"
+        *chunks, done = events(response)
+    assert done == "[DONE]"
+    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    assert len({json.loads(chunk)["id"] for chunk in chunks}) == 1
+    text, reason = written_by_the_whole_model("hello", 12)
+    assert "".join(choice["text"] for choice in choices) == text
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [reason]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_whoever_hangs_up_has_the_request_aborted(server: Server, stream: bool) -> None:
+    before = server.total("aborted")
+    pids = [engine["pid"] for engine in server.health()[1]["engines"]]
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=30)
+    for pid in pids:  # so that no request can be finished before
+        psutil.Process(pid).suspend()
+    try:
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 200, "stream": stream}))
+        connection.close()
+    finally:
+        for pid in pids:
+            psutil.Process(pid).resume()
+    eventually(lambda: server.total("aborted") == before + 1, "the abortion")
+    assert server.total("requests") == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("{", "truncated"),
+        ('{"max_tokens": 3}', "prompt"),
+        ('{"prompt": ""}', "length >= 1"),
+        ('{"prompt": "x", "max_tokens": 0}', "max_tokens"),
+        ('{"prompt": "x", "max_tokens": 300}', "more than 256 tokens"),
+        ('{"prompt": "x", "stream": true, "max_tokens": 300}', "more than 256 tokens"),
+    ],
+)
+def test_bad_requests_are_refused(server: Server, body: str, complaint: str) -> None:
+    status, answer = server.post(body)
+    assert status == 400
+    assert complaint in answer["error"]["message"]
+    assert server.health()[0] == 200
+
+
+def test_an_oversized_body_is_refused(server: Server) -> None:
+    assert server.complete("x" * 2_000_000, 1)[0] == 413
+
+
+def test_ended_it_leaves_nothing() -> None:
+    server = Server("--engines", "1", "--workers", "1")
+    try:
+        pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
+        assert server.end() == (0, "")
+        eventually(lambda: not any(map(psutil.pid_exists, pids)), f"the end of {pids}")
+    finally:
+        server.close()
+
+
+def test_a_killed_worker_ends_its_engine_although_nobody_asks_for_anything() -> None:
+    server = Server("--engines", "1", "--workers", "1")
+    try:
+        [engine] = server.health()[1]["engines"]
+        psutil.Process(engine["workers"][0]).kill()
+        eventually(lambda: server.health()[1]["engines"][0]["state"] == "dead", "the engine's end")
+        status, health = server.health()
+        assert (status, health["engines"][0]["exitcode"]) == (503, 1)
+        status, answer = server.complete("hello", 3)
+        assert status == 503
+        assert f"(pid {engine['pid']})" in answer["error"]["message"]
+        code, errors = server.end()
+        assert code == 1
+        assert f"Worker_0 (pid {engine['workers'][0]}) was killed by SIGKILL" in errors
+    finally:
+        server.close()
+
+
+def test_a_killed_engine_is_named_to_everybody(server: Server) -> None:  # the last one, of course
+    assert server.started[-2].startswith("2 of 2 engines connected, 2 ready")
+    engines = server.health()[1]["engines"]
+    culprit = f"EngineCore_1 (pid {engines[1]['pid']}) was killed by SIGKILL"
+    with ExitStack() as stack:
+        streams = [stack.enter_context(server.stream("hello", 200)) for _ in range(4)]
+        for engine in engines:
+            psutil.Process(engine["pid"]).suspend()  # what is in flight stays there
+        psutil.Process(engines[1]["pid"]).kill()
+        for stream in streams:
+            *_, error, done = events(stream)
+            assert json.loads(error) == {"error": {"message": culprit, "type": "engine_dead"}}
+            assert done == "[DONE]"
+    assert server.complete("hello", 3) == (503, {"error": {"message": culprit, "type": "engine_dead"}})
+    status, health = server.health()
+    assert (status, health["status"]) == (503, "failed")
+    assert health["engines"][0]["state"] == "given up"
+    dead = health["engines"][1]
+    assert (dead["state"], dead["pid"], dead["exitcode"]) == ("dead", engines[1]["pid"], -9)
+    psutil.Process(engines[0]["pid"]).resume()
+    code, errors = server.end()
+    assert code == 1
+    assert "EngineCore_1 has ended with exit code -9" in errors
+    for engine in engines:
+        for pid in (engine["pid"], *engine["workers"]):
+            eventually(lambda pid=pid: not psutil.pid_exists(pid), f"the end of {pid}")
