@@ -9,6 +9,7 @@ _PARALLEL_FIELDS = (
     "data_parallel_master_ip",
     "data_parallel_master_port",
     "_data_parallel_master_port_list",
+    "_coord_store_port",
     "data_parallel_size",
 )
 

@@ -46,8 +46,9 @@ INIT_0_9_1 = (
 INIT_0_33 = (
     b"\x82\xa9addresses\x85\xa6inputs\x91\xaaipc:///a/i\xa7outputs\x91\xaaipc:///a/o"
     b"\xb1coordinator_input\xc0\xb2coordinator_output\xc0\xbefrontend_stats_publish_address\xc0"
-    b"\xafparallel_config\x84\xb7data_parallel_master_ip\xa9127.0.0.1"
-    b"\xb9data_parallel_master_port\xcds<\xbf_data_parallel_master_port_list\x91\xcds=\xb2data_parallel_size\x02"
+    b"\xafparallel_config\x85\xb7data_parallel_master_ip\xa9127.0.0.1"
+    b"\xb9data_parallel_master_port\xcds<\xbf_data_parallel_master_port_list\x91\xcds="
+    b"\xb1_coord_store_port\x00\xb2data_parallel_size\x02"
 )
 INIT_0_12 = b"\x83" + INIT_0_33[1:] + b"\xb4parallel_config_hash\xa4c0de"
 INIT_INDEPENDENT = INIT_0_33[: INIT_0_33.index(b"\xafparallel_config")] + b"\xafparallel_config\x80"
@@ -57,6 +58,7 @@ PARALLEL = {
     "data_parallel_master_ip": "127.0.0.1",
     "data_parallel_master_port": 29500,
     "_data_parallel_master_port_list": [29501],
+    "_coord_store_port": 0,
     "data_parallel_size": 2,
 }
 
