@@ -82,7 +82,10 @@ class EngineClient:
     ) -> None:
         self._sockets: ClientSockets | None = None
         self._closed = False
-        self._engines = Registrations(engines)
+        if isinstance(engines, int):
+            self._engines = Registrations(range(check_int("engines", engines, minimum=1)))
+        else:
+            self._engines = Registrations(engine.index for engine in engines)
         n_clients = min(len(addresses.inputs), len(addresses.outputs))
         if check_int("client_index", client_index, minimum=0) >= n_clients:
             raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {client_index}")
@@ -264,7 +267,7 @@ class EngineClient:
             What the method returned, as plain data; of all engines a list, in the order of the engines.
 
         Raises:
-            CallFailed: It has failed, in one of the engines at least.
+            CallFailed: It has failed in one of the engines; the others are not waited for.
             CodecError: The arguments cannot be encoded.
             EngineDead: An engine is gone.
             QueueClosed, RoleError: The client is closed, or not ready.
@@ -277,12 +280,9 @@ class EngineClient:
             for position in positions:
                 calls.append(self._pending.call(method))
                 self._send(position, _UTILITY, self._encode((self._index, calls[-1].call_id, method, args)))
-            results = await asyncio.gather(*(call.answer for call in calls), return_exceptions=True)
+            results = await asyncio.gather(*(call.answer for call in calls))
         finally:
             self._pending.forget(calls)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
         return results if engine is None else results[0]
 
     # What comes

@@ -155,6 +155,8 @@ class CoreSockets:
                 self._gone.discard(client)
                 self._outputs[client] = self._open(zmq.PUSH, self._addresses.outputs[client])
                 self._inputs[client].send(self._registration, zmq.NOBLOCK)
+                # Sending may swallow the sign that there is something to read.
+                self._loop.call_soon(self._read, self._inputs[client], client)
 
     def _read(self, socket: Socket, client: int) -> None:
         for _ in range(BURST):

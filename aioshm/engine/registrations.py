@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from aioshm.config import check_int
-from aioshm.engine.addresses import CoreEngine, identity
+from aioshm.engine.addresses import identity
 
 MAX_REGISTRATION_BYTES = 1 << 20
 
@@ -19,10 +18,10 @@ class Registrations:
     """The engines that a client expects.
 
     Args:
-        engines: The engines, or how many there are, with the ranks from 0 on.
+        ranks: Their ranks.
 
     Attributes:
-        ranks: Their ranks; an engine's place in this list is its position.
+        ranks: The same; an engine's place in this list is its position.
         identities: What their sockets are called, by position.
         ready: What each engine that has registered has said, by rank.
 
@@ -30,11 +29,8 @@ class Registrations:
         TypeError, ValueError: There are none, or two have one rank.
     """
 
-    def __init__(self, engines: Sequence[CoreEngine] | int) -> None:
-        if isinstance(engines, int):
-            self.ranks = list(range(check_int("engines", engines, minimum=1)))
-        else:
-            self.ranks = [engine.index for engine in engines]
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = list(ranks)
         if not self.ranks or len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"engines must be some, each with a rank of its own, not {self.ranks}")
         self.identities = [identity(rank) for rank in self.ranks]

@@ -1,0 +1,176 @@
+"""A client and engines in one loop: requests that are refused, and frames that nobody should send."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
+
+from aioshm.config import Options
+from aioshm.errors import (
+    CodecError,
+    EngineDead,
+    MessageTooLarge,
+    RequestFailed,
+)
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+
+class Output(msgspec.Struct):
+    request_id: str
+    token: int
+    finish_reason: str | None = None
+
+
+class Request(msgspec.Struct):
+    request_id: str
+    prompt: np.ndarray
+    client_index: int = -1
+    current_wave: int = -1
+
+
+class TestRefusals:
+    async def test_a_refused_request_is_finished_with_an_error(self) -> None:
+        async with served(Engine()) as serving:
+            assert await collected(serving.client.submit(ask("a", refuse="too long"))) == [
+                {"request_id": "a", "finish_reason": "error", "error": "ValueError: too long"}
+            ]
+            assert len(await collected(serving.client.submit(ask("a")))) == 3
+
+    async def test_where_outputs_have_a_type_it_raises(self) -> None:
+        async with served(Engine(), output_type=Output) as serving:
+            good = serving.client.submit(ask("good", 3))
+            with pytest.raises(RequestFailed, match="too long") as caught:
+                await collected(serving.client.submit(ask("bad", refuse="too long")))
+            assert (caught.value.engine, caught.value.request_id) == (0, "bad")
+            assert len(await collected(good)) == 3
+
+    async def test_an_output_of_another_type_fails_its_request_only(self) -> None:
+        async with served(Engine(), output_type=Output) as serving:
+            good = serving.client.submit(ask("good", 3))
+            bad = serving.client.submit(ask("bad", output={"request_id": "bad", "token": "no number"}))
+            with pytest.raises(RequestFailed, match="its output is no"):
+                await collected(bad)
+            assert len(await collected(good)) == 3
+            await until(lambda: serving.engines[0].aborted == ["bad"] or not serving.engines[0].requests)
+
+    async def test_a_request_that_cannot_be_decoded(self) -> None:
+        class Strict(msgspec.Struct):
+            request_id: str
+            number: int
+
+        async with served(Engine(), request_type=Strict) as serving:
+            [output] = await collected(serving.client.submit({"request_id": "a", "number": "x"}))
+            assert output["finish_reason"] == "error"
+            assert "Expected `int`" in output["error"]
+
+    async def test_the_engine_s_own_form_of_an_error(self) -> None:
+        class Field(Engine):
+            def error_output(self, request_id: str, message: str) -> list[Any]:
+                return [request_id, [], None, None, None, 3, message]
+
+        async with served(Field()) as serving:
+            assert await collected(serving.client.submit(ask("a", refuse="no"))) == [
+                ["a", [], None, None, None, 3, "ValueError: no"]
+            ]
+
+    async def test_an_engine_whose_errors_cannot_be_sent(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Mumbling(Engine):
+            def error_output(self, request_id: str, message: str) -> Any:
+                return object() if message.endswith("object") else 1 / 0
+
+        async with served(Mumbling()) as serving:
+            for text in ("object", "error"):
+                [output] = await collected(serving.client.submit(ask("a", refuse=text)))
+                assert output["error"] == f"ValueError: {text}"
+        assert "has no error_output that can be sent" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("request_", "error"),
+        [({}, CodecError), ({"request_id": 5}, CodecError), (object(), CodecError), ([], CodecError)],
+    )
+    async def test_requests_without_an_id(self, request_: Any, error: type[Exception]) -> None:
+        async with served(Engine()) as serving:
+            with pytest.raises(error, match="request_id"):
+                serving.client.submit(request_)
+
+    async def test_requests_of_another_type_or_too_large(self) -> None:
+        options = Options(max_message_bytes=10_000)
+        async with served(Engine(), output_type=Output, options=options) as serving:
+            with pytest.raises(MessageTooLarge, match="more than 10000"):
+                serving.client.submit(ask("a", text="x" * 10_000))
+            assert serving.client.in_flight == 0
+            assert len(await collected(serving.client.submit(ask("a")))) == 3
+        async with served(Engine()) as serving:
+            serving.client._request_type = Request
+            with pytest.raises(TypeError, match="request must be a Request"):
+                serving.client.submit(ask("a"))
+
+
+class TestBadFrames:
+    """What no engine sends is dropped, and logged once in a while; the others' outputs still come."""
+
+    @pytest.mark.parametrize(
+        "frames",
+        [
+            [b""],
+            [b"\xc1"],
+            [b"\x90"],
+            [msgspec.msgpack.encode({"a": 1})],
+            [msgspec.msgpack.encode([0, [{"no": "id"}]])],
+            [msgspec.msgpack.encode([0, [["nobody's", [1], None, None, None, 1]]])],
+            [msgspec.msgpack.encode([0, [["<f4", [2], 9]], None, 1.0]), b"x"],
+            [msgspec.msgpack.encode([0, [], None, 1.0, [12345, None, [None, 1]]])],
+            [b"ENGINE_CORE_DEAD", b""],
+            [b"\x95" + b"\x91" * 2000],
+        ],
+    )
+    async def test_outputs(self, frames: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+        async with served(Engine(), output_type=Output) as serving:
+            with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+                stranger.connect(serving.client.addresses.outputs[0])
+                for _ in range(3):
+                    stranger.send_multipart(frames)
+                stream = serving.client.submit(ask("a", 50))
+                assert len(await collected(stream)) == 50
+                await asyncio.sleep(0.01)
+                stranger.close(linger=1000)
+            assert len(caplog.records) <= 1
+
+    @pytest.mark.parametrize(
+        ("identity", "frames"),
+        [(b"\0\0", [b"\xc1"]), (b"\0\0", [b"", b""]), (b"\x07\0", [b""]), (b"\0\0", [b"\x80" * (2 << 20)])],
+    )
+    async def test_registrations(self, identity: bytes, frames: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+        async with clients_of(here_and_there(), 1, 1) as serving:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+                stranger.setsockopt(zmq.ROUTING_ID, identity)
+                stranger.connect(serving.client.addresses.inputs[0])
+                stranger.send_multipart(frames)
+                await until(lambda: "a registration of" in caplog.text)
+                assert serving.client.ready == {}
+                stranger.close(linger=0)
+            await asyncio.sleep(0.05)
+            with pytest.raises(TimeoutError):
+                await serving.client.wait_until_ready(0.01)
+
+    async def test_an_empty_registration_is_one(self) -> None:
+        async with clients_of(here_and_there(), 1, 1) as serving:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as old:
+                old.setsockopt(zmq.ROUTING_ID, b"\0\0")
+                old.connect(serving.client.addresses.inputs[0])
+                old.send(b"")
+                await serving.client.wait_until_ready(10)
+                assert serving.client.ready == {0: {}}
+                pending = asyncio.create_task(serving.client.call("x", engine=0))
+                await asyncio.sleep(0)
+                old.close(linger=0)
+                with pytest.raises(EngineDead, match=r"engine 0 .*its connection has ended") as caught:
+                    await pending
+                assert caught.value.engine == 0
