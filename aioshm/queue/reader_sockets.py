@@ -164,16 +164,7 @@ class ReaderSockets:
         return True
 
     def _read_messages(self) -> bool:
-        for _ in range(BURST):
-            if self._sockets.closed:
-                return False
-            try:
-                frames = self._dealer.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return False
-            if len(frames) == 1:
-                self._on_message(frames[0])
-        return True
+        return self._sockets.read_messages(self._dealer, 1, self._on_message)
 
 
 class Connection:

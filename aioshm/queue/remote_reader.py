@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any
@@ -103,36 +103,32 @@ class RemoteReader(RemoteEnd):
             raise QueueEmpty(f"{self!r}: nothing to read yet") if gone is None else gone()
         return self._take()
 
-    @asynccontextmanager
-    async def acquire_read(
+    def acquire_read(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
-    ) -> AsyncIterator[memoryview]:
-        deadline = deadline_after(timeout)
-        await self._line_up(deadline, cancel)
-        try:
-            data = await self._next_message(deadline, cancel, indefinite)
-            self._hold()
-            try:
-                with data.body.toreadonly() as view:
-                    yield view
-            finally:
-                self._done()
-        finally:
-            self._leave()
+    ) -> AbstractAsyncContextManager[memoryview]:
+        return self._next_in_block(timeout, cancel, indefinite, decoded=False)
+
+    def lease(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> AbstractAsyncContextManager[Any]:
+        return self._next_in_block(timeout, cancel, indefinite, decoded=True)
 
     @asynccontextmanager
-    async def lease(
-        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    async def _next_in_block(
+        self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool, *, decoded: bool
     ) -> AsyncIterator[Any]:
+        """Give the next message, where it lies, to the block, whose end lets go of it, also when it raises."""
         deadline = deadline_after(timeout)
         await self._line_up(deadline, cancel)
         try:
             data = await self._next_message(deadline, cancel, indefinite)
             self._hold()
             try:
-                # It is nobody else's memory, so views of it may live on; but ZeroMQ aligns it as it likes.
-                body = memoryview(own_copy(data.body)) if data.n_buffers else data.body
-                yield self._seen(data, body.toreadonly())
+                if decoded:
+                    yield self._seen(data)
+                else:
+                    with data.body.toreadonly() as view:
+                        yield view
             finally:
                 self._done()
         finally:
@@ -258,8 +254,10 @@ class RemoteReader(RemoteEnd):
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
 
-    def _seen(self, data: wire.Data, body: memoryview) -> Any:
+    def _seen(self, data: wire.Data) -> Any:
         """Decode a message where it lies."""
+        # It is nobody else's memory, so views of it may live on; but ZeroMQ aligns it as it likes.
+        body = (memoryview(own_copy(data.body)) if data.n_buffers else data.body).toreadonly()
         if data.kind == RAW:
             return body
         self._check_codec(data)

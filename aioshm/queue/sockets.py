@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from typing import TypeAlias
 
 import zmq
@@ -51,6 +52,20 @@ class Sockets:
         """Close this socket, too, and return it."""
         self._sockets.append(socket)
         return socket
+
+    def read_messages(self, socket: Socket, n_frames: int, on_message: Callable[..., None]) -> bool:
+        """Read some control messages of so many frames; return whether there may be more."""
+        for _ in range(BURST):
+            if self.closed:
+                return False
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return False
+            # A message of another form is some stranger's: nobody else misses it.
+            if len(frames) == n_frames:
+                on_message(*frames)
+        return True
 
     def close(self, linger_ms: int = 0) -> None:
         """Close everything and forget what was not sent, at once or, blocking, after a while. Idempotent."""

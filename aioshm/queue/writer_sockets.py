@@ -188,17 +188,7 @@ class WriterSockets:
         return True
 
     def _read_messages(self) -> bool:
-        for _ in range(BURST):
-            if self._sockets.closed:
-                return False
-            try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return False
-            # A message of another form is some stranger's: nobody else misses it.
-            if len(frames) == 2:
-                self._on_message(frames[0], frames[1])
-        return True
+        return self._sockets.read_messages(self._router, 2, self._on_message)
 
 
 def _answer(zap: Socket, key: bytes) -> None:

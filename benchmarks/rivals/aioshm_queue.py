@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -46,11 +47,13 @@ class QueueWriterEnd(WriterEnd):
     handles: list[Connection]
     payload: Payload
 
-    async def open(self) -> QueueSender:
+    def create(self) -> MessageQueue:
+        """Return a new queue for as many readers as there are handles to give."""
         n_reader = len(self.handles)
-        queue = MessageQueue(
-            n_reader, n_reader, max_chunk_bytes=self.payload.chunk_bytes, max_chunks=self.payload.slots
-        )
+        return MessageQueue(n_reader, n_reader, max_chunk_bytes=self.payload.chunk_bytes, max_chunks=self.payload.slots)
+
+    async def open(self) -> QueueSender:
+        queue = self.create()
         try:
             for connection in self.handles:
                 connection.send(queue.export_handle())
@@ -88,10 +91,16 @@ class QueueReaderEnd(ReaderEnd):
         self.handle.close()
 
 
-def _line(payload: Payload, n_reader: int) -> Line:
+def queue_line(
+    payload: Payload,
+    n_reader: int,
+    writer: Callable[[list[Connection], Payload], WriterEnd] = QueueWriterEnd,
+    reader: Callable[[Connection, int], ReaderEnd] = QueueReaderEnd,
+) -> Line:
+    """Make a line of these ends, or of others that exchange a handle."""
     pipes = [Pipe(duplex=False) for _ in range(n_reader)]
-    readers = [QueueReaderEnd(receiver, rank) for rank, (receiver, _) in enumerate(pipes)]
-    return Line(QueueWriterEnd([sender for _, sender in pipes], payload), readers)
+    readers = [reader(receiver, rank) for rank, (receiver, _) in enumerate(pipes)]
+    return Line(writer([sender for _, sender in pipes], payload), readers)
 
 
-RIVAL = Rival("aioshm", _line, blocks=False)
+RIVAL = Rival("aioshm", queue_line, blocks=False)

@@ -19,16 +19,19 @@ class Agreement:
     """What an all-reduce is to engines in one loop: it takes all of them."""
 
     def __init__(self, engines: int) -> None:
-        self.barrier = asyncio.Barrier(engines)
-        self.unfinished = False
+        self.engines = engines
+        self.votes: list[bool] = []
+        self.agreed: asyncio.Future[bool] | None = None
 
     async def reach(self, unfinished: bool) -> bool:
-        self.unfinished = self.unfinished or unfinished
-        await self.barrier.wait()
-        agreed = self.unfinished
-        await self.barrier.wait()
-        self.unfinished = False
-        return agreed
+        if self.agreed is None:
+            self.agreed = asyncio.get_running_loop().create_future()
+        agreed = self.agreed
+        self.votes.append(unfinished)
+        if len(self.votes) == self.engines:
+            agreed.set_result(any(self.votes))
+            self.votes, self.agreed = [], None
+        return await asyncio.shield(agreed)
 
 
 class Rank(Engine):

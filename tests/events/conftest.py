@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
+import pytest
 import pytest_asyncio
 
 from .helpers import PATIENCE_S, Ends
+from .raw import Raw
 
 
 @pytest_asyncio.fixture
@@ -28,3 +30,16 @@ async def ends(nothing_left: None) -> AsyncIterator[Ends]:
     made = Ends()
     yield made
     await made.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[Callable[..., Raw]]:
+    made: list[Raw] = []
+
+    def make(kind: int, endpoint: str, hwm: int = 1000) -> Raw:
+        made.append(Raw(kind, endpoint, hwm))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.socket.close()

@@ -1,12 +1,10 @@
-"""The publisher's sockets: what is bound, what is sent, who asks, and how it ends."""
+"""The publisher's sockets: what is bound, what is sent, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,58 +18,15 @@ from aioshm.events import (
     BlockRemoved,
     CurveKeys,
     EventBatch,
-    EventPublisher,
-    EventPublisherFactory,
     EventSubscriber,
-    KVEventsConfig,
     Lost,
-    NullEventPublisher,
     PublisherClosed,
     Received,
-    ThreadedEventPublisher,
     ZmqEventPublisher,
-    replay_server,
-    wire,
 )
 from aioshm.events.decoding import BatchDecoder
 
 from .helpers import ANY, PATIENCE_S, Ends, batch, take, within
-
-
-class Raw:
-    """A plain ZeroMQ socket, as any other consumer has it; waits without blocking the loop."""
-
-    def __init__(self, kind: int, endpoint: str, hwm: int = 1000) -> None:
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-        self.socket.set_hwm(hwm)
-        self.socket.linger = 0
-        if kind == zmq.SUB:
-            self.socket.subscribe(b"")
-        self.socket.connect(endpoint)
-
-    async def receive(self) -> list[bytes]:
-        await until(lambda: bool(self.socket.poll(0)))
-        return self.socket.recv_multipart()
-
-    async def ask(self, *frames: bytes) -> list[list[bytes]]:
-        self.socket.send_multipart(frames)
-        answer = [await self.receive()]
-        while answer[-1][-2:] != [wire.END_SEQ, b""]:
-            answer.append(await self.receive())
-        return answer
-
-
-@pytest.fixture
-def raw() -> Any:
-    made: list[Raw] = []
-
-    def make(kind: int, endpoint: str, hwm: int = 1000) -> Raw:
-        made.append(Raw(kind, endpoint, hwm))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.socket.close()
 
 
 async def test_frames_numbers_and_rank(ends: Ends, raw: Any) -> None:
@@ -93,114 +48,6 @@ async def test_frames_numbers_and_rank(ends: Ends, raw: Any) -> None:
         _, seq, payload = await consumer.receive()
     assert BatchDecoder().decode(payload).data_parallel_rank == 9
     assert first < probe
-
-
-@pytest.mark.parametrize("form", ["topic", "legacy"])
-async def test_replay_answers(ends: Ends, raw: Any, form: Any) -> None:
-    publisher = ends.publisher(topic="kv", buffer_steps=5, replay_format=form)
-    for n in range(8):
-        publisher.publish(batch(n))
-    await publisher.flush(PATIENCE_S)
-    client = raw(zmq.DEALER, publisher.replay_endpoint)
-    for start, first in ((0, 3), (6, 6)):  # what is older than the buffer: answered with what there is
-        *replies, end = await client.ask(b"", wire.pack_seq(start))
-        parsed = [wire.parse_reply(reply) for reply in replies]
-        assert [reply.seq for reply in parsed if reply] == list(range(first, 8))
-        assert {reply.topic for reply in parsed if reply} == {b"kv" if form == "topic" else None}
-        assert end == wire.end_reply(form)
-    assert await client.ask(b"", wire.pack_seq(8)) == [wire.end_reply(form)]
-    assert publisher.stats().replay_requests == 3
-
-
-async def test_a_req_socket_gets_one_answer(ends: Ends, raw: Any) -> None:
-    """A REQ takes one reply a request: the first; asking for what is not there yet gives the end marker."""
-    publisher = ends.publisher()
-    client = raw(zmq.REQ, publisher.replay_endpoint)
-    client.socket.send(wire.pack_seq(0))
-    assert await client.receive() == wire.end_reply("topic")[1:]
-
-
-async def test_malformed_requests_are_counted_named_and_answered_with_the_end(
-    ends: Ends, raw: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    publisher = ends.publisher()
-    publisher.publish(batch(0))
-    client = raw(zmq.DEALER, publisher.replay_endpoint)
-    bad = [[b""], [b"x", wire.pack_seq(0)], [b"", b"123"], [b"", wire.pack_seq(0), b"more"], [b"\xff" * 9]]
-    with caplog.at_level(logging.WARNING, "aioshm.events"):
-        for frames in bad:
-            assert await client.ask(*frames) == [wire.end_reply("topic")]
-    assert len(await client.ask(b"", wire.pack_seq(0))) == 2  # it still works
-    assert publisher.stats().malformed_requests == len(bad)
-    assert len(caplog.records) == 1, "rate-limited"
-    assert "127.0.0.1" in caplog.text
-
-
-async def test_strangers_that_do_not_speak_zeromq(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
-    publisher = ends.publisher()
-    subscriber = ends.subscriber(publisher)
-    with caplog.at_level(logging.WARNING, "aioshm.events"):
-        for endpoint in (publisher.endpoint, publisher.replay_endpoint):
-            with socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2]))) as stranger:
-                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
-        await until(lambda: publisher.stats().handshake_failures >= 2)
-    assert "handshake" in caplog.text
-    publisher.publish(batch(0))
-    assert [item.seq for item in await take(subscriber, 1) if isinstance(item, Received)] == [0]
-
-
-async def test_a_request_that_is_too_large_is_cut_off(ends: Ends, raw: Any) -> None:
-    publisher = ends.publisher()
-    stranger = raw(zmq.DEALER, publisher.replay_endpoint)
-    stranger.socket.send_multipart([b"", b"x" * 10_000_000])
-    publisher.publish(batch(0))
-    client = raw(zmq.DEALER, publisher.replay_endpoint)
-    await until(lambda: publisher.stats().sent == 1)
-    assert len(await client.ask(b"", wire.pack_seq(0))) == 2
-
-
-async def test_a_slow_client_is_served_fully_while_others_go_on(ends: Ends, raw: Any) -> None:
-    publisher = ends.publisher(buffer_steps=3000)
-    for n in range(3000):
-        publisher.publish(batch(n, 20))
-    await publisher.flush(PATIENCE_S)
-    slow = raw(zmq.DEALER, publisher.replay_endpoint, hwm=1)
-    slow.socket.rcvbuf = 4096
-    slow.socket.send_multipart(wire.request(0))
-    await until(lambda: publisher.stats().replay_requests == 1)
-    for n in range(3000, 7000):  # everything the slow client still has to get is pushed out of the buffer
-        publisher.publish(batch(n))
-    await publisher.flush(PATIENCE_S)
-    quick = raw(zmq.DEALER, publisher.replay_endpoint)
-    assert len(await quick.ask(b"", wire.pack_seq(6990))) == 11
-    assert publisher.stats().replayed < 3000 + 10
-    seen = []
-    while (reply := wire.parse_reply(await slow.receive())) is not None:
-        seen.append(reply.seq)
-    assert seen == list(range(3000))
-
-
-async def test_a_client_that_stops_reading_is_given_up(ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_server, "STALLED_S", 0.1)
-    publisher = ends.publisher()
-    for n in range(5000):
-        publisher.publish(batch(n, 100))
-    await publisher.flush(PATIENCE_S)
-    stalled = raw(zmq.DEALER, publisher.replay_endpoint, hwm=1)
-    stalled.socket.send_multipart(wire.request(0))
-    await until(lambda: publisher.stats().abandoned_replays == 1)
-
-
-async def test_a_client_that_leaves_is_forgotten(ends: Ends, raw: Any) -> None:
-    publisher = ends.publisher()
-    for n in range(5000):
-        publisher.publish(batch(n, 100))
-    await publisher.flush(PATIENCE_S)
-    leaving = raw(zmq.DEALER, publisher.replay_endpoint, hwm=1)
-    leaving.socket.send_multipart(wire.request(0))
-    await until(lambda: publisher.stats().replay_requests == 1)
-    leaving.socket.close()
-    await until(lambda: publisher.stats().abandoned_replays == 1)
 
 
 async def test_overflow_is_counted_logged_once_and_visible(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
@@ -442,119 +289,6 @@ async def test_a_forgotten_publisher_warns_and_closes(nothing_left: None) -> Non
     await until(lambda: not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")])
     async with ZmqEventPublisher(0, endpoint, bind=True):  # the port is free again
         pass
-
-
-class TestThreaded:
-    def test_any_thread_may_publish(self) -> None:
-        with ThreadedEventPublisher(1, ANY, ANY, bind=True) as publisher:
-            threads = [
-                threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(500)]) for _ in range(4)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            publisher.flush(PATIENCE_S)
-            assert publisher.stats().sent == 2000
-
-            async def read() -> list[int]:
-                async with EventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
-                    return [item.seq for item in await take(subscriber, 2000) if isinstance(item, Received)]
-
-            assert asyncio.run(read()) == list(range(2000))
-            config = publisher.get_publisher_config()
-            assert (config.endpoint, config.replay_endpoint) == (
-                publisher.endpoint,
-                publisher.replay_endpoint,
-            )
-        publisher.shutdown()
-        with pytest.raises(PublisherClosed):
-            publisher.publish(batch(0))
-        assert not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]
-
-    def test_what_cannot_be_bound_raises_and_leaves_no_thread(self) -> None:
-        with pytest.raises(ValueError, match="max_queue_size"):
-            ThreadedEventPublisher(0, ANY, max_queue_size=0)
-        assert not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]
-
-    def test_a_forgotten_one_warns_and_ends_its_thread(self) -> None:
-        publisher = ThreadedEventPublisher(0, ANY, bind=True)
-        with pytest.warns(ResourceWarning, match="never shut down"):
-            del publisher
-        deadline = time.monotonic() + PATIENCE_S
-        while [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-    def test_flush_and_shutdown_say_what_is_left(self, caplog: pytest.LogCaptureFixture) -> None:
-        publisher = ThreadedEventPublisher(0, ANY, bind=True)
-        large = batch(0, 1000)  # takes the thread far longer to encode than this one to publish
-        for _ in range(3000):
-            publisher.publish(large)
-        with pytest.raises(TimeoutError, match="still wait"):
-            publisher.flush(0)
-        publisher.shutdown(0)
-        assert "to 2999 were sent" in caplog.text
-
-
-class TestFactory:
-    @pytest.mark.parametrize("config", [None, KVEventsConfig(), KVEventsConfig(True, "null")])
-    def test_nothing_to_publish(self, config: KVEventsConfig | None) -> None:
-        publisher = EventPublisherFactory.create(config)
-        assert isinstance(publisher, NullEventPublisher)
-        publisher.publish(batch(0))
-        publisher.shutdown()
-        assert publisher.get_publisher_config() is None
-
-    def test_defaults_are_the_fields(self) -> None:
-        config = KVEventsConfig(enable_kv_cache_events=True)
-        assert (config.publisher, config.endpoint, config.replay_endpoint) == ("zmq", "tcp://*:5557", None)
-        assert (config.buffer_steps, config.hwm, config.max_queue_size, config.topic) == (
-            10_000,
-            100_000,
-            100_000,
-            "",
-        )
-        assert KVEventsConfig().publisher == "null"
-
-    async def test_on_a_loop(self, nothing_left: None) -> None:
-        config = KVEventsConfig(True, endpoint="tcp://127.0.0.1:*", replay_endpoint=ANY, topic="kv")
-        before = repr(config)
-        publisher = EventPublisherFactory.create(config, 2)
-        assert isinstance(publisher, ZmqEventPublisher)
-        assert repr(config) == before
-        resolved = publisher.get_publisher_config()
-        assert resolved.endpoint == publisher.endpoint
-        assert resolved.topic == "kv"
-        assert ":*" not in resolved.endpoint
-        await publisher.aclose()
-
-    def test_without_a_loop(self) -> None:
-        publisher = EventPublisherFactory.create(KVEventsConfig(True, endpoint="inproc://without-a-loop"))
-        assert isinstance(publisher, ThreadedEventPublisher)
-        publisher.shutdown()
-
-    def test_names(self) -> None:
-        class Mine(EventPublisher):
-            def __init__(self, data_parallel_rank: int = 0, **options: Any) -> None:
-                super().__init__(data_parallel_rank)
-                self.options = options
-
-            def publish(self, events: EventBatch) -> None: ...
-
-            def shutdown(self) -> None: ...
-
-        with pytest.raises(ValueError, match=r"unknown event publisher 'kafka': known are null, zmq"):
-            EventPublisherFactory.create(KVEventsConfig(True, "kafka"))
-        with pytest.raises(KeyError, match="zmq"):
-            EventPublisherFactory.register_publisher("zmq", Mine)
-        EventPublisherFactory.register_publisher("test-mine", Mine)
-        try:
-            made = EventPublisherFactory.create(KVEventsConfig(True, "test-mine", topic="t"), 4)
-        finally:
-            EventPublisherFactory._registry.pop("test-mine")
-        assert isinstance(made, Mine)
-        assert made.options["topic"] == "t"
 
 
 async def test_publishing_waits_for_nobody(ends: Ends) -> None:

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from remotes import wide_writer
 from support import until
 
-from aioshm import MessageQueue, Options
+from aioshm import MessageQueue
 from aioshm.queue.merge import Merged
 
 BIG = 50_000
@@ -18,20 +19,14 @@ BIG = 50_000
 
 @asynccontextmanager
 async def queues(
-    n_local: int = 3, n_remote: int = 0, *, ready: bool = True, chunk: int = 4096, chunks: int = 4, **options: Any
+    n_local: int = 3, n_remote: int = 0, *, ready: bool = True, **arguments: Any
 ) -> AsyncIterator[tuple[list[MessageQueue], dict[int, MessageQueue]]]:
-    """Give writers to the block and, by numbers from 0 on, the one reader of each; the last ones are remote."""
-    writers = [
-        MessageQueue(
-            1,
-            int(number < n_local),
-            max_chunk_bytes=chunk,
-            max_chunks=chunks,
-            connect_ip="127.0.0.1",
-            options=Options(**options),
-        )
-        for number in range(n_local + n_remote)
-    ]
+    """Give writers to the block and, by numbers from 0 on, the one reader of each; the last ones are remote.
+
+    The other arguments are those of `wide_writer`.
+    """
+    places = [(1, 0)] * n_local + [(0, 1)] * n_remote
+    writers = [wide_writer(*place, **arguments) for place in places]
     readers = {n: MessageQueue.create_from_handle(each.export_handle(), 0) for n, each in enumerate(writers)}
     try:
         if ready:

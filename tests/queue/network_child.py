@@ -42,12 +42,13 @@ def _message(number: int) -> tuple[int, bytes]:
 async def _send(writer: MessageQueue, seconds: float) -> dict[str, Any]:
     number, error = 0, None
     try:
-        async with asyncio.timeout(seconds), writer:
+        async with writer:
             await writer.wait_until_ready(20)
-            while True:
-                await writer.enqueue(_message(number))
-                number += 1
-                await asyncio.sleep(random.uniform(0, 2 * PACE_S))
+            async with asyncio.timeout(seconds):
+                while True:
+                    await writer.enqueue(_message(number))
+                    number += 1
+                    await asyncio.sleep(random.uniform(0, 2 * PACE_S))
     except TimeoutError:
         pass
     except AioshmError as caught:
@@ -55,7 +56,7 @@ async def _send(writer: MessageQueue, seconds: float) -> dict[str, Any]:
     return {"sent": number, "resent": writer.stats().resent, "writer's error": error}
 
 
-async def _receive(handle: Handle | str) -> dict[str, Any]:
+async def _receive(handle: Handle | str, *, tell: bool = False) -> dict[str, Any]:
     expected = lost = twice_or_late = damaged = 0
     error = None
     async with MessageQueue.create_from_handle(handle, 0) as reader:
@@ -66,6 +67,8 @@ async def _receive(handle: Handle | str) -> dict[str, Any]:
                 twice_or_late += number < expected
                 damaged += received != _message(number)
                 expected = number + 1
+                if tell and not number:
+                    say("begun")
         except AioshmError as caught:
             error = f"{type(caught).__name__}: {caught}"
         received = reader.stats().messages
@@ -99,8 +102,8 @@ async def write(ip: str, timeout: str, seconds: str) -> None:
 
 
 async def read(handle: str) -> None:
-    """The reader alone."""
-    say(await _receive(handle))
+    """The reader alone, which says when the first message has come."""
+    say(await _receive(handle, tell=True))
 
 
 if __name__ == "__main__":

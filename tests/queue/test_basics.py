@@ -1,4 +1,4 @@
-"""What a queue does when nothing goes wrong."""
+"""What a queue does when nothing goes wrong; what its readers do the same in either place, local and remote."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from pairs import attached
+from pairs import EITHER_PLACE, attached
+from remotes import ready_ends
+from support import bystander, until
 
 from aioshm import (
     CodecError,
@@ -22,8 +24,9 @@ from aioshm import (
 )
 
 
-async def test_every_reader_gets_every_message_in_order() -> None:
-    async with attached(3) as (writer, readers):
+@pytest.mark.parametrize(("n_local", "n_remote"), [(3, 0), (2, 2)])
+async def test_every_reader_gets_every_message_in_order(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, readers):
 
         async def send() -> None:
             for number in range(1000):
@@ -31,7 +34,7 @@ async def test_every_reader_gets_every_message_in_order() -> None:
 
         async def receive(reader: MessageQueue) -> None:
             for number in range(1000):
-                assert await reader.dequeue(5) == {"number": number, "text": "x" * (number % 300)}
+                assert await reader.dequeue(10) == {"number": number, "text": "x" * (number % 300)}
 
         await asyncio.gather(send(), *map(receive, readers))
 
@@ -60,9 +63,11 @@ async def test_several_overflows_in_flight_keep_their_place() -> None:
             assert [await reader.dequeue(5) for _ in sent] == sent
 
 
-async def test_the_sender_may_change_its_buffers_at_once() -> None:
-    async with attached(1, chunk=65536) as (writer, (reader,)):
-        for size in (10_000, 1_000_000):  # through the ring, and through an annex
+@EITHER_PLACE
+async def test_the_sender_may_change_its_buffers_at_once(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote, chunk=65536) as (writer, (reader,)):
+        # Through the ring and through an annex, in one frame and in two, copied by pyzmq or not.
+        for size in (80, 10_000, 80_000, 400_000, 1_000_000, 24_000_000):
             array = np.arange(size, dtype=np.uint8)
             expected = array.copy()
             await writer.enqueue(array)
@@ -151,34 +156,37 @@ async def test_everything_sent_survives_the_writers_close() -> None:
         assert [obj async for obj in reader] == sent
 
 
-async def test_raw_slots() -> None:
-    async with attached(2, chunk=1000) as (writer, readers):
+@pytest.mark.parametrize(("n_local", "n_remote"), [(2, 0), (1, 1)])
+async def test_raw_slots(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote, chunk=1000) as (writer, readers):
         async with writer.acquire_write(1) as buffer:
             assert len(buffer) == 1000
             buffer[:] = b"z" * 1000
         for reader in readers:
-            async with reader.acquire_read(1) as view:
+            async with reader.acquire_read(5) as view:
                 assert view.readonly
                 assert view == b"z" * 1000
         async with writer.acquire_write(1) as buffer:
             buffer[:3] = b"abc"
         for reader in readers:
-            assert bytes(await reader.dequeue(1))[:3] == b"abc"
+            assert bytes(await reader.dequeue(5))[:3] == b"abc"
 
 
-async def test_a_failed_raw_write_sends_nothing_and_a_failed_raw_read_releases() -> None:
-    async with attached(1, codec="raw") as (writer, (reader,)):
+@pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 1)])
+async def test_a_failed_raw_write_sends_nothing_and_a_failed_raw_read_releases(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote, codec="raw") as (writer, readers):
         with pytest.raises(ZeroDivisionError):
             async with writer.acquire_write():
                 raise ZeroDivisionError
         await writer.enqueue(b"first")
         await writer.enqueue(b"second")
-        with pytest.raises(ZeroDivisionError):
-            async with reader.acquire_read() as view:
-                assert view == b"first"
-                raise ZeroDivisionError
-        assert await reader.dequeue(1) == b"second"
-        assert reader.stats().backlog == 0
+        for reader in readers:
+            with pytest.raises(ZeroDivisionError):
+                async with reader.acquire_read(5) as view:
+                    assert view == b"first"
+                    raise ZeroDivisionError
+            assert await reader.dequeue(5) == b"second", "a block that raises has had its message"
+            assert reader.stats().backlog == 0
 
 
 async def test_raw_read_of_overflow() -> None:
@@ -190,47 +198,65 @@ async def test_raw_read_of_overflow() -> None:
         assert await reader.dequeue(5) == b"next"
 
 
-async def test_a_view_kept_beyond_its_block_is_refused() -> None:
-    async with attached(1, codec="raw") as (writer, (reader,)):
+@EITHER_PLACE
+async def test_a_view_kept_beyond_its_block_is_refused(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote, codec="raw") as (writer, (reader,)):
         async with writer.acquire_write() as buffer:
             pass
         with pytest.raises(ValueError, match="released"):
             buffer[0] = 1
-        async with reader.acquire_read() as view:
+        async with reader.acquire_read(5) as view:
             pass
         with pytest.raises(ValueError, match="released"):
             view[0]
 
 
-async def test_broadcast_object() -> None:
-    async with attached(2) as (writer, readers):
+@pytest.mark.parametrize(("n_local", "n_remote"), [(2, 0), (1, 2)])
+async def test_broadcast_object(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, readers):
         results = await asyncio.gather(
             writer.broadcast_object({"k": [1]}), *(reader.broadcast_object() for reader in readers)
         )
-        assert results == [{"k": [1]}] * 3
+        assert results == [{"k": [1]}] * (1 + n_local + n_remote)
 
 
-async def test_undecodable_and_unencodable_messages() -> None:
-    async with attached() as (writer, (reader,)):
+@EITHER_PLACE
+async def test_undecodable_and_unencodable_messages(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, (reader,)):
         with pytest.raises(CodecError, match="function"):
             await writer.enqueue(lambda: None)
-        await writer.enqueue(_Explosive())
-        await writer.enqueue("fine")
+        for _ in range(2):
+            await writer.enqueue(_Explosive())
+            await writer.enqueue("fine")
         with pytest.raises(CodecError, match="ZeroDivisionError"):
             await reader.dequeue(5)
         assert await reader.dequeue(5) == "fine"
+        with pytest.raises(CodecError, match="ZeroDivisionError"):
+            await reader.dequeue_many(5, 5)
+        assert await reader.dequeue_many(5, 5) == ["fine"]
 
 
-async def test_too_large_a_message() -> None:
-    async with attached(max_message_bytes=10_000, codec="raw") as (writer, (reader,)):
-        with pytest.raises(MessageTooLarge, match="10001 bytes"):
-            await writer.enqueue(bytes(10_001))
-        await writer.enqueue(bytes(10_000))
-        assert len(await reader.dequeue(5)) == 10_000
+class _Explosive:
+    def __reduce__(self) -> tuple[object, tuple[int, int]]:
+        return divmod, (1, 0)
 
 
-async def test_wrong_end() -> None:
-    async with attached() as (writer, (reader,)):
+@pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 1)])
+async def test_too_large_a_message(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote, max_message_bytes=100_000, codec="raw") as (writer, readers):
+        for calling in (writer.enqueue(bytes(100_001)), writer.enqueue_many([b"x", bytes(100_001)])):
+            with pytest.raises(MessageTooLarge, match="100001 bytes"):
+                await calling
+        with pytest.raises(MessageTooLarge):
+            writer.enqueue_nowait(bytes(100_001))
+        await writer.enqueue(bytes(100_000))
+        for reader in readers:
+            assert len(await reader.dequeue(5)) == 100_000
+
+
+@EITHER_PLACE
+async def test_wrong_end(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, (reader,)):
         with pytest.raises(RoleError, match="writer"):
             await reader.enqueue(1)
         with pytest.raises(RoleError, match="writer"):
@@ -245,6 +271,30 @@ async def test_wrong_end() -> None:
             writer.dequeue_nowait()
         with pytest.raises(RoleError, match="reader"):
             writer.acquire_read()
+        with pytest.raises(RoleError, match="reader"):
+            writer.lease()
+
+
+@EITHER_PLACE
+async def test_another_thread(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, (reader,)):
+        errors = await asyncio.to_thread(_from_another_thread, writer, reader)
+        assert [type(error) for error in errors] == [RoleError] * 4
+
+
+def _from_another_thread(writer: MessageQueue, reader: MessageQueue) -> list[Exception]:
+    errors: list[Exception] = []
+    for call in (lambda: writer.enqueue_nowait(1), reader.dequeue_nowait):
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+    for coroutine in (writer.enqueue(1), reader.dequeue()):
+        try:
+            asyncio.run(coroutine)
+        except Exception as error:
+            errors.append(error)
+    return errors
 
 
 async def test_sending_implies_waiting_until_ready() -> None:
@@ -259,8 +309,9 @@ async def test_sending_implies_waiting_until_ready() -> None:
         assert received == "hello"
 
 
-async def test_two_consumers_share_the_messages_in_turn() -> None:
-    async with attached() as (writer, (reader,)):
+@EITHER_PLACE
+async def test_two_consumers_share_the_messages_in_turn(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, (reader,)):
 
         async def consume() -> list[int]:
             return [number async for number in reader]
@@ -279,8 +330,9 @@ async def test_two_consumers_share_the_messages_in_turn() -> None:
         assert second
 
 
-async def test_waiting_consumers_are_served_first_come_first() -> None:
-    async with attached() as (writer, (reader,)):
+@EITHER_PLACE
+async def test_waiting_consumers_are_served_first_come_first(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, (reader,)):
         consumers = [asyncio.ensure_future(reader.dequeue()) for _ in range(5)]
         await asyncio.sleep(0.01)
         for number in range(5):
@@ -288,23 +340,16 @@ async def test_waiting_consumers_are_served_first_come_first() -> None:
         assert await asyncio.gather(*consumers) == [0, 1, 2, 3, 4]
 
 
-async def test_a_reader_that_never_waits_lets_other_tasks_run() -> None:
-    async with attached(1, chunks=512) as (writer, (reader,)):
+@EITHER_PLACE
+async def test_a_reader_that_never_waits_lets_other_tasks_run(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote, chunks=512) as (writer, (reader,)):
         for number in range(512):
             writer.enqueue_nowait(number)
-        turns = 0
-
-        async def count_turns() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.ensure_future(count_turns())
-        for number in range(512):
-            assert await reader.dequeue() == number
-        counting.cancel()
-        assert turns >= 512 // 64 - 1
+        await until(lambda: reader.stats().backlog == 512, "the arrival of all messages")
+        async with bystander() as other:
+            for number in range(512):
+                assert await reader.dequeue() == number
+        assert other.turns >= 512 // 64 - 1
 
 
 async def test_stats_stay_readable_after_closing() -> None:
@@ -320,11 +365,6 @@ async def test_stats_stay_readable_after_closing() -> None:
     await writer.aclose()
     with pytest.raises(QueueClosed):
         await writer.enqueue(1)
-
-
-class _Explosive:
-    def __reduce__(self) -> tuple[object, tuple[int, int]]:
-        return divmod, (1, 0)
 
 
 async def test_who_is_missing_is_said() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pairs import attached
 from slots import slot_of
+from support import bystander, cancelled_after
 
 from aioshm import CodecError, CorruptSlot, MessageQueue, QueueCancelled, QueueClosed, RoleError
 from aioshm.ring.layout import SLOT_HEADER_BYTES
@@ -81,16 +82,9 @@ async def test_10_000_random_cancellations_of_dequeue_many() -> None:
                 batch = [_message(number, 1, 1) for number in range(sent, sent + rng.randrange(1, 7))]
                 sent += len(batch)
                 sending = asyncio.ensure_future(writer.enqueue_many(batch))
-            task = asyncio.ensure_future(reader.dequeue_many(rng.randrange(1, 8)))
-            for _ in range(rng.randrange(8)):
-                if task.done():
-                    break
-                await asyncio.sleep(0)
-            task.cancel()
-            try:
-                received += await task
-            except asyncio.CancelledError:
-                cancellations += 1
+            batch = await cancelled_after(reader.dequeue_many(rng.randrange(1, 8)), rng.randrange(8)) or []
+            cancellations += not batch
+            received += batch
             if sending is not None:
                 while not sending.done() and len(received) < sent:
                     received += await reader.dequeue_many(3, 10)
@@ -248,25 +242,16 @@ async def test_sending_a_batch_implies_waiting_until_ready() -> None:
 
 async def test_a_stream_of_batches_starves_no_other_task() -> None:
     async with attached(1, chunks=512) as (writer, (reader,)):
-        turns = 0
-
-        async def count_turns() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.ensure_future(count_turns())
-        for number in range(512):
-            await writer.enqueue_many([number])
-        assert turns >= 512 // 64 - 1
-        turns = 0
-        received: list[int] = []
-        while len(received) < 512:
-            received += await reader.dequeue_many(64)
-        counting.cancel()
+        async with bystander() as other:
+            for number in range(512):
+                await writer.enqueue_many([number])
+            assert other.turns >= 512 // 64 - 1
+            other.turns = 0
+            received: list[int] = []
+            while len(received) < 512:
+                received += await reader.dequeue_many(64)
+            assert other.turns >= 512 // 64 - 1
         assert received == list(range(512))
-        assert turns >= 512 // 64 - 1
 
 
 async def test_one_wake_up_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Cancelling at any await loses nothing and duplicates nothing."""
+"""Cancelling at any await loses nothing and duplicates nothing, wherever the readers are."""
 
 from __future__ import annotations
 
@@ -7,35 +7,25 @@ import random
 from contextlib import suppress
 
 import pytest
-from pairs import attached
+from pairs import EITHER_PLACE, attached
+from remotes import ready_ends, wide_writer
+from support import cancelled_after, until
 
 from aioshm import MessageQueue
 
-OVERFLOW = 6000
-"""More than a chunk of the queues below."""
+LARGE = 20_000
+"""More than a chunk of the queues below, and than what goes over the network in one frame."""
 
 
 def _message(number: int) -> tuple[int, bytes]:
-    return number, bytes([number % 251]) * (OVERFLOW if number % 7 == 3 else number % 50)
+    return number, bytes([number % 251]) * (LARGE if number % 7 == 3 else number % 50)
 
 
-async def _cancelled_after(coroutine: object, turns: int) -> object:
-    """Run a call, cancelling it after so many turns of the loop; return its result or None."""
-    task = asyncio.ensure_future(coroutine)  # type: ignore[arg-type]
-    for _ in range(turns):
-        if task.done():
-            break
-        await asyncio.sleep(0)
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        return await task
-    return None
-
-
-async def test_10_000_random_cancellations_of_dequeue() -> None:
+@pytest.mark.parametrize(("n_local", "n_remote", "cancellations"), [(1, 0, 20_000), (0, 1, 2000)])
+async def test_random_cancellations_of_dequeue(n_local: int, n_remote: int, cancellations: int) -> None:
     rng = random.Random(1)
-    async with attached(1, chunks=4) as (writer, (reader,)):
-        cancellations = sent = received = 0
+    async with ready_ends(n_local, n_remote, remote_window=5) as (writer, (reader,)):
+        cancelled = sent = received = 0
 
         async def send(amount: int) -> None:
             nonlocal sent
@@ -43,27 +33,39 @@ async def test_10_000_random_cancellations_of_dequeue() -> None:
                 await writer.enqueue(_message(sent))
                 sent += 1
 
-        while cancellations < 10_000:
+        while cancelled < cancellations:
             sending = asyncio.ensure_future(send(rng.randrange(4))) if rng.random() < 0.5 else None
-            result = await _cancelled_after(reader.dequeue(), rng.randrange(8))
-            if result is None:
-                cancellations += 1
+            if rng.random() < 0.5:
+                message = await cancelled_after(reader.dequeue(), rng.randrange(8))
+                batch = [] if message is None else [message]
             else:
-                assert result == _message(received)
+                batch = await cancelled_after(reader.dequeue_many(3), rng.randrange(8)) or []
+            if not batch:
+                cancelled += 1
+            for message in batch:
+                assert message == _message(received)
                 received += 1
             if sending is not None:
                 while not sending.done():
-                    assert await reader.dequeue(10) == _message(received)
-                    received += 1
+                    with suppress(TimeoutError):
+                        assert await reader.dequeue(0.01) == _message(received)
+                        received += 1
         while received < sent:
             assert await reader.dequeue(10) == _message(received)
             received += 1
+        assert reader.stats().backlog == 0
 
 
-async def test_10_000_random_cancellations_of_enqueue() -> None:
+@pytest.mark.parametrize(("n_local", "n_remote", "cancellations"), [(2, 0, 10_000), (1, 2, 2000)])
+async def test_random_cancellations_of_enqueue(n_local: int, n_remote: int, cancellations: int) -> None:
     rng = random.Random(2)
-    async with attached(2, chunks=3) as (writer, readers):
-        logs: list[list[int]] = [[], []]
+    async with ready_ends(n_local, n_remote, chunks=3, remote_window=3) as (writer, readers):
+        logs: list[list[int]] = [[] for _ in readers]
+        cancelled = number = waited = 0
+
+        def full() -> bool:
+            stats = writer.stats()
+            return (stats.kept if n_remote else stats.backlog) == 3
 
         async def receive(reader: MessageQueue, log: list[int]) -> None:
             async for number, payload in reader:
@@ -73,31 +75,40 @@ async def test_10_000_random_cancellations_of_enqueue() -> None:
                     await asyncio.sleep(0)
 
         receiving = [asyncio.ensure_future(receive(r, log)) for r, log in zip(readers, logs, strict=True)]
-        certain = set()
-        cancellations = number = 0
-        while cancellations < 10_000:
-            task = asyncio.ensure_future(writer.enqueue(_message(number)))
+        batches, certain = [], set()
+        while cancelled < cancellations:
+            batch = [number + index for index in range(rng.randrange(1, 4))]
+            if len(batch) == 1:
+                task = asyncio.ensure_future(writer.enqueue(_message(number)))
+            else:
+                task = asyncio.ensure_future(writer.enqueue_many(map(_message, batch)))
             for _ in range(rng.randrange(4)):
                 await asyncio.sleep(0)
+            waited += full()
             task.cancel()
             try:
                 await task
-                certain.add(number)
+                certain.update(batch)
             except asyncio.CancelledError:
-                cancellations += 1
-            number += 1
+                cancelled += 1
+            batches.append(batch)
+            number += len(batch)
         await writer.enqueue(_message(number))
         certain.add(number)
         await writer.aclose()
         await asyncio.gather(*receiving)
-        assert logs[0] == logs[1], "every reader got the same messages"
-        assert logs[0] == sorted(set(logs[0])), "none came twice or out of order"
-        assert certain <= set(logs[0]), "what was sent for certain arrived"
+        arrived = set(logs[0])
+        assert all(log == logs[0] for log in logs), "every reader got the same messages"
+        assert logs[0] == sorted(arrived), "none came twice or out of order"
+        assert certain <= arrived, "what was sent for certain arrived"
+        assert all(arrived.issuperset(batch) or arrived.isdisjoint(batch) for batch in batches), "all or none"
+        assert waited > cancellations // 10, "the ring or the window was full often enough"
 
 
-async def test_cancelling_one_of_many_consumers_loses_nothing() -> None:
+@EITHER_PLACE
+async def test_cancelling_one_of_many_consumers_loses_nothing(n_local: int, n_remote: int) -> None:
     rng = random.Random(3)
-    async with attached(1, chunks=8) as (writer, (reader,)):
+    async with ready_ends(n_local, n_remote, chunks=8, remote_window=8) as (writer, (reader,)):
         received: list[int] = []
 
         async def consume() -> None:
@@ -105,7 +116,7 @@ async def test_cancelling_one_of_many_consumers_loses_nothing() -> None:
                 received.append((await reader.dequeue())[0])
 
         consumers = [asyncio.ensure_future(consume()) for _ in range(4)]
-        for number in range(3000):
+        for number in range(2500):
             await writer.enqueue(_message(number), 10)
             if rng.random() < 0.3:
                 victim = rng.randrange(4)
@@ -113,12 +124,11 @@ async def test_cancelling_one_of_many_consumers_loses_nothing() -> None:
                 consumers[victim] = asyncio.ensure_future(consume())
             if rng.random() < 0.3:
                 await asyncio.sleep(0)
-        while reader.stats().backlog:
-            await asyncio.sleep(0.001)
+        await until(lambda: not writer.stats().backlog, "the end of every message's way")
         for consumer in consumers:
             consumer.cancel()
         await asyncio.gather(*consumers, return_exceptions=True)
-        assert received == list(range(3000))
+        assert received == list(range(2500))
 
 
 async def test_cancelled_raw_access_gives_its_turn_back() -> None:
@@ -129,24 +139,25 @@ async def test_cancelled_raw_access_gives_its_turn_back() -> None:
             async with writer.acquire_write():
                 pytest.fail("no slot was free")
 
-        assert await _cancelled_after(hold_write(), 5) is None
+        assert await cancelled_after(hold_write(), 5) is None
 
         async def hold_read() -> None:
             async with reader.acquire_read():
                 await asyncio.Event().wait()
 
-        assert await _cancelled_after(hold_read(), 5) is None  # reading had begun: the slot is released
+        assert await cancelled_after(hold_read(), 5) is None  # reading had begun: the slot is released
         await writer.enqueue(b"2", 5)
         assert await reader.dequeue(5) == b"2"
 
 
-async def test_cancelled_wait_until_ready_can_be_called_again() -> None:
-    writer = MessageQueue(1, 1, max_chunk_bytes=4096)
+@EITHER_PLACE
+async def test_cancelled_attaching_can_be_begun_again(n_local: int, n_remote: int) -> None:
+    writer = wide_writer(n_local, n_remote)
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     async with writer, reader:
         for turns in range(6):
-            await _cancelled_after(writer.wait_until_ready(), turns)
-            await _cancelled_after(reader.wait_until_ready(), turns)
+            await cancelled_after(writer.wait_until_ready(), turns)
+            await cancelled_after(reader.wait_until_ready(), turns)
         with suppress(TimeoutError):
             await reader.wait_until_ready(0)
         await asyncio.gather(writer.wait_until_ready(5), reader.wait_until_ready(5))
@@ -154,16 +165,19 @@ async def test_cancelled_wait_until_ready_can_be_called_again() -> None:
         assert await reader.dequeue(5) == 1
 
 
-async def test_aclose_finishes_even_when_cancelled() -> None:
-    async with attached(1) as (writer, (reader,)):
-        waiting = asyncio.ensure_future(reader.dequeue())
-        await asyncio.sleep(0)
+@pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 1)])
+@pytest.mark.parametrize("unread", [False, True])
+async def test_aclose_finishes_even_when_cancelled(n_local: int, n_remote: int, unread: bool) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, readers):
         await writer.enqueue(b"x" * 1_000_000)
-        assert await waiting == b"x" * 1_000_000
-        for end in (reader, writer):
+        if not unread:
+            for reader in readers:
+                assert await reader.dequeue(5) == b"x" * 1_000_000
+        for end in (*readers, writer):
             closing = asyncio.ensure_future(end.aclose())
             await asyncio.sleep(0)
             closing.cancel()
             with suppress(asyncio.CancelledError):
                 await closing
             assert repr(end).endswith("closed>")
+            await end.aclose()

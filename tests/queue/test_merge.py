@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from children import child
 from merging import BIG, asleep, poller_of, queues
+from support import bystander
 
 from aioshm import MessageQueue, RoleError
 from aioshm.queue.merge import merge
@@ -98,23 +99,14 @@ class TestTurns:
         async with queues(3) as (writers, readers):
             for writer in writers:
                 writer.enqueue_nowait("flood")
-            ticks = 0
-
-            async def tick() -> None:
-                nonlocal ticks
-                while True:
-                    ticks += 1
-                    await asyncio.sleep(0)
-
-            ticking = asyncio.ensure_future(tick())
-            merged = merge(readers)
-            for number in range(6400):
-                rank, _ = await anext(merged)
-                writers[rank].enqueue_nowait("flood")
-                if number == 0:
-                    ticks = 0
-            ticking.cancel()
-            assert ticks >= 99
+            async with bystander() as other:
+                merged = merge(readers)
+                for number in range(6400):
+                    rank, _ = await anext(merged)
+                    writers[rank].enqueue_nowait("flood")
+                    if number == 0:
+                        other.turns = 0
+                assert other.turns >= 99
 
     async def test_exceptions_can_be_messages(self) -> None:
         async with queues(1) as (writers, readers):

@@ -272,6 +272,8 @@ def running(hosts: TwoHosts, timeout: float, seconds: float) -> Iterator[tuple[s
         assert writer.stdout is not None
         handle = writer.stdout.readline()
         with hosts.child(1, "asyncio", "read", handle) as reader:
+            assert reader.stdout is not None
+            assert json.loads(reader.stdout.readline()) == "begun"
             yield writer, reader
 
 
@@ -286,7 +288,6 @@ def test_a_slow_network_that_loses_packets() -> None:
 def test_a_cable_that_is_pulled_out(seconds: float) -> None:
     timeout = 1.5
     with two_hosts() as hosts, running(hosts, timeout, 2.5 if seconds < timeout else 20.0) as children:
-        time.sleep(0.5)
         hosts.plug(False)
         time.sleep(seconds)
         hosts.plug(True)

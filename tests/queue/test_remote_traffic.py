@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import multiprocessing
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import uvloop
 from children import child
+from crowd import Crowd
 from remotes import ready_ends, wide_writer
 
 from aioshm import Handle, MessageQueue, QueueFull
@@ -119,17 +119,8 @@ def _reader_process(handle: Handle, rank: int, result: Connection) -> None:
 
 
 def test_four_processes_receive_10_000_random_arrays() -> None:
-    context = multiprocessing.get_context("spawn")
     writer = wide_writer(2, 2, chunk=256 * 1024, chunks=10)
-    handle = writer.export_handle()
-    results, processes = [], []
-    for rank in range(4):
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_reader_process, args=(handle, rank, theirs))
-        process.start()
-        theirs.close()
-        results.append(mine)
-        processes.append(process)
+    crowd = Crowd(_reader_process, writer.export_handle(), 4)
 
     async def write() -> str:
         digest = hashlib.blake2b()
@@ -143,12 +134,7 @@ def test_four_processes_receive_10_000_random_arrays() -> None:
         return digest.hexdigest()
 
     sent = uvloop.run(write())
-    for process, result in zip(processes, results, strict=True):
-        process.join(60)
-        assert process.exitcode == 0
-        assert result.recv() == (MESSAGES, sent)
-        result.close()
-        process.close()
+    assert crowd.results() == [(MESSAGES, sent)] * 4
 
 
 def test_a_reader_a_hundred_times_as_slow_as_the_writer() -> None:

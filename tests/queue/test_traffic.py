@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import random
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crowd import Crowd
 from pairs import attached
 
 from aioshm import Handle, MessageQueue, Options
@@ -52,18 +52,9 @@ def _reader_process(handle: Handle, rank: int, result: Connection) -> None:
 
 
 async def test_four_processes_receive_10_000_random_arrays() -> None:
-    context = multiprocessing.get_context("spawn")
     # Chunks of 128 KiB: every 500th array overflows.
     writer = MessageQueue(READERS, READERS, max_chunk_bytes=128 * 1024, max_chunks=10)
-    handle = writer.export_handle()
-    results, processes = [], []
-    for rank in range(READERS):
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_reader_process, args=(handle, rank, theirs))
-        process.start()
-        theirs.close()
-        results.append(mine)
-        processes.append(process)
+    crowd = Crowd(_reader_process, writer.export_handle(), READERS)
     rng = random.Random(0)
     async with writer:
         await writer.wait_until_ready(30)
@@ -75,12 +66,7 @@ async def test_four_processes_receive_10_000_random_arrays() -> None:
                 await asyncio.sleep(rng.random() * 0.005)
         assert total > 350_000_000
         assert writer.stats().overflows == MESSAGES // 500
-        for process, result in zip(processes, results, strict=True):
-            await asyncio.to_thread(process.join, 60)
-            assert process.exitcode == 0
-            assert result.recv() == MESSAGES
-            result.close()
-            process.close()
+        assert await asyncio.to_thread(crowd.results) == [MESSAGES] * READERS
 
 
 @pytest.mark.parametrize("wait", ["park", "adaptive"])

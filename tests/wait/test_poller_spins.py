@@ -10,7 +10,7 @@ from time import monotonic
 
 import pytest
 from loops import turns
-from support import until
+from support import bystander, until
 from waiters import MODES, End, Told, pollers
 
 from aioshm.config import Wait
@@ -25,22 +25,14 @@ class TestSpinning:
     @pytest.mark.parametrize(("yields", "looks"), [(False, 1), (True, 100)])
     async def test_tells_whether_the_other_tasks_have_run(self, yields: bool, looks: int) -> None:
         end = End("spin")
-        turns_of_others = 0
-
-        async def other() -> None:
-            nonlocal turns_of_others
-            while True:
-                turns_of_others += 1
-                await asyncio.sleep(0)
 
         def look() -> bool:
             end.looks += 1
             return end.looks > looks
 
-        task = asyncio.ensure_future(other())
-        assert await end.wait(look=look) is yields
-        assert (turns_of_others > 0) is yields
-        task.cancel()
+        async with bystander() as other:
+            assert await end.wait(look=look) is yields
+            assert (other.turns > 0) is yields
 
     async def test_lets_the_other_tasks_run(self) -> None:
         end = End("spin")

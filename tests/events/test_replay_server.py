@@ -1,0 +1,123 @@
+"""What the publisher answers to those who ask for a replay, and to those who ask for nothing of the kind."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import pytest
+import zmq
+from support import until
+
+from aioshm.events import Received, replay_server, wire
+
+from .helpers import PATIENCE_S, Ends, batch, take
+
+
+@pytest.mark.parametrize("form", ["topic", "legacy"])
+async def test_replay_answers(ends: Ends, raw: Any, form: Any) -> None:
+    publisher = ends.publisher(topic="kv", buffer_steps=5, replay_format=form)
+    for n in range(8):
+        publisher.publish(batch(n))
+    await publisher.flush(PATIENCE_S)
+    client = raw(zmq.DEALER, publisher.replay_endpoint)
+    for start, first in ((0, 3), (6, 6)):  # what is older than the buffer: answered with what there is
+        *replies, end = await client.ask(b"", wire.pack_seq(start))
+        parsed = [wire.parse_reply(reply) for reply in replies]
+        assert [reply.seq for reply in parsed if reply] == list(range(first, 8))
+        assert {reply.topic for reply in parsed if reply} == {b"kv" if form == "topic" else None}
+        assert end == wire.end_reply(form)
+    assert await client.ask(b"", wire.pack_seq(8)) == [wire.end_reply(form)]
+    assert publisher.stats().replay_requests == 3
+
+
+async def test_a_req_socket_gets_one_answer(ends: Ends, raw: Any) -> None:
+    """A REQ takes one reply a request: the first; asking for what is not there yet gives the end marker."""
+    publisher = ends.publisher()
+    client = raw(zmq.REQ, publisher.replay_endpoint)
+    client.socket.send(wire.pack_seq(0))
+    assert await client.receive() == wire.end_reply("topic")[1:]
+
+
+async def test_malformed_requests_are_counted_named_and_answered_with_the_end(
+    ends: Ends, raw: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = ends.publisher()
+    publisher.publish(batch(0))
+    client = raw(zmq.DEALER, publisher.replay_endpoint)
+    bad = [[b""], [b"x", wire.pack_seq(0)], [b"", b"123"], [b"", wire.pack_seq(0), b"more"], [b"\xff" * 9]]
+    with caplog.at_level(logging.WARNING, "aioshm.events"):
+        for frames in bad:
+            assert await client.ask(*frames) == [wire.end_reply("topic")]
+    assert len(await client.ask(b"", wire.pack_seq(0))) == 2  # it still works
+    assert publisher.stats().malformed_requests == len(bad)
+    assert len(caplog.records) == 1, "rate-limited"
+    assert "127.0.0.1" in caplog.text
+
+
+async def test_strangers_that_do_not_speak_zeromq(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    publisher = ends.publisher()
+    subscriber = ends.subscriber(publisher)
+    with caplog.at_level(logging.WARNING, "aioshm.events"):
+        for endpoint in (publisher.endpoint, publisher.replay_endpoint):
+            with socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2]))) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
+        await until(lambda: publisher.stats().handshake_failures >= 2)
+    assert "handshake" in caplog.text
+    publisher.publish(batch(0))
+    assert [item.seq for item in await take(subscriber, 1) if isinstance(item, Received)] == [0]
+
+
+async def test_a_request_that_is_too_large_is_cut_off(ends: Ends, raw: Any) -> None:
+    publisher = ends.publisher()
+    stranger = raw(zmq.DEALER, publisher.replay_endpoint)
+    stranger.socket.send_multipart([b"", b"x" * 10_000_000])
+    publisher.publish(batch(0))
+    client = raw(zmq.DEALER, publisher.replay_endpoint)
+    await until(lambda: publisher.stats().sent == 1)
+    assert len(await client.ask(b"", wire.pack_seq(0))) == 2
+
+
+async def test_a_slow_client_is_served_fully_while_others_go_on(ends: Ends, raw: Any) -> None:
+    publisher = ends.publisher(buffer_steps=3000)
+    for n in range(3000):
+        publisher.publish(batch(n, 20))
+    await publisher.flush(PATIENCE_S)
+    slow = raw(zmq.DEALER, publisher.replay_endpoint, hwm=1)
+    slow.socket.rcvbuf = 4096
+    slow.socket.send_multipart(wire.request(0))
+    await until(lambda: publisher.stats().replay_requests == 1)
+    for n in range(3000, 7000):  # everything the slow client still has to get is pushed out of the buffer
+        publisher.publish(batch(n))
+    await publisher.flush(PATIENCE_S)
+    quick = raw(zmq.DEALER, publisher.replay_endpoint)
+    assert len(await quick.ask(b"", wire.pack_seq(6990))) == 11
+    assert publisher.stats().replayed < 3000 + 10
+    seen = []
+    while (reply := wire.parse_reply(await slow.receive())) is not None:
+        seen.append(reply.seq)
+    assert seen == list(range(3000))
+
+
+async def test_a_client_that_stops_reading_is_given_up(ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_server, "STALLED_S", 0.1)
+    publisher = ends.publisher()
+    for n in range(5000):
+        publisher.publish(batch(n, 100))
+    await publisher.flush(PATIENCE_S)
+    stalled = raw(zmq.DEALER, publisher.replay_endpoint, hwm=1)
+    stalled.socket.send_multipart(wire.request(0))
+    await until(lambda: publisher.stats().abandoned_replays == 1)
+
+
+async def test_a_client_that_leaves_is_forgotten(ends: Ends, raw: Any) -> None:
+    publisher = ends.publisher()
+    for n in range(5000):
+        publisher.publish(batch(n, 100))
+    await publisher.flush(PATIENCE_S)
+    leaving = raw(zmq.DEALER, publisher.replay_endpoint, hwm=1)
+    leaving.socket.send_multipart(wire.request(0))
+    await until(lambda: publisher.stats().replay_requests == 1)
+    leaving.socket.close()
+    await until(lambda: publisher.stats().abandoned_replays == 1)

@@ -1,0 +1,227 @@
+"""The subscriber where messages, connections and publishers are lost: always everything or a word."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import until
+
+from aioshm.events import (
+    BlockIndex,
+    BlockStored,
+    EventBatch,
+    EventSubscriber,
+    Lost,
+    PublisherRestarted,
+    Received,
+    Restarted,
+    Source,
+    ZmqEventPublisher,
+    follow,
+)
+
+from .helpers import ANY, PATIENCE_S, Ends, batch, take
+from .proxy import LossyProxy, free_endpoint
+from .truth import Truth, follow_until, held
+
+
+async def test_the_lost_end_of_a_stream_is_found(ends: Ends) -> None:
+    publisher = ends.publisher()
+    proxy = LossyProxy(publisher.endpoint, 1.0)
+    try:
+        subscriber = EventSubscriber(proxy.endpoint, publisher.replay_endpoint, check_interval=0.05)
+        async with subscriber:
+            for n in range(5):
+                publisher.publish(batch(n))
+                assert (await take(subscriber, 1))[0].seq == n  # type: ignore[union-attr]
+    finally:
+        await proxy.close()
+
+
+async def test_without_replay_a_gap_is_reported(ends: Ends) -> None:
+    publisher = ends.publisher(replay=None)
+    proxy = LossyProxy(publisher.endpoint, 0.3)
+    try:
+        async with EventSubscriber(proxy.endpoint) as subscriber:
+            at, lost = -1, 0
+            n = 0
+            async with asyncio.timeout(PATIENCE_S):
+                while at < 500:
+                    publisher.publish(batch(n))
+                    n += 1
+                    try:
+                        item = await subscriber.receive(0.001)
+                    except TimeoutError:
+                        continue
+                    first, last = (item.seq, item.seq) if isinstance(item, Received) else (item.first, item.last)  # type: ignore[union-attr]
+                    assert first == at + 1
+                    at = last
+                    lost += isinstance(item, Lost)
+            assert lost
+    finally:
+        await proxy.close()
+
+
+@pytest.mark.parametrize("form", ["topic", "legacy"])
+@pytest.mark.parametrize("encoding", ["array", "map"])
+async def test_thirty_percent_loss_leaves_no_trace(ends: Ends, form: Any, encoding: Any) -> None:
+    publisher = ends.publisher(replay_format=form, encoding=encoding, topic="kv")
+    proxy = LossyProxy(publisher.endpoint, 0.3)
+    truth = Truth(1)
+    index: BlockIndex[Source] = BlockIndex()
+    try:
+        async with EventSubscriber(proxy.endpoint, publisher.replay_endpoint, "kv", check_interval=0.05) as subscriber:
+            for n in range(1500):
+                publisher.publish(truth.step())
+                if n % 50 == 0:
+                    await asyncio.sleep(0.002)
+            assert not await follow_until(subscriber, index, 1, {0: 1499})
+            assert held(index) == truth.held
+            assert subscriber.stats().replayed > 0
+    finally:
+        await proxy.close()
+
+
+async def test_a_killed_publisher_that_comes_back_is_noticed(nothing_left: None) -> None:
+    endpoint, replay = free_endpoint(), free_endpoint()
+    index: BlockIndex[Source] = BlockIndex()
+    async with EventSubscriber(endpoint, replay, check_interval=0.05, replay_timeout=1.0) as subscriber:
+        for life, count in enumerate((40, 41, 20, 300)):  # fewer, one more, and many more than the one before
+            truth = Truth(life)
+            async with ZmqEventPublisher(0, endpoint, replay, bind=True) as publisher:
+                for _ in range(count):
+                    publisher.publish(truth.step())
+                async with asyncio.timeout(PATIENCE_S):
+                    while held(index) != truth.held or not index.complete(index.publishers[0]):
+                        follow(index, await subscriber.receive())
+        assert subscriber.stats().restarts == 3
+
+
+async def test_a_publisher_process_that_is_killed(nothing_left: None) -> None:
+    endpoint, replay = free_endpoint(), free_endpoint()
+    code = f"""
+import asyncio
+from aioshm.events import BlockStored, EventBatch, ZmqEventPublisher
+async def main():
+    async with ZmqEventPublisher(0, {endpoint!r}, {replay!r}, bind=True) as publisher:
+        n = 0
+        while True:
+            publisher.publish(EventBatch(float(n), [BlockStored([n], None, [1], 1, None, "GPU")]))
+            n += 1
+            await asyncio.sleep(0.001)
+asyncio.run(main())
+"""
+    async with EventSubscriber(endpoint, replay, check_interval=0.05, replay_timeout=1.0) as subscriber:
+        for life in range(2):
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+            try:
+                expected = 0
+                async with asyncio.timeout(PATIENCE_S):
+                    while expected < 200:
+                        item = await subscriber.receive()
+                        if isinstance(item, Restarted):
+                            assert life == 1
+                            expected = 0
+                            continue
+                        assert isinstance(item, Received)
+                        assert item.seq == expected
+                        expected += 1
+            finally:
+                process.kill()
+                await process.wait()
+        with pytest.raises(PublisherRestarted):
+            raise Restarted(item.source, 5).error()
+
+
+async def test_what_is_overdue_at_once(ends: Ends) -> None:
+    """A timer of no time at all, which uvloop makes no timer of."""
+    publisher = ends.publisher()
+    async with EventSubscriber(publisher.endpoint, publisher.replay_endpoint, check_interval=1e-6) as subscriber:
+        for n in range(50):
+            publisher.publish(batch(n))
+            await asyncio.sleep(0)
+        assert [item.seq for item in await take(subscriber, 50)] == list(range(50))
+
+
+async def test_a_connection_that_breaks_is_resumed(ends: Ends) -> None:
+    """Everything that was published while there was no connection comes by replay."""
+    publisher = ends.publisher()
+    proxy = LossyProxy(publisher.endpoint, 0.0)
+    try:
+        async with EventSubscriber(proxy.endpoint, publisher.replay_endpoint, check_interval=0.05) as subscriber:
+            for n in range(100):
+                publisher.publish(batch(n))
+            first = await take(subscriber, 100)
+            proxy._back.unbind(proxy.endpoint)
+            for n in range(100, 200):
+                publisher.publish(batch(n))
+            await publisher.flush()
+            await until(proxy.bind_again)
+            items = first + await take(subscriber, 100)
+            assert [item.seq for item in items if isinstance(item, Received)] == list(range(200))
+    finally:
+        await proxy.close()
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["publish"] * 5 + ["restart", "pause", "join"]), st.integers(1, 60)),
+    min_size=3,
+    max_size=8,
+)
+
+
+@given(
+    steps=STEPS,
+    share=st.sampled_from([0.0, 0.3, 0.7]),
+    buffer=st.sampled_from([20, 10_000]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+def test_soak(steps: list[tuple[str, int]], share: float, buffer: int, seed: int) -> None:
+    """Whatever happens to publisher and network: the index equals the truth, or a loss was reported."""
+    asyncio.run(soak(steps, share, buffer, seed))
+
+
+async def soak(steps: list[tuple[str, int]], share: float, buffer: int, seed: int) -> None:
+    replay = free_endpoint()
+    publisher = ZmqEventPublisher(0, ANY, replay, buffer, bind=True)
+    proxy = LossyProxy(publisher.endpoint, share, seed)
+    truth = Truth(seed)
+    options: Any = {"check_interval": 0.02, "replay_timeout": 0.5}
+    subscriber = EventSubscriber(proxy.endpoint, replay, **options)
+    subscriber.open()
+    index: BlockIndex[Source] = BlockIndex()
+    try:
+        for action, count in steps:
+            if action == "publish":
+                for _ in range(count):
+                    publisher.publish(truth.step())
+            elif action == "restart":
+                await publisher.aclose(0)
+                truth = Truth(seed + count)
+                publisher = ZmqEventPublisher(0, ANY, replay, buffer, bind=True)
+                proxy.follow(publisher.endpoint)
+            elif action == "pause":
+                await asyncio.sleep(count / 2000)
+            else:
+                await subscriber.aclose()
+                index = BlockIndex()
+                subscriber = EventSubscriber(proxy.endpoint, replay, **options)
+                subscriber.open()
+        end = EventBatch(float(seed), [BlockStored([2**63 + seed], None, [], 1, None, "GPU")])
+        truth.held.add(2**63 + seed)
+        publisher.publish(end)
+        async with asyncio.timeout(PATIENCE_S):
+            while held(index) != truth.held:
+                if 2**63 + seed in held(index) and not index.complete(index.publishers[0]):
+                    break  # reported
+                follow(index, await subscriber.receive())
+    finally:
+        await subscriber.aclose()
+        await proxy.close()
+        await publisher.aclose()

@@ -1,0 +1,126 @@
+"""The subscriber among strangers: garbage is counted and named, silence ends in a loss."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import zmq
+
+from aioshm.events import EventBatch, EventSubscriber, Lost, Received, ZmqEventPublisher, wire
+from aioshm.events.encoding import BatchEncoder
+
+from .helpers import ANY, PATIENCE_S, Ends, batch
+
+
+@pytest_asyncio.fixture
+async def stranger() -> AsyncIterator[Any]:
+    made: list[zmq.Socket[bytes]] = []
+
+    def make(kind: int, endpoint: str, *, bind: bool = False) -> zmq.Socket[bytes]:
+        one: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        one.linger = 0
+        made.append(one)
+        one.bind(endpoint) if bind else one.connect(endpoint)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+async def test_garbage_from_strangers_is_counted_and_named(
+    nothing_left: None, stranger: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with EventSubscriber("tcp://127.0.0.1:0", bind=True) as subscriber:
+        (endpoint,) = subscriber.endpoints
+        publisher = ZmqEventPublisher(0, endpoint)
+        bad = stranger(zmq.PUB, endpoint)
+        good = BatchEncoder().encode(batch(0), 0)
+        junk = [
+            [b""],
+            [b"", b"1", good],
+            [b"", b"\xff" * 8, good],
+            [b"", wire.pack_seq(0), b"\xc1"],
+            [b"a", b"b", b"c", b"d"],
+        ]
+        at = -1
+        with caplog.at_level(logging.WARNING, "aioshm.events"):
+            async with asyncio.timeout(PATIENCE_S):
+                while at < 100 or subscriber.stats().garbage < 20:
+                    for frames in junk:
+                        bad.send_multipart(frames)
+                    publisher.publish(batch(0))
+                    try:
+                        item = await subscriber.receive(0.002)
+                    except TimeoutError:
+                        continue
+                    if isinstance(item, Received):
+                        assert at in (-1, item.seq - 1)
+                        at = item.seq
+        assert endpoint in caplog.text
+        assert len(caplog.records) == 1, "rate-limited"
+        await publisher.aclose()
+
+
+async def test_a_replay_port_that_answers_garbage(ends: Ends, stranger: Any) -> None:
+    publisher = ends.publisher(replay=None)
+    router = stranger(zmq.ROUTER, ANY, bind=True)
+    replay = router.last_endpoint.rstrip(b"\0").decode()
+    async with EventSubscriber(publisher.endpoint, replay, replay_timeout=0.2, check_interval=None) as subscriber:
+        subscriber.open()
+
+        async def serve() -> None:
+            while True:
+                while router.poll(0):
+                    identity = router.recv_multipart()[0]
+                    for frames in (
+                        [b"x"],
+                        [b"", b"y", b"z"],
+                        [b"", b"", wire.pack_seq(1), b"\xc1"],
+                        [b"", b"", b"", b"", b""],
+                    ):
+                        router.send_multipart([identity, *frames])
+                await asyncio.sleep(0.001)
+
+        serving = asyncio.create_task(serve())
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    publisher.publish(batch(0))
+                    try:
+                        item = await subscriber.receive(0.02)
+                    except TimeoutError:
+                        continue
+                    break
+            assert isinstance(item, Received | Lost)
+            stats = subscriber.stats()
+            assert stats.garbage > 0
+            assert stats.replay_failures > 0
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_a_silent_replay_port_ends_in_a_loss_that_names_it(ends: Ends, stranger: Any) -> None:
+    publisher = ends.publisher(replay=None)
+    silent = stranger(zmq.ROUTER, ANY, bind=True).last_endpoint.rstrip(b"\0").decode()
+    async with EventSubscriber(
+        publisher.endpoint, silent, start="live", replay_timeout=0.05, check_interval=None
+    ) as subscriber:
+        proxied: list[Any] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(isinstance(item, Lost) for item in proxied):
+                publisher.publish(batch(0))
+                if proxied:  # a number that nobody can fill
+                    publisher._outbox.put(EventBatch(0.0, [object()]))
+                try:
+                    proxied.append(await subscriber.receive(0.01))
+                except TimeoutError:
+                    continue
+        assert silent in proxied[-1].reason
+        assert "did not answer" in proxied[-1].reason

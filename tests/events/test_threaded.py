@@ -1,0 +1,66 @@
+"""The publisher for programs without a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from aioshm.events import EventSubscriber, PublisherClosed, Received, ThreadedEventPublisher
+
+from .helpers import ANY, PATIENCE_S, batch, take
+
+
+class TestThreaded:
+    def test_any_thread_may_publish(self) -> None:
+        with ThreadedEventPublisher(1, ANY, ANY, bind=True) as publisher:
+            threads = [
+                threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(500)]) for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            publisher.flush(PATIENCE_S)
+            assert publisher.stats().sent == 2000
+
+            async def read() -> list[int]:
+                async with EventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
+                    return [item.seq for item in await take(subscriber, 2000) if isinstance(item, Received)]
+
+            assert asyncio.run(read()) == list(range(2000))
+            config = publisher.get_publisher_config()
+            assert (config.endpoint, config.replay_endpoint) == (
+                publisher.endpoint,
+                publisher.replay_endpoint,
+            )
+        publisher.shutdown()
+        with pytest.raises(PublisherClosed):
+            publisher.publish(batch(0))
+        assert not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]
+
+    def test_what_cannot_be_bound_raises_and_leaves_no_thread(self) -> None:
+        with pytest.raises(ValueError, match="max_queue_size"):
+            ThreadedEventPublisher(0, ANY, max_queue_size=0)
+        assert not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]
+
+    def test_a_forgotten_one_warns_and_ends_its_thread(self) -> None:
+        publisher = ThreadedEventPublisher(0, ANY, bind=True)
+        with pytest.warns(ResourceWarning, match="never shut down"):
+            del publisher
+        deadline = time.monotonic() + PATIENCE_S
+        while [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def test_flush_and_shutdown_say_what_is_left(self, caplog: pytest.LogCaptureFixture) -> None:
+        publisher = ThreadedEventPublisher(0, ANY, bind=True)
+        large = batch(0, 1000)  # takes the thread far longer to encode than this one to publish
+        for _ in range(3000):
+            publisher.publish(large)
+        with pytest.raises(TimeoutError, match="still wait"):
+            publisher.flush(0)
+        publisher.shutdown(0)
+        assert "to 2999 were sent" in caplog.text

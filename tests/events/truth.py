@@ -1,0 +1,79 @@
+"""What a cache holds, and what an index learns of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from aioshm.events import (
+    AllBlocksCleared,
+    BlockIndex,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventSubscriber,
+    Lost,
+    Restarted,
+    Source,
+    follow,
+)
+
+from .helpers import PATIENCE_S
+
+
+class Truth:
+    """A cache that changes at random and publishes what it does."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.held: set[int] = set()
+        self._next = 0
+
+    def step(self) -> EventBatch:
+        events: list[Any] = []
+        for _ in range(self._random.randrange(4)):
+            choice = self._random.random()
+            if choice < 0.65 or not self.held:
+                self._next += 1
+                self.held.add(self._next)
+                events.append(BlockStored([self._next], None, [1], 1, None, "GPU"))
+            elif choice < 0.99:
+                gone = self._random.choice(sorted(self.held))
+                self.held.discard(gone)
+                events.append(BlockRemoved([gone], "GPU"))
+            else:
+                self.held.clear()
+                events.append(AllBlocksCleared())
+        return EventBatch(float(self._random.random()), events)
+
+
+async def follow_until(
+    subscriber: EventSubscriber, index: BlockIndex[Source], source_count: int, last: dict[Any, int]
+) -> bool:
+    """Feed the index until every rank in ``last`` has reached its last number; True if a loss was
+    reported."""
+    at: dict[Any, int] = {}
+    lost = False
+    async with asyncio.timeout(PATIENCE_S):
+        while any(at.get(rank, -1) < number for rank, number in last.items()):
+            item = await subscriber.receive()
+            follow(index, item)
+            if isinstance(item, Restarted):
+                at[item.source.rank] = -1
+            elif isinstance(item, Lost):
+                lost = True
+                at[item.source.rank] = item.last
+            else:
+                assert item.seq == at.get(item.source.rank, -1) + 1
+                at[item.source.rank] = item.seq
+    return lost
+
+
+def held(index: BlockIndex[Source], rank: int = 0) -> set[Any]:
+    found: set[Any] = set()
+    for source in index.publishers:
+        if source.rank == rank:
+            for blocks in index.blocks(source).values():
+                found |= blocks
+    return found
