@@ -51,6 +51,7 @@ def nothing_left_behind() -> Iterator[None]:
 def cluster() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
+    handler = signal.getsignal(signal.SIGTERM)  # Ray puts its own in the place
     common = {"num_cpus": 8, "object_store_memory": 80_000_000}
     head = {"num_gpus": GPUS["head"], "include_dashboard": False, **common}
     # What nodes start has to find the targets.
@@ -68,6 +69,7 @@ def cluster() -> Iterator[str]:
         finally:
             ray.shutdown()
             made.shutdown()
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.asynccontextmanager
