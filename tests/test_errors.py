@@ -31,10 +31,13 @@ from aioshm.errors import (
     QueueClosed,
     QueueEmpty,
     QueueFull,
+    RemoteFailure,
     RequestFailed,
     RoleError,
     SharedMemoryError,
     UnsafePayload,
+    WorkerDied,
+    WorkerError,
 )
 
 
@@ -63,11 +66,15 @@ PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     CallFailed: (AioshmError, RuntimeError),
     RequestFailed: (AioshmError, RuntimeError),
     ProcessDied: (AioshmError, RuntimeError),
+    WorkerDied: (ProcessDied,),
+    WorkerError: (AioshmError, RuntimeError),
     EventsLost: (AioshmError,),
     GroupBroken: (AioshmError, ConnectionError),
 }
 
-TELLING = {PeerDied, MessagesLost, CorruptSlot, EventsLost, ProcessDied}
+TELLING = {PeerDied, MessagesLost, CorruptSlot, EventsLost, ProcessDied, WorkerDied, WorkerError}
+
+FAILURE = RemoteFailure("KeyError", "'a'", "Traceback ...\n")
 
 EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
     *((kind("text"), {}, "text") for kind in PARENTS if kind not in TELLING),
@@ -97,6 +104,16 @@ EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
         ProcessDied("EngineCore_1", 7, -9),
         {"name": "EngineCore_1", "pid": 7, "exitcode": -9},
         "Process EngineCore_1 (PID: 7) died with exit code -9",
+    ),
+    (
+        WorkerDied(1, "Worker_1", 7, -9, "Worker_1 (pid 7) was killed", ["out of memory"]),
+        {"rank": 1, "name": "Worker_1", "pid": 7, "exitcode": -9, "last_lines": ["out of memory"]},
+        "Worker_1 (pid 7) was killed\nlast lines of Worker_1's stderr:\n  out of memory",
+    ),
+    (
+        WorkerError("step", {1: FAILURE}),
+        {"method": "step", "errors": {1: FAILURE}},
+        f"step failed: rank 1: {FAILURE}\nrank 1's traceback:\nTraceback ...",
     ),
     (EngineStartupError("text", failed={"EngineCore_1": -9}), {"failed": {"EngineCore_1": -9}}, "text"),
     (
