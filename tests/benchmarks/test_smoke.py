@@ -166,8 +166,15 @@ def test_a_table_for_people_and_only_the_rivals_asked_for() -> None:
     assert "against zmq.asyncio (at least 5x)" in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("benchmark", ["throughput", "idle"])
+@pytest.mark.parametrize(
+    ("benchmark", "number"),
+    [
+        ("throughput", signal.SIGINT),
+        ("throughput", signal.SIGTERM),
+        ("throughput", signal.SIGKILL),
+        ("idle", signal.SIGTERM),
+    ],
+)
 def test_its_processes_end_with_it(benchmark: str, number: signal.Signals) -> None:
     with subprocess.Popen(
         command(benchmark, "--seconds", "30"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

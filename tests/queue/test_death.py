@@ -257,7 +257,7 @@ async def test_a_stopped_writer_is_reported_and_an_idle_one_is_not(caplog: pytes
 @pytest.mark.parametrize("backing", ["memfd", "named"])
 async def test_killing_the_whole_tree_leaves_nothing(backing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHM_BACKING", backing)
-    for round_ in range(25):
+    for round_ in range(10):
         async with child("write", "1000000", "100") as writer:
             handle = await writer.says("{")
             if round_ % 5 == 0:
@@ -267,7 +267,7 @@ async def test_killing_the_whole_tree_leaves_nothing(backing: str, monkeypatch: 
             async with child("collect", handle, "0") as reader:
                 if round_ % 5 > 1:
                     await reader.says("ready")
-                    await asyncio.sleep(0.002 * round_)
+                    await asyncio.sleep(0.005 * round_)
                 for victim in (writer, reader):
                     victim.signal(signal.SIGKILL)
                 for victim in (writer, reader):

@@ -15,7 +15,7 @@ from support import until
 
 from aioshm import MessageQueue, MessagesLost, QueueClosed, blocking
 
-TIMEOUT_S = 0.8
+TIMEOUT_S = 0.5
 
 Ends = tuple[MessageQueue, MessageQueue, Proxy, Proxy]
 

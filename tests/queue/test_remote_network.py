@@ -7,15 +7,14 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from network_child import SECONDS, Minute
 from proxy import Proxy, proxied
 from remotes import wide_writer
 from support import until
@@ -23,11 +22,8 @@ from two_hosts import TwoHosts, two_hosts
 
 from aioshm import Handle, MessageQueue, PeerDied, QueueClosed
 
-SECONDS = 60.0
 TIMEOUT_S = 1.0
 SLACK_S = 0.5
-
-CHILD = Path(__file__).with_name("network_child.py")
 
 
 def nothing_is_wrong(verdict: dict[str, Any]) -> None:
@@ -35,28 +31,6 @@ def nothing_is_wrong(verdict: dict[str, Any]) -> None:
     assert (verdict["lost"], verdict["twice or late"], verdict["damaged"]) == (0, 0, 0), verdict
     assert verdict["writer's error"] is None, verdict
     assert verdict["reader's error"] is None, verdict
-
-
-Minute = list["subprocess.Popen[str]"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def minute(request: pytest.FixtureRequest) -> Iterator[Minute]:
-    """Start what takes a minute before this file's other tests, which it leaves the machine to."""
-    wanted = any(item.name.startswith("test_a_minute_of") for item in request.session.items)
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(CHILD), loop, "through_proxies", str(SECONDS), str(seed)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for seed, loop in enumerate(["asyncio", "uvloop"] if wanted else [])
-    ]
-    yield children
-    for child in children:
-        child.kill()
-        child.communicate()
 
 
 # Connections that end, again and again
@@ -306,6 +280,7 @@ def test_a_cable_that_is_pulled_out(seconds: float) -> None:
 
 @pytest.mark.timeout(4 * SECONDS)
 def test_a_minute_of_cuts_delays_and_truncations_on_both_loops(minute: Minute) -> None:
+    """The processes run beside the tests of other files, see the fixture."""
     assert len(minute) == 2
     for child in minute:
         output, complaints = child.communicate(timeout=2 * SECONDS)
