@@ -134,11 +134,13 @@ def _ctrl_c() -> Iterator[Callable[[], bool]]:
     def only_that() -> bool:
         return pressed and task.uncancel() == 0
 
-    signal.signal(signal.SIGINT, lambda number, frame: loop.call_soon_threadsafe(cancel))
+    # Not signal.signal: its handlers are called late if the signal comes just before the loop sleeps.
+    loop.add_signal_handler(signal.SIGINT, cancel)
     try:
         yield only_that
     finally:
         waiting = False
+        loop.remove_signal_handler(signal.SIGINT)
         signal.signal(signal.SIGINT, before)
 
 

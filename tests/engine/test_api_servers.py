@@ -248,6 +248,7 @@ import engine_targets as targets
 from aioshm.engine import APIServerProcessManager, CoreEngineProcManager, wait_for_completion_or_failure
 
 async def main():
+    ticking = asyncio.ensure_future(tick())
     engines = CoreEngineProcManager(targets.say_and_stay, 1)
     servers = APIServerProcessManager(targets.{target}, "here", None, [None], 1, ["a"], ["b"], shutdown_timeout=60)
     pids = [process.pid for manager in (engines, servers) for process in manager.processes]
@@ -257,6 +258,10 @@ async def main():
     asyncio.get_running_loop().call_later(0.1, sys.stdout.flush)
     await wait_for_completion_or_failure(servers, engines)
     print("over")
+
+async def tick():
+    while {ticks}:  # a handler of signal.signal may be called only when the loop wakes
+        await asyncio.sleep(0.02)
 
 if __name__ == "__main__":
     {run}
@@ -303,7 +308,9 @@ class TestCtrlC:
 
     def start(self, target: str, run: str, tmp_path: Path) -> tuple[subprocess.Popen[str], list[int]]:
         script = tmp_path / "front_end.py"
-        script.write_text(textwrap.dedent(FRONT_END.format(target=target, run=RUNS.get(run, run))))
+        script.write_text(
+            textwrap.dedent(FRONT_END.format(target=target, run=RUNS.get(run, run), ticks=run not in RUNS))
+        )
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         front_end = subprocess.Popen(
             [sys.executable, script],
