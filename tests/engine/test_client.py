@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from served_engine import Engine, ask, collected, here_and_there, served, until
+from typed_messages import Output, Request
 
 from aioshm.engine import CoreEngine, EngineClient, EngineZmqAddresses, get_engine_client_zmq_addr
 from aioshm.errors import (
@@ -23,19 +24,6 @@ from aioshm.errors import (
 )
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
-
-
-class Output(msgspec.Struct):
-    request_id: str
-    token: int
-    finish_reason: str | None = None
-
-
-class Request(msgspec.Struct):
-    request_id: str
-    prompt: np.ndarray
-    client_index: int = -1
-    current_wave: int = -1
 
 
 class TestStreams:

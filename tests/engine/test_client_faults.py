@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
+from typed_messages import Output, Request
 
 from aioshm.config import Options
 from aioshm.errors import (
@@ -20,19 +20,6 @@ from aioshm.errors import (
 )
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
-
-
-class Output(msgspec.Struct):
-    request_id: str
-    token: int
-    finish_reason: str | None = None
-
-
-class Request(msgspec.Struct):
-    request_id: str
-    prompt: np.ndarray
-    client_index: int = -1
-    current_wave: int = -1
 
 
 class TestRefusals:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -164,12 +165,9 @@ def test_each_way_alone(method: str, lost: list[str]) -> None:
             between.close()
 
 
-def test_a_parent_that_nothing_tells_of_is_looked_at() -> None:
-    program = (
-        "import os, sys, time; from aioshm.engine import parent; "
-        "parent._ask_the_kernel = parent._end_of = lambda _: []; "
-        "parent.die_with_parent(); print(os.getpid(), flush=True); time.sleep(100)"
-    )
+@contextmanager
+def started_between(program: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start a process that starts one with this program, which says its id; give the former and the id."""
     between = subprocess.Popen(
         [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"],
         stdout=subprocess.PIPE,
@@ -177,7 +175,16 @@ def test_a_parent_that_nothing_tells_of_is_looked_at() -> None:
     )
     with between:
         assert between.stdout is not None
-        pid = int(between.stdout.readline())
+        yield between, int(between.stdout.readline())
+
+
+def test_a_parent_that_nothing_tells_of_is_looked_at() -> None:
+    program = (
+        "import os, sys, time; from aioshm.engine import parent; "
+        "parent._ask_the_kernel = parent._end_of = lambda _: []; "
+        "parent.die_with_parent(); print(os.getpid(), flush=True); time.sleep(100)"
+    )
+    with started_between(program) as (between, pid):
         between.kill()
         eventually(lambda: gone(pid), "the end of the process", WITHIN_S)
 
@@ -199,14 +206,7 @@ def test_descriptors_that_somebody_else_closes_are_no_death() -> None:
         "parent.die_with_parent(); os.closerange(3, 100); time.sleep(0.1); print(os.getpid(), flush=True); "
         "time.sleep(100)"
     )
-    between = subprocess.Popen(
-        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with between:
-        assert between.stdout is not None
-        pid = int(between.stdout.readline())
+    with started_between(program) as (between, pid):
         assert not gone(pid)
         between.kill()
         eventually(lambda: gone(pid), "the end of the process", WITHIN_S)
