@@ -243,7 +243,7 @@ class TestWaiting:
 
 
 FRONT_END = """
-import asyncio, signal, sys
+import asyncio, os, signal, sys
 import engine_targets as targets
 from aioshm.engine import APIServerProcessManager, CoreEngineProcManager, wait_for_completion_or_failure
 
@@ -296,7 +296,7 @@ class TestCtrlC:
         assert all(gone(pid) for pid in pids)
 
     def test_a_program_that_handles_it_itself(self, tmp_path: Path) -> None:
-        handled = "signal.signal(signal.SIGINT, lambda *_: print('mine', flush=True)); asyncio.run(main())"
+        handled = "signal.signal(signal.SIGINT, lambda *_: os.write(1, b'mine\\n')); asyncio.run(main())"
         front_end, pids = self.start("say_and_stay", handled, tmp_path)
         front_end.send_signal(signal.SIGINT)
         assert front_end.stdout is not None
