@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+NATIVE := aioshm/events/_native.c aioshm/ring/_native.c
 
 .PHONY: demo test lint types bench bench-rivals sanitize clean
 
@@ -32,31 +33,35 @@ bench: .venv/.ready       ## every benchmark against its rivals, one after the o
 	$(BIN)/python -m benchmarks.startup $(ARGS)
 	$(BIN)/python -m benchmarks.workers $(ARGS)
 	$(BIN)/python -m benchmarks.engine_roundtrip $(ARGS)
-	$(BIN)/python -m benchmarks.events_publish
-	$(BIN)/python -m benchmarks.events_replay
+	$(BIN)/python -m benchmarks.events_publish $(ARGS)
+	$(BIN)/python -m benchmarks.events_replay $(ARGS)
 
 bench-rivals: .venv-rivals/.ready   ## aioshm against its rivals, in an environment of their own; fetches a wheel of 340 MB
 	.venv-rivals/bin/python -m benchmarks.compare $(ARGS)
 
-# A copy of the tree with its own build of the native core, so that what is installed stays as it is. The copy is where
-# Python looks first because it is started there. What Python itself never frees is no leak of the core's: the tests
-# count references and memory instead.
+# A copy of the tree with its own build of the native parts, so that what is installed stays as it is. The copy is where
+# Python looks first because it is started there. What Python itself never frees is no leak of theirs: the tests count
+# references and memory instead.
 SANITIZED := build/sanitize
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
 SANITIZED_PYTHON = cd $(SANITIZED) && LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) PYTHONMALLOC=malloc AIOSHM_NATIVE=1 \
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 $(abspath $(BIN))/python
 
-sanitize: .venv/.ready    ## the native core under the address and undefined behaviour sanitizers
+sanitize: .venv/.ready    ## the native parts under the address and undefined behaviour sanitizers
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -R aioshm tests pyproject.toml $(SANITIZED)
-	rm -f $(SANITIZED)/aioshm/ring/_native*.so
-	$(CC) -shared -fPIC -std=c11 -Wall -Wextra -Werror -Wno-cast-function-type -Wno-missing-field-initializers $(SANITIZERS) \
-		-I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
-		$(SANITIZED)/aioshm/ring/_native.c -o $(SANITIZED)/aioshm/ring/_native.abi3.so
+	rm -f $(SANITIZED)/aioshm/*/_native*.so
+	for source in $(NATIVE); do \
+		$(CC) -shared -fPIC -std=c11 -Wall -Wextra -Werror -Wno-cast-function-type -Wno-missing-field-initializers \
+			$(SANITIZERS) -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+			$(SANITIZED)/$$source -o $(SANITIZED)/$${source%.c}.so || exit; \
+	done
 	$(SANITIZED_PYTHON) -c 'import os, aioshm.ring._native as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
-	$(SANITIZED_PYTHON) -m pytest -p no:cacheprovider --capture=sys tests/ring/test_core*.py $(ARGS)
+	$(SANITIZED_PYTHON) -c 'import os, aioshm.events._native as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
+	$(SANITIZED_PYTHON) -m pytest -p no:cacheprovider --capture=sys tests/ring/test_core*.py \
+		tests/events/test_native_encoder.py tests/events/test_encoding.py $(ARGS)
 
-.venv/.ready: pyproject.toml constraints.txt aioshm/ring/_native.c
+.venv/.ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "aioshm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -64,7 +69,7 @@ sanitize: .venv/.ready    ## the native core under the address and undefined beh
 
 RIVALS := benchmarks/compare/constraints-rivals.txt
 
-.venv-rivals/.ready: pyproject.toml constraints.txt aioshm/ring/_native.c $(RIVALS) benchmarks/compare/install_vllm.py
+.venv-rivals/.ready: pyproject.toml constraints.txt $(NATIVE) $(RIVALS) benchmarks/compare/install_vllm.py
 	$(PYTHON) -m venv .venv-rivals
 	.venv-rivals/bin/python -m pip install --disable-pip-version-check -c constraints.txt -c $(RIVALS) \
 		-e '.[cli,torch,uvloop]' faster-fifo iceoryx2 matplotlib pynng

@@ -9,7 +9,7 @@
 | `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core that waiting for periodic messages may spin away      |
 | `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before one warning is logged                 |
 | `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the other end of a connection is dead  |
-| `AIOSHM_NATIVE`          |                   | `0` runs the Python twin although the native core was built           |
+| `AIOSHM_NATIVE`          |                   | `0` runs the Python twins although the native parts were built        |
 | `AIOSHM_ENGINE_READY_TIMEOUT_S` |            | seconds without progress after which a startup of engines has failed  |
 | `AIOSHM_USAGE_STATS`    |                   | the file that usage reports are appended to; without, there are none  |
 """
@@ -156,7 +156,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def native_wanted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the native core may be used, where it was built: unless ``AIOSHM_NATIVE`` is ``0``.
+    """Return whether the native parts may be used, where they were built: unless ``AIOSHM_NATIVE`` is ``0``.
 
     Raises:
         ValueError: It is neither ``0`` nor ``1``.

@@ -74,6 +74,7 @@ class Hand:
         try:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 await readable(self._connection.fileno())  # also when it died: the other end is closed then
+            os.set_blocking(self._connection.fileno(), True)  # libuv has changed that; the rest of the answer may come
             answer = self._connection.recv()
         except TimeoutError:
             raise BenchmarkError(f"{name} has said nothing for {REPLY_TIMEOUT_S:g} s") from None

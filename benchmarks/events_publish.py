@@ -1,57 +1,71 @@
-"""What publishing costs, to the caller and in batches per second, against a threaded publisher.
+"""What publishing KV-cache events costs its caller, and how many batches a second go out, against a threaded publisher.
 
-The rival is what one writes first: ``queue.Queue``, a thread, ``msgspec`` and a PUB socket. Both publish the
-same batches in the same bytes, to one connected subscriber in another process; both count as done when the
-last batch is handed to ZeroMQ. Nobody serves replay.
+The rival is what one writes first: ``queue.Queue``, a thread that encodes with msgspec, and a PUB socket. All publish
+the same batches of 100 events, 64 different ones in turns, each to a subscriber in another process that counts what
+arrives: the time ends when the last byte is there. Nobody serves replay.
 
-Two loads: *burst*, as fast as the caller can, nothing else to do; and *decode*, an engine's event loop that
-computes in Python for a while (``--work-us``), publishes, and ends its turn.
-
-    python -m benchmarks.events_publish [--json]
+Three loads. *burst*: the caller does nothing but publish 1,000 batches, and begins again once they are sent. *decode
+loop*: every step of an event loop publishes one batch and does nothing else. *decode loop, 100 us*: it also computes
+for so long, in Python.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
-import platform
+import functools
+import gc
 import queue
 import random
-import statistics
-import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from statistics import median
 
 import msgspec
 import zmq
 
 from aioshm.events import BlockStored, EventBatch, ThreadedEventPublisher, ZmqEventPublisher
 from aioshm.events.encoding import BatchEncoder
+from benchmarks.crew import BenchmarkError, Crew, Hand
+from benchmarks.harness import Settings, main, percentile, progress
+from benchmarks.report import Promise, Report
+from benchmarks.zmtp_sink import count_bytes, message_bytes
 
 EVENTS = 100
 TOKENS = 16
+BATCHES = 64
+"""Different ones: a CPU learns a single batch by heart, which encodes in half the time."""
 
-SINK = """
-import sys, zmq
-sub = zmq.Context().socket(zmq.SUB)
-sub.set_hwm(0)
-sub.subscribe(b"")
-sub.connect(sys.argv[1])
-while sub.recv_multipart()[2] != b"end":
-    pass
-"""
-
-
-def actual(socket: zmq.Socket[bytes]) -> str:
-    """Return where a socket is bound."""
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+ON_THE_LOOP, IN_A_THREAD, RIVAL = "ZmqEventPublisher", "ThreadedEventPublisher", "queue + thread + PUB"
+BURST = 1000
+PUBLISH_US = 5.0
+RATIO = 3.0
+GUESSED_BATCHES_PER_S = 20_000
+ROUNDS = 10
+"""The contestants take so many turns in each repetition: what else runs on the machine shall meet all of them."""
+SUBSCRIPTION_S = 0.3
+"""PUB has no way to say that a subscription has arrived; if this is too short, the count of bytes says so."""
 
 
-class StraightforwardPublisher:
+@dataclass(frozen=True)
+class Contestant:
+    """One that publishes.
+
+    Attributes:
+        endpoint: Where.
+        publish: Takes a batch.
+        flush: Waits until everything is handed to ZeroMQ. It may block: the loop has nothing else to do.
+    """
+
+    endpoint: str
+    publish: Callable[[EventBatch], None]
+    flush: Callable[[], Awaitable[None]]
+
+
+class Straightforward:
     """The rival: a queue, a thread, a PUB socket."""
 
     def __init__(self) -> None:
@@ -59,36 +73,62 @@ class StraightforwardPublisher:
         self._socket = self._context.socket(zmq.PUB)
         self._socket.set_hwm(100_000)
         self._socket.bind("tcp://127.0.0.1:0")
-        self.endpoint = actual(self._socket)
-        self._queue: queue.Queue[EventBatch | None] = queue.Queue(100_000)
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._queue: queue.Queue[EventBatch | threading.Event | None] = queue.Queue(100_000)
+        self.publish = self._queue.put
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def publish(self, batch: EventBatch) -> None:
-        """Queue a batch."""
-        self._queue.put(batch)
-
-    def finish(self) -> None:
+    def flush(self) -> None:
         """Wait until everything is sent."""
-        self._queue.put(None)
-        self._thread.join()
+        reached = threading.Event()
+        self._queue.put(reached)
+        reached.wait()
 
     def close(self) -> None:
-        """Close the socket."""
-        self._socket.close(0)
-        self._context.term()
+        """End the thread and close the socket."""
+        self._queue.put(None)
+        self._thread.join()
+        self._context.destroy(linger=0)
 
     def _run(self) -> None:
-        encoder = BatchEncoder("array")
+        encode = msgspec.msgpack.Encoder().encode
         seq = 0
-        while (batch := self._queue.get()) is not None:
-            self._socket.send_multipart((b"", seq.to_bytes(8, "big"), encoder.encode(batch, 0)))
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            self._socket.send_multipart((b"", seq.to_bytes(8, "big"), encode(item)))
             seq += 1
 
 
-def make_batch(events: int = EVENTS) -> EventBatch:
+@asynccontextmanager
+async def contestant(name: str) -> AsyncIterator[Contestant]:
+    """Make one, and close it afterwards."""
+    if name == ON_THE_LOOP:
+        async with ZmqEventPublisher(0, "tcp://127.0.0.1:0", bind=True) as publisher:
+            yield Contestant(publisher.endpoint, publisher.publish, publisher.flush)
+    elif name == IN_A_THREAD:
+        with ThreadedEventPublisher(0, "tcp://127.0.0.1:0", bind=True) as threaded:
+            yield Contestant(threaded.endpoint, threaded.publish, _blocking(threaded.flush))
+    else:
+        rival = Straightforward()
+        try:
+            yield Contestant(rival.endpoint, rival.publish, _blocking(rival.flush))
+        finally:
+            rival.close()
+
+
+def _blocking(flush: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    async def wait() -> None:
+        flush()
+
+    return wait
+
+
+def make_batch(seed: int) -> EventBatch:
     """Return a step's worth of stored blocks."""
-    chance = random.Random(1)
+    chance = random.Random(seed)
     stored = [
         BlockStored(
             [chance.getrandbits(64)],
@@ -98,9 +138,9 @@ def make_batch(events: int = EVENTS) -> EventBatch:
             None,
             "GPU",
         )
-        for _ in range(events)
+        for _ in range(EVENTS)
     ]
-    return EventBatch(time.time(), stored)
+    return EventBatch(1700000000.0 + seed, stored, 0)
 
 
 def compute(seconds: float) -> None:
@@ -110,150 +150,111 @@ def compute(seconds: float) -> None:
         pass
 
 
-def sink(endpoint: str) -> subprocess.Popen[bytes]:
-    """Start a subscriber that reads and forgets."""
-    process = subprocess.Popen([sys.executable, "-c", SINK, endpoint])
-    time.sleep(0.5)  # PUB has no way to say that a subscription has arrived
-    return process
+async def publish_burst(to: Contestant, batches: Sequence[EventBatch]) -> list[float]:
+    """Publish these, so many at a time; return how long the caller waited each time, in seconds."""
+    costs = []
+    publish, clock = to.publish, time.perf_counter
+    for begin in range(0, len(batches), BURST):
+        for batch in batches[begin : begin + BURST]:
+            began = clock()
+            publish(batch)
+            costs.append(clock() - began)
+        await to.flush()
+    return costs
 
 
-def summary(costs: list[float], batches: int, seconds: float) -> dict[str, float]:
-    """Return the figures of one run."""
-    costs.sort()
-    return {
-        "median_us": statistics.median(costs) * 1e6,
-        "p99_us": costs[int(len(costs) * 0.99)] * 1e6,
-        "batches_per_s": batches / seconds,
-    }
+async def publish_steps(to: Contestant, batches: Sequence[EventBatch], work_s: float) -> list[float]:
+    """Publish one of these in each step; return how long the caller waited each time, in seconds."""
+    costs = []
+    publish, clock = to.publish, time.perf_counter
+    for batch in batches:
+        if work_s:
+            compute(work_s)
+        began = clock()
+        publish(batch)
+        costs.append(clock() - began)
+        await asyncio.sleep(0)  # the step is over
+    await to.flush()
+    return costs
 
 
-def timed(publish: Any, batch: EventBatch, costs: list[float]) -> None:
-    """Publish and note how long the caller waited."""
-    begin = time.perf_counter()
-    publish(batch)
-    costs.append(time.perf_counter() - begin)
+LOADS: dict[str, Callable[[Contestant, Sequence[EventBatch]], Awaitable[list[float]]]] = {
+    "burst": publish_burst,
+    "decode loop": functools.partial(publish_steps, work_s=0.0),
+    "decode loop, 100 us": functools.partial(publish_steps, work_s=100e-6),
+}
+SUSTAINED = ["burst", "decode loop"]
 
 
-async def on_the_loop(batch: EventBatch, batches: int, work: float) -> dict[str, float]:
-    """Measure the publisher on the running loop."""
-    costs: list[float] = []
-    async with ZmqEventPublisher(0, "tcp://127.0.0.1:0", bind=True) as publisher:
-        process = sink(publisher.endpoint)
-        begin = time.perf_counter()
-        for _ in range(batches):
-            compute(work)
-            timed(publisher.publish, batch, costs)
-            if work:
-                await asyncio.sleep(0)  # the step is over
-        await publisher.flush()
-        seconds = time.perf_counter() - begin
-        process.kill()
-        process.wait()
-    return summary(costs, batches, seconds)
+async def run(settings: Settings, report: Report) -> None:
+    """Let all of them publish, in turns."""
+    count = max(1, int(settings.seconds * GUESSED_BATCHES_PER_S / ROUNDS))
+    different = [make_batch(seed) for seed in range(BATCHES)]
+    batches = [different[number % BATCHES] for number in range(count)]
+    gc.collect()
+    gc.freeze()  # an engine's batches are gone after the step; these would be looked at again and again
+    ours = wire_bytes(functools.partial(BatchEncoder().encode, rank=0), batches)
+    nbytes = {RIVAL: wire_bytes(msgspec.msgpack.encode, batches), ON_THE_LOOP: ours, IN_A_THREAD: ours}
+    with Crew(settings.loop_factory) as crew:
+        async with AsyncExitStack() as stack:
+            found = {name: await stack.enter_async_context(contestant(name)) for name in nbytes}
+            sinks = {name: crew.start(f"subscriber of {name}", count_bytes) for name in nbytes}
+            for name, sink in sinks.items():
+                sink.order(found[name].endpoint)
+                await sink.reply()
+            await asyncio.sleep(SUBSCRIPTION_S)
+            for load, publish in LOADS.items():
+                progress(f"{load}: {settings.repeat} times {ROUNDS} turns of {count:,} batches")
+                for name, to in found.items():  # the memory for what waits to be sent is new at first
+                    await _measure(sinks[name], nbytes[name], publish(to, batches))
+                for _ in range(settings.repeat):
+                    costs: dict[str, list[float]] = {name: [] for name in found}
+                    seconds = dict.fromkeys(found, 0.0)
+                    for _ in range(ROUNDS):
+                        for name, to in found.items():
+                            waited, took = await _measure(sinks[name], nbytes[name], publish(to, batches))
+                            costs[name] += waited
+                            seconds[name] += took
+                    for name in found:
+                        report.result(load, name).add(
+                            publish_p50_us=percentile(costs[name], 50) * 1e6,
+                            publish_p99_us=percentile(costs[name], 99) * 1e6,
+                            batches_per_s=ROUNDS * count / seconds[name],
+                        )
+        await crew.dismiss(list(sinks.values()))
+    _hold_against_promises(report)
 
 
-async def in_a_thread(batch: EventBatch, batches: int, work: float) -> dict[str, float]:
-    """Measure the publisher with its own thread."""
-    costs: list[float] = []
-    with ThreadedEventPublisher(0, "tcp://127.0.0.1:0", bind=True) as publisher:
-        process = sink(publisher.endpoint)
-        begin = time.perf_counter()
-        for _ in range(batches):
-            compute(work)
-            timed(publisher.publish, batch, costs)
-            if work:
-                await asyncio.sleep(0)
-        publisher.flush()
-        seconds = time.perf_counter() - begin
-        process.kill()
-        process.wait()
-    return summary(costs, batches, seconds)
+def wire_bytes(encode: Callable[[EventBatch], bytes], batches: Sequence[EventBatch]) -> int:
+    """Return how many bytes all of these are on the wire."""
+    return sum(message_bytes(0, 8, len(encode(batch))) for batch in batches)
 
 
-async def straightforward(batch: EventBatch, batches: int, work: float) -> dict[str, float]:
-    """Measure the rival."""
-    costs: list[float] = []
-    publisher = StraightforwardPublisher()
-    process = sink(publisher.endpoint)
-    begin = time.perf_counter()
-    for _ in range(batches):
-        compute(work)
-        timed(publisher.publish, batch, costs)
-        if work:
-            await asyncio.sleep(0)
-    publisher.finish()
-    seconds = time.perf_counter() - begin
-    process.kill()
-    process.wait()
-    publisher.close()
-    return summary(costs, batches, seconds)
+async def _measure(sink: Hand, nbytes: int, publishing: Awaitable[list[float]]) -> tuple[list[float], float]:
+    """Return what the publishing returns, and the seconds until the last byte had arrived."""
+    sink.order(nbytes)
+    began = time.perf_counter()
+    costs = await publishing
+    left = await sink.reply()
+    seconds = time.perf_counter() - began
+    if left:
+        raise BenchmarkError(f"{left} of {nbytes} bytes have not arrived")
+    return costs, seconds
 
 
-def inline(batch: EventBatch, batches: int) -> dict[str, float]:
-    """What the caller would pay if ``publish`` encoded and sent at once."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    pub = context.socket(zmq.PUB)
-    pub.bind("tcp://127.0.0.1:0")
-    process = sink(actual(pub))
-    encoder = BatchEncoder("array")
-    costs: list[float] = []
-    begin = time.perf_counter()
-    for seq in range(batches):
-        start = time.perf_counter()
-        pub.send_multipart((b"", seq.to_bytes(8, "big"), encoder.encode(batch, 0)))
-        costs.append(time.perf_counter() - start)
-    seconds = time.perf_counter() - begin
-    process.kill()
-    process.wait()
-    pub.close(0)
-    context.term()
-    return summary(costs, batches, seconds)
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=5000)
-    parser.add_argument("--events", type=int, default=EVENTS, help="events in a batch")
-    parser.add_argument("--work-us", type=float, default=100.0, help="computing per step of the decode load")
-    parser.add_argument("--rounds", type=int, default=3, help="the round with the median rate counts")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    batch = make_batch(options.events)
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    for load, work in (("burst", 0.0), ("decode", options.work_us * 1e-6)):
-        rounds: dict[str, list[dict[str, float]]] = {}
-        for _ in range(options.rounds):  # taking turns, so that a slow moment of the machine meets everybody
-            for name, run in (
-                ("ZmqEventPublisher", on_the_loop),
-                ("ThreadedEventPublisher", in_a_thread),
-                ("queue + thread + PUB", straightforward),
-            ):
-                rounds.setdefault(name, []).append(asyncio.run(run(batch, options.batches, work)))
-        results[load] = {
-            name: sorted(found, key=lambda one: one["batches_per_s"])[len(found) // 2] for name, found in rounds.items()
-        }
-    results["burst"]["encode and send in publish"] = inline(batch, options.batches)
-    ratios = {
-        load: results[load]["ZmqEventPublisher"]["batches_per_s"]
-        / results[load]["queue + thread + PUB"]["batches_per_s"]
-        for load in results
-    }
-    machine = (
-        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, "
-        f"pyzmq {zmq.__version__}, msgspec {msgspec.__version__}"
-    )
-    if options.json:
-        print(json.dumps({"machine": machine, "events": options.events, "results": results, "ratio": ratios}))
-        return
-    print(f"{options.batches} batches of {options.events} events; {machine}")
-    for load, found in results.items():
-        print(f"\n{load:28} {'publish median':>15} {'p99':>10} {'batches/s':>12}")
-        for name, one in found.items():
-            figures = f"{one['median_us']:12.2f} us {one['p99_us']:7.2f} us {one['batches_per_s']:12,.0f}"
-            print(f"  {name:26} {figures}")
-        print(f"  ZmqEventPublisher / queue + thread + PUB: {ratios[load]:.2f} x the batches per second")
+def _hold_against_promises(report: Report) -> None:
+    for load in LOADS:
+        ours, rival = report.result(load, ON_THE_LOOP), report.result(load, RIVAL)
+        text = f"median of a publish, {load} (at most {PUBLISH_US:g} us)"
+        report.promises.append(Promise(text, ours.median("publish_p50_us"), "us", PUBLISH_US))
+        pairs = zip(ours.figures["batches_per_s"], rival.figures["batches_per_s"], strict=True)
+        ratio = median(mine / theirs for mine, theirs in pairs)
+        text = f"batches/s of {ON_THE_LOOP} against {RIVAL}, {load}"
+        if load in SUSTAINED:
+            report.promises.append(Promise(f"{text} (at least {RATIO:g}x)", ratio, "x", RATIO, at_least=True))
+        else:
+            report.remarks.append(f"{ratio:.2f}x: {text}, which is nearly all computing")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main("events_publish", __doc__, run, repeat=5, seconds=1.0))

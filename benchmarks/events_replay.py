@@ -1,146 +1,147 @@
-"""Live latency while slow clients replay: p99 of live batches with and without them, in one run.
+"""How old live batches of KV-cache events are when they arrive, while slow clients replay, against without them.
 
-A publisher sends ``--rate`` batches a second. A subscriber in another process measures how old each is when
-it arrives. In every second phase four clients in a third process each replay 2,500 batches, reading one a
-millisecond.
-
-    python -m benchmarks.events_replay [--json]
+A publisher sends 1,000 batches of 100 events a second. A subscriber in another process notes how old each is on
+arrival. In every second phase four clients in a third process each replay 2,500 batches, reading one a millisecond, and
+all of them must get all of it. They run at the lowest priority, as on hosts of their own: what counts is what
+they cost the publisher, not what they cost its CPUs.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
-import platform
-import statistics
+import struct
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 
-from aioshm.events import BlockStored, EventBatch, ZmqEventPublisher
+import zmq
+
+from aioshm.events import EventBatch, ZmqEventPublisher, wire
+from benchmarks.crew import BenchmarkError, Boss, Crew, Hand
+from benchmarks.events_publish import make_batch
+from benchmarks.harness import Settings, main, percentile, progress
+from benchmarks.report import Promise, Report
 
 CLIENTS = 4
-REPLAYED = 2500
-
-LIVE = """
-import struct, sys, time, zmq
-sub = zmq.Context().socket(zmq.SUB)
-sub.set_hwm(0)
-sub.subscribe(b"")
-sub.connect(sys.argv[1])
-print("ready", flush=True)
-while True:
-    topic, seq, payload = sub.recv_multipart()
-    age = time.time() - struct.unpack(">d", payload[2:10])[0]
-    print(int.from_bytes(seq, "big"), age)
-    if age > 1e9:
-        break
-"""
-
-SLOW = """
-import sys, threading, time, zmq
-context = zmq.Context()
-def replay():
-    client = context.socket(zmq.DEALER)
-    client.rcvhwm = 10
-    client.connect(sys.argv[1])
-    client.send_multipart([b"", int(sys.argv[2]).to_bytes(8, "big")])
-    count = 0
-    while client.recv_multipart()[-2] != b"\\xff" * 8 and count < int(sys.argv[3]):
-        count += 1
-        time.sleep(0.001)
-    print(f"{count}\\n", end="", flush=True)
-    client.close(0)
-threads = [threading.Thread(target=replay) for _ in range(int(sys.argv[4]))]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-"""
+REPLAYED, QUICK_REPLAYED = 2500, 50
+RATE = 1000.0
+RATIO = 2.0
+WITHOUT, WITH = "nobody replays", f"{CLIENTS} slow clients replay"
+CASE = f"{RATE:,.0f} batches/s"
+PAUSE_S = 0.001
+LOWEST_PRIORITY = 19
+SUBSCRIPTION_S = 0.3
+LAST_TS = -1.0
 
 
-async def start(code: str, *arguments: str) -> asyncio.subprocess.Process:
-    """Start a Python process whose output can be read."""
-    return await asyncio.create_subprocess_exec(sys.executable, "-c", code, *arguments, stdout=asyncio.subprocess.PIPE)
+async def run(settings: Settings, report: Report) -> None:
+    """Publish with and without clients, in turns."""
+    replayed = QUICK_REPLAYED if settings.quick else REPLAYED
+    with Crew(settings.loop_factory) as crew:
+        async with ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True) as publisher:
+            live = crew.start("live subscriber", note_ages, publisher.endpoint)
+            slow = crew.start("slow clients", replay_slowly, publisher.replay_endpoint)
+            for hand in (live, slow):
+                await hand.reply()
+            await asyncio.sleep(SUBSCRIPTION_S)
+            progress(f"{replayed} batches first, then {settings.repeat} times two phases of {settings.seconds:g} s")
+            phases = [("warm-up", await publish(publisher, replayed + 1))]
+            for _ in range(settings.repeat):
+                count = max(1, int(RATE * settings.seconds))
+                phases.append((WITHOUT, await publish(publisher, count)))
+                slow.order((publisher.stats().published - replayed, replayed))
+                await slow.reply()  # they have asked
+                phases.append((WITH, await publish(publisher, count)))
+                await _check_all_were_served(slow, replayed)
+            publisher.publish(EventBatch(LAST_TS, []))
+            await publisher.flush()
+            ages: dict[int, float] = await live.reply()
+            await crew.dismiss([live, slow])
+    for name, numbers in phases[1:]:
+        lost = [seq for seq in numbers if seq not in ages]
+        if lost:
+            raise BenchmarkError(f"{len(lost)} live batches have not arrived, the first is {lost[0]}")
+        found = [ages[seq] * 1e6 for seq in numbers]
+        report.result(CASE, name).add(age_p50_us=percentile(found, 50), age_p99_us=percentile(found, 99))
+    pairs = zip(*(report.result(CASE, name).figures["age_p99_us"] for name in (WITH, WITHOUT)), strict=True)
+    report.promises.append(
+        Promise(
+            f"p99 of the age of live batches while {CLIENTS} slow clients replay {replayed:,} batches each, "
+            f"against without them (at most {RATIO:g}x)",
+            median(theirs / alone for theirs, alone in pairs),
+            "x",
+            RATIO,
+        )
+    )
 
 
-async def publish_for(publisher: ZmqEventPublisher, rate: float, seconds: float, events: int) -> None:
-    """Publish at a steady rate; a turn that comes late sends what is due, stamped when it is sent."""
-    begin = time.monotonic()
-    stored = [BlockStored([n], None, list(range(16)), 16, None, "GPU") for n in range(events)]
-    for number in range(int(rate * seconds)):
-        await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
+async def publish(publisher: ZmqEventPublisher, count: int) -> range:
+    """Publish at a steady rate; return the numbers. A turn that comes late sends what is due, stamped when it is."""
+    stored = make_batch(1).events
+    first, began = publisher.stats().published, time.monotonic()
+    for number in range(count):
+        await asyncio.sleep(max(0.0, began + number / RATE - time.monotonic()))
         publisher.publish(EventBatch(time.time(), stored))
     await publisher.flush()
+    return range(first, first + count)
 
 
-async def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the ages of live batches on arrival, in seconds, without and with clients that replay."""
-    phases: list[tuple[str, range]] = []
-    async with ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True) as publisher:
-        live = await start(LIVE, publisher.endpoint)
-        assert live.stdout is not None
-        await live.stdout.readline()
-        await asyncio.sleep(0.3)
-        received = asyncio.create_task(live.stdout.read())
-
-        async def phase(name: str, seconds: float) -> None:
-            begin = publisher.stats().published
-            await publish_for(publisher, options.rate, seconds, options.events)
-            phases.append((name, range(begin, publisher.stats().published)))
-
-        await phase("warm-up", REPLAYED / options.rate + 0.5)
-        for _ in range(options.rounds):
-            await phase("without", options.seconds)
-            begin = publisher.stats().published - REPLAYED
-            assert publisher.replay_endpoint is not None
-            requests = publisher.stats().replay_requests
-            slow = await start(SLOW, publisher.replay_endpoint, str(begin), str(REPLAYED), str(CLIENTS))
-            while publisher.stats().replay_requests < requests + CLIENTS:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await phase("with", options.seconds)
-            done, _ = await slow.communicate()
-            counts = [int(count) for count in done.split()]
-            assert counts == [REPLAYED] * CLIENTS, f"not served fully: {counts}"
-        publisher.publish(EventBatch(-1.0, []))  # the subscriber ends
-        await publisher.flush()
-        lines = (await received).splitlines()
-        await live.wait()
-    age_of = {int(seq): float(age) for seq, age in (line.split() for line in lines)}
-    ages: dict[str, list[float]] = {"without": [], "with": [], "warm-up": []}
-    for name, numbers in phases:
-        ages[name] += [age_of[number] for number in numbers]
-    del ages["warm-up"]
-    return ages
+async def _check_all_were_served(slow: Hand, replayed: int) -> None:
+    counts = await slow.reply()
+    if counts != [replayed] * CLIENTS:
+        raise BenchmarkError(f"of {replayed} batches each, the slow clients got {counts}")
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=1000.0, help="live batches a second")
-    parser.add_argument("--events", type=int, default=10, help="events in a batch")
-    parser.add_argument("--seconds", type=float, default=2.5, help="length of a phase")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    ages = asyncio.run(measure(options))
-    figures = {
-        phase: {
-            "batches": len(found),
-            "median_us": statistics.median(found) * 1e6,
-            "p99_us": sorted(found)[int(len(found) * 0.99)] * 1e6,
-        }
-        for phase, found in ages.items()
-    }
-    ratio = figures["with"]["p99_us"] / figures["without"]["p99_us"]
-    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    if options.json:
-        print(json.dumps({"machine": machine, "figures": figures, "p99_ratio": ratio}))
-        return
-    print(f"{options.rate:.0f} batches/s, {CLIENTS} slow clients replaying {REPLAYED} batches each; {machine}")
-    for phase, one in figures.items():
-        print(f"  {phase:8} replay: median {one['median_us']:8.1f} us, p99 {one['p99_us']:8.1f} us")
-    print(f"  p99 with / without: {ratio:.2f}")
+def note_ages(boss: Boss, endpoint: str) -> None:
+    """Role: receive until the last batch; reply with how old each was, in seconds, by its number."""
+    subscriber: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+    subscriber.set_hwm(0)
+    subscriber.subscribe(b"")
+    subscriber.connect(endpoint)
+    boss.reply("connected")
+    ages = {}
+    while True:
+        _, seq, payload = subscriber.recv_multipart()
+        (ts,) = struct.unpack_from(">d", payload, 2)  # an array of 3, then a float
+        if ts == LAST_TS:
+            break
+        ages[int.from_bytes(seq, "big")] = time.time() - ts
+    boss.reply(ages)
+    boss.plain_order()
+    subscriber.close(0)
+
+
+def replay_slowly(boss: Boss, endpoint: str) -> None:
+    """Role: an order is where to begin and how many to read; reply when all have asked, and how many each got."""
+    os.nice(LOWEST_PRIORITY)
+    boss.reply("ready")
+    while (order := boss.plain_order()) is not None:
+        asked = threading.Barrier(CLIENTS + 1)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            start, most = order
+            answers = [pool.submit(_replay, endpoint, start, most, asked) for _ in range(CLIENTS)]
+            asked.wait()
+            boss.reply("asked")
+        boss.reply([answer.result() for answer in answers])
+
+
+def _replay(endpoint: str, start: int, most: int, asked: threading.Barrier) -> int:
+    """Ask for everything from ``start`` on and read so many; return how many came."""
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    client.rcvhwm = 10
+    client.connect(endpoint)
+    client.send_multipart(wire.request(start))
+    asked.wait()
+    count = 0
+    while count < most and wire.parse_reply(client.recv_multipart()) is not None:
+        count += 1
+        time.sleep(PAUSE_S)
+    client.close(0)
+    return count
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main("events_replay", __doc__, run, repeat=5, seconds=2.5))

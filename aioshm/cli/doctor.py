@@ -20,6 +20,7 @@ from rich.table import Table
 import aioshm
 from aioshm.cli.outcome import CommandFailed
 from aioshm.config import Options, native_wanted
+from aioshm.events.encoding import NativeEncoder
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
 from aioshm.ring.layout import Layout
@@ -93,7 +94,8 @@ def examine() -> Iterator[Finding]:
     yield _platform()
     yield _settings()
     yield _cpus()
-    yield _native()
+    yield _native("native core", native_core, "every message costs some microseconds more")
+    yield _native("native encoder", NativeEncoder is not None, "batches of KV-cache events take three times as long")
     yield _memory_order()
     yield _tried("eventfd", "eventfd", lambda: os.eventfd(0), "a byte on a socket wakes the other end; that is slower")
     yield _tried(
@@ -136,19 +138,13 @@ def _cpus() -> Finding:
     return Finding("usable CPUs", "good", str(cpus))
 
 
-def _native() -> Finding:
-    if native_core:
-        return Finding("native core", "good", "runs")
+def _native(name: str, runs: bool, price: str) -> Finding:
+    if runs:
+        return Finding(name, "good", "runs")
     if not native_wanted():
-        return Finding(
-            "native core", "note", "switched off", "AIOSHM_NATIVE=0: every message costs some microseconds more"
-        )
-    return Finding(
-        "native core",
-        "note",
-        "not built",
-        "the Python twin does its work, some microseconds slower per message: install a C compiler, then aioshm again",
-    )
+        return Finding(name, "note", "switched off", f"AIOSHM_NATIVE=0: {price}")
+    advice = f"its Python twin does the work, {price}: install a C compiler, then aioshm again"
+    return Finding(name, "note", "not built", advice)
 
 
 def _memory_order() -> Finding:

@@ -3,21 +3,70 @@
 ``"array"``: an event is ``[tag, field, field, ...]``; the fields that the first consumers knew always, later
 ones up to the last that is set. ``"map"``: an event is ``{"type": tag, name: field, ...}`` with unset fields
 left out.
+
+The usual batch is the native encoder's, where that was built; whatever else one may publish is encoded by its twin
+here, which also says what is wrong with a batch that nobody can encode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec.structs import astuple
 
+from aioshm.config import native_wanted
 from aioshm.errors import CodecError
-from aioshm.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, UnknownEvent
+from aioshm.events.messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVEventBatch,
+    UnknownEvent,
+)
+
+if TYPE_CHECKING:
+    from aioshm.events._native import EventEncoder
 
 Encoding: TypeAlias = Literal["array", "map"]
 ENCODINGS = ("array", "map")
+
+# How many of an event's fields are written although they are None.
+_ALWAYS: dict[Encoding, dict[type[msgspec.Struct], int]] = {
+    "array": {BlockStored: 6, BlockRemoved: 2, AllBlocksCleared: 0},
+    "map": {BlockStored: 7, BlockRemoved: 2, AllBlocksCleared: 0},
+}
+
+
+def _load() -> type[EventEncoder] | None:
+    if not native_wanted():
+        return None
+    try:
+        from aioshm.events._native import EventEncoder
+    except ImportError:  # it was not built: no compiler, or not for this interpreter
+        return None
+    return EventEncoder
+
+
+NativeEncoder = _load()
+"""What encodes natively, or None."""
+
+
+def _native_encoder(encoding: Encoding) -> EventEncoder | None:
+    if NativeEncoder is None:
+        return None
+    pack, maps = msgspec.msgpack.encode, encoding == "map"
+    kinds = []
+    for kind, always in _ALWAYS[encoding].items():
+        tag, fields = pack(kind.__name__), kind.__struct_fields__
+        head, keys = (pack("type") + tag, tuple(map(pack, fields))) if maps else (tag, None)
+        kinds.append((kind, head, fields, keys, always))
+    try:
+        return NativeEncoder(tuple(kinds), maps)
+    except TypeError:  # a msgspec whose structs lie otherwise in memory
+        return None
 
 
 class _StoredMap(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored"):
@@ -57,6 +106,7 @@ class BatchEncoder:
     def __init__(self, encoding: Encoding = "array") -> None:
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding must be one of {ENCODINGS}, not {encoding!r}")
+        self._native = _native_encoder(encoding)
         self._encode = msgspec.msgpack.Encoder().encode
         self._convert: Callable[[list[Any]], list[Any]] = _to_arrays if encoding == "array" else _to_maps
 
@@ -67,9 +117,15 @@ class BatchEncoder:
             CodecError: An event holds something that msgpack cannot express, such as a number above 64 bits.
         """
         own = batch.data_parallel_rank
+        if own is not None:
+            rank = own
+        kind = type(batch)
+        if self._native is not None and (kind is EventBatch or kind is KVEventBatch):
+            payload = self._native.encode(batch.ts, batch.events, rank)
+            if payload is not None:
+                return payload
         try:
-            events = self._convert(batch.events)
-            return self._encode([batch.ts, events, rank if own is None else own, *astuple(batch)[3:]])
+            return self._encode([batch.ts, self._convert(batch.events), rank, *astuple(batch)[3:]])
         except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
             raise CodecError(f"cannot encode this event batch: {error}") from error
 

@@ -10,10 +10,21 @@ from contextlib import suppress
 import zmq
 
 from aioshm.events.endpoints import check_endpoint, for_rank, is_wildcard, publisher_binds
-from aioshm.events.replay_server import CLIENT_HWM
+from aioshm.events.replay_server import CLIENT_BUFFER_BYTES, CLIENT_HWM, MAX_REQUEST_BYTES
 from aioshm.zeromq import BoundFile, CurveKeys, LogLimiter, Monitor, Watch, attach, context_for, open_socket
 
 logger = logging.getLogger("aioshm.events")
+
+# A subscription is a topic; ZeroMQ hangs up on whoever sends more.
+MAX_SUBSCRIPTION_BYTES = 1 << 16
+
+# What must stand before binding: connections take it from there.
+_PUB_OPTIONS: dict[int, int] = {zmq.MAXMSGSIZE: MAX_SUBSCRIPTION_BYTES}
+_REPLAY_OPTIONS: dict[int, int] = {
+    zmq.MAXMSGSIZE: MAX_REQUEST_BYTES,
+    zmq.SNDBUF: CLIENT_BUFFER_BYTES,
+    zmq.ROUTER_MANDATORY: 1,
+}
 
 
 class PublisherEnds:
@@ -49,9 +60,11 @@ class PublisherEnds:
         self._files: list[BoundFile] = []
         self._limiter = LogLimiter(10.0)
         try:
-            self.pub, self.endpoint = self._open(zmq.PUB, endpoint, binds, hwm, curve)
+            self.pub, self.endpoint = self._open(zmq.PUB, _PUB_OPTIONS, endpoint, binds, hwm, curve)
             if replay_endpoint is not None:
-                self.replay, self.replay_endpoint = self._open(zmq.ROUTER, replay_endpoint, True, CLIENT_HWM, curve)
+                self.replay, self.replay_endpoint = self._open(
+                    zmq.ROUTER, _REPLAY_OPTIONS, replay_endpoint, True, CLIENT_HWM, curve
+                )
         except BaseException:
             self.close(0.0)
             raise
@@ -90,9 +103,11 @@ class PublisherEnds:
         return _terminate(self._context)
 
     def _open(
-        self, kind: int, endpoint: str, bind: bool, hwm: int, curve: CurveKeys | None
+        self, kind: int, options: dict[int, int], endpoint: str, bind: bool, hwm: int, curve: CurveKeys | None
     ) -> tuple[zmq.Socket[bytes], str]:
         socket = open_socket(self._context, kind, endpoint, bind=bind, hwm=hwm, curve=curve)
+        for option, value in options.items():
+            socket.setsockopt(option, value)
         self._monitors.append(Monitor(socket))
         self._sockets.append(socket)
         actual = attach(socket, endpoint, bind=bind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from aioshm.errors import QueueFull
 from aioshm.events.messages import EventBatch
@@ -18,20 +18,14 @@ Overflow: TypeAlias = Literal["drop", "raise"]
 OVERFLOWS = ("drop", "raise")
 
 
-class Ticket(NamedTuple):
-    """What ``put`` says: the number given, whether it was kept, whether to wake the sender."""
-
-    seq: int
-    kept: bool
-    wake: bool
-
-
 class Outbox:
     """A bounded queue between publishers, in any thread, and the one who sends.
 
     Attributes:
         dropped: Batches that found no room.
+        first_dropped: The number of the first of them, or None.
         published: Numbers given out.
+        last_sent: The number that went out last, or -1; for the sender to set.
     """
 
     def __init__(self, max_size: int, overflow: Overflow = "drop") -> None:
@@ -40,13 +34,14 @@ class Outbox:
         if overflow not in OVERFLOWS:
             raise ValueError(f"overflow must be one of {OVERFLOWS}, not {overflow!r}")
         self.dropped = 0
+        self.first_dropped: int | None = None
         self.published = 0
+        self.last_sent = -1
         self._max_size = max_size
         self._raises = overflow == "raise"
         self._waiting: deque[tuple[int, EventBatch]] = deque()
         self._lock = threading.Lock()
         self._sender_idle = True
-        self._last_sent = -1
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -58,44 +53,47 @@ class Outbox:
                 return 0
             return max(0, min(len(self._waiting), seq - self._waiting[0][0]))
 
-    def put(self, batch: EventBatch) -> Ticket:
-        """Give ``batch`` the next number and keep it if there is room.
+    def put(self, batch: EventBatch) -> bool:
+        """Give ``batch`` the next number and keep it if there is room; True if the sender must be woken.
 
         Raises:
             QueueFull: No room, and ``overflow`` is ``"raise"``; no number was given.
         """
         with self._lock:
-            kept = len(self._waiting) < self._max_size
-            if not kept and self._raises:
-                raise QueueFull(f"{len(self._waiting)} event batches wait to be sent, max_queue_size allows no more")
             seq = self.published
-            self.published = seq + 1
-            if kept:
+            if len(self._waiting) < self._max_size:
                 self._waiting.append((seq, batch))
             else:
-                self.dropped += 1
-            wake = self._sender_idle
+                self._has_no_room(seq)
+            self.published = seq + 1
+            if not self._sender_idle:
+                return False
             self._sender_idle = False
-            return Ticket(seq, kept, wake)
+            return True
+
+    def _has_no_room(self, seq: int) -> None:
+        if self._raises:
+            raise QueueFull(f"{len(self._waiting)} event batches wait to be sent, max_queue_size allows no more")
+        self.dropped += 1
+        if self.first_dropped is None:
+            self.first_dropped = seq
 
     def take(self) -> tuple[int, EventBatch | None] | None:
         """Return the next number to send and its batch; None in place of the batch means: send an empty one.
 
         On None there is nothing to do: the sender is idle, and the next ``put`` asks to wake it.
         """
+        if self._waiting:  # only the sender takes any away
+            return self._waiting.popleft()
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
-            if self._last_sent == self.published - 1:
+            if self.last_sent == self.published - 1:
                 self._sender_idle = True
                 return None
-            self._last_sent = self.published
+            self.last_sent = self.published
             self.published += 1
-            return self._last_sent, None
-
-    def sent(self, seq: int) -> None:
-        """Note that ``seq`` went out."""
-        self._last_sent = seq
+            return self.last_sent, None
 
     def abandon(self) -> tuple[int, int] | None:
         """Drop what waits; return its first and last number."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 import warnings
 from contextlib import suppress
+from threading import get_ident
 from types import TracebackType
 
 from aioshm.errors import RoleError
@@ -97,19 +97,19 @@ class ZmqEventPublisher(EventPublisher):
         encoder = BatchEncoder(encoding)
         self._outbox = Outbox(max_queue_size, overflow)
         buffer = ReplayBuffer(buffer_steps)
-        if replay_endpoint is None:  # nobody can ask for what it would hold
-            buffer = ReplayBuffer(0)
         topic_frame = topic.encode()
         self._abandoned_from = wire.MAX_SEQ
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
         self._turns: list[asyncio.Future[None]] = []
         self._ends = PublisherEnds(data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve)
-        self._sender = Sender(self._outbox, encoder, buffer, self._ends, topic_frame, data_parallel_rank)
         self._server: ReplayServer | None = None
         if self._ends.replay is not None:
             where = self._ends.replay_endpoint or ""
             self._server = ReplayServer(self._ends.replay, buffer, topic_frame, replay_format, where)
+        # Without a server nobody can ask for what the buffer would hold.
+        kept = buffer if self._server is not None else None
+        self._sender = Sender(self._outbox, encoder, kept, self._ends, topic_frame, data_parallel_rank)
         self._config = KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
@@ -150,9 +150,9 @@ class ZmqEventPublisher(EventPublisher):
             raise PublisherClosed("this event publisher is closed")
         if not isinstance(events, EventBatch):
             raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
-        if self._thread_id != threading.get_ident():
+        if self._thread_id != get_ident():
             self._attach_to_loop(required=True)
-        if self._sender.put(events):
+        if self._outbox.put(events):
             self._wake()
 
     async def flush(self, timeout: float | None = None) -> None:
@@ -259,7 +259,8 @@ class ZmqEventPublisher(EventPublisher):
         assert self._loop is not None
         if not self._sender.send_until(time.perf_counter() + _SLICE_S):
             self._loop.call_soon(self._drain)
-        self._end_turns()
+        if self._turns:
+            self._end_turns()
 
     def _end_turns(self) -> None:
         """Let everybody who waits for progress look again."""
@@ -299,7 +300,7 @@ class ZmqEventPublisher(EventPublisher):
             ) from None
         if self._loop is None:
             self._loop = loop
-            self._thread_id = threading.get_ident()
+            self._thread_id = get_ident()
             self._ends.start(loop)
             if self._server is not None:
                 self._server.start(loop)

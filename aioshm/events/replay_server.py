@@ -29,10 +29,14 @@ MAX_CLIENTS = 64
 STALLED_S = 30.0
 # Batches in ZeroMQ's queue for one client; what bounds a slow client's memory in this process.
 CLIENT_HWM = 64
+# The kernel's buffer for one client. Left alone it grows to megabytes, and filling it for a few slow clients at once
+# would delay live batches for tens of milliseconds.
+CLIENT_BUFFER_BYTES = 1 << 17
 # A client's own requests are a few bytes; ZeroMQ hangs up on whoever sends more.
 MAX_REQUEST_BYTES = 1024
 
-_SLICE_S = 0.0002
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
+_SLICE_S = 0.0001
 _TURN = 8
 _RETRY_S = 0.05
 
@@ -76,6 +80,7 @@ class ReplayServer:
         self.malformed = 0
         self.abandoned = 0
         self._socket = socket
+        self._send_frame = super(zmq.Socket, socket).send  # see the sender
         self._buffer = buffer
         self._topic = topic
         self._form = form
@@ -88,8 +93,6 @@ class ReplayServer:
         self._retry: asyncio.TimerHandle | None = None
         self._again = False
         self._idle = asyncio.Event()
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
 
     @property
     def busy(self) -> bool:
@@ -190,11 +193,15 @@ class ReplayServer:
 
     def _serve(self, client: _Client) -> None:
         """Send one turn's worth; afterwards the client is ready, blocked or done."""
+        send = self._send_frame
         for _ in range(_TURN):
             entry = client.head()
-            answer = wire.end_reply(self._form) if entry is None else wire.reply(self._topic, *entry, self._form)
+            *first, last = wire.end_reply(self._form) if entry is None else wire.reply(self._topic, *entry, self._form)
             try:
-                self._socket.send_multipart([client.identity, *answer], zmq.NOBLOCK)
+                send(client.identity, _MORE)
+                for frame in first:  # there is room for all of them, or for none
+                    send(frame, _MORE)
+                send(last, zmq.NOBLOCK)
             except zmq.Again:
                 self._block(client)
                 return

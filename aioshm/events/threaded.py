@@ -38,7 +38,7 @@ class _HostedPublisher(ZmqEventPublisher):
     """A ``ZmqEventPublisher`` whose ``enqueue`` may be called from any thread."""
 
     def enqueue(self, batch: EventBatch) -> None:
-        if self._sender.put(batch):
+        if self._outbox.put(batch):
             self._wake()
 
     def _wake(self) -> None:

@@ -89,6 +89,22 @@ def test_workers(loop_name: str) -> None:
 
 
 @both_loops
+def test_events_publish(loop_name: str) -> None:
+    report = run_json("events_publish", "--loop", loop_name)
+    loads = {"burst", "decode loop", "decode loop, 100 us"}
+    contestants = {"ZmqEventPublisher", "ThreadedEventPublisher", "queue + thread + PUB"}
+    assert measured(report) == {(load, name, 1) for load in loads for name in contestants}
+    assert len(report["promises"]) == 5
+
+
+@both_loops
+def test_events_replay(loop_name: str) -> None:
+    report = run_json("events_replay", "--loop", loop_name)
+    assert measured(report) == {("1,000 batches/s", name, 1) for name in ("nobody replays", "4 slow clients replay")}
+    assert len(report["promises"]) == 1
+
+
+@both_loops
 def test_strangers(loop_name: str) -> None:
     report = run_json("strangers", "--loop", loop_name)
     assert measured(report) == {("4 KiB", "quiet", 1), ("4 KiB", "with strangers", 1)}

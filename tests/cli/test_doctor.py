@@ -117,10 +117,12 @@ def test_weak_memory_order_is_explained(monkeypatch):
 @pytest.mark.parametrize(
     ("runs", "wanted", "found"), [(True, True, "runs"), (False, True, "not built"), (False, False, "switched off")]
 )
-def test_which_core_runs_is_told(monkeypatch, runs, wanted, found):
+def test_what_runs_natively_is_told(monkeypatch, runs, wanted, found):
     monkeypatch.setattr(doctor, "native_core", runs)
+    monkeypatch.setattr(doctor, "NativeEncoder", object if runs else None)
     monkeypatch.setattr(doctor, "native_wanted", lambda: wanted)
-    assert (verdict_of("native core").verdict, verdict_of("native core").found) == ("good" if runs else "note", found)
+    for name in ("native core", "native encoder"):
+        assert (verdict_of(name).verdict, verdict_of(name).found) == ("good" if runs else "note", found)
 
 
 def test_single_cpu_is_explained(monkeypatch):

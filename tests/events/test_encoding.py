@@ -15,6 +15,7 @@ from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatc
 from aioshm.events.decoding import BatchDecoder
 from aioshm.events.encoding import BatchEncoder
 
+pytestmark = pytest.mark.usefixtures("encoder")
 pack = msgspec.msgpack.encode
 unpack = msgspec.msgpack.decode
 
@@ -190,7 +191,16 @@ def test_deep_nesting_is_refused_or_unknown() -> None:
         assert isinstance(BatchDecoder().decode(payload).events[0], UnknownEvent)
 
 
-@pytest.mark.parametrize("bad", [BlockRemoved([2**64], "GPU"), BlockRemoved([object()], "GPU"), object()])  # type: ignore[list-item]
+@pytest.mark.parametrize(
+    "bad",
+    [
+        BlockRemoved([2**64], "GPU"),
+        BlockRemoved([-(2**63) - 1], "GPU"),
+        BlockRemoved([object()], "GPU"),  # type: ignore[list-item]
+        BlockRemoved([1], "\udc00"),
+        object(),
+    ],
+)
 def test_what_cannot_be_encoded_says_so(bad: Any) -> None:
     with pytest.raises(CodecError, match="cannot encode"):
         BatchEncoder().encode(EventBatch(1.0, [bad]), 0)

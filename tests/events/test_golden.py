@@ -18,6 +18,7 @@ from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, 
 from aioshm.events.decoding import BatchDecoder
 from aioshm.events.encoding import BatchEncoder
 
+pytestmark = pytest.mark.usefixtures("encoder")
 GOLDEN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("golden.json").read_text())
 WITH_TOPIC_IN_REPLIES = {"0.33.0"}
 

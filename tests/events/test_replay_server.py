@@ -69,14 +69,22 @@ async def test_strangers_that_do_not_speak_zeromq(ends: Ends, caplog: pytest.Log
     assert [item.seq for item in await take(subscriber, 1) if isinstance(item, Received)] == [0]
 
 
-async def test_a_request_that_is_too_large_is_cut_off(ends: Ends, raw: Any) -> None:
+@pytest.mark.parametrize("port", ["endpoint", "replay_endpoint"])
+async def test_who_sends_too_much_is_cut_off(ends: Ends, raw: Any, port: str) -> None:
     publisher = ends.publisher()
-    stranger = raw(zmq.DEALER, publisher.replay_endpoint)
-    stranger.socket.send_multipart([b"", b"x" * 10_000_000])
+    stranger = raw(zmq.XSUB if port == "endpoint" else zmq.DEALER, getattr(publisher, port))
+    monitor = stranger.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        stranger.socket.send_multipart([b"\x01" + b"x" * 100_000] if port == "endpoint" else [b"", b"x" * 100_000])
+        await until(lambda: bool(monitor.poll(0)))
+    finally:
+        stranger.socket.disable_monitor()
+        monitor.close()
     publisher.publish(batch(0))
     client = raw(zmq.DEALER, publisher.replay_endpoint)
     await until(lambda: publisher.stats().sent == 1)
     assert len(await client.ask(b"", wire.pack_seq(0))) == 2
+    assert publisher.stats().malformed_requests == 0
 
 
 async def test_a_slow_client_is_served_fully_while_others_go_on(ends: Ends, raw: Any) -> None:

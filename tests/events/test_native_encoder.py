@@ -1,0 +1,264 @@
+"""The native encoder against its twin: the same bytes, or it leaves the batch to the twin; and nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioshm.errors import CodecError
+from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, UnknownEvent, encoding
+from aioshm.events.encoding import BatchEncoder
+
+from .test_encoding import EVENTS, JSONISH
+
+pytestmark = pytest.mark.skipif(
+    encoding.NativeEncoder is None, reason="the native encoder was not built, or is not wanted"
+)
+ENCODINGS: Any = pytest.mark.parametrize("form", ["array", "map"])
+
+
+class Derived(BlockRemoved):
+    """An event of the caller's own."""
+
+
+class Wide(EventBatch, array_like=True, omit_defaults=True):
+    """A batch of the caller's own."""
+
+    extra: int = 3
+
+
+def make(kinds: Any, maps: bool) -> Any:
+    assert encoding.NativeEncoder is not None
+    return encoding.NativeEncoder(kinds, maps)
+
+
+def stored(**fields: Any) -> BlockStored:
+    return msgspec.structs.replace(BlockStored([1], None, [2], 1, None, "GPU"), **fields)
+
+
+def outcome(work: Callable[[], bytes]) -> bytes | str:
+    try:
+        return work()
+    except CodecError as error:
+        return str(error)
+
+
+def twin(form: Any) -> BatchEncoder:
+    made = BatchEncoder(form)
+    made._native = None
+    return made
+
+
+def check(form: Any, batch: EventBatch, rank: int | None = 7) -> None:
+    """Both say the same, bytes or error."""
+    native = BatchEncoder(form)
+    assert native._native is not None
+    assert outcome(lambda: native.encode(batch, rank)) == outcome(lambda: twin(form).encode(batch, rank))
+
+
+def is_native(form: Any, events: list[Any]) -> bool:
+    native = BatchEncoder(form)._native
+    assert native is not None
+    return native.encode(1.0, events, 0) is not None
+
+
+@ENCODINGS
+@given(events=EVENTS, ts=st.floats() | st.integers(-(2**63), 2**64 - 1), rank=st.none() | st.integers(-5, 2**64))
+@settings(max_examples=200, deadline=None)
+def test_known_events(form: Any, events: list[Any], ts: float, rank: int | None) -> None:
+    check(form, EventBatch(ts, events, rank))
+    check(form, KVEventBatch(ts, events), rank)
+
+
+@ENCODINGS
+@given(values=st.lists(JSONISH, min_size=15, max_size=15))
+@settings(max_examples=200, deadline=None)
+def test_fields_of_any_type(form: Any, values: list[Any]) -> None:
+    check(form, EventBatch(1.0, [BlockStored(*values), BlockRemoved(*values[:5])]))
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 31, 32, 255, 256, 65_535, 65_536, 70_000])
+@ENCODINGS
+def test_lengths(form: Any, length: int) -> None:
+    numbers = [n * 37 % 131_072 for n in range(length)]
+    events = [stored(block_hashes=[b"h" * length], token_ids=numbers, medium="m" * length, lora_name="\u00e9" * length)]
+    assert is_native(form, events)
+    check(form, EventBatch(1.0, events))
+    check(form, EventBatch(1.0, [AllBlocksCleared()] * length))
+
+
+def test_numbers_of_every_size() -> None:
+    edges = {n for bits in range(65) for n in (2**bits - 1, 2**bits, 2**bits + 1)}
+    fitting = sorted(n for n in edges if n < 2**64)
+    assert is_native("array", [BlockRemoved(fitting, None)])  # type: ignore[arg-type]
+    for number in edges | {-n for n in edges}:
+        check("array", EventBatch(1.0, [BlockRemoved([number], None)]))
+    check("array", EventBatch(1.0, [BlockRemoved([int("0"), 10**18 - 10**18], None)]))  # a zero that was computed
+
+
+@pytest.mark.parametrize(
+    ("event", "native"),
+    [
+        (stored(extra_keys=[("image", 1.5, True, False, b"x"), None, ("nested", [[1], (2,)])]), True),
+        (stored(extra_keys=[({"a": 1},)]), False),
+        (stored(group_idx=-1), False),
+        (stored(session_id="\ud800"), False),
+        (stored(token_ids=range(3)), False),
+        (stored(lookahead_token_ids=[[[[[[[[[[1]]]]]]]]]]), False),
+        (stored(medium=type("Text", (str,), {})("GPU")), False),
+        (stored(token_ids=type("List", (list,), {})([1])), False),
+        (Derived([1], None), False),
+        (UnknownEvent("X", ["X", 1]), False),
+        (["AllBlocksCleared"], False),
+    ],
+)
+@ENCODINGS
+def test_what_it_leaves_to_the_twin(form: Any, event: Any, native: bool) -> None:
+    assert is_native(form, [event]) is native
+    check(form, EventBatch(1.0, [stored(), event, AllBlocksCleared()]))
+
+
+@ENCODINGS
+def test_batches_of_the_callers_own(form: Any) -> None:
+    check(form, Wide(1.0, [stored()], None, 4))
+    check(form, EventBatch(1.0, (stored(),)))  # type: ignore[arg-type]
+
+
+@ENCODINGS
+def test_a_field_that_was_deleted(form: Any) -> None:
+    event = stored()
+    del event.token_ids
+    check(form, EventBatch(1.0, [event]))
+
+
+@ENCODINGS
+def test_a_list_that_contains_itself(form: Any) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    assert not is_native(form, [stored(extra_keys=endless)])
+
+
+def test_small_after_large() -> None:
+    native = BatchEncoder()
+    for tokens in (1, 1_000_000, 1, 50):
+        batch = EventBatch(1.0, [stored(token_ids=[99_999] * tokens)])
+        assert native.encode(batch, 0) == twin("array").encode(batch, 0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "maps"),
+    [
+        ([], False),
+        ((1,), False),
+        (((),), False),
+        (((BlockStored, b"", ("no_such_field",), None, 0),), False),
+        (((BlockStored, b"", ("__doc__",), None, 0),), False),
+        (((BlockStored, b"", (1,), None, 0),), False),
+        (((BlockStored, b"", ("token_ids",), None, 2),), False),
+        (((BlockStored, b"", ("token_ids",), None, -1),), False),
+        (((BlockStored, b"", ("token_ids",) * 33, None, 0),), False),
+        (((BlockStored, b"", ("token_ids",), (b"",), 0),), False),
+        (((BlockStored, b"", ("token_ids",), None, 0),), True),
+        (((BlockStored, b"", ("token_ids",), (), 0),), True),
+        (((BlockStored, b"", ("token_ids",), ("text",), 0),), True),
+        (((BlockStored, b"", ("token_ids",), [b""], 0),), True),
+        (((BlockStored, "text", (), None, 0),), False),
+        ((("BlockStored", b"", (), None, 0),), False),
+        (((int, b"", ("real",), None, 0),), False),
+    ],
+)
+def test_making_one_of_garbage(kinds: Any, maps: bool) -> None:
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        make(kinds, maps)
+
+
+def test_calling_one_with_garbage() -> None:
+    native = BatchEncoder()._native
+    assert native is not None
+    for arguments in [(), (1.0, []), (1.0, [], 0, 0)]:
+        with pytest.raises(TypeError, match="takes ts, events and rank"):
+            native.encode(*arguments)
+    assert native.encode(object(), [], 0) is None  # type: ignore[arg-type]
+    assert native.encode(1.0, None, 0) is None  # type: ignore[arg-type]
+    assert native.encode(1.0, [], object()) is None  # type: ignore[arg-type]
+
+
+@ENCODINGS
+def test_nothing_leaks(form: Any) -> None:
+    text, number, token_ids = "t" * 100, 2**63, [2**40] * 100
+    good = EventBatch(1.0, [stored(medium=text, block_hashes=[number], token_ids=token_ids)] * 50)
+    unknown = EventBatch(1.0, [*good.events, stored(extra_keys=[({},)])])
+    watched: list[Any] = [text, number, token_ids, good.events[0], None]
+
+    def work() -> None:
+        for _ in range(200):
+            native = BatchEncoder(form)._native
+            assert native is not None
+            assert native.encode(good.ts, good.events, 0) is not None
+            assert native.encode(unknown.ts, unknown.events, 0) is None
+            with pytest.raises(TypeError):
+                make(((BlockStored, b"", ("token_ids", "__doc__"), None, 0),), False)
+
+    work()
+    counts, resident = [*map(sys.getrefcount, watched[:-1])], psutil.Process().memory_info().rss
+    for _ in range(5):
+        work()
+    assert [*map(sys.getrefcount, watched[:-1])] == counts
+    assert psutil.Process().memory_info().rss - resident < 4 << 20
+
+
+def test_a_list_that_others_change_meanwhile() -> None:
+    """The GIL is held throughout; what another thread does to a list comes before or after."""
+    tokens = [1] * 1000
+    batch = EventBatch(1.0, [stored(token_ids=tokens)] * 20)
+    done = threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            tokens.clear()
+            tokens.extend([2] * 1000)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        native = BatchEncoder()
+        for _ in range(500):
+            ts, events, rank = msgspec.msgpack.decode(native.encode(batch, 0))
+            assert (ts, rank) == (1.0, 0)
+            assert {tuple(set(event[3])) for event in events} <= {(), (1,), (2,)}
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("prelude", "environ", "expected"),
+    [("", "", "True"), ("", "0", "False"), ("import sys; sys.modules['aioshm.events._native'] = None", "", "False")],
+)
+def test_it_can_be_switched_off_or_missing(prelude: str, environ: str, expected: str) -> None:
+    code = f"""{prelude}
+from aioshm.events import BlockRemoved, EventBatch
+from aioshm.events.encoding import BatchEncoder
+encoder = BatchEncoder()
+assert encoder.encode(EventBatch(1.0, [BlockRemoved([1], None)]), 0)
+print(encoder._native is not None)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "AIOSHM_NATIVE": environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout.strip(), done.stderr) == (expected, "")
