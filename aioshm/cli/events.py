@@ -7,27 +7,29 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
 import typer
+from rich.console import Console
 
+from aioshm.cli.event_lines import kind_of, lines_of
+from aioshm.cli.outcome import UNUSABLE, CommandFailed, until_interrupted
 from aioshm.errors import AioshmError
 from aioshm.events import (
     Delivery,
     EventSubscriber,
-    KVEvent,
     Lost,
     Received,
     Restarted,
-    UnknownEvent,
     ZmqEventPublisher,
 )
 from aioshm.events.config import DEFAULT_MAX_QUEUE_SIZE
 from aioshm.events.decoding import BatchDecoder
+from aioshm.events.encoding import Encoding
 from aioshm.events.recording import Record, Recorder, read_records
 
 Endpoints = Annotated[list[str], typer.Argument(help="Where publishers send, such as tcp://host:5557.")]
@@ -41,6 +43,8 @@ FromStart = Annotated[
 Count = Annotated[int | None, typer.Option(min=1, help="Stop after so many batches.")]
 Duration = Annotated[float | None, typer.Option(min=0.0, help="Stop after so many seconds.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+
+_PROGRESS_S = 0.2
 
 events_app = typer.Typer(no_args_is_help=True, help="KV-cache events: tail, record, replay, stats.")
 
@@ -70,7 +74,7 @@ def tail(
             async for item in _deliveries(subscriber, duration):
                 if rank and item.source.rank not in rank:
                     continue
-                for line in _lines(item, set(kind or ()), as_json):
+                for line in lines_of(item, set(kind or ()), as_json):
                     _print(line)
                 shown += isinstance(item, Received)
                 if shown == count:
@@ -88,27 +92,32 @@ def record(
     from_start: FromStart = False,
     count: Count = None,
     duration: Duration = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write batches to a file, as they were on the wire."""
+    """Write batches to a file, as they were on the wire; Ctrl-C ends it."""
 
     async def run() -> None:
-        written = lost = 0
-        with output.open("wb") as file:
+        written = gaps = 0
+        with output.open("wb") as file, _progress("recorded") as show:
             recorder = Recorder(file)
-            async with _opened(endpoints, replay, topic, from_start) as subscriber:
-                async for item in _deliveries(subscriber, duration):
-                    if isinstance(item, Received):
-                        source = item.source
-                        recorder.write(
-                            Record(time.time(), source.endpoint, source.topic or b"", item.seq, item.payload)
-                        )
-                        written += 1
-                    else:
-                        lost += isinstance(item, Lost)
-                        _complain(item)
-                    if written == count:
-                        break
-        _print(f"{written} batches recorded in {output}, {lost} gaps")
+            try:
+                async with _opened(endpoints, replay, topic, from_start) as subscriber:
+                    async for item in _deliveries(subscriber, duration):
+                        if isinstance(item, Received):
+                            source = item.source
+                            recorder.write(
+                                Record(time.time(), source.endpoint, source.topic or b"", item.seq, item.payload)
+                            )
+                            written += 1
+                            show(written)
+                        else:
+                            gaps += isinstance(item, Lost)
+                            _complain(item)
+                        if written == count:
+                            break
+            finally:
+                found = {"recorded": written, "file": str(output), "gaps": gaps}
+                _print(json.dumps(found) if as_json else f"{written} batches recorded in {output}, {gaps} gaps")
 
     _run(run())
 
@@ -123,18 +132,32 @@ def replay(
     speed: Annotated[float, typer.Option(min=0.0, help="1 is as recorded, 2 twice as fast, 0 at once.")] = 1.0,
     wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for subscribers first.")] = 0.5,
     hold: Annotated[float, typer.Option(min=0.0, help="Seconds to go on serving replay afterwards.")] = 0.0,
+    encoding: Annotated[str | None, typer.Option(help="array or map; as it was recorded, unless given.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Publish a recording again, with new numbers, in the rhythm in which it was received."""
 
     async def run() -> None:
         decoder = BatchDecoder()
         published = 0
-        with recording.open("rb") as file:
+        with recording.open("rb") as file, _progress("published") as show:
+            form = cast(Encoding, encoding or _encoding_of(file))  # the publisher says what is wrong with another
             records = read_records(file)
             async with ZmqEventPublisher(
-                0, endpoint, replay_endpoint, max_queue_size=DEFAULT_MAX_QUEUE_SIZE, topic=topic, bind=bind
+                0,
+                endpoint,
+                replay_endpoint,
+                max_queue_size=DEFAULT_MAX_QUEUE_SIZE,
+                topic=topic,
+                bind=bind,
+                encoding=form,
             ) as publisher:
-                _print(f"publishing at {publisher.endpoint}, replay at {publisher.replay_endpoint}")
+                where = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+                _print(
+                    json.dumps(where | {"encoding": form})
+                    if as_json
+                    else f"publishing {form}s at {publisher.endpoint}, replay at {publisher.replay_endpoint}"
+                )
                 await asyncio.sleep(wait)
                 begin, first = time.monotonic(), None
                 for one in records:
@@ -144,11 +167,12 @@ def replay(
                         await asyncio.sleep(max(0.0, due - time.monotonic()))
                     publisher.publish(decoder.decode(one.payload))
                     published += 1
+                    show(published)
                     if not published % 100:
                         await publisher.flush()
                 await publisher.flush()
                 await asyncio.sleep(hold)
-        _print(f"{published} batches published")
+        _print(json.dumps({"published": published}) if as_json else f"{published} batches published")
 
     _run(run())
 
@@ -180,6 +204,18 @@ def stats(
     _run(run())
 
 
+def _encoding_of(file: BinaryIO) -> Encoding:
+    """Return how the first batch with events in it was encoded; the file is where it was afterwards."""
+    decoder, begin = BatchDecoder(), file.tell()
+    try:
+        for one in read_records(file):
+            if decoder.decode(one.payload).events:
+                break
+    finally:
+        file.seek(begin)
+    return decoder.encoding
+
+
 class _Meter:
     """What one publisher did since the last report, and in all."""
 
@@ -198,7 +234,7 @@ class _Meter:
             self.batches += 1
             self.total += 1
             self.events += len(item.batch.events)
-            self.kinds.update(_kind(event) for event in item.batch.events)
+            self.kinds.update(kind_of(event) for event in item.batch.events)
             if not item.replayed:
                 lag = time.time() - item.batch.ts
                 self.lag_s = lag if self.lag_s is None else max(self.lag_s, lag)
@@ -253,48 +289,24 @@ async def _deliveries(subscriber: EventSubscriber, duration: float | None) -> As
             return
 
 
-def _lines(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
-    source = {"endpoint": item.source.endpoint, "rank": item.source.rank}
-    if isinstance(item, Lost):
-        found = {**source, "type": "lost", "first": item.first, "last": item.last, "reason": item.reason}
-        return [json.dumps(found) if as_json else f"{item.source}: {item.first} to {item.last} lost: {item.reason}"]
-    if isinstance(item, Restarted):
-        found = {**source, "type": "restarted", "expected": item.expected}
-        return [json.dumps(found) if as_json else f"{item.source}: began again, {item.expected} was next"]
-    lines = []
-    for event in item.batch.events:
-        kind = _kind(event)
-        if kinds and kind not in kinds:
-            continue
-        if as_json:
-            head = {**source, "seq": item.seq, "ts": item.batch.ts, "replayed": item.replayed, "type": kind}
-            lines.append(json.dumps(head | _fields(event)))
-        else:
-            shown = " ".join(f"{name}={value}" for name, value in _fields(event).items())
-            lines.append(f"{item.source} #{item.seq} {kind} {shown}".rstrip())
-    return lines
+@contextmanager
+def _progress(done: str) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how many batches are ``done`` so far."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda count: None
+        return
+    due = 0.0
 
+    def show(count: int) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now >= due:
+            due = now + _PROGRESS_S
+            status.update(f"{count:,} batches {done}")
 
-def _kind(event: KVEvent) -> str:
-    return event.type or "unknown" if isinstance(event, UnknownEvent) else type(event).__name__
-
-
-def _fields(event: KVEvent) -> dict[str, Any]:
-    """Return what is set, with bytes as hex."""
-    if isinstance(event, UnknownEvent):
-        return {"data": _plain(event.data), "reason": event.reason}
-    fields = msgspec.structs.asdict(event)
-    return {name: _plain(value) for name, value in fields.items() if value is not None}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+    with console.status(f"0 batches {done}") as status:
+        yield show
 
 
 def _print(line: str) -> None:
@@ -302,16 +314,16 @@ def _print(line: str) -> None:
 
 
 def _complain(item: Lost | Restarted) -> None:
-    for line in _lines(item, set(), as_json=False):
+    for line in lines_of(item, set(), as_json=False):
         print(line, file=sys.stderr, flush=True)
 
 
 def _run(work: Any) -> None:
     """Run to the end; what the user did wrong is one line, not a traceback."""
     try:
-        asyncio.run(work)
+        asyncio.run(until_interrupted(work))
     except (AioshmError, OSError, ValueError) as error:
         print(f"aioshm events: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise typer.Exit(UNUSABLE) from None
+    except CommandFailed as interruption:
+        raise typer.Exit(interruption.exit_code) from None

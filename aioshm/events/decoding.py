@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from aioshm.errors import CodecError
+from aioshm.events.encoding import Encoding
 from aioshm.events.messages import (
     AllBlocksCleared,
     BlockHash,
@@ -108,6 +109,11 @@ class BatchDecoder:
         self._map = msgspec.msgpack.Decoder(_MapBatch)
         self._any = msgspec.msgpack.Decoder(_AnyBatch)
         self._maps_first = False
+
+    @property
+    def encoding(self) -> Encoding:
+        """How the last batch that held events, all of one encoding, was encoded; ``"array"`` before the first."""
+        return "map" if self._maps_first else "array"
 
     def decode(self, payload: bytes) -> KVEventBatch:
         """Return the batch in ``payload``.

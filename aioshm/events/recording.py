@@ -45,9 +45,10 @@ class Recorder:
         file.write(MAGIC)
 
     def write(self, record: Record) -> None:
-        """Append one record."""
+        """Append one record; it is in the file, whatever ends this process."""
         data = self._encode(record)
         self._file.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+        self._file.flush()
 
 
 def read_records(file: BinaryIO) -> Iterator[Record]:

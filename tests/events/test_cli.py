@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from support import eventually
 from typer.testing import CliRunner
 
 from aioshm.cli.events import register
@@ -107,8 +110,7 @@ def test_record_and_replay(publisher: ThreadedEventPublisher, tmp_path: Path) ->
     again = tmp_path / "again.rec"
     player = subprocess.Popen(
         [
-            sys.executable, "-c",
-            "import typer, aioshm.cli.events as e; app = typer.Typer(); e.register(app); app()",
+            sys.executable, "-c", COMMAND,
             "events", "replay", str(file), "--endpoint", f"ipc://{tmp_path}/live", "--replay", replayed,
             "--speed", "0", "--wait", "0", "--hold", "60",
         ],
@@ -131,6 +133,63 @@ def test_replay_to_the_end(publisher: ThreadedEventPublisher, tmp_path: Path) ->
     invoke("record", *where(publisher), "--count", "3", "-o", str(file))
     result = invoke("replay", str(file), "--endpoint", f"ipc://{tmp_path}/x", "--speed", "1000", "--wait", "0")
     assert "3 batches published" in result.output
+
+
+COMMAND = "import typer, aioshm.cli.events as e; app = typer.Typer(); e.register(app); app()"
+
+
+def test_record_and_replay_speak_json(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
+    file = tmp_path / "events.rec"
+    result = invoke("record", *where(publisher), "--count", "3", "-o", str(file), "--json")
+    assert json.loads(result.output) == {"recorded": 3, "file": str(file), "gaps": 0}
+    endpoint = f"ipc://{tmp_path}/x"
+    result = invoke("replay", str(file), "--endpoint", endpoint, "--speed", "0", "--wait", "0", "--json")
+    began, done = map(json.loads, result.output.splitlines())
+    assert began == {"endpoint": endpoint, "replay_endpoint": None, "encoding": "array"}
+    assert done == {"published": 3}
+
+
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_replay_keeps_the_encoding(tmp_path: Path, form: Any) -> None:
+    file = tmp_path / "events.rec"
+    with ThreadedEventPublisher(0, ANY, ANY, bind=True, encoding=form) as publisher:
+        publisher.publish(EventBatch(1.0, []))
+        publisher.publish(EventBatch(2.0, [BlockRemoved([1], None)]))
+        publisher.flush(10)
+        invoke("record", *where(publisher), "--count", "2", "-o", str(file))
+    arguments = ["replay", str(file), "--endpoint", f"ipc://{tmp_path}/x", "--speed", "0", "--wait", "0"]
+    assert f"publishing {form}s" in invoke(*arguments).output
+    assert "publishing maps" in invoke(*arguments, "--encoding", "map").output
+    wrong = invoke(*arguments, "--encoding", "json")
+    assert (wrong.exit_code, "encoding must be one of" in wrong.output) == (2, True)
+
+
+def recorded(file: Path) -> list[int]:
+    with suppress(CodecError, FileNotFoundError), file.open("rb") as found:
+        return [one.seq for one in read_records(found)]
+    return []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_recording_is_whole(
+    publisher: ThreadedEventPublisher, tmp_path: Path, number: signal.Signals
+) -> None:
+    file = tmp_path / "events.rec"
+    recording = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "events", "record", *where(publisher)[:-2], "-o", str(file)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        eventually(lambda: len(recorded(file)) == 3, "three batches are recorded", 20)
+        recording.send_signal(number)
+        assert recording.communicate(timeout=20)[0] == f"3 batches recorded in {file}, 0 gaps\n"
+        assert recording.returncode == 128 + number
+    finally:
+        recording.kill()
+        recording.wait()
+    assert recorded(file) == [0, 1, 2]
 
 
 def test_stats(publisher: ThreadedEventPublisher) -> None:
