@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
-NATIVE := aioshm/events/_native.c aioshm/ring/_native.c
+NATIVE := aioshm/events/_encoder.c aioshm/ring/_native.c
 
 .PHONY: demo test lint types bench bench-rivals sanitize clean
 
@@ -50,14 +50,14 @@ SANITIZED_PYTHON = cd $(SANITIZED) && LD_PRELOAD=$$($(CC) -print-file-name=libas
 sanitize: .venv/.ready    ## the native parts under the address and undefined behaviour sanitizers
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -R aioshm tests pyproject.toml $(SANITIZED)
-	rm -f $(SANITIZED)/aioshm/*/_native*.so
+	rm -f $(SANITIZED)/aioshm/*/*.so
 	for source in $(NATIVE); do \
 		$(CC) -shared -fPIC -std=c11 -Wall -Wextra -Werror -Wno-cast-function-type -Wno-missing-field-initializers \
 			$(SANITIZERS) -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
 			$(SANITIZED)/$$source -o $(SANITIZED)/$${source%.c}.so || exit; \
 	done
 	$(SANITIZED_PYTHON) -c 'import os, aioshm.ring._native as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
-	$(SANITIZED_PYTHON) -c 'import os, aioshm.events._native as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
+	$(SANITIZED_PYTHON) -c 'import os, aioshm.events._encoder as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
 	$(SANITIZED_PYTHON) -m pytest -p no:cacheprovider --capture=sys tests/ring/test_core*.py \
 		tests/events/test_native_encoder.py tests/events/test_encoding.py $(ARGS)
 

@@ -143,8 +143,7 @@ def _native(name: str, runs: bool, price: str) -> Finding:
         return Finding(name, "good", "runs")
     if not native_wanted():
         return Finding(name, "note", "switched off", f"AIOSHM_NATIVE=0: {price}")
-    advice = f"its Python twin does the work, {price}: install a C compiler, then aioshm again"
-    return Finding(name, "note", "not built", advice)
+    return Finding(name, "note", "not built", f"{price}: install a C compiler, then aioshm again")
 
 
 def _memory_order() -> Finding:

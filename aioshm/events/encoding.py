@@ -28,7 +28,7 @@ from aioshm.events.messages import (
 )
 
 if TYPE_CHECKING:
-    from aioshm.events._native import EventEncoder
+    from aioshm.events._encoder import EventEncoder
 
 Encoding: TypeAlias = Literal["array", "map"]
 ENCODINGS = ("array", "map")
@@ -44,7 +44,7 @@ def _load() -> type[EventEncoder] | None:
     if not native_wanted():
         return None
     try:
-        from aioshm.events._native import EventEncoder
+        from aioshm.events._encoder import EventEncoder
     except ImportError:  # it was not built: no compiler, or not for this interpreter
         return None
     return EventEncoder

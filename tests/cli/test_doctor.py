@@ -58,7 +58,8 @@ def test_json_tells_what_is_there(capsys):
         assert findings[name]["verdict"] == "good"
 
 
-def test_text_has_a_verdict_on_each_line(capsys):
+def test_text_has_a_verdict_on_each_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # longer ones are folded
     assert run(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for line in lines[: lines.index("")]:

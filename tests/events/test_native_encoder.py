@@ -243,7 +243,7 @@ def test_a_list_that_others_change_meanwhile() -> None:
 
 @pytest.mark.parametrize(
     ("prelude", "environ", "expected"),
-    [("", "", "True"), ("", "0", "False"), ("import sys; sys.modules['aioshm.events._native'] = None", "", "False")],
+    [("", "", "True"), ("", "0", "False"), ("import sys; sys.modules['aioshm.events._encoder'] = None", "", "False")],
 )
 def test_it_can_be_switched_off_or_missing(prelude: str, environ: str, expected: str) -> None:
     code = f"""{prelude}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 from rings import NATIVE
@@ -50,6 +54,15 @@ def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
 def test_this_process() -> None:
     for part in (atomics.WriterCore, atomics.ReaderCore, atomics.memory_fence):
         assert part.__module__ == ("aioshm.ring._native" if aioshm.native_core else "aioshm.ring._portable")
+
+
+@pytest.mark.skipif(
+    shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(), reason="no compiler"
+)
+@pytest.mark.parametrize("name", ["aioshm.ring._native", "aioshm.events._encoder"])
+def test_where_there_is_a_compiler_it_was_built(name: str) -> None:
+    """Otherwise nearly two hundred tests of native code would be skipped, and nobody would notice."""
+    assert importlib.util.find_spec(name) is not None
 
 
 @pytest.mark.skipif(NATIVE is None, reason="the native core was not built")

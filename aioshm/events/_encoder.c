@@ -494,7 +494,7 @@ static PyType_Slot encoder_slots[] = {
 };
 
 static PyType_Spec encoder_spec = {
-    .name = "aioshm.events._native.EventEncoder",
+    .name = "aioshm.events._encoder.EventEncoder",
     .basicsize = sizeof(Encoder),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = encoder_slots,
@@ -514,12 +514,12 @@ static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, execute}, {0, NULL}};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "aioshm.events._native",
+    .m_name = "aioshm.events._encoder",
     .m_doc = "The encoding of event batches in C; see encoding.py.",
     .m_slots = module_slots,
 };
 
-PyMODINIT_FUNC PyInit__native(void)
+PyMODINIT_FUNC PyInit__encoder(void)
 {
     return PyModuleDef_Init(&definition);
 }
