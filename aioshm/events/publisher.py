@@ -36,12 +36,6 @@ logger = logging.getLogger("aioshm.events")
 # How long the sender works before it lets the loop do something else.
 _SLICE_S = 0.001
 
-# So many times in a row it sends at once what comes so soon after the last time. Then it gathers batches for as long:
-# waking up costs microseconds, here and in ZeroMQ's thread. (A timer of uvloop's, which counts milliseconds, is due at
-# once; there only half as much is lost.)
-_AT_ONCE = 16
-_SOON_S = 0.0001
-
 
 class ZmqEventPublisher(EventPublisher):
     """Publishes on the running event loop; ``publish`` costs about a microsecond and never waits.
@@ -108,8 +102,6 @@ class ZmqEventPublisher(EventPublisher):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
         self._turns: list[asyncio.Future[None]] = []
-        self._drained_at = 0.0
-        self._at_once = 0
         self._ends = PublisherEnds(data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve)
         self._server: ReplayServer | None = None
         if self._ends.replay is not None:
@@ -258,13 +250,6 @@ class ZmqEventPublisher(EventPublisher):
 
     def _wake(self) -> None:
         assert self._loop is not None
-        if time.perf_counter() - self._drained_at > _SOON_S:
-            self._at_once = 0
-        elif self._at_once == _AT_ONCE:
-            self._loop.call_later(_SOON_S, self._drain)
-            return
-        else:
-            self._at_once += 1
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
@@ -274,7 +259,6 @@ class ZmqEventPublisher(EventPublisher):
         assert self._loop is not None
         if not self._sender.send_until(time.perf_counter() + _SLICE_S):
             self._loop.call_soon(self._drain)
-        self._drained_at = time.perf_counter()
         if self._turns:
             self._end_turns()
 
@@ -289,8 +273,6 @@ class ZmqEventPublisher(EventPublisher):
         assert self._loop is not None
         target = self._outbox.published
         deadline = None if timeout is None else time.monotonic() + timeout
-        if self._outbox:
-            self._loop.call_soon(self._drain)  # it may be gathering
         while (waiting := self._outbox.waiting_before(target)) > 0:
             turn: asyncio.Future[None] = self._loop.create_future()
             self._turns.append(turn)
