@@ -152,7 +152,7 @@ static Result put_block(Out *out, const void *bytes, size_t amount)
 
 /* Numbers */
 
-/* The one digit of a number from 0 to 2**30 - 1; false for other numbers. */
+/* The one digit of a number from 1 to 2**30 - 1; false for other numbers, and for 0 on some versions. */
 static inline bool single_digit(PyObject *number, uint32_t *digit)
 {
 #if PY_VERSION_HEX >= 0x030C0000
@@ -163,9 +163,8 @@ static inline bool single_digit(PyObject *number, uint32_t *digit)
     *digit = (uint32_t)value;
     return value >= 0;
 #else
-    size_t digits = (size_t)Py_SIZE(number);  /* negative for negative numbers */
-    *digit = digits ? ((PyLongObject *)number)->ob_digit[0] : 0;
-    return digits <= 1;
+    *digit = ((PyLongObject *)number)->ob_digit[0];
+    return Py_SIZE(number) == 1;
 #endif
 }
 

@@ -15,7 +15,7 @@ from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatc
 from aioshm.events.decoding import BatchDecoder
 from aioshm.events.encoding import BatchEncoder
 
-pytestmark = pytest.mark.usefixtures("encoder")
+both_encoders = pytest.mark.usefixtures("encoder")
 pack = msgspec.msgpack.encode
 unpack = msgspec.msgpack.decode
 
@@ -44,6 +44,7 @@ REMOVED = st.builds(BlockRemoved, HASHES, MAYBE_TEXT, st.none() | SMALL, MAYBE_T
 EVENTS = st.lists(STORED | REMOVED | st.builds(AllBlocksCleared), max_size=5)
 
 
+@both_encoders
 @pytest.mark.parametrize("encoding", ["array", "map"])
 @given(events=EVENTS, ts=st.floats(0, 2e9), rank=st.none() | SMALL)
 @settings(max_examples=100, deadline=None)
@@ -52,6 +53,7 @@ def test_what_goes_in_comes_out(encoding: Any, events: list[Any], ts: float, ran
     assert BatchDecoder().decode(payload) == KVEventBatch(ts, events, 7 if rank is None else rank)
 
 
+@both_encoders
 def test_array_writes_six_fields_and_then_up_to_the_last_that_is_set() -> None:
     events = [
         BlockStored([1], None, [5], 1, None, None),
@@ -75,6 +77,7 @@ def test_array_writes_six_fields_and_then_up_to_the_last_that_is_set() -> None:
     ]
 
 
+@both_encoders
 def test_map_leaves_out_what_is_unset() -> None:
     events = [
         BlockStored([1], None, [5], 1, None, None),
@@ -137,6 +140,7 @@ def test_any_mixture_is_understood() -> None:
     assert "Expected" in events[4].reason
 
 
+@both_encoders
 def test_unknown_events_go_out_as_they_came_in() -> None:
     payload = pack([1.0, [["BlockMoved", [1]], {"type": "BlockMoved", "to": 1}], 0])
     decoded = BatchDecoder().decode(payload)
@@ -191,6 +195,7 @@ def test_deep_nesting_is_refused_or_unknown() -> None:
         assert isinstance(BatchDecoder().decode(payload).events[0], UnknownEvent)
 
 
+@both_encoders
 @pytest.mark.parametrize(
     "bad",
     [
