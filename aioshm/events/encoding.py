@@ -101,12 +101,17 @@ _CLEARED_MAP = {"type": "AllBlocksCleared"}
 
 
 class BatchEncoder:
-    """Turns batches into payloads; not for several threads at once."""
+    """Turns batches into payloads; not for several threads at once.
 
-    def __init__(self, encoding: Encoding = "array") -> None:
+    Args:
+        encoding: ``"array"`` or ``"map"``.
+        native: Use the native encoder, where there is one; the bytes are the same.
+    """
+
+    def __init__(self, encoding: Encoding = "array", *, native: bool = True) -> None:
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding must be one of {ENCODINGS}, not {encoding!r}")
-        self._native = _native_encoder(encoding)
+        self._native = _native_encoder(encoding) if native else None
         self._encode = msgspec.msgpack.Encoder().encode
         self._convert: Callable[[list[Any]], list[Any]] = _to_arrays if encoding == "array" else _to_maps
 

@@ -54,9 +54,7 @@ def outcome(work: Callable[[], bytes]) -> bytes | str:
 
 
 def twin(form: Any) -> BatchEncoder:
-    made = BatchEncoder(form)
-    made._native = None
-    return made
+    return BatchEncoder(form, native=False)
 
 
 def check(form: Any, batch: EventBatch, rank: int | None = 7) -> None:
