@@ -55,7 +55,10 @@ def _subscribe(endpoint: str) -> socket.socket:
     peer.sendall(NULL_GREETING + _READY)
     answer = b""
     while b"PUB" not in answer:  # it takes no subscription before its own READY is out
-        answer += peer.recv(4096)
+        chunk = peer.recv(4096)
+        if not chunk:
+            raise ConnectionError(f"{endpoint} hung up during the handshake")
+        answer += chunk
     peer.sendall(_SUBSCRIBE_TO_ALL)
     peer.settimeout(None)  # with one, every read would be two system calls
     return peer

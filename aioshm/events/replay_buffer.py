@@ -17,16 +17,11 @@ _CHUNK_ENTRIES = 256
 
 
 class ReplayBuffer:
-    """The last ``size`` batches, in rising order of their numbers.
-
-    Attributes:
-        appended: Batches that were ever put in.
-    """
+    """The last ``size`` batches, in rising order of their numbers."""
 
     def __init__(self, size: int) -> None:
         if size < 0:
             raise ValueError(f"buffer_steps must not be negative, not {size}")
-        self.appended = 0
         self._size = size
         self._chunks: deque[list[Entry]] = deque()
         self._count = 0  # entries in all chunks; the first ones may be older than the buffer reaches
@@ -36,7 +31,6 @@ class ReplayBuffer:
 
     def append(self, seq: int, payload: bytes) -> None:
         """Keep one batch more; the oldest goes once there are more than ``size``."""
-        self.appended += 1
         if self._size == 0:
             return
         if not self._chunks or len(self._chunks[-1]) == _CHUNK_ENTRIES:
