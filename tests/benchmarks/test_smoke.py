@@ -92,9 +92,9 @@ def test_workers(loop_name: str) -> None:
 def test_events_publish(loop_name: str) -> None:
     report = run_json("events_publish", "--loop", loop_name)
     loads = {"burst", "decode loop", "decode loop, 100 us"}
-    contestants = {"ZmqEventPublisher", "ThreadedEventPublisher", "queue + thread + PUB", "the same, with nils"}
+    contestants = {"ZmqEventPublisher", "ThreadedEventPublisher", "queue + thread + PUB", "the same, same bytes"}
     assert measured(report) == {(load, name, 1) for load in loads for name in contestants}
-    assert len(report["promises"]) == 5
+    assert len(report["promises"]) == 7
 
 
 @both_loops
