@@ -2,14 +2,12 @@
 
 A publisher sends 1,000 batches of 100 events a second. A subscriber in another process notes how old each is on
 arrival. In every second phase four clients in a third process each replay 2,500 batches, reading one a millisecond, and
-all of them must get all of it. They run at the lowest priority, as on hosts of their own: what counts is what
-they cost the publisher, not what they cost its CPUs.
+all of them must get all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import struct
 import sys
 import threading
@@ -32,7 +30,6 @@ RATIO = 2.0
 WITHOUT, WITH = "nobody replays", f"{CLIENTS} slow clients replay"
 CASE = f"{RATE:,.0f} batches/s"
 PAUSE_S = 0.001
-LOWEST_PRIORITY = 19
 SUBSCRIPTION_S = 0.3
 LAST_TS = -1.0
 
@@ -116,7 +113,6 @@ def note_ages(boss: Boss, endpoint: str) -> None:
 
 def replay_slowly(boss: Boss, endpoint: str) -> None:
     """Role: an order is where to begin and how many to read; reply when all have asked, and how many each got."""
-    os.nice(LOWEST_PRIORITY)
     boss.reply("ready")
     while (order := boss.plain_order()) is not None:
         asked = threading.Barrier(CLIENTS + 1)
