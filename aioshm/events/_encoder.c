@@ -25,18 +25,24 @@
 #define MAX_FIELDS 32
 #define MAX_DEPTH 8            /* of lists within lists; deeper ones are the twin's */
 #define NUMBER_BYTES 9         /* at most */
-#define SLACK 16               /* what every value has room for without asking: a number or a header, and a whole word */
-#define LEAST_BYTES 512
+#define STAMP_BYTES 32         /* the longest tag or key with its header, and a little */
+#define SLACK 16               /* what every value has room for without asking: a number, a header, a whole word */
+#define LEAST_BYTES 1024
 
-typedef enum { FAILED = -1, DONE, UNKNOWN } Result;
+/* Bytes that are written as they are: tags and keys. Copying all of them takes less time than asking how many. */
+typedef struct {
+    uint8_t bytes[STAMP_BYTES];
+    size_t size;
+} Stamp;
 
 /* One type of event: what stands in front of it, and where its fields are. */
 typedef struct {
     PyTypeObject *type;
-    PyObject *head;                   /* the tag, encoded; in a map its key, too */
+    Stamp head;                       /* the tag; in a map after its key */
     size_t fields, always;            /* all of them; how many are written even if they are None */
+    size_t room;                      /* what everything but long values may take */
     Py_ssize_t offsets[MAX_FIELDS];
-    PyObject *keys[MAX_FIELDS];       /* encoded; of maps only */
+    Stamp keys[MAX_FIELDS];           /* of maps only */
 } Kind;
 
 typedef struct {
@@ -47,38 +53,47 @@ typedef struct {
     size_t expected;                  /* bytes of the next payload: about as many as the last one had */
 } Encoder;
 
-/* A payload while it is written: of `size` bytes, of which those before `at` are set. */
+/* A payload while it is written, up to `end` at most. */
 typedef struct {
-    PyObject *payload;
-    uint8_t *at, *end;
+    PyObject *payload;                /* NULL if memory ended */
+    uint8_t *end;
+    bool unknown;                     /* found something that is the twin's */
 } Out;
 
-/* Output. Every function leaves SLACK bytes of room behind. */
+/* Output. Every function takes where to write, with room for SLACK bytes there, and returns where the next value goes:
+ * so the place stays in a register. NULL is for an exception or for something unknown. */
 
-/* Make the payload `size` bytes long; on an error there is none any more. */
-static bool resize(Out *out, size_t size)
+static uint8_t *unknown(Out *out)
 {
-    size_t used = (size_t)(out->at - (uint8_t *)PyBytes_AS_STRING(out->payload));
-    if (_PyBytes_Resize(&out->payload, (Py_ssize_t)size) < 0)
-        return false;
-    out->at = (uint8_t *)PyBytes_AS_STRING(out->payload) + used;
-    out->end = (uint8_t *)PyBytes_AS_STRING(out->payload) + size;
-    return true;
+    out->unknown = true;
+    return NULL;
 }
 
-static bool grow(Out *out, size_t amount)
+/* Make the payload `size` bytes long. */
+static uint8_t *resize(Out *out, uint8_t *at, size_t size)
+{
+    size_t used = (size_t)(at - (uint8_t *)PyBytes_AS_STRING(out->payload));
+    if (_PyBytes_Resize(&out->payload, (Py_ssize_t)size) < 0)
+        return NULL;
+    uint8_t *start = (uint8_t *)PyBytes_AS_STRING(out->payload);
+    out->end = start + size;
+    return start + used;
+}
+
+static uint8_t *grow(Out *out, uint8_t *at, size_t amount)
 {
     size_t size = (size_t)PyBytes_GET_SIZE(out->payload);
     if (amount > PY_SSIZE_T_MAX / 2 - size) {
         PyErr_NoMemory();
-        return false;
+        return NULL;
     }
-    return resize(out, size + (amount > size ? amount : size));
+    return resize(out, at, size + (amount > size ? amount : size));
 }
 
-static inline bool room(Out *out, size_t amount)
+/* Make room for SLACK bytes behind so many others. */
+static inline uint8_t *room(Out *out, uint8_t *at, size_t amount)
 {
-    return (size_t)(out->end - out->at) >= amount + SLACK || grow(out, amount + SLACK);
+    return (size_t)(out->end - at) >= amount + SLACK ? at : grow(out, at, amount + SLACK);
 }
 
 static inline void store_big_endian(uint8_t *at, uint64_t word)
@@ -89,18 +104,20 @@ static inline void store_big_endian(uint8_t *at, uint64_t word)
     memcpy(at, &word, sizeof word);
 }
 
-/* A number below 2**32 in 1, 2, 3 or 5 bytes; writes 8. Returns where the next value goes. */
+/* A number below 2**32 in 1, 2, 3 or 5 bytes; writes 8. */
 static inline uint8_t *write_small(uint8_t *at, uint32_t number)
 {
-    static const struct { uint64_t prefix; uint32_t shift, bytes; } forms[] = {  /* by the place of the highest bit */
-        [0 ... 6] = {0, 56, 1},
-        [7] = {UINT64_C(0xcc) << 56, 48, 2},
-        [8 ... 15] = {UINT64_C(0xcd) << 56, 40, 3},
-        [16 ... 31] = {UINT64_C(0xce) << 56, 24, 5},
+    /* All of a form is in one word: what of it is not written does no harm behind the number. */
+#define FORM(prefix, bytes, shift) (UINT64_C(prefix) << 56 | (bytes) << 8 | (shift))
+    static const uint64_t forms[] = {  /* by the place of the highest bit */
+        [0 ... 6] = FORM(0, 1, 56),
+        [7] = FORM(0xcc, 2, 48),
+        [8 ... 15] = FORM(0xcd, 3, 40),
+        [16 ... 31] = FORM(0xce, 5, 24),
     };
-    int highest = 31 ^ __builtin_clz(number | 1);
-    store_big_endian(at, forms[highest].prefix | (uint64_t)number << forms[highest].shift);
-    return at + forms[highest].bytes;
+    uint64_t form = forms[31 ^ __builtin_clz(number | 1)];
+    store_big_endian(at, form | (uint64_t)number << (form & 63));
+    return at + (uint8_t)(form >> 8);
 }
 
 static inline uint8_t *write_number(uint8_t *at, uint64_t number)
@@ -114,40 +131,35 @@ static inline uint8_t *write_number(uint8_t *at, uint64_t number)
 
 /* The header of something that has a length. `fixed` is its form with the length in it, for those below `below`;
  * `form` the one with 8 bits, or 0 where there is none; then come those with 16 and 32. */
-static inline void put_header(Out *out, size_t length, uint8_t fixed, size_t below, uint8_t form8, uint8_t form16)
+static inline uint8_t *write_header(uint8_t *at, size_t length, uint8_t fixed, size_t below, uint8_t form8,
+                                    uint8_t form16)
 {
-    uint8_t *at = out->at;
     if (length < below) {
         *at = (uint8_t)(fixed | length);
-        out->at += 1;
-    } else if (form8 && length <= 0xff) {
+        return at + 1;
+    }
+    if (form8 && length <= 0xff) {
         at[0] = form8, at[1] = (uint8_t)length;
-        out->at += 2;
-    } else if (length <= 0xffff) {
+        return at + 2;
+    }
+    if (length <= 0xffff) {
         at[0] = form16;
         store_big_endian(at + 1, (uint64_t)length << 48);
-        out->at += 3;
-    } else {
-        at[0] = form16 + 1;
-        store_big_endian(at + 1, (uint64_t)length << 32);
-        out->at += 5;
+        return at + 3;
     }
+    at[0] = form16 + 1;
+    store_big_endian(at + 1, (uint64_t)length << 32);
+    return at + 5;
 }
 
-static bool put_raw(Out *out, const void *bytes, size_t amount)
-{
-    if (!room(out, amount))
-        return false;
-    memcpy(out->at, bytes, amount);
-    out->at += amount;
-    return true;
-}
-
-static Result put_block(Out *out, const void *bytes, size_t amount)
+static uint8_t *put_block(Out *out, uint8_t *at, const void *bytes, size_t amount)
 {
     if (amount > UINT32_MAX)
-        return UNKNOWN;
-    return put_raw(out, bytes, amount) ? DONE : FAILED;
+        return unknown(out);
+    if ((at = room(out, at, amount)) == NULL)
+        return NULL;
+    memcpy(at, bytes, amount);
+    return at + amount;
 }
 
 /* Numbers */
@@ -168,62 +180,64 @@ static inline bool single_digit(PyObject *number, uint32_t *digit)
 #endif
 }
 
-static Result put_number(Out *out, PyObject *number)
+static inline uint8_t *put_number(Out *out, uint8_t *at, PyObject *number)
 {
-    uint32_t small;
-    if (single_digit(number, &small)) {
-        out->at = write_small(out->at, small);
-        return DONE;
-    }
 #if PY_VERSION_HEX < 0x030C0000 && PYLONG_BITS_IN_DIGIT == 30
     const digit *digits = ((PyLongObject *)number)->ob_digit;
     Py_ssize_t count = Py_SIZE(number);
     if (count == 2 || (count == 3 && digits[2] < 16)) {
         uint64_t value = digits[0] | (uint64_t)digits[1] << 30;
-        out->at = write_number(out->at, count == 3 ? value | (uint64_t)digits[2] << 60 : value);
-        return DONE;
+        return write_number(at, count == 3 ? value | (uint64_t)digits[2] << 60 : value);
     }
 #endif
     unsigned long long value = PyLong_AsUnsignedLongLong(number);
     if (value == (unsigned long long)-1 && PyErr_Occurred()) {  /* negative, or above 64 bits */
         PyErr_Clear();
-        return UNKNOWN;
+        return unknown(out);
     }
-    out->at = write_number(out->at, value);
-    return DONE;
+    return write_number(at, value);
 }
 
 /* Values */
 
-static Result put(Out *out, PyObject *value, int depth);
+static uint8_t *put(Out *out, uint8_t *at, PyObject *value, int depth);
 
-static Result put_items(Out *out, PyObject *const *items, size_t count, int depth)
+/* Values one after another; there is room for as many numbers. */
+static inline uint8_t *put_values(Out *out, uint8_t *at, PyObject *const *values, size_t count, int depth)
 {
-    if (count > UINT32_MAX || depth == MAX_DEPTH)
-        return UNKNOWN;
-    put_header(out, count, 0x90, 16, 0, 0xdc);
-    if (!room(out, count * NUMBER_BYTES))
-        return FAILED;
     for (size_t i = 0; i < count; i++) {
-        uint8_t *at = out->at;        /* in a register while numbers follow each other */
+        PyObject *value = values[i];
         uint32_t small;
-        while (i < count && PyLong_CheckExact(items[i]) && single_digit(items[i], &small)) {
-            at = write_small(at, small);
-            i++;
+        if (PyLong_CheckExact(value)) {
+            if (single_digit(value, &small)) {
+                at = write_small(at, small);
+                continue;
+            }
+            if ((at = put_number(out, at, value)) == NULL)
+                return NULL;
+            continue;
         }
-        out->at = at;
-        if (i == count)
-            break;
-        Result result = put(out, items[i], depth + 1);
-        if (result != DONE)
-            return result;
-        if (!room(out, (count - i) * NUMBER_BYTES))
-            return FAILED;
+        if (value == Py_None) {
+            *at++ = 0xc0;
+            continue;
+        }
+        if ((at = put(out, at, value, depth)) == NULL || (at = room(out, at, (count - i) * NUMBER_BYTES)) == NULL)
+            return NULL;
     }
-    return DONE;
+    return at;
 }
 
-static Result put_text(Out *out, PyObject *text)
+static uint8_t *put_items(Out *out, uint8_t *at, PyObject *const *items, size_t count, int depth)
+{
+    if (count > UINT32_MAX || depth == MAX_DEPTH)
+        return unknown(out);
+    at = write_header(at, count, 0x90, 16, 0, 0xdc);
+    if ((at = room(out, at, count * NUMBER_BYTES)) == NULL)
+        return NULL;
+    return put_values(out, at, items, count, depth + 1);
+}
+
+static uint8_t *put_text(Out *out, uint8_t *at, PyObject *text)
 {
     Py_ssize_t length;
     const void *bytes;
@@ -232,127 +246,125 @@ static Result put_text(Out *out, PyObject *text)
         length = PyUnicode_GET_LENGTH(text);
     } else if ((bytes = PyUnicode_AsUTF8AndSize(text, &length)) == NULL) {
         if (PyErr_ExceptionMatches(PyExc_MemoryError))
-            return FAILED;
+            return NULL;
         PyErr_Clear();                /* lone surrogates */
-        return UNKNOWN;
+        return unknown(out);
     }
-    put_header(out, (size_t)length, 0xa0, 32, 0xd9, 0xda);
-    return put_block(out, bytes, (size_t)length);
+    at = write_header(at, (size_t)length, 0xa0, 32, 0xd9, 0xda);
+    return put_block(out, at, bytes, (size_t)length);
 }
 
-static Result put_float(Out *out, double number)
+static uint8_t *put(Out *out, uint8_t *at, PyObject *value, int depth)
 {
-    uint64_t word;
-    memcpy(&word, &number, sizeof word);
-    *out->at = 0xcb;
-    store_big_endian(out->at + 1, word);
-    out->at += NUMBER_BYTES;
-    return DONE;
-}
-
-/* Values start with SLACK bytes of room, and leave as much. */
-static Result put(Out *out, PyObject *value, int depth)
-{
-    if (!room(out, SLACK))
-        return FAILED;
-    if (value == Py_None) {
-        *out->at++ = 0xc0;
-        return DONE;
-    }
-    if (PyLong_CheckExact(value))
-        return put_number(out, value);
     if (PyList_CheckExact(value))
-        return put_items(out, ((PyListObject *)value)->ob_item, (size_t)PyList_GET_SIZE(value), depth);
+        return put_items(out, at, ((PyListObject *)value)->ob_item, (size_t)PyList_GET_SIZE(value), depth);
     if (PyUnicode_CheckExact(value))
-        return put_text(out, value);
+        return put_text(out, at, value);
     if (PyBytes_CheckExact(value)) {
-        put_header(out, (size_t)PyBytes_GET_SIZE(value), 0, 0, 0xc4, 0xc5);
-        return put_block(out, PyBytes_AS_STRING(value), (size_t)PyBytes_GET_SIZE(value));
+        at = write_header(at, (size_t)PyBytes_GET_SIZE(value), 0, 0, 0xc4, 0xc5);
+        return put_block(out, at, PyBytes_AS_STRING(value), (size_t)PyBytes_GET_SIZE(value));
     }
     if (PyTuple_CheckExact(value))
-        return put_items(out, ((PyTupleObject *)value)->ob_item, (size_t)PyTuple_GET_SIZE(value), depth);
-    if (PyFloat_CheckExact(value))
-        return put_float(out, PyFloat_AS_DOUBLE(value));
-    if (PyBool_Check(value)) {
-        *out->at++ = value == Py_True ? 0xc3 : 0xc2;
-        return DONE;
+        return put_items(out, at, ((PyTupleObject *)value)->ob_item, (size_t)PyTuple_GET_SIZE(value), depth);
+    if (PyFloat_CheckExact(value)) {
+        double number = PyFloat_AS_DOUBLE(value);
+        uint64_t word;
+        memcpy(&word, &number, sizeof word);
+        *at = 0xcb;
+        store_big_endian(at + 1, word);
+        return at + NUMBER_BYTES;
     }
-    return UNKNOWN;
+    if (PyBool_Check(value)) {
+        *at = value == Py_True ? 0xc3 : 0xc2;
+        return at + 1;
+    }
+    return unknown(out);
 }
 
 /* Events */
+
+static inline uint8_t *write_stamp(uint8_t *at, const Stamp *stamp)
+{
+    memcpy(at, stamp->bytes, STAMP_BYTES);
+    return at + stamp->size;
+}
 
 static inline PyObject *field(const Kind *kind, PyObject *event, size_t index)
 {
     return *(PyObject **)((char *)event + kind->offsets[index]);
 }
 
-static Result put_array(Out *out, const Kind *kind, PyObject *event)
+static inline uint8_t *put_field(Out *out, uint8_t *at, const Kind *kind, PyObject *value)
+{
+    if (value == NULL)                /* deleted, or never set */
+        return unknown(out);
+    at = put_values(out, at, &value, 1, 0);
+    return at == NULL ? NULL : room(out, at, kind->room);
+}
+
+static inline uint8_t *put_array(Out *out, uint8_t *at, const Kind *kind, PyObject *event)
 {
     size_t end = kind->fields;
     while (end > kind->always && field(kind, event, end - 1) == Py_None)
         end--;
-    put_header(out, end + 1, 0x90, 16, 0, 0xdc);
-    if (!put_raw(out, PyBytes_AS_STRING(kind->head), (size_t)PyBytes_GET_SIZE(kind->head)))
-        return FAILED;
+    at = write_header(at, end + 1, 0x90, 16, 0, 0xdc);
+    at = write_stamp(at, &kind->head);
     for (size_t i = 0; i < end; i++) {
         PyObject *value = field(kind, event, i);
-        Result result = value == NULL ? UNKNOWN : put(out, value, 0);
-        if (result != DONE)
-            return result;
+        if (value == Py_None)
+            *at++ = 0xc0;
+        else if ((at = put_field(out, at, kind, value)) == NULL)
+            return NULL;
     }
-    return DONE;
+    return at;
 }
 
-static Result put_map(Out *out, const Kind *kind, PyObject *event)
+static uint8_t *put_map(Out *out, uint8_t *at, const Kind *kind, PyObject *event)
 {
     size_t written = kind->always;
     for (size_t i = kind->always; i < kind->fields; i++)
         written += field(kind, event, i) != Py_None;
     /* Like msgspec, and so like the field: in the form that a full map of this kind has. */
-    put_header(out, written + 1, 0x80, kind->fields + 1 < 16 ? 16 : 0, 0, 0xde);
-    if (!put_raw(out, PyBytes_AS_STRING(kind->head), (size_t)PyBytes_GET_SIZE(kind->head)))
-        return FAILED;
+    at = write_header(at, written + 1, 0x80, kind->fields + 1 < 16 ? 16 : 0, 0, 0xde);
+    at = write_stamp(at, &kind->head);
     for (size_t i = 0; i < kind->fields; i++) {
         PyObject *value = field(kind, event, i);
-        if (value == NULL)
-            return UNKNOWN;
-        if (i >= kind->always && value == Py_None)
+        if (value == Py_None && i >= kind->always)
             continue;
-        if (!put_raw(out, PyBytes_AS_STRING(kind->keys[i]), (size_t)PyBytes_GET_SIZE(kind->keys[i])))
-            return FAILED;
-        Result result = put(out, value, 0);
-        if (result != DONE)
-            return result;
+        if ((at = put_field(out, write_stamp(at, &kind->keys[i]), kind, value)) == NULL)
+            return NULL;
     }
-    return DONE;
+    return at;
 }
 
-static Result put_event(Out *out, const Encoder *self, PyObject *event)
+static inline uint8_t *put_event(Out *out, uint8_t *at, const Encoder *self, PyObject *event)
 {
-    for (Py_ssize_t i = 0; i < self->count; i++)
-        if (Py_IS_TYPE(event, self->kinds[i].type))
-            return self->maps ? put_map(out, &self->kinds[i], event) : put_array(out, &self->kinds[i], event);
-    return UNKNOWN;
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        const Kind *kind = &self->kinds[i];
+        if (!Py_IS_TYPE(event, kind->type))
+            continue;
+        if ((at = room(out, at, kind->room)) == NULL)
+            return NULL;
+        return self->maps ? put_map(out, at, kind, event) : put_array(out, at, kind, event);
+    }
+    return unknown(out);
 }
 
-static Result put_batch(Out *out, const Encoder *self, PyObject *ts, PyObject *events, PyObject *rank)
+static uint8_t *put_batch(Out *out, uint8_t *at, const Encoder *self, PyObject *const *args)
 {
+    PyObject *events = args[1];
     if (!PyList_CheckExact(events) || (size_t)PyList_GET_SIZE(events) > UINT32_MAX)
-        return UNKNOWN;
-    *out->at++ = 0x93;
-    Result result = put(out, ts, 0);
-    if (result != DONE)
-        return result;
-    put_header(out, (size_t)PyList_GET_SIZE(events), 0x90, 16, 0, 0xdc);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(events); i++) {
-        if (!room(out, SLACK))
-            return FAILED;
-        result = put_event(out, self, PyList_GET_ITEM(events, i));
-        if (result != DONE)
-            return result;
-    }
-    return put(out, rank, 0);
+        return unknown(out);
+    *at++ = 0x93;
+    if ((at = put_values(out, at, &args[0], 1, 0)) == NULL || (at = room(out, at, SLACK)) == NULL)
+        return NULL;
+    at = write_header(at, (size_t)PyList_GET_SIZE(events), 0x90, 16, 0, 0xdc);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(events); i++)
+        if ((at = put_event(out, at, self, PyList_GET_ITEM(events, i))) == NULL)
+            return NULL;
+    if ((at = room(out, at, SLACK)) == NULL)
+        return NULL;
+    return put_values(out, at, &args[2], 1, 0);
 }
 
 static PyObject *encode(Encoder *self, PyObject *const *args, Py_ssize_t given)
@@ -363,28 +375,24 @@ static PyObject *encode(Encoder *self, PyObject *const *args, Py_ssize_t given)
     if (payload == NULL)
         return NULL;
     uint8_t *start = (uint8_t *)PyBytes_AS_STRING(payload);
-    Out out = {payload, start, start + self->expected};
-    Result result = put_batch(&out, self, args[0], args[1], args[2]);
-    if (result == DONE) {
-        size_t size = (size_t)(out.at - (uint8_t *)PyBytes_AS_STRING(out.payload));
+    Out out = {payload, start + self->expected, false};
+    uint8_t *at = put_batch(&out, start, self, args);
+    if (at != NULL) {
+        size_t size = (size_t)(at - (uint8_t *)PyBytes_AS_STRING(out.payload));
         self->expected = size + size / 8 + LEAST_BYTES;
-        resize(&out, size);
+        resize(&out, at, size);
         return out.payload;
     }
     Py_XDECREF(out.payload);
-    return result == UNKNOWN ? Py_NewRef(Py_None) : NULL;
+    return out.unknown ? Py_NewRef(Py_None) : NULL;
 }
 
 /* Making and freeing */
 
 static void free_kinds(Encoder *self)
 {
-    for (Py_ssize_t i = 0; i < self->count; i++) {
+    for (Py_ssize_t i = 0; i < self->count; i++)
         Py_XDECREF(self->kinds[i].type);
-        Py_XDECREF(self->kinds[i].head);
-        for (size_t k = 0; k < MAX_FIELDS; k++)
-            Py_XDECREF(self->kinds[i].keys[k]);
-    }
     PyMem_Free(self->kinds);
     self->kinds = NULL;
     self->count = 0;
@@ -398,6 +406,17 @@ static void encoder_dealloc(Encoder *self)
     Py_DECREF(type);
 }
 
+static bool set_stamp(Stamp *stamp, PyObject *bytes)
+{
+    if (!PyBytes_CheckExact(bytes) || PyBytes_GET_SIZE(bytes) > STAMP_BYTES) {
+        PyErr_Format(PyExc_TypeError, "tags and keys are at most %d bytes, not %R", STAMP_BYTES, bytes);
+        return false;
+    }
+    stamp->size = (size_t)PyBytes_GET_SIZE(bytes);
+    memcpy(stamp->bytes, PyBytes_AS_STRING(bytes), stamp->size);
+    return true;
+}
+
 /* Find where the fields of a struct lie: its descriptors know. */
 static bool find_fields(Kind *kind, PyObject *fields, PyObject *keys)
 {
@@ -406,6 +425,8 @@ static bool find_fields(Kind *kind, PyObject *fields, PyObject *keys)
         PyErr_SetString(PyExc_ValueError, "too many fields, or not as many keys");
         return false;
     }
+    kind->fields = (size_t)count;
+    kind->room = 5 + STAMP_BYTES + (size_t)count * NUMBER_BYTES;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *found = PyObject_GetAttr((PyObject *)kind->type, PyTuple_GET_ITEM(fields, i));
         if (found == NULL)
@@ -420,16 +441,9 @@ static bool find_fields(Kind *kind, PyObject *fields, PyObject *keys)
             PyErr_Format(PyExc_TypeError, "%R of %R is no slot", PyTuple_GET_ITEM(fields, i), kind->type);
             return false;
         }
-        if (keys != Py_None) {
-            PyObject *key = PyTuple_GET_ITEM(keys, i);
-            if (!PyBytes_CheckExact(key)) {
-                PyErr_SetString(PyExc_TypeError, "keys are bytes");
-                return false;
-            }
-            kind->keys[i] = Py_NewRef(key);
-        }
+        if (keys != Py_None && !set_stamp(&kind->keys[i], PyTuple_GET_ITEM(keys, i)))
+            return false;
     }
-    kind->fields = (size_t)count;
     return true;
 }
 
@@ -452,25 +466,24 @@ static PyObject *encoder_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kinds); i++) {
         Kind *kind = &self->kinds[i];
-        PyObject *fields, *keys;
+        PyObject *head, *fields, *keys;
         Py_ssize_t always;
         PyObject *it = PyTuple_GET_ITEM(kinds, i);
         if (!PyTuple_CheckExact(it)) {
             PyErr_SetString(PyExc_TypeError, "a kind is a tuple");
             goto failed;
         }
-        if (!PyArg_ParseTuple(it, "O!SO!On", &PyType_Type, &kind->type, &kind->head, &PyTuple_Type, &fields, &keys,
+        if (!PyArg_ParseTuple(it, "O!SO!On", &PyType_Type, &kind->type, &head, &PyTuple_Type, &fields, &keys,
                               &always))
             goto failed;
         Py_INCREF(kind->type);
-        Py_INCREF(kind->head);
         self->count = i + 1;
         kind->always = (size_t)always;
         if (maps != (keys != Py_None) || (maps && !PyTuple_CheckExact(keys))) {
             PyErr_SetString(PyExc_TypeError, "keys are a tuple for maps, None for arrays");
             goto failed;
         }
-        if (!find_fields(kind, fields, keys))
+        if (!set_stamp(&kind->head, head) || !find_fields(kind, fields, keys))
             goto failed;
     }
     return (PyObject *)self;

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,6 +172,8 @@ def test_small_after_large() -> None:
         (((BlockStored, b"", ("token_ids",), ("text",), 0),), True),
         (((BlockStored, b"", ("token_ids",), [b""], 0),), True),
         (((BlockStored, "text", (), None, 0),), False),
+        (((BlockStored, bytes(33), (), None, 0),), False),
+        (((BlockStored, b"", ("token_ids",), (bytes(33),), 0),), True),
         ((("BlockStored", b"", (), None, 0),), False),
         (((int, b"", ("real",), None, 0),), False),
     ],
@@ -207,12 +210,21 @@ def test_nothing_leaks(form: Any) -> None:
             with pytest.raises(TypeError):
                 make(((BlockStored, b"", ("token_ids", "__doc__"), None, 0),), False)
 
-    work()
-    counts, resident = [*map(sys.getrefcount, watched)], psutil.Process().memory_info().rss
-    for _ in range(5):
+    def held() -> tuple[list[int], int]:
+        gc.collect()  # exceptions and their frames
+        return [*map(sys.getrefcount, watched)], tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()  # every object and every block of an encoder is known to it
+    try:
         work()
-    assert [*map(sys.getrefcount, watched)] == counts
-    assert psutil.Process().memory_info().rss - resident < 4 << 20
+        counts, size = held()
+        for _ in range(5):
+            work()
+        counts_then, size_then = held()
+        assert counts_then == counts
+        assert size_then - size < 1000  # what was done a thousand times
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_list_that_others_change_meanwhile() -> None:
