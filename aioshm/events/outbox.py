@@ -26,6 +26,7 @@ class Outbox:
         first_dropped: The number of the first of them, or None.
         published: Numbers given out.
         last_sent: The number that went out last, or -1; for the sender to set.
+        waiting: Batches and their numbers, in order; only the sender takes any away.
     """
 
     def __init__(self, max_size: int, overflow: Overflow = "drop") -> None:
@@ -39,19 +40,19 @@ class Outbox:
         self.last_sent = -1
         self._max_size = max_size
         self._raises = overflow == "raise"
-        self._waiting: deque[tuple[int, EventBatch]] = deque()
+        self.waiting: deque[tuple[int, EventBatch]] = deque()
         self._lock = threading.Lock()
         self._sender_idle = True
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def waiting_before(self, seq: int) -> int:
         """Return how many batches with a number below ``seq`` wait; dropped ones may count."""
         with self._lock:
-            if not self._waiting:
+            if not self.waiting:
                 return 0
-            return max(0, min(len(self._waiting), seq - self._waiting[0][0]))
+            return max(0, min(len(self.waiting), seq - self.waiting[0][0]))
 
     def put(self, batch: EventBatch) -> bool:
         """Give ``batch`` the next number and keep it if there is room; True if the sender must be woken.
@@ -61,8 +62,8 @@ class Outbox:
         """
         with self._lock:
             seq = self.published
-            if len(self._waiting) < self._max_size:
-                self._waiting.append((seq, batch))
+            if len(self.waiting) < self._max_size:
+                self.waiting.append((seq, batch))
             else:
                 self._has_no_room(seq)
             self.published = seq + 1
@@ -73,7 +74,7 @@ class Outbox:
 
     def _has_no_room(self, seq: int) -> None:
         if self._raises:
-            raise QueueFull(f"{len(self._waiting)} event batches wait to be sent, max_queue_size allows no more")
+            raise QueueFull(f"{len(self.waiting)} event batches wait to be sent, max_queue_size allows no more")
         self.dropped += 1
         if self.first_dropped is None:
             self.first_dropped = seq
@@ -83,11 +84,9 @@ class Outbox:
 
         On None there is nothing to do: the sender is idle, and the next ``put`` asks to wake it.
         """
-        if self._waiting:  # only the sender takes any away
-            return self._waiting.popleft()
         with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
+            if self.waiting:
+                return self.waiting.popleft()
             if self.last_sent == self.published - 1:
                 self._sender_idle = True
                 return None
@@ -98,9 +97,9 @@ class Outbox:
     def abandon(self) -> tuple[int, int] | None:
         """Drop what waits; return its first and last number."""
         with self._lock:
-            if not self._waiting:
+            if not self.waiting:
                 return None
-            first, last = self._waiting[0][0], self._waiting[-1][0]
-            self.dropped += len(self._waiting)
-            self._waiting.clear()
+            first, last = self.waiting[0][0], self.waiting[-1][0]
+            self.dropped += len(self.waiting)
+            self.waiting.clear()
             return first, last

@@ -8,17 +8,17 @@ import time
 import zmq
 
 from aioshm.errors import CodecError
-from aioshm.events import wire
 from aioshm.events.encoding import BatchEncoder
 from aioshm.events.ends import PublisherEnds
 from aioshm.events.messages import EventBatch
 from aioshm.events.outbox import Outbox
 from aioshm.events.replay_buffer import ReplayBuffer
+from aioshm.events.wire import pack_seq
 from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.events")
 
-_MORE = zmq.NOBLOCK | zmq.SNDMORE
+_MORE, _LAST = zmq.NOBLOCK | zmq.SNDMORE, zmq.NOBLOCK
 
 
 class Sender:
@@ -53,9 +53,10 @@ class Sender:
 
     def send_until(self, deadline: float) -> bool:
         """Send until the deadline (``time.perf_counter``); True if nothing is left."""
-        take, clock = self._outbox.take, time.perf_counter
-        while (item := take()) is not None:
-            self._send(*item)
+        waiting, take, clock = self._outbox.waiting, self._outbox.take, time.perf_counter
+        while (item := waiting.popleft() if waiting else take()) is not None:
+            seq, batch = item
+            self._send(seq, batch)
             if clock() > deadline:
                 break
         if self._outbox.first_dropped is not None and not self._overflowed:
@@ -79,8 +80,8 @@ class Sender:
         send = self._send_frame
         try:
             send(self._topic, _MORE)
-            send(wire.pack_seq(seq), _MORE)
-            send(payload, zmq.NOBLOCK)
+            send(pack_seq(seq), _MORE)
+            send(payload, _LAST)
         except zmq.ZMQError as error:  # the context was ended by somebody else
             self._outbox.dropped += 1
             self._complain("publisher %s: batch %d cannot be sent: %s (%d others)", seq, error)

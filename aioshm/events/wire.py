@@ -10,7 +10,8 @@ Numbers are 8 bytes, big-endian, unsigned; 8 x 0xff is never the number of a bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from aioshm.errors import CodecError
@@ -39,9 +40,8 @@ class ReplayFrames(NamedTuple):
     payload: bytes
 
 
-def pack_seq(seq: int) -> bytes:
-    """Return ``seq`` as it travels."""
-    return seq.to_bytes(SEQ_BYTES, "big")
+pack_seq: Callable[[int], bytes] = struct.Struct(">Q").pack
+"""Returns a number as it travels."""
 
 
 def parse_live(frames: Sequence[bytes]) -> LiveFrames:
