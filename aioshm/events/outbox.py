@@ -7,6 +7,7 @@ more number, for an empty batch.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from typing import Literal, TypeAlias
@@ -16,6 +17,9 @@ from aioshm.events.messages import EventBatch
 
 Overflow: TypeAlias = Literal["drop", "raise"]
 OVERFLOWS = ("drop", "raise")
+
+# The sender is at work: no number of batches needs to wake it.
+_NEVER = sys.maxsize
 
 
 class Outbox:
@@ -42,7 +46,7 @@ class Outbox:
         self._raises = overflow == "raise"
         self.waiting: deque[tuple[int, EventBatch]] = deque()
         self._lock = threading.Lock()
-        self._sender_idle = True
+        self._wake_at = 1
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -67,9 +71,9 @@ class Outbox:
             else:
                 self._has_no_room(seq)
             self.published = seq + 1
-            if not self._sender_idle:
+            if len(self.waiting) < self._wake_at:
                 return False
-            self._sender_idle = False
+            self._wake_at = _NEVER
             return True
 
     def _has_no_room(self, seq: int) -> None:
@@ -88,11 +92,19 @@ class Outbox:
             if self.waiting:
                 return self.waiting.popleft()
             if self.last_sent == self.published - 1:
-                self._sender_idle = True
+                self._wake_at = 1
                 return None
             self.last_sent = self.published
             self.published += 1
             return self.last_sent, None
+
+    def gather(self, count: int) -> None:
+        """Let ``put`` ask to wake the sender only when so many wait; until ``take`` finds nothing to do again.
+
+        The sender must look by itself before long: nobody knows whether so many will come.
+        """
+        with self._lock:
+            self._wake_at = min(count, self._max_size)
 
     def abandon(self) -> tuple[int, int] | None:
         """Drop what waits; return its first and last number."""

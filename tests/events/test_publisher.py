@@ -152,6 +152,59 @@ async def test_cancelling_flush_loses_nothing(ends: Ends) -> None:
     assert [item.seq for item in await take(subscriber, 1000) if isinstance(item, Received)] == list(range(1000))
 
 
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every batch that follows another within a minute count as one of many, and wait as long for more."""
+    monkeypatch.setattr("aioshm.events.publisher._BUSY_S", 60.0)
+    monkeypatch.setattr("aioshm.events.publisher._GATHER_S", 60.0)
+
+
+async def publish_steps(publisher: ZmqEventPublisher, count: int) -> list[int]:
+    """Publish one batch in each turn of the loop; return how many waited after it."""
+    queued = []
+    for n in range(count):
+        publisher.publish(batch(n))
+        await asyncio.sleep(0)
+        queued.append(publisher.stats().queued)
+    return queued
+
+
+async def test_batches_in_quick_succession_go_out_together(ends: Ends, busy: None) -> None:
+    publisher = ends.publisher()
+    subscriber = ends.subscriber(publisher)
+    queued = await publish_steps(publisher, 100)
+    assert 4 < max(queued) <= 8
+    assert 0 in queued[20:]
+    await within(publisher.flush())  # does not wait for more
+    assert publisher.stats().queued == 0
+    assert [item.seq for item in await take(subscriber, 100) if isinstance(item, Received)] == list(range(100))
+
+
+async def test_the_last_of_them_do_not_wait_for_more(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshm.events.publisher._BUSY_S", 60.0)
+    publisher = ends.publisher()
+    for count in range(1, 20):
+        await publish_steps(publisher, count)
+        await until(lambda: publisher.stats().queued == 0)
+
+
+async def test_closing_while_some_are_gathered_sends_them(ends: Ends, busy: None) -> None:
+    publisher = ends.publisher()
+    await publish_steps(publisher, 13)
+    assert publisher.stats().queued
+    await within(publisher.aclose())
+    assert publisher.stats().sent == 13
+
+
+async def test_batches_now_and_then_go_out_at_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshm.events.publisher._GATHER_S", 60.0)
+    publisher = ends.publisher()
+    for n in range(50):
+        publisher.publish(batch(n))
+        await asyncio.sleep(0.002)
+        assert publisher.stats().queued == 0
+
+
 async def test_an_inproc_name_is_free_again_at_once(nothing_left: None) -> None:
     for _ in range(20):
         async with ZmqEventPublisher(0, "inproc://again", "inproc://again-replay"):

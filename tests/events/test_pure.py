@@ -138,6 +138,16 @@ class TestOutbox:
         assert box.take() == (1, None)
         assert box.take() is None
 
+    @pytest.mark.parametrize("room", [2, 3, 100])
+    def test_a_gathering_sender_is_woken_for_some_at_a_time(self, room: int) -> None:
+        box = Outbox(room)
+        box.gather(3)
+        woken = [box.put(batch(n)) for n in range(6)]
+        assert woken == [n + 1 == min(room, 3) for n in range(6)]
+        while (item := box.take()) is not None:
+            box.last_sent = item[0]
+        assert box.put(batch(6))  # it has seen that there is nothing to do: the next one wakes it
+
     def test_raising_gives_no_number(self) -> None:
         box = Outbox(1, "raise")
         box.put(batch(0))
