@@ -63,7 +63,7 @@ typedef struct {
 /* Output. Every function takes where to write, with room for SLACK bytes there, and returns where the next value goes:
  * so the place stays in a register. NULL is for an exception or for something unknown. */
 
-static uint8_t *unknown(Out *out)
+__attribute__((cold, noinline)) static uint8_t *unknown(Out *out)
 {
     out->unknown = true;
     return NULL;
@@ -80,7 +80,7 @@ static uint8_t *resize(Out *out, uint8_t *at, size_t size)
     return start + used;
 }
 
-static uint8_t *grow(Out *out, uint8_t *at, size_t amount)
+__attribute__((cold, noinline)) static uint8_t *grow(Out *out, uint8_t *at, size_t amount)
 {
     size_t size = (size_t)PyBytes_GET_SIZE(out->payload);
     if (amount > PY_SSIZE_T_MAX / 2 - size) {
@@ -93,7 +93,9 @@ static uint8_t *grow(Out *out, uint8_t *at, size_t amount)
 /* Make room for SLACK bytes behind so many others. */
 static inline uint8_t *room(Out *out, uint8_t *at, size_t amount)
 {
-    return (size_t)(out->end - at) >= amount + SLACK ? at : grow(out, at, amount + SLACK);
+    if (__builtin_expect((size_t)(out->end - at) >= amount + SLACK, 1))
+        return at;
+    return grow(out, at, amount + SLACK);
 }
 
 static inline void store_big_endian(uint8_t *at, uint64_t word)
