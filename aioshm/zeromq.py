@@ -74,14 +74,14 @@ class LogLimiter:
         return held
 
 
-def context_for(*endpoints: str | None) -> tuple[zmq.Context[zmq.Socket[bytes]], bool]:
-    """Return a context for these endpoints and whether it is the caller's own.
+def context_for(*endpoints: str | None, io_threads: int = 1) -> tuple[zmq.Context[zmq.Socket[bytes]], bool]:
+    """Return a context for these endpoints and whether it is the caller's own, with so many threads that do its I/O.
 
     inproc endpoints meet only inside one context, so they share the process's.
     """
     if any(endpoint is not None and endpoint.startswith("inproc://") for endpoint in endpoints):
         return zmq.Context.instance(), False
-    return zmq.Context(), True
+    return zmq.Context(io_threads), True
 
 
 def open_socket(

@@ -26,6 +26,9 @@ _REPLAY_OPTIONS: dict[int, int] = {
     zmq.ROUTER_MANDATORY: 1,
 }
 
+# With threads of their own for live batches and for replay the ones do not queue behind the others.
+_LIVE_THREAD, _REPLAY_THREAD = 1, 2
+
 
 class PublisherEnds:
     """A PUB socket and, if asked for, a ROUTER.
@@ -53,7 +56,7 @@ class PublisherEnds:
         binds = publisher_binds(endpoint) if bind is None else bind
         self.replay: zmq.Socket[bytes] | None = None
         self.replay_endpoint: str | None = None
-        self._context, self._owns_context = context_for(endpoint, replay_endpoint)
+        self._context, self._owns_context = context_for(endpoint, replay_endpoint, io_threads=1 + bool(replay_endpoint))
         self._sockets: list[zmq.Socket[bytes]] = []
         self._monitors: list[Monitor] = []
         self._watches: list[Watch] = []
@@ -108,6 +111,8 @@ class PublisherEnds:
         socket = open_socket(self._context, kind, endpoint, bind=bind, hwm=hwm, curve=curve)
         for option, value in options.items():
             socket.setsockopt(option, value)
+        if self._owns_context:
+            socket.setsockopt(zmq.AFFINITY, _REPLAY_THREAD if kind == zmq.ROUTER else _LIVE_THREAD)
         self._monitors.append(Monitor(socket))
         self._sockets.append(socket)
         actual = attach(socket, endpoint, bind=bind)

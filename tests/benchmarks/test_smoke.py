@@ -6,19 +6,24 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import pytest
 from support import eventually
+
+ReportOn: TypeAlias = Callable[[str, str], Any]
 
 ROOT = Path(__file__).parents[2]
 RIVALS = {"aioshm", "zmq.asyncio", "mp.Queue", "mp.Pipe"}
 SIZES = {"small dict", "1 MiB"}
 TIMEOUT_S = 100
 
-both_loops = pytest.mark.parametrize("loop_name", ["asyncio", "uvloop"])
+LOOPS = ["asyncio", "uvloop"]
+both_loops = pytest.mark.parametrize("loop_name", LOOPS)
 
 
 def command(benchmark: str, *arguments: str) -> list[str]:
@@ -52,21 +57,36 @@ def run_json(benchmark: str, *arguments: str) -> Any:
     return report
 
 
+@pytest.fixture(scope="module")
+def report_on() -> Iterator[ReportOn]:
+    """Return the report of a benchmark on a loop. Both loops run at once: nobody looks at how fast they are."""
+    reports: dict[tuple[str, str], Future[Any]] = {}
+    with ThreadPoolExecutor(len(LOOPS)) as pool:
+
+        def get(benchmark: str, loop_name: str) -> Any:
+            if (benchmark, loop_name) not in reports:
+                for name in LOOPS:
+                    reports[benchmark, name] = pool.submit(run_json, benchmark, "--loop", name)
+            return reports[benchmark, loop_name].result()
+
+        yield get
+
+
 def measured(report: Any) -> set[tuple[str, str, int]]:
     return {(result["case"], result["contestant"], result["readers"]) for result in report["results"]}
 
 
 @both_loops
-def test_engine_roundtrip(loop_name: str) -> None:
-    report = run_json("engine_roundtrip", "--loop", loop_name)
+def test_engine_roundtrip(report_on: ReportOn, loop_name: str) -> None:
+    report = report_on("engine_roundtrip", loop_name)
     prompts = {"16 tokens", "4,000 tokens"}
     assert measured(report) == {(prompt, name, 1) for prompt in prompts for name in ("aioshm", "zmq.asyncio")}
     assert len(report["promises"]) == 2
 
 
 @both_loops
-def test_remote(loop_name: str) -> None:
-    report = run_json("remote", "--loop", loop_name)
+def test_remote(report_on: ReportOn, loop_name: str) -> None:
+    report = report_on("remote", loop_name)
     contestants = {"aioshm, secure=False", "aioshm, CURVE", "aioshm leased, secure=False"}
     contestants |= {"bare zmq.asyncio", "bare zmq.asyncio, copy=False"}
     assert measured(report) == {(size, name, 1) for size in ("4 KiB", "4 MiB") for name in contestants}
@@ -75,22 +95,22 @@ def test_remote(loop_name: str) -> None:
 
 
 @both_loops
-def test_startup(loop_name: str) -> None:
-    report = run_json("startup", "--loop", loop_name)
+def test_startup(report_on: ReportOn, loop_name: str) -> None:
+    report = report_on("startup", loop_name)
     assert measured(report) == {("2 engines", name, 1) for name in ("aioshm", "multiprocessing")}
     assert len(report["promises"]) == 1
 
 
 @both_loops
-def test_workers(loop_name: str) -> None:
-    report = run_json("workers", "--loop", loop_name)
+def test_workers(report_on: ReportOn, loop_name: str) -> None:
+    report = report_on("workers", loop_name)
     cases = {(f"{what}, {n} worker{'s' * (n > 1)}", n) for what in ("step", "megabyte") for n in (1, 2)}
     assert measured(report) == {(case, name, n) for case, n in cases for name in ("aioshm", "mp.Pipe")}
 
 
 @both_loops
-def test_events_publish(loop_name: str) -> None:
-    report = run_json("events_publish", "--loop", loop_name)
+def test_events_publish(report_on: ReportOn, loop_name: str) -> None:
+    report = report_on("events_publish", loop_name)
     loads = {"burst", "decode loop", "decode loop, 100 us"}
     contestants = {"ZmqEventPublisher", "ThreadedEventPublisher", "queue + thread + PUB", "the same, same bytes"}
     assert measured(report) == {(load, name, 1) for load in loads for name in contestants}
@@ -98,23 +118,23 @@ def test_events_publish(loop_name: str) -> None:
 
 
 @both_loops
-def test_events_replay(loop_name: str) -> None:
-    report = run_json("events_replay", "--loop", loop_name)
+def test_events_replay(report_on: ReportOn, loop_name: str) -> None:
+    report = report_on("events_replay", loop_name)
     assert measured(report) == {("1,000 batches/s", name, 1) for name in ("nobody replays", "4 slow clients replay")}
     assert len(report["promises"]) == 1
 
 
 @both_loops
-def test_strangers(loop_name: str) -> None:
-    report = run_json("strangers", "--loop", loop_name)
+def test_strangers(report_on: ReportOn, loop_name: str) -> None:
+    report = report_on("strangers", loop_name)
     assert measured(report) == {("4 KiB", "quiet", 1), ("4 KiB", "with strangers", 1)}
     assert len(report["promises"]) == 1
     assert "'received': 0" in report["remarks"][0]
 
 
 @both_loops
-def test_throughput(loop_name: str) -> None:
-    report = run_json("throughput", "--loop", loop_name)
+def test_throughput(report_on: ReportOn, loop_name: str) -> None:
+    report = report_on("throughput", loop_name)
     assert report["machine"]["loop"] == loop_name
     assert measured(report) == {(size, rival, 1) for size in SIZES for rival in RIVALS}
     assert all(result["figures"]["messages_per_s"]["median"] > 0 for result in report["results"])
@@ -127,8 +147,8 @@ def test_fanout() -> None:
 
 
 @both_loops
-def test_latency(loop_name: str) -> None:
-    report = run_json("latency", "--loop", loop_name)
+def test_latency(report_on: ReportOn, loop_name: str) -> None:
+    report = report_on("latency", loop_name)
     cases = {"64 B", "parking reader"} | SIZES
     assert measured(report) == {(case, rival, 1) for case in cases for rival in RIVALS}
     for result in report["results"]:
@@ -158,8 +178,8 @@ def test_fairness() -> None:
 
 
 @both_loops
-def test_writer_cost(loop_name: str) -> None:
-    report = run_json("writer_cost", "--loop", loop_name)
+def test_writer_cost(report_on: ReportOn, loop_name: str) -> None:
+    report = report_on("writer_cost", loop_name)
     cases = {"claim, fill, commit", "enqueue"}
     assert measured(report) == {(case, "aioshm", n) for case in cases for n in (1, 4)}
     assert all(result["figures"]["us_per_message"]["median"] > 0 for result in report["results"])

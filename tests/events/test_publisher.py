@@ -152,6 +152,15 @@ async def test_cancelling_flush_loses_nothing(ends: Ends) -> None:
     assert [item.seq for item in await take(subscriber, 1000) if isinstance(item, Received)] == list(range(1000))
 
 
+@pytest.mark.parametrize("replay_endpoint", [None, ANY])
+async def test_live_batches_do_not_share_a_thread_with_replay(replay_endpoint: str | None, nothing_left: None) -> None:
+    async with ZmqEventPublisher(0, ANY, replay_endpoint, bind=True) as publisher:
+        ends = publisher._ends
+        threads = [socket.getsockopt(zmq.AFFINITY) for socket in (ends.pub, ends.replay) if socket is not None]
+        assert len(set(threads)) == len(threads)
+        assert ends.pub.context.get(zmq.IO_THREADS) == len(threads)
+
+
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every batch that follows another within a minute count as one of many, and wait as long for more."""
