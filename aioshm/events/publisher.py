@@ -39,7 +39,7 @@ _SLICE_S = 0.001
 # Batches that come faster than one in so many seconds go out some at a time, or after so many seconds at most: waking
 # ZeroMQ's thread for each of them, and the loop's own work for a callback, cost a third of what encoding one does.
 _BUSY_S = 30e-6
-_TOGETHER = 32
+_TOGETHER = 64
 _GATHER_S = 0.001
 
 
