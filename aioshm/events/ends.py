@@ -26,7 +26,7 @@ _REPLAY_OPTIONS: dict[int, int] = {
     zmq.ROUTER_MANDATORY: 1,
 }
 
-# With threads of their own for live batches and for replay the ones do not queue behind the others.
+# Bits of ZeroMQ's threads: live batches do not queue behind those that are replayed.
 _LIVE_THREAD, _REPLAY_THREAD = 1, 2
 
 
