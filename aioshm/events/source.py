@@ -53,6 +53,7 @@ class EventSource:
         curve: CurveKeys | None,
         replay_timeout: float,
         check_interval: float | None,
+        max_payload_bytes: int,
         deliver: Callable[[Delivery], bool],
         fail: Callable[[BaseException], None],
     ) -> None:
@@ -83,6 +84,8 @@ class EventSource:
 
         self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve)
         self._sub.setsockopt(zmq.SUBSCRIBE, self._topic)
+        if bind:  # whoever connects would not be connected again after a message that is too large
+            self._sub.setsockopt(zmq.MAXMSGSIZE, max_payload_bytes)
         self._monitor = Monitor(self._sub)
         try:
             self.endpoint = attach(self._sub, endpoint, bind=bind)

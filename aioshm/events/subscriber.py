@@ -27,6 +27,8 @@ REPLAY_TIMEOUT_S = 5.0
 CHECK_INTERVAL_S = 1.0
 # Deliveries that may wait for the consumer; beyond that the sockets are not read.
 DEFAULT_MAX_WAITING = 1024
+# Some thousand times what a step's batch has: what a stranger could make a bound subscriber hold.
+DEFAULT_MAX_PAYLOAD_BYTES = 1 << 26
 
 _YIELD_EVERY = 64
 
@@ -62,6 +64,8 @@ class EventSubscriber:
         check_interval: Seconds of silence after which a publisher's replay endpoint is asked whether
             something was missed; doubled up to 30 s as long as it stays silent. None never asks.
         max_waiting: Deliveries that may wait for the consumer.
+        max_payload_bytes: The largest frame that an endpoint takes which this subscriber binds. ZeroMQ hangs up
+            on whoever sends a larger one.
 
     Raises:
         OSError: An endpoint cannot be bound or connected to; raised by the first wait.
@@ -81,6 +85,7 @@ class EventSubscriber:
         replay_timeout: float = REPLAY_TIMEOUT_S,
         check_interval: float | None = CHECK_INTERVAL_S,
         max_waiting: int = DEFAULT_MAX_WAITING,
+        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
     ) -> None:
         self._sources: list[EventSource] = []
         self._final: SubscriberStats | None = None
@@ -94,6 +99,8 @@ class EventSubscriber:
             )
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, not {max_waiting}")
+        if max_payload_bytes < 1:
+            raise ValueError(f"max_payload_bytes must be at least 1, not {max_payload_bytes}")
         self._topic = topic
         self._start = start
         self._bind = bind
@@ -101,6 +108,7 @@ class EventSubscriber:
         self._curve = curve
         self._replay_timeout = replay_timeout
         self._check_interval = check_interval
+        self._max_payload_bytes = max_payload_bytes
         self._inbox = _Inbox(max_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._since_yield = 0
@@ -235,6 +243,7 @@ class EventSubscriber:
             curve=self._curve,
             replay_timeout=self._replay_timeout,
             check_interval=self._check_interval,
+            max_payload_bytes=self._max_payload_bytes,
             deliver=self._inbox.put,
             fail=self._inbox.fail,
         )

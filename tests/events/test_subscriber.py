@@ -190,10 +190,11 @@ async def test_another_loop_is_refused(ends: Ends) -> None:
         (("tcp://h:1",), {"replay_timeout": 0}),
         (("tcp://h:1",), {"check_interval": 0}),
         (("tcp://h:1",), {"max_waiting": 0}),
+        (("tcp://h:1",), {"max_payload_bytes": 0}),
     ],
 )
 def test_bad_arguments_are_named(arguments: Any, options: Any) -> None:
-    with pytest.raises(ValueError, match=r"endpoint|start|replay_timeout|max_waiting"):
+    with pytest.raises(ValueError, match=r"endpoint|start|replay_timeout|max_waiting|max_payload_bytes"):
         EventSubscriber(*arguments, **options)
 
 

@@ -106,6 +106,38 @@ async def test_a_replay_port_that_answers_garbage(ends: Ends, stranger: Any) -> 
             await asyncio.gather(serving, return_exceptions=True)
 
 
+async def test_a_stranger_who_sends_too_much_is_cut_off(nothing_left: None, stranger: Any) -> None:
+    async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True, max_payload_bytes=10_000) as subscriber:
+        (endpoint,) = subscriber.endpoints
+        bad = stranger(zmq.XPUB, endpoint)
+        monitor = bad.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not bad.poll(0):  # its subscription
+                    await asyncio.sleep(0.01)
+                bad.send_multipart([b"", wire.pack_seq(0), bytes(10_001)])
+                while not monitor.poll(0):
+                    await asyncio.sleep(0.01)
+        finally:
+            bad.disable_monitor()
+            monitor.close()
+        async with ZmqEventPublisher(0, endpoint) as publisher:
+            assert await first_received(publisher, subscriber)
+        assert subscriber.stats().garbage == 0
+
+
+async def first_received(publisher: ZmqEventPublisher, subscriber: EventSubscriber) -> Received:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            publisher.publish(batch(0))
+            try:
+                item = await subscriber.receive(0.01)
+            except TimeoutError:
+                continue
+            if isinstance(item, Received):
+                return item
+
+
 async def test_a_silent_replay_port_ends_in_a_loss_that_names_it(ends: Ends, stranger: Any) -> None:
     publisher = ends.publisher(replay=None)
     silent = stranger(zmq.ROUTER, ANY, bind=True).last_endpoint.rstrip(b"\0").decode()
