@@ -24,6 +24,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import cycle, islice
 from statistics import median
 from typing import TypeAlias
 
@@ -205,7 +206,8 @@ async def run(settings: Settings, report: Report) -> None:
     """Let all of them publish, in turns."""
     count = max(1, int(settings.seconds * GUESSED_BATCHES_PER_S / ROUNDS))
     different = [make_batch(seed) for seed in range(BATCHES)]
-    batches = [different[number % BATCHES] for number in range(count)]
+    batches = list(islice(cycle(different), count))
+    sizes = {name: wire_sizes(encode, different) for name, encode in ENCODERS.items()}
     gc.collect()
     gc.freeze()  # an engine's batches are gone after the step; these would be looked at again and again
     with Crew(settings.loop_factory) as crew:
@@ -217,8 +219,8 @@ async def run(settings: Settings, report: Report) -> None:
                 await sink.reply()
             await asyncio.sleep(SUBSCRIPTION_S)
             for load, publish in LOADS.items():
-                turn = batches if load in SUSTAINED else batches[: -(-count // COMPUTING_SHARE)]
-                nbytes = {name: wire_bytes(encode, turn) for name, encode in ENCODERS.items()}
+                turn = batches if load in SUSTAINED else batches[: max(1, count // COMPUTING_SHARE)]
+                nbytes = {name: sum(islice(cycle(size), len(turn))) for name, size in sizes.items()}
                 progress(f"{load}: {settings.repeat} times {ROUNDS} turns of {len(turn):,} batches")
                 for name, to in found.items():  # the memory for what waits to be sent is new at first
                     await _measure(sinks[name], nbytes[name], publish(to, turn))
@@ -243,9 +245,9 @@ async def run(settings: Settings, report: Report) -> None:
     _hold_against_promises(report)
 
 
-def wire_bytes(encode: Encode, batches: Sequence[EventBatch]) -> int:
-    """Return how many bytes all of these are on the wire."""
-    return sum(message_bytes(0, 8, len(encode(batch))) for batch in batches)
+def wire_sizes(encode: Encode, batches: Sequence[EventBatch]) -> list[int]:
+    """Return how many bytes each of these is on the wire."""
+    return [message_bytes(0, 8, len(encode(batch))) for batch in batches]
 
 
 async def _measure(sink: Hand, nbytes: int, publishing: Awaitable[list[float]]) -> tuple[list[float], float]:

@@ -132,7 +132,7 @@ static inline uint8_t *write_number(uint8_t *at, uint64_t number)
 }
 
 /* The header of something that has a length. `fixed` is its form with the length in it, for those below `below`;
- * `form` the one with 8 bits, or 0 where there is none; then come those with 16 and 32. */
+ * `form8` the one with 8 bits, or 0 where there is none; `form16` the one with 16, and the one with 32 comes next. */
 static inline uint8_t *write_header(uint8_t *at, size_t length, uint8_t fixed, size_t below, uint8_t form8,
                                     uint8_t form16)
 {

@@ -48,9 +48,6 @@ class Outbox:
         self._lock = threading.Lock()
         self._wake_at = 1
 
-    def __len__(self) -> int:
-        return len(self.waiting)
-
     def waiting_before(self, seq: int) -> int:
         """Return how many batches with a number below ``seq`` wait; dropped ones may count."""
         with self._lock:

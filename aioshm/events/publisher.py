@@ -226,7 +226,7 @@ class ZmqEventPublisher(EventPublisher):
         return PublisherStats(
             published=self._outbox.published,
             sent=self._sender.sent,
-            queued=len(self._outbox),
+            queued=len(self._outbox.waiting),
             dropped=self._outbox.dropped,
             unencodable=self._sender.unencodable,
             replay_requests=server.requests if server else 0,

@@ -54,7 +54,7 @@ class Sender:
     def send_until(self, deadline: float) -> bool:
         """Send until the deadline (``time.perf_counter``); True if nothing is left."""
         waiting, take, clock = self._outbox.waiting, self._outbox.take, time.perf_counter
-        while (item := waiting.popleft() if waiting else take()) is not None:
+        while (item := waiting.popleft() if waiting else take()) is not None:  # ``take`` asks for the lock
             seq, batch = item
             self._send(seq, batch)
             if clock() > deadline:

@@ -19,6 +19,7 @@ from aioshm.events.messages import KVEventBatch
 from aioshm.events.source import EventSource
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.tracker import Start
+from aioshm.events.wire import MAX_SEQ
 from aioshm.zeromq import CurveKeys
 
 # How long a replay may be silent before it is asked for again.
@@ -91,8 +92,8 @@ class EventSubscriber:
         self._final: SubscriberStats | None = None
         self._closed = False
         self._pairs = _pair_up(endpoints, replay_endpoints)
-        if not (start is None or start == "live" or (isinstance(start, int) and start >= 0)):
-            raise ValueError(f"start must be a number from 0, 'live' or None, not {start!r}")
+        if not (start is None or start == "live" or (isinstance(start, int) and 0 <= start <= MAX_SEQ)):
+            raise ValueError(f"start must be a number from 0 to {MAX_SEQ}, 'live' or None, not {start!r}")
         if replay_timeout <= 0 or (check_interval is not None and check_interval <= 0):
             raise ValueError(
                 f"replay_timeout ({replay_timeout}) and check_interval ({check_interval}) must be positive"

@@ -14,7 +14,7 @@ from managed import open_things
 from served_engine import ask, collected, served_by_processes
 from support import until
 
-CYCLES = int(os.environ.get("ENGINE_CYCLES", "2"))
+CYCLES = int(os.environ.get("ENGINE_CYCLES", "3"))
 ENGINES = 8
 
 

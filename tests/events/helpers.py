@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import Any
 
 from aioshm.events import BlockRemoved, BlockStored, Delivery, EventBatch, EventSubscriber, ZmqEventPublisher
@@ -49,6 +50,15 @@ def removed(number: int) -> EventBatch:
 
 async def take(subscriber: EventSubscriber, count: int) -> list[Delivery]:
     return [await subscriber.receive(PATIENCE_S) for _ in range(count)]
+
+
+async def publish_until_delivery(publisher: ZmqEventPublisher, subscriber: EventSubscriber) -> Delivery:
+    """Publish again and again, for PUB cannot tell that a subscription has arrived; return the first delivery."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            publisher.publish(batch(0))
+            with suppress(TimeoutError):
+                return await subscriber.receive(0.02)
 
 
 async def within(work: Awaitable[Any], timeout: float = PATIENCE_S) -> Any:

@@ -114,7 +114,7 @@ class TestOutbox:
     def test_numbers_are_given_when_published_and_a_drop_uses_one_up(self) -> None:
         box = Outbox(2)
         assert [box.put(batch(n)) for n in range(4)] == [True, False, False, False]  # wake the sender?
-        assert (box.published, len(box), box.dropped, box.first_dropped) == (4, 2, 2, 2)
+        assert (box.published, len(box.waiting), box.dropped, box.first_dropped) == (4, 2, 2, 2)
         sent = []
         while (item := box.take()) is not None:
             sent.append((item[0], item[1] is None))

@@ -12,7 +12,7 @@ from support import until
 from aioshm.errors import EventsLost, QueueClosed, RoleError
 from aioshm.events import BlockIndex, EventBatch, EventSubscriber, Received, Source
 
-from .helpers import PATIENCE_S, Ends, batch, take
+from .helpers import PATIENCE_S, Ends, batch, publish_until_delivery, take
 from .truth import Truth, follow_until, held
 
 
@@ -54,13 +54,7 @@ async def test_live_only_begins_with_what_comes(ends: Ends) -> None:
     await publisher.flush()
     subscriber = ends.subscriber(publisher, start="live")
     subscriber.open()
-    while True:
-        publisher.publish(batch(1))
-        try:
-            item = await subscriber.receive(0.02)
-        except TimeoutError:
-            continue
-        break
+    item = await publish_until_delivery(publisher, subscriber)
     assert isinstance(item, Received)
     assert item.seq > 0
 
@@ -186,6 +180,7 @@ async def test_another_loop_is_refused(ends: Ends) -> None:
         ((["tcp://h:1", "tcp://h:2"], "tcp://h:3"), {}),
         (("tcp://h:1", "x"), {}),
         (("tcp://h:1",), {"start": -1}),
+        (("tcp://h:1",), {"start": 2**64 - 1}),
         (("tcp://h:1",), {"start": "now"}),
         (("tcp://h:1",), {"replay_timeout": 0}),
         (("tcp://h:1",), {"check_interval": 0}),

@@ -14,7 +14,7 @@ import zmq
 from aioshm.events import EventBatch, EventSubscriber, Lost, Received, ZmqEventPublisher, wire
 from aioshm.events.encoding import BatchEncoder
 
-from .helpers import ANY, PATIENCE_S, Ends, batch
+from .helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
 
 
 @pytest_asyncio.fixture
@@ -89,14 +89,7 @@ async def test_a_replay_port_that_answers_garbage(ends: Ends, stranger: Any) -> 
 
         serving = asyncio.create_task(serve())
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    publisher.publish(batch(0))
-                    try:
-                        item = await subscriber.receive(0.02)
-                    except TimeoutError:
-                        continue
-                    break
+            item = await publish_until_delivery(publisher, subscriber)
             assert isinstance(item, Received | Lost)
             stats = subscriber.stats()
             assert stats.garbage > 0
@@ -122,20 +115,8 @@ async def test_a_stranger_who_sends_too_much_is_cut_off(nothing_left: None, stra
             bad.disable_monitor()
             monitor.close()
         async with ZmqEventPublisher(0, endpoint) as publisher:
-            assert await first_received(publisher, subscriber)
+            assert isinstance(await publish_until_delivery(publisher, subscriber), Received)
         assert subscriber.stats().garbage == 0
-
-
-async def first_received(publisher: ZmqEventPublisher, subscriber: EventSubscriber) -> Received:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            publisher.publish(batch(0))
-            try:
-                item = await subscriber.receive(0.01)
-            except TimeoutError:
-                continue
-            if isinstance(item, Received):
-                return item
 
 
 async def test_a_silent_replay_port_ends_in_a_loss_that_names_it(ends: Ends, stranger: Any) -> None:
