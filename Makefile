@@ -4,12 +4,15 @@ BIN := .venv/bin
 ARGS ?=
 NATIVE := aioshm/events/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test lint types bench bench-rivals sanitize clean
+.PHONY: demo test test-all lint types bench bench-rivals sanitize clean
 
 demo: .venv/.ready        ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
 
-test: .venv/.ready        ## the whole test suite
+test: .venv/.ready        ## the tests, without the slow lane
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: .venv/.ready    ## the tests and the slow lane: storms of signals, every number of free descriptors
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: .venv/.ready        ## ruff (lint and format) and the import contracts
