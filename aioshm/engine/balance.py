@@ -4,40 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-WAITING_WEIGHT = 4
+WAITING_WEIGHT = 4.0
 """A request that waits counts as much as so many that run: its engine has no room for more."""
+
+PRESSURE_FROM, PRESSURE_WEIGHT = 0.5, 6.0
+"""Where the use of KV caches is known, one that waits counts as one that runs until half of the cache is in use: the
+queue is a burst that is about to be taken. From there on it counts more, up to `WAITING_WEIGHT` for a full cache."""
+
+_USAGE_STEPS = 10
 
 
 class LoadBalancer:
     """Sends each request to the engine with the least to do; the next one in turn among equals.
 
     What an engine has to do is what the coordinator publishes, a tenth of a second late, plus what this client has sent
-    since. It is at least what this client has in flight there, which nothing published can contradict.
+    since. It is at least what this client has in flight there, which nothing published can contradict. Among engines
+    with as much to do, the one whose KV cache is emptier, by tenths, is chosen: finer differences would send the
+    requests of all clients to one engine until the next publication.
 
     Args:
         n_engines: How many engines there are.
         first: Which one to begin with; clients that begin with different ones do not all choose the same.
+        n_clients: How many clients there are: the others are taken to send as much as this one between publications.
     """
 
-    def __init__(self, n_engines: int, first: int = 0) -> None:
+    def __init__(self, n_engines: int, first: int = 0, n_clients: int = 1) -> None:
         self.in_flight = [0] * n_engines
-        self._published: list[int] | None = None
+        self._n_clients = n_clients
+        self._published: list[float] | None = None
+        self._usage = [0] * n_engines  # in tenths
+        self._weights = [1.0] * n_engines  # of a request that is sent now
         self._turn = first % n_engines
 
     def choose(self) -> int:
         """Return the position of the engine that gets the next request; say `sent` once it has got it."""
-        loads = self.in_flight
-        if self._published is not None:
-            loads = list(map(max, self._published, loads))
-        turn = self._turn
+        loads, usage, turn, n_clients = self.in_flight, self._usage, self._turn, self._n_clients
+        published = self._published
+        if published is None:
+            return min(range(len(loads)), key=lambda at: (loads[at], (at - turn) % len(loads)))
         # The distance from whose turn it is breaks ties.
-        return min(range(len(loads)), key=lambda at: (loads[at], (at - turn) % len(loads)))
+        return min(
+            range(len(loads)),
+            key=lambda at: (max(published[at], n_clients * loads[at]), usage[at], (at - turn) % len(loads)),
+        )
 
     def sent(self, position: int) -> None:
         """Note that an engine was sent a request."""
         self.in_flight[position] += 1
         if self._published is not None:
-            self._published[position] += 1
+            self._published[position] += self._n_clients * self._weights[position]
         self._turn = (position + 1) % len(self.in_flight)
 
     def done(self, position: int) -> None:
@@ -45,5 +60,21 @@ class LoadBalancer:
         self.in_flight[position] -= 1
 
     def update(self, counts: Sequence[Sequence[float]]) -> None:
-        """Take what was published: for each engine how many requests wait and how many run."""
-        self._published = [int(WAITING_WEIGHT * waiting + running) for waiting, running, *_ in counts]
+        """Take what was published: for each engine how many requests wait, how many run, and the use of its KV cache.
+
+        The last may be missing, as in what coordinators of older releases of vLLM publish.
+        """
+        loads: list[float] = []
+        usages: list[int] = []
+        weights: list[float] = []
+        for waiting, running, *more in counts:
+            if more:
+                usage = min(max(more[0], 0.0), 1.0)
+                weight = 1 + PRESSURE_WEIGHT * max(0.0, usage - PRESSURE_FROM)
+                loads.append(weight * waiting + running)
+            else:
+                usage, weight = 0.0, 1.0
+                loads.append(WAITING_WEIGHT * waiting + running)
+            usages.append(int(_USAGE_STEPS * usage))
+            weights.append(weight)
+        self._published, self._usage, self._weights = loads, usages, weights

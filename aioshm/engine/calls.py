@@ -92,7 +92,7 @@ class Calls:
 
     def _fail(self, client: int, call: Call, error: Exception) -> None:
         logger.debug("a call of %s has failed", call.method, exc_info=error)
-        text = f"Call to {call.method} method failed: {described(error)}"
+        text = f"Call to {call.method} method failed: {error}"  # vLLM's words: clients look for them
         self._answer(client, UtilityOutput(call.call_id, text))
 
 

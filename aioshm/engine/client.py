@@ -49,9 +49,9 @@ class EngineClient:
             async for output in client.submit(request):
                 ...
 
-    A request goes to the engine with the least to do: as the coordinator publishes that, if the addresses name one,
-    else by what this client has in flight. When one engine is gone, all that is pending raises `EngineDead`, and so
-    does everything that is begun later.
+    A request goes to the engine with the least to do: as the coordinator publishes it, with how full KV caches are, if
+    the addresses name one, else by what this client has in flight. When one engine is gone, all that is pending raises
+    `EngineDead`, and so does everything that is begun later.
 
     Args:
         addresses: Where to bind, one input and output for each client; the rest is used as it is when the engines are
@@ -94,7 +94,7 @@ class EngineClient:
         self._index = client_index
         self._request_type = request_type
         n_engines = len(self._engines.ranks)
-        self._balance = LoadBalancer(n_engines, n_engines * client_index // n_clients)
+        self._balance = LoadBalancer(n_engines, n_engines * client_index // n_clients, n_clients)
         self._pending = Pending(EnvelopeDecoder(output_type), self._balance)
         self._encode = PayloadEncoder(self._options.max_message_bytes).encode
         self._wave = 0

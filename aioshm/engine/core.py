@@ -36,6 +36,9 @@ IDLE_STEP_S = 0.001
 """How long to wait after a step that has brought nothing, unless something comes."""
 
 _LOG_INTERVAL_S = 10.0
+_USAGE_STEPS = 20
+"""Of the use of a KV cache, where nothing else has changed: a report in each step would tell nobody more."""
+
 _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
 _START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
@@ -73,7 +76,11 @@ class EngineCore:
 
     async def initialize(self, metadata: EngineHandshakeMetadata) -> dict[str, Any]:
         """Initialise the engine, and return the fields of READY."""
-        return dict(await _awaited(self._engine.initialize(metadata)) or {})
+        fields = dict(await _awaited(self._engine.initialize(metadata)) or {})
+        stats_address = metadata.addresses.frontend_stats_publish_address
+        if stats_address is not None:  # front ends beside engines of another host learn it in this way
+            fields.setdefault("dp_stats_address", stats_address)
+        return fields
 
     async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> None:
         """Connect to the front ends, and register there with the fields of READY."""
@@ -287,9 +294,12 @@ class EngineCore:
             return
         counts = getattr(self._engine, "request_counts", None)
         waiting, running = (0, len(self._clients)) if counts is None else counts()
-        if (waiting, running) != self._counts:
-            self._counts = waiting, running
-            stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting)
+        usage = getattr(self._engine, "kv_cache_usage", None)
+        used = 0.0 if usage is None else usage()
+        found = waiting, running, int(_USAGE_STEPS * used)
+        if found != self._counts:
+            self._counts = found
+            stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=used)
             if self._lockstep is not None:
                 stats.step_counter, stats.current_wave = self._lockstep.step, self._lockstep.wave
             self._send(COORDINATOR, EngineCoreOutputs(self._index, scheduler_stats=stats))

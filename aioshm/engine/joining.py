@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 import zmq
@@ -31,6 +32,7 @@ async def shake_hands(
     *,
     local: bool = True,
     headless: bool = False,
+    client_handshake_address: str | None = None,
     initialize: Callable[[EngineHandshakeMetadata], ReadyFields | Awaitable[ReadyFields]],
     timeout: float | None = INIT_TIMEOUT_S,
 ) -> EngineHandshakeMetadata:
@@ -43,62 +45,90 @@ async def shake_hands(
         index: The engine's rank.
         local: Whether it runs on the front end's host.
         headless: Whether there is no front end beside it.
+        client_handshake_address: Where the engine's own front end listens, if ``handshake_address`` is that of a head
+            node elsewhere (hybrid and external load balancing, at ranks above 0). The engine shakes hands with both:
+            it gets requests from its own front end, and everything else is as the head node says.
         initialize: Gets what the front end says, connects the engine's data sockets, and returns the fields of READY,
             such as ``num_gpu_blocks``; may be async.
-        timeout: Seconds that the front end may take to answer; None waits for ever.
+        timeout: Seconds that each front end may take to answer; None waits for ever.
 
     Returns:
-        What the front end said.
+        What the front end said; of two, both together.
 
     Raises:
         HandshakeError: What the front end said is not understood.
-        TimeoutError: It did not answer.
-        OSError: The address is malformed.
-        TypeError, ValueError: The fields of READY cannot be sent.
+        TimeoutError: It did not answer; the text names its address.
+        OSError: An address is malformed.
+        TypeError, ValueError: The fields of READY cannot be sent, or an engine with a front end of its own is headless
+            or not local.
     """
     if timeout is not None:
         check_seconds("timeout", timeout)
-    handshake = EngineHandshake(index, local=local, headless=headless)
-    dealer = _Dealer(handshake_address, handshake.identity)
-    try:
-        dealer.send(handshake.hello())
-        try:
-            async with asyncio.timeout(timeout):
-                frames = await dealer.receive()
-        except TimeoutError:
-            raise TimeoutError(f"engine {index}: no answer from {handshake_address} within {timeout} s") from None
-        metadata = handshake.receive(frames)
+    async with AsyncExitStack() as stack:
+
+        async def greet(address: str, local: bool) -> tuple[_FrontEnd, EngineHandshakeMetadata]:
+            front_end = _FrontEnd(address, EngineHandshake(index, local=local, headless=headless))
+            stack.callback(front_end.close)
+            return front_end, await front_end.greet(timeout)
+
+        if client_handshake_address is None:
+            front_end, metadata = await greet(handshake_address, local)
+            front_ends = [front_end]
+        else:
+            if headless or not local:
+                raise ValueError(
+                    "an engine with a client_handshake_address has a front end of its own beside it: "
+                    f"it must be local and not headless, not local={local}, headless={headless}"
+                )
+            head, metadata = await greet(handshake_address, False)
+            own, beside = await greet(client_handshake_address, True)
+            metadata.addresses.inputs = beside.addresses.inputs
+            metadata.addresses.outputs = beside.addresses.outputs
+            front_ends = [own, head]
         fields = initialize(metadata)
         if inspect.isawaitable(fields):
             fields = await fields
-        dealer.send(handshake.ready(fields))
-    except BaseException:
-        dealer.close()
-        raise
-    await dealer.flush()
+        for front_end in front_ends:
+            front_end.ready(fields)
+        for front_end in front_ends:
+            await front_end.flush()
     return metadata
 
 
-class _Dealer:
-    """A DEALER socket for a few messages."""
+class _FrontEnd:
+    """The engine's side of a handshake with one front end, on a DEALER socket."""
 
-    def __init__(self, address: str, identity: bytes) -> None:
+    def __init__(self, address: str, handshake: EngineHandshake) -> None:
+        self._address, self._handshake = address, handshake
+        self._flushing = False
         self._sockets = Sockets()
         self._dealer = self._sockets.add(
             open_socket(self._sockets.context, zmq.DEALER, address, bind=False, hwm=_HWM, curve=None)
         )
         try:
-            self._dealer.setsockopt(zmq.ROUTING_ID, identity)
+            self._dealer.setsockopt(zmq.ROUTING_ID, handshake.identity)
             self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_INIT_BYTES)
             attach(self._dealer, address, bind=False)
         except BaseException:
             self.close()
             raise
 
-    def send(self, payload: bytes) -> None:
-        self._dealer.send(payload, zmq.NOBLOCK)
+    async def greet(self, timeout: float | None) -> EngineHandshakeMetadata:
+        """Say HELLO, and return what is answered."""
+        self._dealer.send(self._handshake.hello(), zmq.NOBLOCK)
+        try:
+            async with asyncio.timeout(timeout):
+                frames = await self._receive()
+        except TimeoutError:
+            index = int.from_bytes(self._handshake.identity, "little")
+            raise TimeoutError(f"engine {index}: no answer from {self._address} within {timeout} s") from None
+        return self._handshake.receive(frames)
 
-    async def receive(self) -> list[bytes]:
+    def ready(self, fields: ReadyFields) -> None:
+        """Say READY."""
+        self._dealer.send(self._handshake.ready(fields), zmq.NOBLOCK)
+
+    async def _receive(self) -> list[bytes]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[list[bytes]] = loop.create_future()
 
@@ -116,8 +146,11 @@ class _Dealer:
             watch.pause()
 
     async def flush(self) -> None:
-        """Close it once everything has left."""
+        """Close it once everything has left; goes on in a thread when it is cancelled."""
+        self._flushing = True
         await in_thread(lambda: self._sockets.close(LINGER_MS))
 
     def close(self) -> None:
-        self._sockets.close()
+        """Close it at once, unless `flush` does. Idempotent."""
+        if not self._flushing:
+            self._sockets.close()

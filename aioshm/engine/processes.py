@@ -77,7 +77,8 @@ class ProcessManager:
             self._shutdown_timeout = 0
             self.close()
             raise
-        _log.debug("started %s", ", ".join(f"{process.name} (pid {process.pid})" for process in self.processes))
+        if self.processes:
+            _log.debug("started %s", ", ".join(f"{process.name} (pid {process.pid})" for process in self.processes))
 
     def _start(self, target: Callable[..., object], job: Job) -> None:
         if self._relay is None:
@@ -104,7 +105,7 @@ class ProcessManager:
     async def join_first(self) -> dict[str, int]:
         """Wait until a process has ended; return what `finished_procs` does then.
 
-        Cancelling this changes nothing. Closing the manager ends it too.
+        Without processes it returns at once. Cancelling this changes nothing. Closing the manager ends it too.
         """
         with Endings(self.processes) as endings:
             await endings.next()
@@ -169,7 +170,7 @@ class ProcessManager:
         await self.aclose()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {', '.join(process.name for process in self.processes)}>"
+        return f"<{type(self).__name__} of {', '.join(process.name for process in self.processes) or 'no processes'}>"
 
 
 class CoreEngineProcManager(ProcessManager):
@@ -181,7 +182,7 @@ class CoreEngineProcManager(ProcessManager):
 
     Args:
         target_fn: What each process runs.
-        local_engine_count: How many engines this machine has.
+        local_engine_count: How many engines this machine has; none where all of them are on other hosts.
         start_index: The first one's global index.
         local_start_index: The first one's index on this machine.
         args: For the target.
@@ -202,7 +203,7 @@ class CoreEngineProcManager(ProcessManager):
         capture_stderr: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_int("local_engine_count", local_engine_count, minimum=1)
+        check_int("local_engine_count", local_engine_count, minimum=0)
         check_int("start_index", start_index, minimum=0)
         check_int("local_start_index", local_start_index, minimum=0)
         jobs = [

@@ -20,6 +20,7 @@ async def run_engine_core(
     *,
     local: bool = True,
     headless: bool = False,
+    client_handshake_address: str | None = None,
     request_type: Any = None,
     options: Options | None = None,
 ) -> None:
@@ -34,6 +35,7 @@ async def run_engine_core(
       ``request_id``; its request's last one has a ``finish_reason``, or is ``finished``.
     * ``has_work() -> bool``*: whether to step although no request is open; never async.
     * ``request_counts() -> (waiting, running)``*: for the coordinator; never async.
+    * ``kv_cache_usage() -> float``*: how much of the KV cache is in use, 0 to 1, for the coordinator; never async.
     * ``error_output(request_id, message) -> output``*: the form of a refused request's output; never async. Without,
       it is a map ``{request_id, finish_reason: "error", error: message}``.
     * ``has_unfinished_dp(unfinished) -> bool``*: whether any engine has work, agreed with the others. An engine that
@@ -56,6 +58,8 @@ async def run_engine_core(
         index: The engine's rank.
         local: Whether it runs on the front end's host.
         headless: Whether there is no front end beside it.
+        client_handshake_address: Where the engine's own front end listens, if ``handshake_address`` is the head node's,
+            see `shake_hands`.
         request_type: What requests are decoded as, any type that msgspec knows; None for plain data.
         options: ``max_message_bytes`` and ``remote_timeout`` hold here; None: as the environment says.
 
@@ -75,7 +79,14 @@ async def run_engine_core(
 
     try:
         try:
-            await shake_hands(handshake_address, index, local=local, headless=headless, initialize=initialize)
+            await shake_hands(
+                handshake_address,
+                index,
+                local=local,
+                headless=headless,
+                client_handshake_address=client_handshake_address,
+                initialize=initialize,
+            )
             await core.run()
         finally:
             await core.aclose()

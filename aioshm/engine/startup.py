@@ -362,7 +362,7 @@ async def wait_for_engine_startup(
         addresses: What engines are told.
         core_engines: The engines.
         parallel_config: What engines are told of their parallel configuration.
-        cache_config: Gets ``num_gpu_blocks``, what the engines have in all, if they say.
+        cache_config: Its ``num_gpu_blocks`` grows by what the engines have in all, if they say.
         proc_manager: What has started the local engines.
         coord_process: The process of the data-parallel coordinator.
         watched_processes: Other processes without which there is nothing to start for.
@@ -386,5 +386,5 @@ async def wait_for_engine_startup(
         report = await startup.wait()
     said = any(each.ready.get("num_gpu_blocks") is not None for each in report.engines.values())
     if cache_config is not None and said:
-        cache_config.num_gpu_blocks = report.num_gpu_blocks
+        cache_config.num_gpu_blocks = (getattr(cache_config, "num_gpu_blocks", None) or 0) + report.num_gpu_blocks
     return report

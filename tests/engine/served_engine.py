@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ import uvloop
 from startups import tasks
 
 from aioshm.engine import (
+    CoreEngine,
     CoreEngineProcManager,
     EngineClient,
     EngineStartupCoordinator,
@@ -159,7 +160,7 @@ class Serving:
 
 @asynccontextmanager
 async def clients_of(
-    addresses: EngineZmqAddresses, n_engines: int, n_clients: int, **options: Any
+    addresses: EngineZmqAddresses, n_engines: Sequence[CoreEngine] | int, n_clients: int, **options: Any
 ) -> AsyncIterator[Serving]:
     async with AsyncExitStack() as stack:
         clients = [
@@ -207,8 +208,6 @@ async def served_by_processes(
 
 
 async def shaken(serving: Serving, handshake: str, addresses: EngineZmqAddresses) -> None:
-    from aioshm.engine import CoreEngine
-
     engines = [CoreEngine(rank) for rank in range(len(serving.client.ranks))]
     async with EngineStartupCoordinator(handshake, engines, addresses, proc_manager=serving.manager) as startup:
         await startup.wait(30)

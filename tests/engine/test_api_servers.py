@@ -158,6 +158,16 @@ class TestWaiting:
         await wait_for_completion_or_failure(api)
         assert api.sentinels() == []
 
+    async def test_no_engines_here(self) -> None:
+        """Those of other hosts are waited for there."""
+        api, none = servers([None, None]), CoreEngineProcManager(targets.stay, 0)
+        waiting = asyncio.create_task(wait_for_completion_or_failure(api, none))
+        done, _ = await asyncio.wait([waiting], timeout=0.1)
+        assert not done, "no engine is none that has failed"
+        api.processes[0].kill()
+        with pytest.raises(ProcessDied, match="ApiServer_0"):
+            await waiting
+
     @pytest.mark.parametrize("culprit", ["server", "engine", "coordinator"])
     async def test_until_the_first_fails(self, culprit: str) -> None:
         api = servers([0, 3 if culprit == "server" else None])

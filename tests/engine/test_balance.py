@@ -48,8 +48,47 @@ class TestBalance:
         balance = LoadBalancer(2)
         balance.update([[1, 0], [0, 3]])
         assert spread(balance, 3) == [1, 0, 1]
+
+    def test_waiting_requests_weigh_more_the_fuller_the_cache(self) -> None:
+        balance = LoadBalancer(2)
+        balance.update([[2, 0, 0.1], [0, 3, 0.1]])
+        assert spread(balance, 1) == [0], "they are about to be taken"
+        balance = LoadBalancer(2)
         balance.update([[2, 0, 0.9], [0, 3, 0.1]])
-        assert spread(balance, 5) == [1] * 5
+        assert spread(balance, 4) == [1] * 4
+        balance = LoadBalancer(2)
+        balance.update([[2, 0, 1.0], [2, 0, 0.6]])
+        assert spread(balance, 3) == [1] * 3
+
+    @pytest.mark.parametrize("counts", [[0, 0], [0, 7], [3, 7]])
+    def test_of_equal_counts_the_emptier_cache_is_chosen(self, counts: list[float]) -> None:
+        for fuller in range(2):
+            balance = LoadBalancer(2)
+            balance.update([[*counts, 0.8 if rank == fuller else 0.3] for rank in range(2)])
+            assert balance.choose() == 1 - fuller
+
+    def test_caches_as_full_as_each_other_take_turns(self) -> None:
+        balance = LoadBalancer(3)
+        balance.update([[0, 0, 0.42], [0, 0, 0.41], [0, 0, 0.43]])
+        assert spread(balance, 6) == [0, 1, 2, 0, 1, 2]
+
+    def test_what_is_sent_to_a_full_engine_waits_there(self) -> None:
+        balance = LoadBalancer(2)
+        balance.update([[0, 0, 1.0], [0, 3, 0.0]])
+        assert spread(balance, 2) == [0, 1], "one request in front of a full cache is as bad as four that run"
+
+    def test_usage_beyond_bounds(self) -> None:
+        balance = LoadBalancer(2)
+        balance.update([[0, 0, float("inf")], [0, 0, -1.0]])
+        assert balance.choose() == 1
+        with pytest.raises(ValueError, match="NaN"):
+            balance.update([[0, 0, 0.5], [0, 0, float("nan")]])
+        assert balance.choose() == 1, "nothing of a wrong publication is taken"
+
+    def test_the_other_clients_are_taken_to_do_the_same(self) -> None:
+        balance = LoadBalancer(2, n_clients=4)
+        balance.update([[0, 0], [0, 8]])
+        assert spread(balance, 3) == [0, 0, 1], "8 on either side once the other clients have sent theirs"
 
     def test_what_was_sent_since_counts(self) -> None:
         balance = LoadBalancer(2)

@@ -199,7 +199,7 @@ class TestCalls:
     @pytest.mark.parametrize(
         ("method", "args", "text"),
         [
-            ("fail", ["why"], "KeyError: 'why'"),
+            ("fail", ["why"], "^Call to fail method failed: 'why'$"),
             ("missing", [], "no method 'missing' that may be called"),
             ("_private", [], "no method '_private'"),
             ("shutdown", [], "no method 'shutdown'"),

@@ -7,9 +7,17 @@ from contextlib import AsyncExitStack
 
 import pytest
 from peers import Peers, published
-from served_engine import Engine, ask, collected, here_and_there, served
+from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
+from startups import tasks
 
-from aioshm.engine import DPCoordinator, EngineZmqAddresses
+from aioshm.engine import (
+    CoreEngine,
+    DPCoordinator,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+    get_engine_client_zmq_addr,
+    run_engine_core,
+)
 from aioshm.engine.coordination import CoordinatorAddresses
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
@@ -79,3 +87,64 @@ async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None
                 paused = not running and counts == [[0, 0, 0.0] if kv_cache_usage else [0, 0]] * 3
             assert wave > 0
         assert not coordinator.last_lines("DPCoordinator")
+
+
+class Caching(Engine):
+    """An engine that says how full its KV cache is."""
+
+    def __init__(self, usage: float) -> None:
+        super().__init__()
+        self.usage = usage
+
+    def kv_cache_usage(self) -> float:
+        return self.usage
+
+
+async def test_requests_go_where_the_cache_is_emptier() -> None:
+    full, empty = Caching(0.9), Caching(0.1)
+    async with AsyncExitStack() as stack:
+        coordinator = await stack.enter_async_context(await DPCoordinator.start(2))
+        serving = await stack.enter_async_context(served(full, empty, addresses=coordinated(coordinator)))
+        balance = serving.client._balance
+        for _ in range(2):
+            fuller = int(empty.usage > full.usage)
+            await until(lambda: balance._usage == [int(10 * each.usage) for each in (full, empty)])
+            for number in range(4):  # one after the other, so that the counts are equal
+                stream = serving.client.submit(ask(f"{fuller} {number}"))
+                assert stream.engine == 1 - fuller
+                await collected(stream)
+                await until(lambda: balance._published == [0, 0])
+            full.usage, empty.usage = 0.2, 0.8
+            await serving.client.call("report")  # an engine that does nothing tells nothing
+
+
+async def test_an_engine_with_a_front_end_of_its_own() -> None:
+    """External load balancing: rank 1 has a client of its own, and the head node's coordinator."""
+    handshake, beside = get_engine_client_zmq_addr(True, ""), get_engine_client_zmq_addr(True, "")
+    engines = [Engine(), Engine()]
+    async with AsyncExitStack() as stack:
+        coordinator = await stack.enter_async_context(await DPCoordinator.start(2))
+        head_addresses, own_addresses = coordinated(coordinator), here_and_there()
+        head = (await stack.enter_async_context(clients_of(head_addresses, 1, 1))).client
+        (own,) = (await stack.enter_async_context(clients_of(own_addresses, [CoreEngine(1)], 1))).clients
+        await stack.enter_async_context(
+            tasks(
+                run_engine_core(engines[0], handshake, 0),
+                run_engine_core(engines[1], handshake, 1, client_handshake_address=beside),
+            )
+        )
+        lb = {"data_parallel_external_lb": True}
+        all_of_them = [CoreEngine(0), CoreEngine(1, local=False)]
+        async with (
+            EngineStartupCoordinator(handshake, all_of_them, head_addresses, parallel_config=lb) as at_head,
+            EngineStartupCoordinator(beside, [CoreEngine(1)], own_addresses) as at_own,
+        ):
+            await asyncio.gather(at_head.wait(20), at_own.wait(20))
+        for client in (head, own):
+            await client.wait_until_ready(10)
+        assert [output["token"] for output in await collected(own.submit(ask("a")))] == [0, 1, 2]
+        assert len(await collected(head.submit(ask("b")))) == 3
+        assert [engine.seen for engine in engines] == [["b"], ["a"]]
+        stats_address = coordinator.get_stats_publish_address()
+        assert own.ready[1]["dp_stats_address"] == own_addresses.frontend_stats_publish_address == stats_address
+        await until(lambda: own._balance._published is not None)

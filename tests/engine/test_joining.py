@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 import zmq
 from startups import addresses, ready_with, tasks
 
-from aioshm.engine import EngineHandshakeMetadata, shake_hands
+from aioshm.engine import EngineHandshakeMetadata, EngineZmqAddresses, shake_hands
 from aioshm.errors import HandshakeError
 
 INIT = msgspec.msgpack.encode(EngineHandshakeMetadata(addresses(), {"data_parallel_size": 2}))
@@ -142,6 +143,78 @@ async def test_a_front_end_that_left_holds_up_no_loop(front: FrontEnd, path: str
             ticks += 1
         assert ticks == 20
         engine.cancel()
+
+
+class TestTwoFrontEnds:
+    """Hybrid and external load balancing: the head node's front end, and the engine's own."""
+
+    @pytest.fixture
+    def beside(self, tmp_path: Path) -> Iterator[tuple[FrontEnd, str]]:
+        address = f"ipc://{tmp_path}/beside"
+        with zmq.Context() as context:
+            made = FrontEnd(context, address)
+            yield made, address
+            made._router.close(linger=0)
+
+    async def test_the_whole_way(self, front: FrontEnd, path: str, beside: tuple[FrontEnd, str]) -> None:
+        own, own_path = beside
+        told: list[EngineHandshakeMetadata] = []
+
+        def initialize(metadata: EngineHandshakeMetadata) -> dict[str, Any]:
+            told.append(metadata)
+            return {"num_gpu_blocks": 3}
+
+        head_says = EngineZmqAddresses(["h-in"], ["h-out"], "c-in", "c-out", "stats")
+        own_says = EngineZmqAddresses(["in"], ["out"], "not", "these", "at all")
+        joining = shake_hands(path, 5, client_handshake_address=own_path, initialize=initialize)
+        async with tasks(joining) as (engine,):
+            assert await front.hears() == {"status": "HELLO", "local": False, "headless": False}
+            front.says(msgspec.msgpack.encode(EngineHandshakeMetadata(head_says, {"data_parallel_size": 9})))
+            assert await own.hears() == {"status": "HELLO", "local": True, "headless": False}
+            assert not told
+            own.says(msgspec.msgpack.encode(EngineHandshakeMetadata(own_says, {"data_parallel_size": 1})))
+            ready = {"status": "READY", "headless": False, "num_gpu_blocks": 3}
+            assert await own.hears() == {**ready, "local": True}
+            assert await front.hears() == {**ready, "local": False}
+            metadata = await engine
+        assert told == [metadata]
+        assert metadata.addresses == EngineZmqAddresses(["in"], ["out"], "c-in", "c-out", "stats")
+        assert metadata.parallel_config == {"data_parallel_size": 9}
+
+    @pytest.mark.parametrize("silent", ["head", "own"])
+    async def test_the_silent_one_is_named(
+        self, silent: str, front: FrontEnd, path: str, beside: tuple[FrontEnd, str]
+    ) -> None:
+        own, own_path = beside
+        joining = shake_hands(path, 5, client_handshake_address=own_path, initialize=ready_with(), timeout=1)
+        async with tasks(joining) as (engine,):
+            await front.hears()
+            if silent == "own":
+                front.says(INIT)
+                await own.hears()
+            with pytest.raises(TimeoutError, match=f"no answer from {path if silent == 'head' else own_path} within"):
+                await engine
+
+    async def test_an_engine_that_cannot_be_made_says_ready_to_nobody(
+        self, front: FrontEnd, path: str, beside: tuple[FrontEnd, str]
+    ) -> None:
+        own, own_path = beside
+        joining = shake_hands(path, 5, client_handshake_address=own_path, initialize=lambda _: 1 / 0)  # type: ignore
+        async with tasks(joining) as (engine,):
+            await front.hears()
+            front.says(INIT)
+            await own.hears()
+            own.says(INIT)
+            with pytest.raises(ZeroDivisionError):
+                await engine
+        await asyncio.sleep(0.02)
+        assert not front._router.poll(0)
+        assert not own._router.poll(0)
+
+    @pytest.mark.parametrize("options", [{"headless": True}, {"local": False}])
+    async def test_it_has_a_front_end_beside_it(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="must be local and not headless"):
+            await shake_hands("ipc:///h", 5, client_handshake_address="ipc:///o", initialize=ready_with(), **options)
 
 
 @pytest.mark.parametrize(

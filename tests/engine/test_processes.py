@@ -110,7 +110,7 @@ class TestStarting:
     @pytest.mark.parametrize(
         ("arguments", "error"),
         [
-            ({"local_engine_count": 0}, ValueError),
+            ({"local_engine_count": -1}, ValueError),
             ({"local_engine_count": "2"}, TypeError),
             ({"start_index": -1}, ValueError),
             ({"local_start_index": 1.5}, TypeError),
@@ -120,6 +120,26 @@ class TestStarting:
         ((name, _),) = arguments.items()
         with pytest.raises(error, match=name):
             CoreEngineProcManager(targets.stay, **{"local_engine_count": 1, **arguments})
+
+
+class TestNoEngines:
+    """A front end whose engines are all on other hosts."""
+
+    async def test_a_manager_of_none(self) -> None:
+        async with CoreEngineProcManager(targets.stay, 0, 3) as manager:
+            assert (manager.processes, manager.sentinels(), manager.finished_procs()) == ([], [], {})
+            assert await manager.join_first() == {}
+            assert repr(manager) == "<CoreEngineProcManager of no processes>"
+            with pytest.raises(ValueError, match="name must be that of one of the processes"):
+                manager.last_lines("EngineCore_0")
+        manager.close()
+        with CoreEngineProcManager(targets.stay, 0, capture_stderr=False):
+            pass
+
+    async def test_forgetting_one_is_no_harm(self) -> None:
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            CoreEngineProcManager(targets.stay, 0)
+            gc.collect()
 
 
 class TestWatching:

@@ -18,6 +18,7 @@ from startups import ADDRESSES, GOOD, addresses, engine, managed, ready_with, ta
 
 from aioshm.engine import (
     CoreEngine,
+    CoreEngineProcManager,
     CoreEngineState,
     EngineStartupCoordinator,
     StartupProgress,
@@ -73,7 +74,8 @@ class TestSuccess:
     @pytest.mark.parametrize(
         ("fields", "before", "after"),
         [
-            ({"num_gpu_blocks": 5}, 3, 10),
+            ({"num_gpu_blocks": 5}, None, 10),
+            ({"num_gpu_blocks": 5}, 3, 13),
             ({}, 3, 3),
             ({"num_gpu_blocks": 0}, None, 0),
             ({"num_gpu_blocks": None}, 3, 3),
@@ -91,6 +93,19 @@ class TestSuccess:
     async def test_no_engines(self, path: str) -> None:
         async with EngineStartupCoordinator(path, [], addresses()) as startup:
             assert (await startup.wait()).engines == {}
+
+    async def test_all_engines_on_other_hosts(self, path: str) -> None:
+        """The manager has none to watch, and none to stop."""
+        there = CoreEngine(4, local=False)
+        async with CoreEngineProcManager(ready_with, 0) as none:
+            joining = engine(path, 4, local=False, headless=True)
+            async with tasks(joining), EngineStartupCoordinator(path, [there], addresses(), proc_manager=none) as up:
+                assert (await up.wait(20)).num_gpu_blocks == 100
+        async with CoreEngineProcManager(ready_with, 0) as none:
+            with pytest.raises(EngineStartupError, match=r"no progress for 0.05 s \(0 of 1 engines connected"):
+                await wait_for_engine_startup(
+                    path, addresses(), [there], None, proc_manager=none, progress_timeout=0.05
+                )
 
     async def test_many_in_any_order(self, path: str) -> None:
         engines = [CoreEngine(rank) for rank in range(64)]

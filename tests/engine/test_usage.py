@@ -8,7 +8,9 @@ import platform
 import socket
 import threading
 import time
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -72,6 +74,47 @@ def test_a_callable() -> None:
     (report,) = reports
     assert report["value"] is value
     assert report["usage_context"] == "mine"
+
+
+class Mode(Enum):
+    EAGER = 3
+
+
+def test_a_configuration_object() -> None:
+    """As vLLM's callers have it: `report_usage_stats(vllm_config, UsageContext.API_SERVER)`."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype="torch.bfloat16", max_model_len=4096, quantization=None, secret="x"),
+        cache_config=SimpleNamespace(block_size=16, cache_dtype="fp8"),
+        parallel_config=SimpleNamespace(data_parallel_size=2),
+        compilation_config=SimpleNamespace(mode=Mode.EAGER),
+        speculative_config=None,
+        lora_config=None,
+    )
+    reports: list[dict[str, Any]] = []
+    assert report_usage_stats(config, Context.SERVER, to=reports.append)
+    (report,) = reports
+    said = {name: value for name, value in report.items() if name not in {"time", "aioshm", "python"}}
+    assert said == {
+        "usage_context": "server",
+        "platform": "linux",
+        "machine": platform.machine(),
+        "dtype": "torch.bfloat16",
+        "max_model_len": 4096,
+        "block_size": 16,
+        "kv_cache_dtype": "fp8",
+        "data_parallel_size": 2,
+        "compilation_mode": "EAGER",
+        "enable_lora": False,
+    }
+
+
+class Context(Enum):
+    SERVER = "server"
+
+
+def test_no_configuration(caplog: pytest.LogCaptureFixture) -> None:
+    assert report_usage_stats(7, to=[].append) is False
+    assert "stats must be a mapping or a configuration with the parts of vLLM's, not 7" in caplog.text
 
 
 def test_many_at_once_do_not_mix(tmp_path: Path) -> None:
