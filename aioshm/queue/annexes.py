@@ -3,7 +3,8 @@
 The slot of such a message holds a marker: which annex, and how many bytes. A slot that every reader has released frees
 its annex, too, so the ring bounds what is in flight, and an annex is used again and again: touching fresh memory costs
 several times the copy. Readers are passed each annex' descriptor over their lifelines, once, before the first marker
-that names it, so that a message whose marker can be seen can be read, whatever becomes of the writer.
+that names it, so that a message whose marker can be seen can be read, whatever becomes of the writer. What they are
+passed is a read-only descriptor: no reader can change what another one reads.
 """
 
 from __future__ import annotations
@@ -61,14 +62,20 @@ class _Annex:
 
     Attributes:
         segment: Its memory.
+        passed_fd: What readers are passed: a descriptor that only reads.
         seq: The message that it was last used for.
         used: When that was, counted in messages with annexes; 0 once its pages were given back.
     """
 
     def __init__(self, segment: Segment) -> None:
+        self.passed_fd = segment.readonly_fd()
         self.segment = segment
         self.seq = 0
         self.used = 0
+
+    def close(self) -> None:
+        os.close(self.passed_fd)
+        self.segment.close()
 
 
 class Annexes:
@@ -111,7 +118,7 @@ class Annexes:
     def close(self) -> None:
         """Unmap them; readers still have them. Idempotent."""
         for annex in self._annexes:
-            annex.segment.close()
+            annex.close()
         self._annexes.clear()
 
     def _fitting(self, size: int) -> int:
@@ -126,9 +133,14 @@ class Annexes:
         if free:  # they cannot grow here: few different sizes keep their number down
             room = 1 << (room - 1).bit_length()
         segment = Segment.create(room, DEFAULT_BACKING, may_grow=True)
+        try:
+            annex = _Annex(segment)
+        except BaseException:
+            segment.close()
+            raise
         segment.unlink()
-        self._annexes.append(_Annex(segment))
-        self._hand_over(segment.fd)
+        self._annexes.append(annex)
+        self._hand_over(annex.passed_fd)
         return len(self._annexes) - 1
 
     def _tidy(self) -> None:

@@ -62,7 +62,7 @@ class Attachment:
 
 def _map(handle: Handle, lifeline: Lifeline) -> ShmRingBuffer:
     if lifeline.welcome.segment:
-        return ShmRingBuffer.from_fd(handle.layout, lifeline.take_segment(), handle.queue_id)
+        return ShmRingBuffer.from_fd(handle.layout, lifeline.take_segment(), handle.queue_id, reads=True)
     if handle.segment is None:
         raise HandleError("the handle names no segment, and the writer sent none")
-    return ShmRingBuffer.from_name(handle.layout, handle.segment, handle.queue_id)
+    return ShmRingBuffer.from_name(handle.layout, handle.segment, handle.queue_id, reads=True)

@@ -17,7 +17,7 @@ import secrets
 from typing import Any, NamedTuple
 
 from aioshm.config import DEFAULT_BACKING, Backing, check_int
-from aioshm.errors import AioshmError, HandleError, SharedMemoryError
+from aioshm.errors import AioshmError, HandleError, RoleError, SharedMemoryError
 from aioshm.ring import layout as at
 from aioshm.ring.atomics import memory_fence
 from aioshm.ring.cursors import RingReader, RingWriter
@@ -80,34 +80,53 @@ class ShmRingBuffer:
         self._adopt(sizes, segment, queue_id)
 
     @classmethod
-    def from_fd(cls, sizes: Layout, fd: int, queue_id: bytes) -> ShmRingBuffer:
+    def from_fd(cls, sizes: Layout, fd: int, queue_id: bytes, *, reads: bool = False) -> ShmRingBuffer:
         """Map a ring from a descriptor, which this takes over.
+
+        Args:
+            sizes: The ring's layout.
+            fd: The descriptor.
+            queue_id: The ring's.
+            reads: Whether this process only reads: its slots are mapped read-only then.
 
         Raises:
             HandleError: The descriptor holds no such ring.
+            SharedMemoryError: This process has no memory, descriptor or mapping left.
         """
         ring = cls.__new__(cls)
-        ring._adopt(sizes, Segment(fd, sizes.total_bytes, None), queue_id)
+        ring._adopt(sizes, Segment(fd, sizes.total_bytes, None), queue_id, reads=reads)
         return ring
 
     @classmethod
-    def from_name(cls, sizes: Layout, name: str, queue_id: bytes) -> ShmRingBuffer:
+    def from_name(cls, sizes: Layout, name: str, queue_id: bytes, *, reads: bool = False) -> ShmRingBuffer:
         """Map a ring in a named segment.
+
+        Args:
+            sizes: The ring's layout.
+            name: The segment's name.
+            queue_id: The ring's.
+            reads: As for `from_fd`.
 
         Raises:
             HandleError: There is no such segment, or it holds no such ring.
+            SharedMemoryError: This process has no memory, descriptor or mapping left.
         """
         ring = cls.__new__(cls)
-        ring._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id)
+        ring._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id, reads=reads)
         return ring
 
-    def _adopt(self, sizes: Layout, segment: Segment, queue_id: bytes | None) -> None:
-        view = segment.view
-        found = bytes(view[: at.PREAMBLE.size])
-        expected = sizes.preamble(found[-at.QUEUE_ID_BYTES :] if queue_id is None else queue_id)
-        if found != expected:
+    def _adopt(self, sizes: Layout, segment: Segment, queue_id: bytes | None, *, reads: bool = False) -> None:
+        try:
+            found = bytes(segment.view[: at.PREAMBLE.size])
+            expected = sizes.preamble(found[-at.QUEUE_ID_BYTES :] if queue_id is None else queue_id)
+            if found != expected:
+                raise HandleError(_difference(found, expected))
+            if reads:
+                segment.protect(sizes.header_bytes, sizes.metadata_offset - sizes.header_bytes)
+        except BaseException:
             segment.close()
-            raise HandleError(_difference(found, expected))
+            raise
+        self._reads = reads
         self.layout = sizes
         self.queue_id = found[-at.QUEUE_ID_BYTES :]
         self._segment: Segment | None = segment
@@ -117,7 +136,7 @@ class ShmRingBuffer:
 
     @property
     def view(self) -> memoryview:
-        """The whole segment, writable.
+        """The whole segment, writable, but for the slots where this process only reads: writing to them is a SIGSEGV.
 
         Raises:
             SharedMemoryError: The ring was closed, or its memory cannot be reached from here.
@@ -125,8 +144,15 @@ class ShmRingBuffer:
         return self._mapped().view
 
     def writer(self) -> RingWriter:
-        """Return the writer's cursor; a ring has one writer."""
-        return RingWriter(self.layout, self.view)
+        """Return the writer's cursor; a ring has one writer.
+
+        Raises:
+            RoleError: The ring was mapped for reading.
+        """
+        view = self.view
+        if self._reads:
+            raise RoleError("this ring was mapped for reading: its slots cannot be written to")
+        return RingWriter(self.layout, view)
 
     def reader(self, reader: int) -> RingReader:
         """Return the cursor of a reader (0 to n_reader - 1); each has one."""
@@ -135,9 +161,10 @@ class ShmRingBuffer:
         return RingReader(self.layout, self.view, reader)
 
     def chunk(self, index: int) -> memoryview:
-        """Return the chunk of a slot, without its header."""
+        """Return the chunk of a slot, without its header; read-only where this process only reads."""
         start = self.layout.slot(self._checked(index)) + at.SLOT_HEADER_BYTES
-        return self.view[start : start + self.layout.max_chunk_bytes]
+        chunk = self.view[start : start + self.layout.max_chunk_bytes]
+        return chunk.toreadonly() if self._reads else chunk
 
     def flags(self, index: int) -> memoryview:
         """Return the flags of a slot: written, then one per reader."""
@@ -218,7 +245,7 @@ def _reopen(handle: RingHandle) -> ShmRingBuffer:
             segment = Segment.open_memfd(handle.pid, handle.fd, sizes.total_bytes)
         ring._adopt(sizes, segment, handle.queue_id)
     except AioshmError as error:
-        ring.layout, ring.queue_id, ring._segment = sizes, handle.queue_id, None
+        ring.layout, ring.queue_id, ring._segment, ring._reads = sizes, handle.queue_id, None, False
         ring._why = f"this ring cannot be reached from here: {error}"
     return ring
 

@@ -11,9 +11,9 @@ from aioshm.ring.slot import cut_slots
 class _Cursor:
     """The words of the header that both ends read, and the slots."""
 
-    def __init__(self, layout: Layout, view: memoryview) -> None:
+    def __init__(self, layout: Layout, view: memoryview, *, writes: bool) -> None:
         self.layout = layout
-        self.slots = cut_slots(layout, view)
+        self.slots = cut_slots(layout, view, writable=writes)
         self._header = view[: layout.header_bytes]
         self._words = self._header.cast("Q")
         self.readers_parked = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
@@ -43,7 +43,7 @@ class RingWriter(_Cursor):
     """
 
     def __init__(self, layout: Layout, view: memoryview, core: type[WriterCore] = WriterCore) -> None:
-        super().__init__(layout, view)
+        super().__init__(layout, view, writes=True)
         self.core = core(layout, view, self.slots)
         self.parked = self.writer_parked
         self.free, self.claim, self.commit, self.evict = (
@@ -101,7 +101,7 @@ class RingReader(_Cursor):
     """
 
     def __init__(self, layout: Layout, view: memoryview, reader: int, core: type[ReaderCore] = ReaderCore) -> None:
-        super().__init__(layout, view)
+        super().__init__(layout, view, writes=False)
         self.core = core(layout, view, self.slots, reader)
         self.parked = self.readers_parked[reader : reader + 1]
         self.reader = reader

@@ -9,6 +9,10 @@
     header_bytes      slots: max_chunks x [64-byte slot header][chunk]           writer
     metadata_offset   flags: max_chunks x [written][read by 0][read by 1]...     writer and readers
 
+The slots fill pages of their own, which readers map read-only: no reader can change what another one reads. The flags,
+and the header with the writer's line, stay writable for all: a reader that scribbles on them can hold the queue up or
+end it, but the sequence numbers, which are in the slots, let no wrong message pass.
+
 Every part begins on its own 64-byte cache line, and what one end writes for every message (its line) shares no line
 with what the other end reads for every message (the parked flags), so a hot stream moves no line that it need not.
 
@@ -22,13 +26,14 @@ The flags of one slot:
 
 from __future__ import annotations
 
+import mmap
 import struct
 from dataclasses import dataclass
 
 MAGIC = b"aioshm\r\n"  # CR LF: a transfer that mangles line ends shows at once, as in PNG's signature
-VERSION = 1
+VERSION = 2
 LINE = 64
-PAGE = 4096
+PAGE = mmap.PAGESIZE  # what can be mapped in its own way
 SLOT_HEADER_BYTES = 64
 
 QUEUE_ID_BYTES = 16
@@ -80,7 +85,7 @@ class Layout:
 
     @property
     def metadata_offset(self) -> int:
-        return self.header_bytes + self.max_chunks * self.slot_bytes
+        return round_up(self.header_bytes + self.max_chunks * self.slot_bytes, PAGE)
 
     @property
     def flag_bytes(self) -> int:

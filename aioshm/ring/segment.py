@@ -18,6 +18,7 @@ import psutil
 
 from aioshm.config import Backing
 from aioshm.errors import HandleError, SharedMemoryError
+from aioshm.ring.mapping import address_of, map_memory, map_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,9 @@ class Segment:
     The file descriptor stays open as long as the mapping: it is what gets passed to readers (memfd), and it carries
     the shared lock that tells a segment in use from an orphan (named).
 
+    A memfd is sealed: nobody can make it smaller. A named segment cannot be sealed: a process of the same user that
+    truncates it ends every process that has it mapped, with SIGBUS.
+
     Attributes:
         fd: The segment's file descriptor.
         name: The POSIX name without its slash, or None for a memfd.
@@ -52,7 +56,10 @@ class Segment:
             actual = os.fstat(fd).st_size
             if actual < size:  # mapped beyond its end, a touch would be a SIGBUS
                 raise HandleError(f"the segment has {actual} bytes, its layout needs {size}")
-            self._map = mmap.mmap(fd, size)
+            self._map = map_shared(fd, size)
+        except OSError as error:
+            os.close(fd)
+            raise _refused(error, f"{size / _MIB:.1f} MiB of shared memory cannot be mapped") from None
         except BaseException:
             os.close(fd)
             raise
@@ -121,8 +128,8 @@ class Segment:
     def _mapped(cls, fd: int, size: int, name: str | None, backing: Backing) -> Segment:
         try:
             return cls(fd, size, name)
-        except OSError as error:  # this process may have no more memory (ulimit -v), or no more descriptors
-            raise _cannot_create(size, backing, error) from None
+        except SharedMemoryError as error:
+            raise _cannot_create(size, backing, OSError(error.errno, os.strerror(error.errno or 0))) from None
 
     @classmethod
     def _create_named(cls, size: int) -> Segment:
@@ -135,6 +142,52 @@ class Segment:
             raise
         segment._owner_pid = os.getpid()
         return segment
+
+    def protect(self, offset: int, length: int) -> None:
+        """Make a range of whole pages read-only in this process, for good: writing to it is a SIGSEGV from here on.
+
+        The descriptor becomes a read-only one, too, so that nothing in this process can map the segment writable again
+        (where there is no ``/proc``, a memfd's stays as it is).
+
+        Raises:
+            SharedMemoryError: This process has no descriptor or mapping left.
+        """
+        try:
+            readonly = self._reopened()
+            fd = self.fd if readonly is None else readonly
+            if readonly is not None:
+                if self.name is not None:
+                    _hold(fd)
+                os.close(self.fd)
+                self.fd = fd
+            map_memory(address_of(self._map) + offset, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
+        except OSError as error:
+            raise _refused(error, "the ring's slots cannot be mapped read-only") from None
+
+    def readonly_fd(self) -> int:
+        """Return a new descriptor of the segment, through which it cannot be written to, where the system has such.
+
+        Raises:
+            SharedMemoryError: This process has no descriptor left.
+        """
+        try:
+            readonly = self._reopened()
+            return os.dup(self.fd) if readonly is None else readonly
+        except OSError as error:
+            raise _refused(error, "there is no descriptor to pass to the readers") from None
+
+    def _reopened(self) -> int | None:
+        """Return a new, read-only descriptor; None where there is no way to one."""
+        with suppress(FileNotFoundError):
+            return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        if self.name is None:
+            return None
+        with suppress(FileNotFoundError):  # it may have been unlinked
+            fd = _posixshmem.shm_open(f"/{self.name}", os.O_RDONLY, mode=0o600)
+            if os.path.sameopenfile(fd, self.fd):
+                return fd
+            os.close(fd)
+        return None
 
     def grow(self, size: int) -> bool:
         """Make the segment larger and map it anew; return whether this system and this segment can.
@@ -150,7 +203,7 @@ class Segment:
                 os.ftruncate(self.fd, size)
             else:
                 _reserve(self.fd, size)
-            grown = mmap.mmap(self.fd, size)
+            grown = map_shared(self.fd, size)
         except OSError:
             return False
         self.view.release()
@@ -209,9 +262,12 @@ class Segment:
 
 
 def _check_memory(size: int) -> None:
-    memory = psutil.virtual_memory()
+    try:
+        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    except OSError:
+        return  # without /proc nobody knows
     # Pages are committed when touched, so only what can never fit is refused.
-    if size > memory.total + psutil.swap_memory().total:
+    if size > memory.total + swap.total:
         raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
 
 
@@ -293,19 +349,47 @@ def _or_close(fd: int, size: int, backing: Backing, step: Callable[[], None]) ->
 
 
 def _cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -> SharedMemoryError:
-    if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-        remedy = "use fewer or smaller chunks"
-        if backing == "named" and _SHM_DIR.is_dir():
-            fs = os.statvfs(_SHM_DIR)
-            remedy += ", enlarge it (docker: --shm-size), or set backing='memfd'"
-            return _too_large(size, fs.f_bavail * fs.f_frsize, str(_SHM_DIR), remedy)
-        remedy += ", or raise this process' limits (ulimit -f, -v)"
-        return _too_large(size, psutil.virtual_memory().available, "this machine", remedy)
-    return SharedMemoryError(error.errno, f"cannot create {size / _MIB:.1f} MiB of shared memory: {error.strerror}")
+    if not isinstance(error, OverflowError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        return _refused(error, f"cannot create {size / _MIB:.1f} MiB of shared memory")
+    remedy = "use fewer or smaller chunks"
+    if backing == "named" and _SHM_DIR.is_dir():
+        fs = os.statvfs(_SHM_DIR)
+        if fs.f_files and not fs.f_favail:
+            return SharedMemoryError(
+                errno.ENOSPC,
+                f"cannot create a file in {_SHM_DIR}: all of its {fs.f_files} inodes are in use: remove files there "
+                "(aioshm doctor --clean removes what dead processes left), mount it with more (nr_inodes), or set "
+                "backing='memfd'",
+            )
+        remedy += ", enlarge it (docker: --shm-size), or set backing='memfd'"
+        return _too_large(size, fs.f_bavail * fs.f_frsize, str(_SHM_DIR), remedy)
+    remedy += ", or raise the limits of this process (ulimit -f, -v) or of its container (memory)"
+    return _too_large(size, _available(), "this machine", remedy)
 
 
-def _too_large(size: int, free: int, where: str, remedy: str) -> SharedMemoryError:
+def _refused(error: OSError, what: str) -> SharedMemoryError:
+    """Return what tells that the system has refused something, and what to do."""
+    remedies = {
+        errno.EMFILE: "this process has too many open files: raise its limit (ulimit -n)",
+        errno.ENFILE: "this machine has too many open files: raise its limit (sysctl fs.file-max)",
+        errno.ENOMEM: "this process has too much mapped: raise its limit (ulimit -v, sysctl vm.max_map_count)",
+        errno.ENOSYS: "this system has none of that kind: set backing='named'",
+        errno.EACCES: "this process may not do that: are /dev/shm, and the seccomp profile of its container, open to it?",
+    }
+    said = error.strerror or str(error)
+    remedy = remedies.get(error.errno or 0)
+    return SharedMemoryError(error.errno, f"{what}: {said}{f': {remedy}' if remedy else ''}")
+
+
+def _available() -> int | None:
+    try:
+        return int(psutil.virtual_memory().available)
+    except OSError:
+        return None  # without /proc nobody knows
+
+
+def _too_large(size: int, free: int | None, where: str, remedy: str) -> SharedMemoryError:
+    has = "too little" if free is None else f"{free / _MIB:.1f} MiB"
     return SharedMemoryError(
-        errno.ENOSPC,
-        f"{size / _MIB:.1f} MiB of shared memory are needed, {where} has {free / _MIB:.1f} MiB free: {remedy}",
+        errno.ENOSPC, f"{size / _MIB:.1f} MiB of shared memory are needed, {where} has {has} free: {remedy}"
     )

@@ -22,15 +22,15 @@ class Slot:
 
     next: Slot
 
-    def __init__(self, layout: Layout, view: memoryview, index: int) -> None:
+    def __init__(self, layout: Layout, view: memoryview, index: int, body_view: memoryview) -> None:
         self.index = index
         start = layout.flags(index)
         self.flags = view[start : start + layout.flag_bytes]
         self.reader_flags = self.flags[1:]
         start = layout.slot(index)
         body = start + at.SLOT_HEADER_BYTES
-        self.header = view[start:body]
-        self.chunk = view[body : body + layout.max_chunk_bytes]
+        self.header = body_view[start:body]
+        self.chunk = body_view[body : body + layout.max_chunk_bytes]
 
     def release(self) -> None:
         """Give the views back, so that the segment can be unmapped."""
@@ -38,9 +38,10 @@ class Slot:
             part.release()
 
 
-def cut_slots(layout: Layout, view: memoryview) -> tuple[Slot, ...]:
-    """Return all slots of a ring, each knowing its next."""
-    slots = tuple(Slot(layout, view, index) for index in range(layout.max_chunks))
+def cut_slots(layout: Layout, view: memoryview, *, writable: bool = True) -> tuple[Slot, ...]:
+    """Return all slots of a ring, each knowing its next; only their flags can be written to, unless ``writable``."""
+    with (view if writable else view.toreadonly())[:] as bodies:
+        slots = tuple(Slot(layout, view, index, bodies) for index in range(layout.max_chunks))
     for slot, following in zip(slots, [*slots[1:], slots[0]], strict=True):
         slot.next = following
     return slots

@@ -26,33 +26,13 @@ from typing import Final
 
 from aioshm.errors import HandleError, SharedMemoryError
 from aioshm.ring.layout import SLOT_HEADER_BYTES, Layout, round_up
+from aioshm.ring.mapping import MAP_NORESERVE, address_of, map_memory, move_memory, unmap_memory
 
 MAX_WINDOWS = 1024
 """Windows kept for reuse; each is one of the mappings of which a process may have 65530 (vm.max_map_count)."""
 
 _PAGE: Final = mmap.PAGESIZE
 _IN_PAGE: Final = mmap.PAGESIZE - 1
-
-_MAP_FIXED = 0x10  # the same on Linux and macOS
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_MREMAP_MAYMOVE = 1
-_MREMAP_FIXED = 2
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,  # off_t
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-if sys.platform == "linux":
-    _libc.mremap.restype = ctypes.c_void_p
-    _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 
 
 class Windows:
@@ -129,7 +109,7 @@ class Windows:
         if not 0 <= nbytes <= self._room:
             raise ValueError(f"a view has 0 to {self._room} bytes, not {nbytes}")
         # Not the window itself: the traceback of an error would hold it.
-        address, length = _address(self._windows[index]), len(self._windows[index])
+        address, length = address_of(self._windows[index]), len(self._windows[index])
         _replace(address, length, (self._first + index * self._stride) & _IN_PAGE, nbytes)
         del self._windows[index]  # its holders unmap it
         return True
@@ -167,7 +147,7 @@ class Windows:
         try:
             # Anonymous at first: over a descriptor, the object would keep a duplicate of that for each window.
             window = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
-            _map(_address(window), length, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, self._fd, begin)
+            map_memory(address_of(window), length, mmap.PROT_READ, mmap.MAP_SHARED, self._fd, begin)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
         self._windows[index] = window
@@ -190,44 +170,6 @@ def _count_unheld() -> int:
 _UNHELD: Final = _count_unheld()
 
 
-class _Buffer(ctypes.Structure):
-    """Python's ``Py_buffer``, laid out as its stable ABI says (since 3.11)."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-def _address(window: mmap.mmap) -> int:
-    buffer = _Buffer()  # ctypes' own from_buffer() takes writable memory only
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(window), ctypes.byref(buffer), 0)
-    address = int(buffer.buf)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return address
-
-
-def _map(address: int | None, length: int, prot: int, flags: int, fd: int, offset: int) -> int:
-    mapped = _libc.mmap(address, length, prot, flags, fd, offset)
-    if mapped == _MAP_FAILED:
-        raise _last_error()
-    return int(mapped)
-
-
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
-
-
 def _replace(address: int, length: int, start: int, nbytes: int) -> None:
     """Put private memory in a window's place: these bytes of it, zeros elsewhere."""
     try:
@@ -240,24 +182,25 @@ def _replace(address: int, length: int, start: int, nbytes: int) -> None:
 
 
 # Not reserved: of a large chunk, only what the message fills will ever be touched.
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def _move_over(address: int, length: int, start: int, nbytes: int) -> None:
     """Fill private memory elsewhere, then move it to the window: whoever looks meanwhile sees either, or waits."""
-    copy = _map(None, length, _READ_WRITE, _PRIVATE, -1, 0)
+    copy = map_memory(None, length, _READ_WRITE, _PRIVATE)
     ctypes.memmove(copy + start, address + start, nbytes)
-    if _libc.mremap(copy, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) == _MAP_FAILED:
-        error = _last_error()
-        _libc.munmap(copy, length)
-        raise error
+    try:
+        move_memory(copy, length, address)
+    except OSError:
+        unmap_memory(copy, length)
+        raise
 
 
 def _map_over(address: int, length: int, start: int, nbytes: int) -> None:
     """Map private memory onto the window, then fill it: another thread that looks meanwhile may see zeros."""
     copy = ctypes.string_at(address + start, nbytes)
-    _map(address, length, _READ_WRITE, _PRIVATE | _MAP_FIXED, -1, 0)
+    map_memory(address, length, _READ_WRITE, _PRIVATE)
     ctypes.memmove(address + start, copy, nbytes)
 
 

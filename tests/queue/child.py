@@ -6,14 +6,19 @@ It says on standard output, line by line, what it has done.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import mmap
+import os
 import sys
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from aioshm import AioshmError, MessageQueue
 from aioshm.queue import Handle
+from aioshm.ring.layout import SLOT_HEADER_BYTES
+from aioshm.ring.mapping import address_of
 
 
 def say(text: str) -> None:
@@ -80,6 +85,46 @@ async def collect(handle: str, rank: str) -> None:
             say(f"{received} then {type(error).__name__} {error}")
         else:
             say(f"{received} then closed")
+
+
+async def scribble(handle: str, rank: str, where: str) -> None:
+    """Write to the memory of the first message as it is mapped here, behind Python's back."""
+    reader: Any = await _reader(handle, rank)
+    async with reader.acquire_read():
+        if where == "slot":
+            target = reader._attachment._buffer._segment._map
+            offset = reader._ring.layout.slot(0) + SLOT_HEADER_BYTES
+        else:
+            target, offset = reader._annexes._annexes[0]._map, 0
+        say("scribbling")
+        ctypes.memset(address_of(target) + offset, 0xFF, 100)
+        say("scribbled")
+
+
+async def remap(handle: str, rank: str) -> None:
+    """Say through which descriptors and mappings of the queue's memory this process could write to it."""
+    reader: Any = await _reader(handle, rank)
+    async with reader.lease():
+        ring = reader._attachment._buffer
+        found = []
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                if "aioshm" in os.readlink(f"/proc/self/fd/{fd}"):
+                    found.append(int(fd))
+            except FileNotFoundError:  # the one that lists the directory
+                continue
+        writable = []
+        for fd in found:
+            try:
+                mmap.mmap(fd, 4096)
+            except PermissionError:
+                continue
+            writable.append(fd)
+        base, sizes = address_of(ring._segment._map), ring.layout
+        slots = ctypes.c_void_p(base + sizes.header_bytes)
+        length = ctypes.c_size_t(sizes.metadata_offset - sizes.header_bytes)
+        refused = ctypes.CDLL(None).mprotect(slots, length, mmap.PROT_READ | mmap.PROT_WRITE) != 0
+        say(f"{len(found)} descriptors, writable {writable}, mprotect {'refused' if refused else 'allowed'}")
 
 
 async def write(count: str, size: str, chunks: str = "10") -> None:

@@ -155,8 +155,8 @@ class TestHostileLayouts:
         [
             {"max_chunk_bytes": 129},
             {"slot_bytes": 165},
-            {"slot_bytes": 184, "header_bytes": 4097},
-            {"slot_bytes": 200},
+            {"slot_bytes": 184, "header_bytes": at.PAGE + 1},
+            {"slot_bytes": at.PAGE // 3 // 8 * 8 + 8},
             {"flag_bytes": 2},
             {"flag_bytes": 4},
             {"n_reader": 0},

@@ -16,7 +16,7 @@ from rings import content
 from windowed import KEEP, NEW, OLD, Keep, address_of, as_tensor, mappings, permissions, put
 
 from aioshm.errors import SharedMemoryError
-from aioshm.ring import ShmRingBuffer, window
+from aioshm.ring import ShmRingBuffer, mapping, window
 from aioshm.ring.window import Windows
 
 
@@ -132,14 +132,14 @@ def test_without_memory_nothing_changes_and_it_can_be_tried_again(
 
     def fail(*_: object) -> int | None:
         ctypes.set_errno(errno.ENOMEM)
-        return window._MAP_FAILED
+        return mapping._MAP_FAILED
 
     class Libc:
-        mmap = staticmethod(fail if what == "no memory for the copy" else window._libc.mmap)
+        mmap = staticmethod(fail if what == "no memory for the copy" else mapping._libc.mmap)
         mremap = staticmethod(fail)
-        munmap = staticmethod(window._libc.munmap)
+        munmap = staticmethod(mapping._libc.munmap)
 
-    monkeypatch.setattr(window, "_libc", Libc)
+    monkeypatch.setattr(mapping, "_libc", Libc)
     monkeypatch.setattr(window, "_exchange", window._move_over)
     for failing in (lambda: windows.settle(0, 12), windows.close):
         with pytest.raises(SharedMemoryError, match="drop what was leased") as caught:
@@ -153,10 +153,10 @@ def test_without_memory_nothing_changes_and_it_can_be_tried_again(
 
 def test_tensors_hold_views_and_not_exports() -> None:
     """Why a lease's view is dropped and not released: a tensor over it would not keep it from being released."""
-    mapping = mmap.mmap(-1, 10)
-    view = memoryview(mapping)
+    memory = mmap.mmap(-1, 10)
+    view = memoryview(memory)
     tensor = as_tensor(view)
     view.release()
     assert len(tensor) == 10  # and points to memory that nothing holds
     del tensor
-    mapping.close()
+    memory.close()

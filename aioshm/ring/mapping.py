@@ -1,0 +1,102 @@
+"""Mappings at chosen addresses, which Python's ``mmap`` cannot make: mmap(2), mremap(2), munmap(2)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED = 0x10  # the same on Linux and macOS
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,  # off_t
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+if sys.platform == "linux":
+    _libc.mremap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+
+
+def map_shared(fd: int, size: int) -> mmap.mmap:
+    """Map the beginning of a file, writable, without keeping a duplicate of its descriptor as ``mmap`` itself does.
+
+    Raises:
+        OSError: It cannot be mapped.
+    """
+    # Only a range of addresses at first, which the object will unmap; nothing is reserved for it.
+    mapped = mmap.mmap(-1, size, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE, _READ_WRITE)
+    map_memory(address_of(mapped), size, _READ_WRITE, mmap.MAP_SHARED, fd)
+    return mapped
+
+
+def map_memory(address: int | None, length: int, prot: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+    """Map memory, in the place of what is mapped at ``address``, if one is given; return where it is.
+
+    Raises:
+        OSError: It cannot be mapped; nothing has changed then.
+    """
+    mapped = _libc.mmap(address, length, prot, flags if address is None else flags | _MAP_FIXED, fd, offset)
+    if mapped == _MAP_FAILED:
+        raise _last_error()
+    return int(mapped)
+
+
+def move_memory(address: int, length: int, target: int) -> None:
+    """Move a mapping, in the place of what is mapped at ``target``. Linux only.
+
+    Raises:
+        OSError: It cannot be moved; nothing has changed then.
+    """
+    if _libc.mremap(address, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, target) == _MAP_FAILED:
+        raise _last_error()
+
+
+def unmap_memory(address: int, length: int) -> None:
+    """Unmap memory that no object will."""
+    _libc.munmap(address, length)
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+class _Buffer(ctypes.Structure):
+    """Python's ``Py_buffer``, laid out as its stable ABI says (since 3.11)."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def address_of(mapped: mmap.mmap) -> int:
+    """Return where a mapping is."""
+    buffer = _Buffer()  # ctypes' own from_buffer() takes writable memory only
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(mapped), ctypes.byref(buffer), 0)
+    address = int(buffer.buf)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address
