@@ -183,7 +183,7 @@ class Segment:
         if self.name is None:
             return None
         with suppress(FileNotFoundError):  # it may have been unlinked
-            fd = _posixshmem.shm_open(f"/{self.name}", os.O_RDONLY, mode=0o600)
+            fd: int = _posixshmem.shm_open(f"/{self.name}", os.O_RDONLY, mode=0o600)
             if os.path.sameopenfile(fd, self.fd):
                 return fd
             os.close(fd)
@@ -350,7 +350,7 @@ def _or_close(fd: int, size: int, backing: Backing, step: Callable[[], None]) ->
 
 def _cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -> SharedMemoryError:
     if not isinstance(error, OverflowError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-        return _refused(error, f"cannot create {size / _MIB:.1f} MiB of shared memory")
+        return _refused(error, f"cannot create {_mib(size)} MiB of shared memory")
     remedy = "use fewer or smaller chunks"
     if backing == "named" and _SHM_DIR.is_dir():
         fs = os.statvfs(_SHM_DIR)
@@ -374,7 +374,8 @@ def _refused(error: OSError, what: str) -> SharedMemoryError:
         errno.ENFILE: "this machine has too many open files: raise its limit (sysctl fs.file-max)",
         errno.ENOMEM: "this process has too much mapped: raise its limit (ulimit -v, sysctl vm.max_map_count)",
         errno.ENOSYS: "this system has none of that kind: set backing='named'",
-        errno.EACCES: "this process may not do that: are /dev/shm, and the seccomp profile of its container, open to it?",
+        errno.EPERM: "let the container's seccomp profile allow it",
+        errno.EACCES: "look at the permissions of /dev/shm, and at the seccomp profile of the container",
     }
     said = error.strerror or str(error)
     remedy = remedies.get(error.errno or 0)
@@ -391,5 +392,12 @@ def _available() -> int | None:
 def _too_large(size: int, free: int | None, where: str, remedy: str) -> SharedMemoryError:
     has = "too little" if free is None else f"{free / _MIB:.1f} MiB"
     return SharedMemoryError(
-        errno.ENOSPC, f"{size / _MIB:.1f} MiB of shared memory are needed, {where} has {has} free: {remedy}"
+        errno.ENOSPC, f"{_mib(size)} MiB of shared memory are needed, {where} has {has} free: {remedy}"
     )
+
+
+def _mib(size: int) -> str:
+    try:
+        return f"{size / _MIB:.1f}"
+    except OverflowError:
+        return "more than 1e300"

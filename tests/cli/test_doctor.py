@@ -155,6 +155,22 @@ def test_full_shm_is_noted(monkeypatch, tmp_path):
     assert "--shm-size" in finding.advice
 
 
+def test_a_full_inode_table_is_noted(monkeypatch):
+    class Full:
+        f_bavail, f_frsize, f_files, f_favail = 1 << 30, 4096, 12, 0
+
+    monkeypatch.setattr("os.statvfs", lambda _: Full)
+    finding = verdict_of("/dev/shm")
+    assert (finding.verdict, finding.found.endswith("all of its 12 inodes are in use")) == ("note", True)
+    assert "nr_inodes" in finding.advice
+
+
+@needs_named_segments
+def test_what_named_segments_are_not_is_told():
+    finding = verdict_of("/dev/shm")
+    assert finding.verdict == "note" or "not sealed" in finding.found
+
+
 def test_missing_package_is_noted(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     finding = verdict_of("torch")

@@ -125,7 +125,7 @@ async def test_every_memfd_of_a_queue_is_sealed_against_shrinking() -> None:
             seals = fcntl.fcntl(int(path.name), fcntl.F_GET_SEALS)
             assert seals & fcntl.F_SEAL_SHRINK
             assert seals & fcntl.F_SEAL_SEAL
-            with pytest.raises(OSError, match="not permitted|Invalid argument"):  # sealed, or a descriptor that reads
+            with pytest.raises(OSError, match=r"not permitted|Invalid argument"):  # sealed, or a descriptor that reads
                 os.ftruncate(int(path.name), 0)
             sealed += 1
         assert sealed >= 4, "the ring and an annex, at both ends"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _posixshmem
 import errno
 import fcntl
 import os
@@ -9,6 +10,7 @@ import re
 import secrets
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -235,6 +237,51 @@ class TestTooLarge:
         assert told(caught.value)[0] == pytest.approx(3 * chunk / 2**20)
         assert not (SHM / f"{NAME_PREFIX}too-large-{os.getpid()}").exists()
         assert fds() == before
+
+    def test_for_a_full_inode_table(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: object, **__: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        used_up = SimpleNamespace(f_files=7, f_favail=0, f_bavail=1024, f_frsize=4096)
+        monkeypatch.setattr(_posixshmem, "shm_open", full)
+        monkeypatch.setattr(os, "statvfs", lambda _: used_up)
+        with pytest.raises(SharedMemoryError, match=r"all of its 7 inodes are in use: .*nr_inodes") as caught:
+            ShmRingBuffer(1, 1 << 20, 1, backing="named")
+        assert caught.value.errno == errno.ENOSPC
+        assert "MiB free" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("number", "remedy"),
+        [
+            (errno.EMFILE, "ulimit -n"),
+            (errno.ENFILE, "fs.file-max"),
+            (errno.ENOSYS, "backing='named'"),
+            (errno.EPERM, "seccomp"),
+            (errno.ENOMEM, "fewer or smaller chunks"),
+        ],
+    )
+    def test_a_memfd_that_the_system_refuses(self, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str) -> None:
+        def refuse(*_: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "memfd_create", refuse)
+        with pytest.raises(SharedMemoryError, match=re.escape(remedy)) as caught:
+            ShmRingBuffer(1, 1 << 20, 1, backing="memfd")
+        assert "1.0 MiB" in str(caught.value)
+
+    @pytest.mark.parametrize("size", [10**30, 10**400, 10**5000], ids=["30", "400", "5000"])
+    def test_for_arithmetic(self, size: int) -> None:
+        for sizes in ((size, 1, 1), (1, size, 1), (1, 1, size)):
+            with pytest.raises(SharedMemoryError, match="MiB of shared memory are needed"):
+                ShmRingBuffer(*sizes)
+
+    def test_without_proc_nobody_asks_how_much_there_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(psutil, "PROCFS_PATH", "/nowhere")
+        segment = Segment.create(4096, "memfd", may_grow=True)
+        assert segment.grow(8192)
+        segment.close()
+        with pytest.raises(SharedMemoryError, match="this machine has too little free"):
+            Segment.create(1 << 70, "memfd")
 
     @pytest.mark.parametrize("backing", ["memfd", "named"])
     def test_for_this_process_limit(self, backing: str) -> None:
