@@ -191,10 +191,10 @@ def _named_memory() -> Finding:
             name,
             "note",
             f"{found}, but all of its {fs.f_files} inodes are in use",
-            "no ring with backing='named' can be made: remove files there (aioshm doctor --clean), or mount it with more "
-            "(nr_inodes); backing='memfd' does not need it",
+            "no ring with backing='named' can be made: remove files there (aioshm doctor --clean), or mount it with "
+            "more (nr_inodes); backing='memfd' does not need it",
         )
-    # It cannot be sealed as a memfd is: whoever of this user truncates a segment ends its queue's processes with SIGBUS.
+    # Whoever truncates a segment of this user's ends all processes of its queue with SIGBUS.
     return Finding(name, "good", f"{found}, for backing='named': not sealed against being truncated, as a memfd is")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _posixshmem  # what multiprocessing.shared_memory stands on, without its resource tracker
-import errno
 import fcntl
 import mmap
 import os
@@ -14,18 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from aioshm.config import Backing
 from aioshm.errors import HandleError, SharedMemoryError
 from aioshm.ring.mapping import address_of, map_memory, map_shared
+from aioshm.ring.refusals import MIB, SHM_DIR, cannot_create, check_memory, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAME_PREFIX = "aioshm-"
-_SHM_DIR = Path("/dev/shm")
-_MIB = 1 << 20
 
 # Linux 5.14: fault pages in without touching their content (madvise(2)); Python has no names for them.
 _MADV_POPULATE_READ = 22
@@ -59,7 +55,7 @@ class Segment:
             self._map = map_shared(fd, size)
         except OSError as error:
             os.close(fd)
-            raise _refused(error, f"{size / _MIB:.1f} MiB of shared memory cannot be mapped") from None
+            raise refused(error, f"{size / MIB:.1f} MiB of shared memory cannot be mapped") from None
         except BaseException:
             os.close(fd)
             raise
@@ -113,11 +109,11 @@ class Segment:
 
     @classmethod
     def _create_memfd(cls, size: int, may_grow: bool) -> Segment:
-        _check_memory(size)
+        check_memory(size)
         try:
             fd = os.memfd_create("aioshm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            raise _cannot_create(size, "memfd", error) from None
+            raise cannot_create(size, "memfd", error) from None
         _or_close(fd, size, "memfd", lambda: os.ftruncate(fd, size))
         # No reader can shrink it under the others, which would turn their next touch into a SIGBUS.
         seals = fcntl.F_SEAL_SHRINK if may_grow else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -129,7 +125,7 @@ class Segment:
         try:
             return cls(fd, size, name)
         except SharedMemoryError as error:
-            raise _cannot_create(size, backing, OSError(error.errno, os.strerror(error.errno or 0))) from None
+            raise cannot_create(size, backing, OSError(error.errno, os.strerror(error.errno or 0))) from None
 
     @classmethod
     def _create_named(cls, size: int) -> Segment:
@@ -162,7 +158,7 @@ class Segment:
                 self.fd = fd
             map_memory(address_of(self._map) + offset, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
         except OSError as error:
-            raise _refused(error, "the ring's slots cannot be mapped read-only") from None
+            raise refused(error, "the ring's slots cannot be mapped read-only") from None
 
     def readonly_fd(self) -> int:
         """Return a new descriptor of the segment, through which it cannot be written to, where the system has such.
@@ -174,7 +170,7 @@ class Segment:
             readonly = self._reopened()
             return os.dup(self.fd) if readonly is None else readonly
         except OSError as error:
-            raise _refused(error, "there is no descriptor to pass to the readers") from None
+            raise refused(error, "there is no descriptor to pass to the readers") from None
 
     def _reopened(self) -> int | None:
         """Return a new, read-only descriptor; None where there is no way to one."""
@@ -197,7 +193,7 @@ class Segment:
         Raises:
             SharedMemoryError: There can never be enough memory.
         """
-        _check_memory(size)
+        check_memory(size)
         try:
             if self.name is None:
                 os.ftruncate(self.fd, size)
@@ -261,16 +257,6 @@ class Segment:
             pass  # somebody still holds a view; the mapping goes when that does
 
 
-def _check_memory(size: int) -> None:
-    try:
-        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    except OSError:
-        return  # without /proc nobody knows
-    # Pages are committed when touched, so only what can never fit is refused.
-    if size > memory.total + swap.total:
-        raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
-
-
 def _new_name(size: int) -> tuple[str, int]:
     """Create an empty named segment and hold it; return its name and descriptor."""
     while True:
@@ -278,7 +264,7 @@ def _new_name(size: int) -> tuple[str, int]:
         try:
             fd = _posixshmem.shm_open(f"/{name}", os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
         except OSError as error:
-            raise _cannot_create(size, "named", error) from None
+            raise cannot_create(size, "named", error) from None
         _hold(fd)
         if os.fstat(fd).st_nlink:
             return name, fd
@@ -296,10 +282,10 @@ def remove_orphan(name: str) -> bool:
 
 
 def _named_segments() -> list[str]:
-    if not _SHM_DIR.is_dir():
+    if not SHM_DIR.is_dir():
         return []  # macOS keeps no directory of them
     mine = os.geteuid()
-    return sorted(path.name for path in _SHM_DIR.glob(f"{NAME_PREFIX}*") if _owner(path) == mine)
+    return sorted(path.name for path in SHM_DIR.glob(f"{NAME_PREFIX}*") if _owner(path) == mine)
 
 
 def _owner(path: Path) -> int | None:
@@ -345,59 +331,4 @@ def _or_close(fd: int, size: int, backing: Backing, step: Callable[[], None]) ->
         step()
     except (OSError, OverflowError) as error:
         os.close(fd)
-        raise _cannot_create(size, backing, error) from None
-
-
-def _cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -> SharedMemoryError:
-    if not isinstance(error, OverflowError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-        return _refused(error, f"cannot create {_mib(size)} MiB of shared memory")
-    remedy = "use fewer or smaller chunks"
-    if backing == "named" and _SHM_DIR.is_dir():
-        fs = os.statvfs(_SHM_DIR)
-        if fs.f_files and not fs.f_favail:
-            return SharedMemoryError(
-                errno.ENOSPC,
-                f"cannot create a file in {_SHM_DIR}: all of its {fs.f_files} inodes are in use: remove files there "
-                "(aioshm doctor --clean removes what dead processes left), mount it with more (nr_inodes), or set "
-                "backing='memfd'",
-            )
-        remedy += ", enlarge it (docker: --shm-size), or set backing='memfd'"
-        return _too_large(size, fs.f_bavail * fs.f_frsize, str(_SHM_DIR), remedy)
-    remedy += ", or raise the limits of this process (ulimit -f, -v) or of its container (memory)"
-    return _too_large(size, _available(), "this machine", remedy)
-
-
-def _refused(error: OSError, what: str) -> SharedMemoryError:
-    """Return what tells that the system has refused something, and what to do."""
-    remedies = {
-        errno.EMFILE: "this process has too many open files: raise its limit (ulimit -n)",
-        errno.ENFILE: "this machine has too many open files: raise its limit (sysctl fs.file-max)",
-        errno.ENOMEM: "this process has too much mapped: raise its limit (ulimit -v, sysctl vm.max_map_count)",
-        errno.ENOSYS: "this system has none of that kind: set backing='named'",
-        errno.EPERM: "let the container's seccomp profile allow it",
-        errno.EACCES: "look at the permissions of /dev/shm, and at the seccomp profile of the container",
-    }
-    said = error.strerror or str(error)
-    remedy = remedies.get(error.errno or 0)
-    return SharedMemoryError(error.errno, f"{what}: {said}{f': {remedy}' if remedy else ''}")
-
-
-def _available() -> int | None:
-    try:
-        return int(psutil.virtual_memory().available)
-    except OSError:
-        return None  # without /proc nobody knows
-
-
-def _too_large(size: int, free: int | None, where: str, remedy: str) -> SharedMemoryError:
-    has = "too little" if free is None else f"{free / _MIB:.1f} MiB"
-    return SharedMemoryError(
-        errno.ENOSPC, f"{_mib(size)} MiB of shared memory are needed, {where} has {has} free: {remedy}"
-    )
-
-
-def _mib(size: int) -> str:
-    try:
-        return f"{size / _MIB:.1f}"
-    except OverflowError:
-        return "more than 1e300"
+        raise cannot_create(size, backing, error) from None

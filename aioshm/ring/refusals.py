@@ -1,0 +1,86 @@
+"""Why there is no shared memory to be had, told with what was asked for, what is free, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import psutil
+
+from aioshm.config import Backing
+from aioshm.errors import SharedMemoryError
+
+SHM_DIR = Path("/dev/shm")
+MIB = 1 << 20
+
+
+def check_memory(size: int) -> None:
+    """Refuse what can never fit.
+
+    Raises:
+        SharedMemoryError: This machine has less memory.
+    """
+    try:
+        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    except OSError:
+        return  # without /proc nobody knows
+    # Pages are committed when touched, so only what can never fit is refused.
+    if size > memory.total + swap.total:
+        raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
+
+
+def cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -> SharedMemoryError:
+    """Return what tells why a segment of so many bytes cannot be created."""
+    if not isinstance(error, OverflowError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        return refused(error, f"cannot create {_mib(size)} MiB of shared memory")
+    remedy = "use fewer or smaller chunks"
+    if backing == "named" and SHM_DIR.is_dir():
+        fs = os.statvfs(SHM_DIR)
+        if fs.f_files and not fs.f_favail:
+            return SharedMemoryError(
+                errno.ENOSPC,
+                f"cannot create a file in {SHM_DIR}: all of its {fs.f_files} inodes are in use: remove files there "
+                "(aioshm doctor --clean removes what dead processes left), mount it with more (nr_inodes), or set "
+                "backing='memfd'",
+            )
+        remedy += ", enlarge it (docker: --shm-size), or set backing='memfd'"
+        return _too_large(size, fs.f_bavail * fs.f_frsize, str(SHM_DIR), remedy)
+    remedy += ", or raise the limits of this process (ulimit -f, -v) or of its container (memory)"
+    return _too_large(size, _available(), "this machine", remedy)
+
+
+def refused(error: OSError, what: str) -> SharedMemoryError:
+    """Return what tells why the system refuses something else, and what to do."""
+    remedies = {
+        errno.EMFILE: "this process has too many open files: raise its limit (ulimit -n)",
+        errno.ENFILE: "this machine has too many open files: raise its limit (sysctl fs.file-max)",
+        errno.ENOMEM: "this process has too much mapped: raise its limit (ulimit -v, sysctl vm.max_map_count)",
+        errno.ENOSYS: "this system has none of that kind: set backing='named'",
+        errno.EPERM: "let the container's seccomp profile allow it",
+        errno.EACCES: "look at the permissions of /dev/shm, and at the seccomp profile of the container",
+    }
+    said = error.strerror or str(error)
+    remedy = remedies.get(error.errno or 0)
+    return SharedMemoryError(error.errno, f"{what}: {said}{f': {remedy}' if remedy else ''}")
+
+
+def _available() -> int | None:
+    try:
+        return int(psutil.virtual_memory().available)
+    except OSError:
+        return None  # without /proc nobody knows
+
+
+def _too_large(size: int, free: int | None, where: str, remedy: str) -> SharedMemoryError:
+    has = "too little" if free is None else f"{free / MIB:.1f} MiB"
+    return SharedMemoryError(
+        errno.ENOSPC, f"{_mib(size)} MiB of shared memory are needed, {where} has {has} free: {remedy}"
+    )
+
+
+def _mib(size: int) -> str:
+    try:
+        return f"{size / MIB:.1f}"
+    except OverflowError:
+        return "more than 1e300"
