@@ -26,14 +26,14 @@ The flags of one slot:
 
 from __future__ import annotations
 
-import mmap
+import resource
 import struct
 from dataclasses import dataclass
 
 MAGIC = b"aioshm\r\n"  # CR LF: a transfer that mangles line ends shows at once, as in PNG's signature
 VERSION = 2
 LINE = 64
-PAGE = mmap.PAGESIZE  # what can be mapped in its own way
+PAGE = resource.getpagesize()  # what can be mapped in its own way
 SLOT_HEADER_BYTES = 64
 
 QUEUE_ID_BYTES = 16
