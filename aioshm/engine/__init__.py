@@ -18,13 +18,14 @@ from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.handshake import EngineHandshake, FrontEndHandshake
 from aioshm.engine.joining import shake_hands
 from aioshm.engine.kv import bind_kv_cache, copy_slice
+from aioshm.engine.launch import CoreEngineLaunch, launch_core_engines, wait_for_engine_startup
 from aioshm.engine.messages import EngineCoreOutputs, EngineCoreRequestType, SchedulerStats, UtilityOutput
 from aioshm.engine.parent import die_with_parent
 from aioshm.engine.placement import EngineNeeds
 from aioshm.engine.processes import CoreEngineProcManager, ProcessManager
 from aioshm.engine.progress import EngineReport, StartupProgress, StartupReport, Waiting
 from aioshm.engine.serving import run_engine_core
-from aioshm.engine.startup import EngineStartupCoordinator, wait_for_engine_startup
+from aioshm.engine.startup import EngineStartupCoordinator
 from aioshm.engine.stopping import ashutdown, shutdown
 from aioshm.engine.streams import OutputStream
 from aioshm.engine.usage import report_usage_stats
@@ -35,6 +36,7 @@ __all__ = [
     "ConstantList",
     "CoreEngine",
     "CoreEngineActorManager",
+    "CoreEngineLaunch",
     "CoreEngineProcManager",
     "CoreEngineState",
     "DPCoordinator",
@@ -64,6 +66,7 @@ __all__ = [
     "copy_slice",
     "die_with_parent",
     "get_engine_client_zmq_addr",
+    "launch_core_engines",
     "report_usage_stats",
     "run_engine_core",
     "shake_hands",

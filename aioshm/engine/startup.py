@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from time import monotonic
 from types import TracebackType
-from typing import Any
 
 import zmq
 
@@ -157,6 +156,10 @@ class EngineStartupCoordinator:
             self._closed = True
             self._close_sockets()
             raise
+
+    def watch_also(self, processes: Iterable[WatchedProcess]) -> None:
+        """Watch these processes, too, from the next `wait` on; to be called before the first one."""
+        self._processes.watch_also(processes)
 
     async def wait(self, timeout: float | None = None) -> StartupReport:
         """Wait until every engine is ready.
@@ -339,52 +342,3 @@ class EngineStartupCoordinator:
         self._processes.close()
         if self._router is not None:
             self._router.close()
-
-
-async def wait_for_engine_startup(
-    handshake_address_or_socket: str | Socket,
-    addresses: EngineZmqAddresses,
-    core_engines: Iterable[CoreEngine],
-    parallel_config: object,
-    cache_config: Any = None,
-    proc_manager: WatchedManager | None = None,
-    coord_process: WatchedProcess | None = None,
-    *,
-    watched_processes: Iterable[WatchedProcess] = (),
-    progress_timeout: float | None = None,
-) -> StartupReport:
-    """Wait until every engine is ready, and return what they said; `EngineStartupCoordinator` in one call.
-
-    Cancelling this stops the engines, as does whatever it raises.
-
-    Args:
-        handshake_address_or_socket: See `EngineStartupCoordinator`, as for everything else.
-        addresses: What engines are told.
-        core_engines: The engines.
-        parallel_config: What engines are told of their parallel configuration.
-        cache_config: Its ``num_gpu_blocks`` grows by what the engines have in all, if they say.
-        proc_manager: What has started the local engines.
-        coord_process: The process of the data-parallel coordinator.
-        watched_processes: Other processes without which there is nothing to start for.
-        progress_timeout: Seconds without progress after which the startup has failed.
-
-    Raises:
-        HandshakeError: A message was refused.
-        EngineStartupError: A process ended, or nothing has moved for too long.
-        OSError: The address cannot be bound.
-    """
-    async with EngineStartupCoordinator(
-        handshake_address_or_socket,
-        core_engines,
-        addresses,
-        parallel_config=parallel_config,
-        proc_manager=proc_manager,
-        coord_process=coord_process,
-        watched_processes=watched_processes,
-        progress_timeout=progress_timeout,
-    ) as startup:
-        report = await startup.wait()
-    said = any(each.ready.get("num_gpu_blocks") is not None for each in report.engines.values())
-    if cache_config is not None and said:
-        cache_config.num_gpu_blocks = (getattr(cache_config, "num_gpu_blocks", None) or 0) + report.num_gpu_blocks
-    return report

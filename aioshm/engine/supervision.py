@@ -43,6 +43,14 @@ class Supervision:
         self._deaths: DeathWatch | None = None
         self._stopping: asyncio.Task[None] | None = None
 
+    def watch_also(self, processes: Iterable[WatchedProcess]) -> None:
+        """Have `watch` watch these, too, which are not stopped; those that it has are left as they are."""
+        more = [process for process in processes if process not in self._watched]
+        if more:
+            self._watched += tuple(more)
+            self.close()
+            self._deaths = None
+
     def watch(self, manager: WatchedManager | None, coordinator: WatchedProcess | None) -> None:
         """Watch these processes, too; nothing happens if they are watched.
 

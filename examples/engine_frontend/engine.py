@@ -105,7 +105,7 @@ class Engine:
 
 
 def run(n_workers: int, handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
-    """Run an engine; what each process of a `CoreEngineProcManager` does."""
+    """Run an engine; what each process of `launch_core_engines` does."""
     asyncio.run(serve(Engine(n_workers, Config()), handshake_address, dp_rank))
 
 

@@ -9,19 +9,12 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
 
-from aioshm.engine import (
-    CoreEngine,
-    CoreEngineProcManager,
-    EngineClient,
-    EngineStartupCoordinator,
-    EngineZmqAddresses,
-    get_engine_client_zmq_addr,
-)
+from aioshm.engine import CoreEngineLaunch, EngineClient, launch_core_engines
 from aioshm.errors import EngineDead, EngineStartupError
 from engine_frontend import engine
 from engine_frontend.http import make_app
@@ -34,45 +27,38 @@ logger = logging.getLogger("engine_frontend")
 
 async def serve(n_engines: int, n_workers: int, host: str, port: int) -> int:
     """Start the engines, serve until told to end, and return an exit code: 1 if an engine has died."""
-    addresses = EngineZmqAddresses([get_engine_client_zmq_addr(True, host)], [get_engine_client_zmq_addr(True, host)])
-    handshake_address = get_engine_client_zmq_addr(True, host)
-    engines = [CoreEngine(index, local=True) for index in range(n_engines)]
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(
-            EngineClient(addresses, engines, request_type=Generation, output_type=Progress)
-        )
-        async with EngineStartupCoordinator(
-            handshake_address, engines, client.addresses, on_progress=lambda progress: print(progress, flush=True)
-        ) as startup:
-            manager = CoreEngineProcManager(
-                engine.run, n_engines, n_workers=n_workers, handshake_address=handshake_address
-            )
-            startup.proc_manager = await stack.enter_async_context(manager)
-            await startup.wait()
-        stack.push_async_callback(client.aclose)  # first of all: that the engines then end is no surprise
-        client.watch(manager)
-        await client.wait_until_ready()
-        telling = asyncio.create_task(tell_first_death(manager))
-        stack.callback(telling.cancel)
-        await serve_http(client, manager, host, port)
-        return 1 if manager.finished_procs() else 0
+    async with launch_core_engines(
+        engine.run,
+        n_engines,
+        kwargs={"n_workers": n_workers},
+        coordinator=False,  # the one client here knows what there is to do
+        request_type=Generation,
+        output_type=Progress,
+        on_progress=lambda progress: print(progress, flush=True),
+    ) as launch:
+        telling = asyncio.create_task(tell_first_death(launch))
+        try:
+            await serve_http(launch, host, port)
+        finally:
+            telling.cancel()
+        return 1 if launch.engine_manager.finished_procs() else 0
 
 
-async def tell_first_death(manager: CoreEngineProcManager) -> None:
+async def tell_first_death(launch: CoreEngineLaunch) -> None:
     """Log the end of an engine."""
-    for name, code in (await manager.join_first()).items():
+    for name, code in (await launch.engine_manager.join_first()).items():
         logger.error("%s has ended with exit code %s: no request can be served any more", name, code)
 
 
-async def serve_http(client: EngineClient, manager: CoreEngineProcManager, host: str, port: int) -> None:
+async def serve_http(launch: CoreEngineLaunch, host: str, port: int) -> None:
     """Serve until a signal says that it is enough."""
 
     async def health() -> dict[str, Any]:
-        return await describe(client, manager)
+        return await describe(launch)
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:  # a port of 0 is the kernel's choice
-        config = uvicorn.Config(make_app(client, health), log_level="warning", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(make_app(launch.client, health), log_level="warning", timeout_graceful_shutdown=5)
         await _Server(config).serve([listener])
 
 
@@ -98,12 +84,13 @@ class _Server(uvicorn.Server):
             print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
-async def describe(client: EngineClient, manager: CoreEngineProcManager) -> dict[str, Any]:
+async def describe(launch: CoreEngineLaunch) -> dict[str, Any]:
     """Return how the engines are, and what they do."""
-    statuses = await asyncio.gather(*(_status(client, index) for index in range(len(manager.processes))))
-    ended = manager.finished_procs()
+    client = launch.client
+    statuses = await asyncio.gather(*(_status(client, index) for index in client.ranks))
+    ended = launch.engine_manager.finished_procs()
     engines = []
-    for index, (process, status) in enumerate(zip(manager.processes, statuses, strict=True)):
+    for index, (process, status) in enumerate(zip(launch.processes, statuses, strict=True)):
         engine = {"engine": index, "pid": process.pid, "workers": client.ready[index]["workers"], **status}
         if process.name in ended:
             engine |= {"state": "dead", "exitcode": ended[process.name]}

@@ -17,15 +17,7 @@ import msgspec
 
 from aioshm.cli.demo.teller import Telling, Word, run_teller, words_of
 from aioshm.cli.outcome import CommandFailed
-from aioshm.engine import (
-    CoreEngine,
-    CoreEngineProcManager,
-    EngineClient,
-    EngineStartupCoordinator,
-    EngineZmqAddresses,
-    StartupProgress,
-    get_engine_client_zmq_addr,
-)
+from aioshm.engine import EngineClient, StartupProgress, launch_core_engines
 from aioshm.errors import EngineDead, EngineStartupError, RequestFailed
 
 REQUESTS_EACH = 8
@@ -141,40 +133,33 @@ class FrontEnd:
         logging.getLogger("aioshm").addHandler(logging.NullHandler())  # what it says is shown here in another way
         try:
             async with AsyncExitStack() as stack:
-                client, manager = await self._start(stack)
+                client = await self._start(stack)
                 requests = REQUESTS_EACH * len(self._figures)
                 await asyncio.gather(*(self._follow(client, number) for number in range(requests)))
-                killed = await self._kill(client, manager)
+                killed = await self._kill(client)
         except (EngineStartupError, EngineDead, RequestFailed, TimeoutError) as error:
             raise CommandFailed(str(error).partition("\n")[0]) from None  # an engine's stderr was shown already
         words = sum(figures.words for figures in self._figures)
         return EnginesResult(requests, words, statistics.median(self._waits) * 1e3, self._figures, killed)
 
-    async def _start(self, stack: AsyncExitStack) -> tuple[EngineClient, CoreEngineProcManager]:
-        count = len(self._figures)
-        engines = [CoreEngine(index, local=True) for index in range(count)]
-        addresses = EngineZmqAddresses([_new_address()], [_new_address()])
-        handshake_address = _new_address()
-        client = await stack.enter_async_context(
-            EngineClient(addresses, engines, request_type=Telling, output_type=Word)
+    async def _start(self, stack: AsyncExitStack) -> EngineClient:
+        self._began = monotonic()
+        launching = launch_core_engines(
+            run_teller,
+            len(self._figures),
+            kwargs={"text": self._text, "loop": self._loop},
+            coordinator=False,  # the one client here knows what there is to do
+            request_type=Telling,
+            output_type=Word,
+            on_progress=self._progressed,
+            progress_timeout=STARTUP_TIMEOUT_S,
         )
-        async with EngineStartupCoordinator(
-            handshake_address, engines, client.addresses, on_progress=self._progressed
-        ) as startup:
-            self._began = monotonic()
-            manager = CoreEngineProcManager(
-                run_teller, count, text=self._text, loop=self._loop, handshake_address=handshake_address
-            )
-            startup.proc_manager = await stack.enter_async_context(manager)
-            await startup.wait(STARTUP_TIMEOUT_S)
-        stack.push_async_callback(client.aclose)  # before the engines, whose end is no surprise then
-        client.watch(manager)
-        await client.wait_until_ready(STARTUP_TIMEOUT_S)
-        _unlink([*addresses.inputs, *addresses.outputs])
-        for figures, process in zip(self._figures, manager.processes, strict=True):
+        launch = await stack.enter_async_context(launching)
+        _unlink([*launch.addresses.inputs, *launch.addresses.outputs])
+        for figures, process in zip(self._figures, launch.processes, strict=True):
             figures.pid = process.pid or 0
         self._display.ready([figures.pid for figures in self._figures])
-        return client, manager
+        return launch.client
 
     def _progressed(self, progress: StartupProgress) -> None:
         waiting = {each.index for each in progress.waiting}
@@ -201,7 +186,7 @@ class FrontEnd:
         if heard != len(expected):
             raise CommandFailed(f"engine {outputs.engine}: line {line} has {len(expected)} words, {heard} have come")
 
-    async def _kill(self, client: EngineClient, manager: CoreEngineProcManager) -> Killing:
+    async def _kill(self, client: EngineClient) -> Killing:
         """Kill the last engine while all of them are at work; see that everybody who waits is told."""
         victim = self._figures[-1]
         count = DOOMED_EACH * len(self._figures)
@@ -240,10 +225,6 @@ class FrontEnd:
                 raise  # before its time: nobody has killed one yet
             return error
         raise CommandFailed(f"a request has ended after {heard} words, although an engine was killed")
-
-
-def _new_address() -> str:
-    return get_engine_client_zmq_addr(True, "")
 
 
 def _unlink(addresses: Sequence[str]) -> None:
