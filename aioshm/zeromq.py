@@ -206,12 +206,12 @@ class Watch:
 class Monitor:
     """What a socket says about its connections: read it before trusting what the socket received."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], *, also: int = 0) -> None:
         self.reconnects = 0
         self.handshake_failures = 0
         self._monitored = socket
         self._pair: zmq.Socket[bytes] = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES | also
         )
         self._lost = False
 
@@ -238,13 +238,17 @@ class Monitor:
 
     def events(self) -> Iterator[tuple[int, str]]:
         """Yield what has happened since the last call: one of the kinds above, and the endpoint."""
-        while True:
-            try:
-                frames = self._pair.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:  # nothing there, or closed
-                return
-            event = parse_monitor_message(frames)
-            yield event["event"], event["endpoint"].decode(errors="replace")
+        while (event := self._receive()) is not None:
+            yield event[0], event[2]
+
+    def _receive(self) -> tuple[int, int, str] | None:
+        """Return the next event: its kind, its value (a descriptor or an error), the endpoint; None if none is left."""
+        try:
+            frames = self._pair.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError:  # nothing there, or closed
+            return None
+        event = parse_monitor_message(frames)
+        return int(event["event"]), int(event["value"]), event["endpoint"].decode(errors="replace")
 
     def close(self) -> None:
         """Stop listening; call it before the monitored socket is closed."""

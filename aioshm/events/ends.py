@@ -11,15 +11,25 @@ import zmq
 
 from aioshm.events.endpoints import check_endpoint, for_rank, is_wildcard, publisher_binds
 from aioshm.events.replay_server import CLIENT_BUFFER_BYTES, CLIENT_HWM, MAX_REQUEST_BYTES
+from aioshm.events.subscriptions import Subscriptions
 from aioshm.zeromq import BoundFile, CurveKeys, LogLimiter, Monitor, Watch, attach, context_for, open_socket
+from aioshm.zeromq_guard import GuardedMonitor, PeerLimits
 
 logger = logging.getLogger("aioshm.events")
 
-# A subscription is a topic; ZeroMQ hangs up on whoever sends more.
-MAX_SUBSCRIPTION_BYTES = 1 << 16
+# The longest subscription, or command of a handshake; ZeroMQ hangs up on whoever sends more.
+MAX_SUBSCRIPTION_BYTES = 512
+# All that subscribers send and that was not read yet, in a turn of the loop: ZeroMQ takes some 10 ms for so much.
+_PUB_TOTAL_BYTES = 1 << 15
+# The same of those who ask for replay: 32 MB, if all of it are empty parts.
+_REPLAY_TOTAL_BYTES = 1 << 20
+# The handshake, which is longer with CURVE.
+_FREE_BYTES, _FREE_CURVE_BYTES = 256, 1024
 
 # What must stand before binding: connections take it from there.
 _PUB_OPTIONS: dict[int, int] = {zmq.MAXMSGSIZE: MAX_SUBSCRIPTION_BYTES}
+# Where strangers come, little may lie between them and the loop: what is not read yet cannot be refused.
+_XPUB_OPTIONS: dict[int, int] = _PUB_OPTIONS | {zmq.XPUB_VERBOSER: 1, zmq.RCVBUF: 1 << 12, zmq.RCVHWM: 64}
 _REPLAY_OPTIONS: dict[int, int] = {
     zmq.MAXMSGSIZE: MAX_REQUEST_BYTES,
     zmq.SNDBUF: CLIENT_BUFFER_BYTES,
@@ -33,11 +43,15 @@ _LIVE_THREAD, _REPLAY_THREAD = 1, 2
 class PublisherEnds:
     """A PUB socket and, if asked for, a ROUTER.
 
+    What strangers may reach, a TCP port, is guarded: there batches go out through an XPUB socket, which tells what is
+    subscribed to.
+
     Attributes:
         pub: Where batches go out.
         replay: Where replay requests come in, or None.
         endpoint: What ``pub`` is really bound or connected to.
         replay_endpoint: What ``replay`` is really bound to, or None.
+        replay_monitor: What limits those who ask for replay, or None.
     """
 
     def __init__(
@@ -62,8 +76,13 @@ class PublisherEnds:
         self._watches: list[Watch] = []
         self._files: list[BoundFile] = []
         self._limiter = LogLimiter(10.0)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._subscriptions: Subscriptions | None = None
+        self.replay_monitor: GuardedMonitor | None = None
         try:
-            self.pub, self.endpoint = self._open(zmq.PUB, _PUB_OPTIONS, endpoint, binds, hwm, curve)
+            guarded = binds and endpoint.startswith("tcp://")
+            kind, options = (zmq.XPUB, _XPUB_OPTIONS) if guarded else (zmq.PUB, _PUB_OPTIONS)
+            self.pub, self.endpoint = self._open(kind, options, endpoint, binds, hwm, curve)
             if replay_endpoint is not None:
                 self.replay, self.replay_endpoint = self._open(
                     zmq.ROUTER, _REPLAY_OPTIONS, replay_endpoint, True, CLIENT_HWM, curve
@@ -79,9 +98,22 @@ class PublisherEnds:
         """Connections that did not speak ZeroMQ, or not with the right keys."""
         return sum(monitor.handshake_failures for monitor in self._monitors)
 
+    @property
+    def cut_off(self) -> int:
+        """Connections that sent more than they may."""
+        return sum(monitor.cut_off for monitor in self._monitors if isinstance(monitor, GuardedMonitor))
+
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch the connections on ``loop``."""
+        self._loop = loop
         self._watches = [Watch(loop, monitor.pair, self._read_monitors) for monitor in self._monitors]
+        if self._subscriptions is not None:
+            self._watches.append(Watch(loop, self.pub, self.read_subscriptions))
+
+    def read_subscriptions(self) -> None:
+        """Read subscriptions; to be called now and then, too: sending hides from the loop that something came."""
+        if self._subscriptions is not None and self._subscriptions.read() and self._loop is not None:
+            self._loop.call_soon(self.read_subscriptions)
 
     def close(self, linger: float) -> asyncio.Future[None] | None:
         """Close the sockets; what ZeroMQ still holds may go out for ``linger`` seconds.
@@ -113,12 +145,34 @@ class PublisherEnds:
             socket.setsockopt(option, value)
         if self._owns_context:
             socket.setsockopt(zmq.AFFINITY, _REPLAY_THREAD if kind == zmq.ROUTER else _LIVE_THREAD)
-        self._monitors.append(Monitor(socket))
         self._sockets.append(socket)
+        self._monitors.append(self._monitor(socket, kind, endpoint, bind, curve))
         actual = attach(socket, endpoint, bind=bind)
         if bind:
             self._files.append(BoundFile(actual))
         return socket, actual
+
+    def _monitor(
+        self, socket: zmq.Socket[bytes], kind: int, endpoint: str, bind: bool, curve: CurveKeys | None
+    ) -> Monitor:
+        if not bind or not endpoint.startswith("tcp://"):
+            return Monitor(socket)
+        limits = PeerLimits(
+            total_bytes=_PUB_TOTAL_BYTES if kind == zmq.XPUB else _REPLAY_TOTAL_BYTES,
+            free_bytes=_FREE_BYTES if curve is None else _FREE_CURVE_BYTES,
+        )
+        monitor = GuardedMonitor(socket, limits, name=f"publisher {endpoint}", nudge=self._nudge)
+        if kind == zmq.XPUB:
+            self._subscriptions = Subscriptions(socket, monitor)
+        else:
+            self.replay_monitor = monitor
+        return monitor
+
+    def _nudge(self) -> None:
+        """Have the monitors read; in the guard's thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._read_monitors)
 
     def _read_monitors(self) -> None:
         for monitor in self._monitors:

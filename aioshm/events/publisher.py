@@ -41,6 +41,8 @@ _SLICE_S = 0.001
 _BUSY_S = 30e-6
 _TOGETHER = 64
 _GATHER_S = 0.001
+# How often a sender that never rests looks what is subscribed to: ZeroMQ may have noticed while it sent.
+_LISTEN_S = 0.05
 
 
 class ZmqEventPublisher(EventPublisher):
@@ -111,12 +113,15 @@ class ZmqEventPublisher(EventPublisher):
         self._thread_id = 0
         self._turns: list[asyncio.Future[None]] = []
         self._drained_at = 0.0
+        self._listened_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._ends = PublisherEnds(data_parallel_rank, endpoint, replay_endpoint, bind=bind, hwm=hwm, curve=curve)
         self._server: ReplayServer | None = None
         if self._ends.replay is not None:
             where = self._ends.replay_endpoint or ""
-            self._server = ReplayServer(self._ends.replay, buffer, topic_frame, replay_format, where)
+            self._server = ReplayServer(
+                self._ends.replay, buffer, topic_frame, replay_format, where, self._ends.replay_monitor
+            )
         # Without a server nobody can ask for what the buffer would hold.
         kept = buffer if self._server is not None else None
         self._sender = Sender(self._outbox, encoder, kept, self._ends, topic_frame, data_parallel_rank)
@@ -234,6 +239,7 @@ class ZmqEventPublisher(EventPublisher):
             malformed_requests=server.malformed if server else 0,
             abandoned_replays=server.abandoned if server else 0,
             handshake_failures=self._ends.handshake_failures,
+            cut_off=self._ends.cut_off,
         )
 
     async def __aenter__(self) -> ZmqEventPublisher:
@@ -270,6 +276,9 @@ class ZmqEventPublisher(EventPublisher):
         now, waiting = time.perf_counter(), len(self._outbox.waiting)
         busy = waiting <= _TOGETHER and now - self._drained_at < waiting * _BUSY_S
         self._drained_at = now
+        if now - self._listened_at > _LISTEN_S:
+            self._listened_at = now
+            self._ends.read_subscriptions()
         if not self._sender.send_until(now + _SLICE_S):
             self._loop.call_soon(self._drain)
         elif busy:

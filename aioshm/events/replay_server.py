@@ -22,6 +22,7 @@ from aioshm.errors import CodecError
 from aioshm.events import wire
 from aioshm.events.replay_buffer import Entry, ReplayBuffer
 from aioshm.zeromq import LogLimiter, Watch
+from aioshm.zeromq_guard import GuardedMonitor
 
 logger = logging.getLogger("aioshm.events")
 
@@ -34,6 +35,8 @@ CLIENT_HWM = 64
 CLIENT_BUFFER_BYTES = 1 << 17
 # A client's own requests are a few bytes; ZeroMQ hangs up on whoever sends more.
 MAX_REQUEST_BYTES = 1024
+# What a request may be on the wire, encrypted.
+_REQUEST_WIRE_BYTES = 256
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 _SLICE_S = 0.0001
@@ -74,6 +77,7 @@ class ReplayServer:
         topic: bytes,
         form: wire.ReplayFormat,
         where: str,
+        monitor: GuardedMonitor | None = None,
     ) -> None:
         self.requests = 0
         self.replayed = 0
@@ -85,6 +89,7 @@ class ReplayServer:
         self._topic = topic
         self._form = form
         self._where = where
+        self._monitor = monitor
         self._ready: deque[_Client] = deque()
         self._blocked: list[_Client] = []
         self._limiter = LogLimiter(10.0)
@@ -167,6 +172,9 @@ class ReplayServer:
     def _take(self, frames: list[zmq.Frame]) -> None:
         identity = frames[0].bytes
         now = time.monotonic()
+        if self._monitor is not None:
+            with suppress(zmq.ZMQError):  # a peer that has no descriptor
+                self._monitor.credit(int(frames[0].get(zmq.SRCFD)), _REQUEST_WIRE_BYTES)
         try:
             start = wire.parse_request([frame.bytes for frame in frames[1:]])
         except CodecError as error:

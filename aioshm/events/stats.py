@@ -21,6 +21,7 @@ class PublisherStats:
         malformed_requests: Replay requests that were none.
         abandoned_replays: Clients that left or stalled before they had everything.
         handshake_failures: Connections that did not speak ZeroMQ, or not with the right keys.
+        cut_off: Connections that sent more than they may and were hung up on.
     """
 
     published: int
@@ -33,6 +34,7 @@ class PublisherStats:
     malformed_requests: int
     abandoned_replays: int
     handshake_failures: int
+    cut_off: int
 
 
 @dataclass(frozen=True, slots=True)

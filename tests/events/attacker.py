@@ -1,0 +1,79 @@
+"""A stranger in a process of its own: a TCP client that speaks as much ZMTP as it needs to do harm.
+
+``python attacker.py PORT SOCKET_TYPE ATTACK SECONDS [CONNECTIONS]``; prints the bytes it sent, and how often it was cut off.
+https://rfc.zeromq.org/spec/23/
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    if len(body) < 256:
+        return bytes([flags, len(body)]) + body
+    return bytes([flags | 2]) + len(body).to_bytes(8, "big") + body
+
+
+def ready(kind: bytes) -> bytes:
+    return frame(b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind, 4)
+
+
+def connect(port: int, kind: bytes) -> socket.socket:
+    peer = socket.create_connection(("127.0.0.1", port), 20)
+    peer.sendall(GREETING + ready(kind))
+    answer = b""
+    while b"Socket-Type" not in answer:
+        chunk = peer.recv(4096)
+        if not chunk:
+            raise ConnectionError("hung up during the handshake")
+        answer += chunk
+    return peer
+
+
+def chunk_of(attack: str, number: int) -> bytes:
+    """Return the next bytes of an attack, some 64 KiB."""
+    if attack == "parts":  # of one message without an end, empty
+        return frame(b"", 1) * 32_768
+    if attack == "large-parts":
+        return frame(bytes(500), 1) * 128
+    if attack == "subscriptions":
+        return b"".join(frame(b"\x01%016x" % (number * 4096 + one)) for one in range(3450))
+    if attack == "long-subscriptions":
+        return frame(b"\x01" + number.to_bytes(8, "big") + bytes(60_000))
+    if attack == "trickle":
+        time.sleep(0.02)
+        return b"".join(frame(b"\x01%08d" % (number * 8 + one)) for one in range(8))
+    raise ValueError(attack)
+
+
+def main() -> int:
+    port, kind, attack = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3]
+    end = time.monotonic() + float(sys.argv[4])
+    sent = number = cut = 0
+    peers: list[socket.socket] = []
+    connections = int(sys.argv[5]) if len(sys.argv) > 5 else 1
+    while time.monotonic() < end and cut < 3 * connections:  # it comes back twice
+        try:
+            while len(peers) < connections:
+                peers.append(connect(port, kind))
+            for peer in peers:
+                number += 1
+                data = chunk_of(attack, number)
+                peer.sendall(data)
+                sent += len(data)
+        except OSError:
+            cut += 1
+            for peer in peers:
+                peer.close()
+            peers.clear()
+    print(sent, cut)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The publisher's ports among strangers: they are hung up on before they do harm, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from typing import Any
+
+import pytest
+import zmq
+
+from aioshm.events import Lost, Received, ZmqEventPublisher
+from aioshm.events.subscriptions import MAX_SUBSCRIPTIONS
+from aioshm.zeromq_guard import GuardedMonitor, PeerLimits
+
+from .helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
+from .strain import Strain, attack, cuts
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bytes are counted by the kernel, on Linux")
+
+
+async def unharmed(ends: Ends, at: str, kind: str, name: str) -> int:
+    """Attack a publisher that has a subscriber; return how often the attacker was hung up on."""
+    publisher = ends.publisher()
+    subscriber = ends.subscriber(publisher)
+    first = await publish_until_delivery(publisher, subscriber)
+    assert isinstance(first, Received)
+    expected = first.seq + 1
+    strain = Strain()
+    async with attack(getattr(publisher, at), kind, name) as stranger:
+        done = asyncio.create_task(cuts(stranger))
+        async with strain:
+            while not done.done():
+                publisher.publish(batch(expected))
+                while publisher.stats().published > expected:
+                    item = await subscriber.receive(PATIENCE_S)
+                    assert isinstance(item, Received)
+                    assert item.seq == expected
+                    expected += 1
+                await asyncio.sleep(0.001)
+    assert subscriber.stats().reconnects == 0, "a true peer was disturbed"
+    strain.check()
+    return await done
+
+
+@pytest.mark.parametrize(
+    ("at", "kind", "name"),
+    [
+        ("endpoint", "SUB", "parts"),
+        ("endpoint", "SUB", "large-parts"),
+        ("endpoint", "SUB", "subscriptions"),
+        ("endpoint", "SUB", "long-subscriptions"),
+        ("endpoint", "SUB", "trickle"),
+        ("replay_endpoint", "DEALER", "parts"),
+        ("replay_endpoint", "DEALER", "large-parts"),
+    ],
+)
+async def test_an_attack_is_cut_off_and_costs_little(ends: Ends, at: str, kind: str, name: str) -> None:
+    assert await unharmed(ends, at, kind, name) == 3, "the attacker was not hung up on each time that it came"
+
+
+async def test_who_is_hung_up_on_is_named(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    publisher = ends.publisher()
+    with caplog.at_level(logging.WARNING, "aioshm.zeromq"):
+        async with attack(publisher.replay_endpoint, "DEALER", "parts") as stranger:
+            await cuts(stranger)
+    assert publisher.stats().cut_off >= 3
+    assert "hung up on 127.0.0.1:" in caplog.text
+    assert "make no message" in caplog.text
+    assert len(caplog.records) == 1, "rate-limited"
+
+
+async def test_many_subscriptions_are_fine_and_more_are_not(ends: Ends, raw: Any) -> None:
+    publisher = ends.publisher(topic="t0")
+    one = raw(zmq.SUB, publisher.endpoint)
+    for number in range(MAX_SUBSCRIPTIONS - 1):  # it has one for everything
+        one.socket.subscribe(f"t{number}")
+    async with asyncio.timeout(PATIENCE_S):
+        while not one.socket.poll(0):
+            publisher.publish(batch(0))
+            await asyncio.sleep(0.01)
+    assert publisher.stats().cut_off == 0
+    one.socket.subscribe("one too many")
+    async with asyncio.timeout(PATIENCE_S):
+        while not publisher.stats().cut_off:
+            publisher.publish(batch(0))
+            await asyncio.sleep(0.01)
+
+
+async def test_subscriptions_that_come_and_go_are_not_added_up(ends: Ends) -> None:
+    publisher = ends.publisher()
+    subscriber = ends.subscriber(publisher, start="live")
+    assert isinstance(await publish_until_delivery(publisher, subscriber), Received)
+    context: zmq.Context[Any] = zmq.Context.instance()
+    busy = context.socket(zmq.SUB)
+    busy.linger = busy.sndhwm = 0
+    busy.connect(publisher.endpoint)
+    seen = publisher._ends._subscriptions._peers_of
+    for number in range(4000):  # 80 KB and more, ten times what one peer may send unread
+        busy.subscribe(f"subscription {number}")
+        if not number % 50:
+            async with asyncio.timeout(PATIENCE_S):
+                while f"subscription {number}".encode() not in seen:
+                    await asyncio.sleep(0.001)
+        busy.unsubscribe(f"subscription {number}")
+    busy.subscribe("")
+    async with asyncio.timeout(PATIENCE_S):
+        while not busy.poll(0):
+            publisher.publish(batch(0))
+            await asyncio.sleep(0.01)
+    busy.close()
+    assert publisher.stats().cut_off == 0
+
+
+async def test_two_hundred_subscribers_in_turn_are_forgotten(ends: Ends) -> None:
+    publisher = ends.publisher()
+    context: zmq.Context[Any] = zmq.Context.instance()
+    for _ in range(20):
+        many = [context.socket(zmq.SUB) for _ in range(10)]
+        for number, one in enumerate(many):
+            one.linger = 0
+            one.subscribe(bytes([number]) * 250)
+            one.connect(publisher.endpoint)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(publisher._ends._subscriptions._of_peer) < len(many):
+                await asyncio.sleep(0.001)
+        for one in many:
+            one.close()
+        async with asyncio.timeout(PATIENCE_S):
+            while publisher._ends._subscriptions._of_peer:
+                publisher._ends.read_subscriptions()
+                await asyncio.sleep(0.001)
+    assert publisher._ends._subscriptions._total == 0
+    assert publisher.stats().cut_off == 0
+
+
+def test_the_guards_thread_ends_with_the_last_socket() -> None:
+    async def twice() -> None:
+        async with ZmqEventPublisher(0, ANY, ANY, bind=True), ZmqEventPublisher(0, ANY, bind=True):
+            assert [t for t in threading.enumerate() if t.name == "aioshm-guard"]
+
+    asyncio.run(twice())
+    for thread in threading.enumerate():
+        if thread.name == "aioshm-guard":
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def test_a_peer_to_whom_enough_was_said_is_trusted() -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    monitor = GuardedMonitor(pull, PeerLimits(admitted_after=60), name="pull")  # the greeting has 64 bytes
+    try:
+        pull.bind(ANY)
+        push.connect(pull.getsockopt_string(zmq.LAST_ENDPOINT))
+        for number in range(64):
+            push.send_multipart([bytes(4096)] * 8)
+            assert pull.poll(PATIENCE_S * 1000), f"message {number} did not come"
+            assert len(pull.recv_multipart()) == 8
+        assert monitor.cut_off == 0
+    finally:
+        monitor.close()
+        context.destroy(linger=0)
+
+
+async def test_a_gap_is_still_seen_through_an_attack(ends: Ends) -> None:
+    publisher = ends.publisher(buffer_steps=10)
+    for number in range(100):
+        publisher.publish(batch(number))
+    await publisher.flush()
+    async with attack(publisher.replay_endpoint, "DEALER", "parts") as stranger:
+        subscriber = ends.subscriber(publisher)
+        lost = await subscriber.receive(PATIENCE_S)
+        assert isinstance(lost, Lost)
+        assert (lost.first, lost.last) == (0, 89)
+        assert [(await subscriber.receive(PATIENCE_S)).seq for _ in range(10)] == list(range(90, 100))  # type: ignore[union-attr]
+        await cuts(stranger)
