@@ -350,7 +350,10 @@ class MessageQueue:
     async def aclose(self) -> None:
         """Close this end: the other side is told, waiting calls raise `QueueClosed`. Idempotent.
 
-        A writer's readers can still read everything that was sent. Cancelling this does not stop it.
+        A writer's readers can still read everything that was sent. Cancelling this does not stop it. It may be awaited
+        on any loop of the process, in any thread: also while the one that this end belongs to runs in another thread,
+        which then does it, and after that one was closed. Where that one has only stopped, what still waits there keeps
+        the memory until it goes on.
         """
         raise AssertionError(_UNMADE)
 

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING
@@ -33,12 +34,16 @@ BLOCKING_TURN_MESSAGES = 1024
 BLOCKING_TURN_NS = 10_000_000
 """The same for an end whose loop has nobody else to serve."""
 
+LOOP_POLL_S = 0.05
+"""How often closing from another thread looks whether the loop that is to do it still runs."""
+
 
 class NotAttached:
     """Stands for the core of an end that has no ring yet: nothing passes its gate."""
 
     def __init__(self) -> None:
         self.open = False
+        self.user = 0
         self.turn = self.turn_ends_ns = self.seq = self.published_ns = self.spins = self.hits = self.spun_ns = 0
 
     def passes(self) -> bool:
@@ -46,7 +51,8 @@ class NotAttached:
         return False
 
     def belong(self, runs: Callable[[], object] | None) -> None:
-        """Forget it: the true core will be told."""
+        """Remember only who uses this: the true core will be told the rest."""
+        self.user = get_ident()
 
 
 _ends: weakref.WeakSet[End] = weakref.WeakSet()
@@ -102,28 +108,79 @@ class End(MessageQueue, ABC):
     def _current_stats(self) -> QueueStats:
         """Return the statistics while the ring is mapped."""
 
+    def _finished(self) -> bool:
+        """Return whether `_finish` has nothing to do."""
+        return True
+
     async def _finish(self) -> None:
         """Do what closing needs that takes time."""
 
     # Closing
 
     async def aclose(self) -> None:
+        loop = self._loop
+        if loop is None or loop is asyncio.get_running_loop() or not loop.is_running():
+            await self._close_here()
+        else:
+            await self._close_there(loop)
+
+    async def _close_here(self) -> None:
+        if self._loop is not None and self._loop.is_closed():
+            self._in_line = 0  # the calls that waited there will never go on
+        try:
+            self._begin_closing()
+            if self._in_line:
+                await asyncio.sleep(0)  # the waiting calls raise while the ring is still mapped
+        finally:
+            self._dismantle_unless_used()
+        await self._finish()
+
+    async def _close_there(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close on the loop that this end belongs to, which another thread runs; here if that ends before."""
+        done: Future[None] = Future()
+        finishing: list[asyncio.Task[None]] = []
+
+        def close() -> None:
+            try:
+                self._begin_closing()
+                self._dismantle_unless_used()
+                if self._finished():  # as a rule; a task might be forgotten where the loop ends now
+                    done.set_result(None)
+                else:
+                    finishing.append(loop.create_task(self._finish()))
+                    finishing[0].add_done_callback(lambda _: done.set_result(None))
+            except Exception as error:
+                done.set_exception(error)
+
+        try:
+            loop.call_soon_threadsafe(close)
+        except RuntimeError:  # it is closed by now
+            await self._close_here()
+            return
+        waiting = asyncio.wrap_future(done)
+        while not done.done() and loop.is_running():
+            await asyncio.wait({waiting}, timeout=LOOP_POLL_S)
+        if done.done():
+            done.result()
+        else:
+            await self._close_here()
+
+    def _begin_closing(self) -> None:
         if not self._closed:
             self._closed = True
-            self._refuse(lambda: QueueClosed(f"{self!r}: this end was closed"))
+            self.refuse_closed()
             self._say_goodbye()
-            try:
-                if self._in_line:
-                    await asyncio.sleep(0)  # the waiting calls raise while the ring is still mapped
-            finally:
-                self._dismantle_unless_used()
-        await self._finish()
+
+    def refuse_closed(self) -> None:
+        """Let every call, the waiting ones too, raise `QueueClosed` from now on; the first step of closing."""
+        self._refuse(lambda: QueueClosed(f"{self!r}: this end was closed"))
 
     def _refuse(self, refusal: Callable[[], AioshmError]) -> None:
         """Answer every call, the waiting ones too, with an error from now on."""
         self._refusal = refusal
         self._core.open = False
-        self._interrupt()
+        if self._loop is None or not self._loop.is_closed():
+            self._interrupt()
 
     def _dismantle_unless_used(self) -> None:
         if not self._dismantled and not self._in_line:
@@ -171,17 +228,21 @@ class End(MessageQueue, ABC):
         self._core.belong(None if self._blocks else self._loop_runs)
 
     def block(self) -> None:
-        """Belong to a thread whose loop runs only while a call waits; said once, before anything else."""
+        """Belong to threads, one at a time, whose loop runs only while a call waits; said before anything else."""
         self._blocks = True
         self._loop_runs = _always
 
-    def _check_usable(self) -> None:
-        """Raise whatever forbids using this end, here or at all."""
+    def check_refusal(self) -> None:
+        """Raise whatever forbids using this end at all."""
         if self._refusal is not None:
             raise self._refusal()
+
+    def _check_usable(self) -> None:
+        """Raise whatever forbids using this end, here or at all."""
+        self.check_refusal()
         if self._loop is None:
             raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
-        if get_ident() != self._thread:
+        if get_ident() != self._thread and not self._blocks:
             raise RoleError(f"{self!r} belongs to another thread than {current_thread().name}")
         if not self._loop_runs():
             raise RoleError(f"{self!r} belongs to another event loop than this one")

@@ -180,8 +180,11 @@ class LocalEnd(ReaderEnd, ABC):
         if self._attachment is not None:
             self._attachment.close()
 
+    def _finished(self) -> bool:
+        return self._attaching is None or self._attaching.done() or self._attaching.get_loop().is_closed()
+
     async def _finish(self) -> None:
-        if self._attaching is not None:
+        if self._attaching is not None and not self._finished():
             await asyncio.wait({self._attaching})
 
     def _abandon(self) -> None:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class PrivateLoop:
-    """The loop of one end whose calls block; it belongs to the thread and process that first run it.
+    """The loop of one end whose calls block: threads of one process run it, one at a time.
 
     Args:
         owner: Names the end, for errors.
@@ -30,7 +30,7 @@ class PrivateLoop:
     def __init__(self, owner: Callable[[], str]) -> None:
         self._owner = owner
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = self._pid = -1
+        self._pid = -1
         self._task: asyncio.Task[Any] | None = None
         self._early = False  # whether Ctrl-C came before there was a task to cancel
         self.interrupted = False
@@ -47,15 +47,15 @@ class PrivateLoop:
 
         Args:
             call: What to run.
-            closing: Any thread may do it while no call waits.
+            closing: An interrupt that is still to be told waits.
             leaving: This must run, so an interrupt that is still to be told waits.
 
         Raises:
-            RoleError: This thread has an event loop that runs, or this end belongs to another thread or process.
+            RoleError: This thread has an event loop that runs, or this end belongs to another process.
             KeyboardInterrupt: Ctrl-C was pressed, and the call has done nothing.
         """
         try:
-            loop = self._loop_for_call(closing)
+            loop = self._loop_for_call()
             if not (closing or leaving):
                 self.raise_interrupt()
         except BaseException:
@@ -104,23 +104,44 @@ class PrivateLoop:
             left = asyncio.all_tasks(loop)
             for task in left:
                 task.cancel()
-            if left and get_ident() == self._thread:
+            if left and asyncio._get_running_loop() is None:
                 loop.run_until_complete(asyncio.wait(left))
         loop.close()
 
-    def _loop_for_call(self, closing: bool) -> asyncio.AbstractEventLoop:
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Let the call that runs, or the next one, call back first; from any thread."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(callback)
+
+    def check_process(self) -> None:
+        """Raise unless this is the process that used this first.
+
+        Raises:
+            RoleError: It is another one.
+        """
+        if self._loop is not None and os.getpid() != self._pid:
+            raise RoleError(f"{self._owner()} belongs to the process that this one was forked from")
+
+    def check_thread(self) -> None:
+        """Raise unless this thread may block.
+
+        Raises:
+            RoleError: It has an event loop that runs.
+        """
         if asyncio._get_running_loop() is not None:  # which, unlike get_running_loop(), does not raise
             raise RoleError(f"{self._owner()} would block this thread's event loop: use aioshm.MessageQueue there")
+
+    def _loop_for_call(self) -> asyncio.AbstractEventLoop:
+        self.check_thread()
         if self._loop is None:
             # Not uvloop: it starts and stops slower, and does nothing better here. And no epoll: a forked child, which
             # shares it, would take its descriptors out of it for the parent, too.
             self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
-            self._thread, self._pid = get_ident(), os.getpid()
-        elif os.getpid() != self._pid:
-            raise RoleError(f"{self._owner()} belongs to the process that this one was forked from")
-        elif get_ident() != self._thread and not (closing and not self._loop.is_running()):
-            raise RoleError(f"{self._owner()} belongs to another thread than {threading.current_thread().name}")
-        elif self._loop.is_closed():
+            self._pid = os.getpid()
+        self.check_process()
+        if self._loop.is_closed():
             raise QueueClosed(f"{self._owner()}: this end was closed")
         return self._loop
 

@@ -40,6 +40,9 @@ ACKNOWLEDGE_S = 0.02
 GOODBYE_S = 1.0
 """How long a closing reader waits for the writer to have heard its goodbye."""
 
+CLOSED_LOOP_POLL_S = 0.005
+"""How often a reader looks at its sockets when it closes after its event loop."""
+
 RETRY_S = 0.05  # while too many control messages wait to be sent
 COMPLAINT_S = 10.0  # between two warnings of bad messages
 
@@ -383,11 +386,18 @@ class RemoteEnd(ReaderEnd, ABC):
         if self._sockets is not None and self._goodbye is None:
             self._sockets.close()
 
+    def _finished(self) -> bool:
+        return self._goodbye is None or self._sockets is None or self._sockets.closed
+
     async def _finish(self) -> None:
         if self._goodbye is None or self._sockets is None or self._sockets.closed:
             return
+        deadline = monotonic() + GOODBYE_S
         try:
-            await settle(self._goodbye, deadline=monotonic() + GOODBYE_S)
+            while self._goodbye.get_loop().is_closed() and not self._goodbye.done() and monotonic() < deadline:
+                self._sockets.look_at_all()  # which nobody else does any more
+                await asyncio.sleep(CLOSED_LOOP_POLL_S)
+            await settle(self._goodbye, deadline=deadline)
         except TimeoutError:
             pass  # it will find out by itself
         finally:

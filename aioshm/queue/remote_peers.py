@@ -10,6 +10,7 @@ import os
 import platform
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 
 from aioshm.codec.frames import HEADER
@@ -27,6 +28,9 @@ logger = logging.getLogger("aioshm.queue")
 
 TICKS = 4
 """How often within ``options.remote_timeout`` the writer asks whether its readers are there."""
+
+CLOSED_LOOP_POLL_S = 0.005
+"""How often a writer looks at its sockets when it closes after its event loop."""
 
 COMPLAINT_S = 10.0  # between two warnings of bad messages
 
@@ -376,8 +380,17 @@ class RemotePeers:
 
     async def wait_closed(self) -> None:
         """Return when every reader has received everything, or is gone, and the sockets are closed."""
-        if self._closed is not None:
+        if self._closed is None:
+            return
+        if not self._closed.get_loop().is_closed():
             await asyncio.shield(self._closed)
+            return
+        # Nothing calls back any more, and nobody hears those who fall silent.
+        deadline = monotonic() + self._timeout
+        while self.delivering and monotonic() < deadline:
+            self._sockets.look()
+            await asyncio.sleep(CLOSED_LOOP_POLL_S)
+        self.close_now()
 
     @property
     def delivering(self) -> bool:
@@ -390,8 +403,9 @@ class RemotePeers:
             self._timer.cancel()
             self._timer = None
         self._sockets.close()
-        if self._closed is not None and not self._closed.done() and not self._closed.get_loop().is_closed():
-            self._closed.set_result(None)
+        if self._closed is not None and not self._closed.done():
+            with suppress(RuntimeError):  # the loop is closed, and would have called somebody back
+                self._closed.set_result(None)
 
     def _close_if_delivered(self) -> None:
         if self.delivering and all(peer.finished for peer in self._peers.values()):

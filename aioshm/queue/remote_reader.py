@@ -142,7 +142,7 @@ class RemoteReader(RemoteEnd):
     def _passes(self) -> bool:
         """Return whether this thread may read at once."""
         core = self._core
-        return bool(core.open and core.turn > 0 and get_ident() == self._thread and self._loop_runs())
+        return bool(core.open and core.turn > 0 and (self._blocks or get_ident() == self._thread) and self._loop_runs())
 
     async def _line_up(self, deadline: float | None, cancel: asyncio.Event | None) -> None:
         """Wait until it is this task's turn to read, which lasts until `_leave`."""

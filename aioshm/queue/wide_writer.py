@@ -124,6 +124,7 @@ class WideWriter(Writer):
         self._new_turn()
 
     def _claim_checked(self) -> Slot | None:
+        self._check_usable()  # also while the window is full, which nothing else would end
         return super()._claim_checked() if self._remote.room(1, HEAD_BYTES + self._chunk_bytes) else None
 
     def _send(self, obj: Any) -> Any:
@@ -196,6 +197,9 @@ class WideWriter(Writer):
         super()._dismantle()
         if not self._remote.delivering:
             self._remote.close_now()
+
+    def _finished(self) -> bool:
+        return not self._remote.delivering
 
     async def _finish(self) -> None:
         await self._remote.wait_closed()

@@ -60,7 +60,8 @@ typedef struct {
     /* The gate */
     char open;
     long long turn, turn_ends_ns;
-    unsigned long thread;
+    unsigned long thread;     /* whose this end is; where any thread may use it, see `user` */
+    unsigned long user;       /* the thread that is using it just now, 0: none */
     PyObject *runs;
     /* Spinning */
     long long spin_ns;
@@ -213,7 +214,10 @@ static PyObject *call(PyObject *callable, PyObject *arg)
 /* Whether the gate lets this thread pass: 1, 0, or -1 with an error. */
 static int passes(Core *self)
 {
-    if (!self->open || self->turn <= 0 || self->in_use || PyThread_get_thread_ident() != self->thread)
+    unsigned long me = PyThread_get_thread_ident();
+    if (!self->open || self->turn <= 0 || self->in_use)
+        return 0;
+    if (self->runs == Py_None ? self->user != 0 && self->user != me : self->thread != me)
         return 0;
     int truth = 1;
     if (self->runs != Py_None) {
@@ -224,6 +228,14 @@ static int passes(Core *self)
         Py_DECREF(answer);
     }
     return truth > 0 && check_usable(self) < 0 ? -1 : truth;
+}
+
+/* Keep the other threads out, where any thread may use this end, while code of others may run; return what to restore. */
+static inline unsigned long begin_use(Core *self)
+{
+    unsigned long before = self->user;
+    self->user = PyThread_get_thread_ident();
+    return before;
 }
 
 static inline void count_turn(Core *self, Py_ssize_t messages, uint64_t now)
@@ -308,7 +320,7 @@ static PyObject *core_belong(Core *self, PyObject *runs)
 {
     PyObject *old = self->runs;
     self->runs = Py_NewRef(runs);
-    self->thread = PyThread_get_thread_ident();
+    self->thread = self->user = PyThread_get_thread_ident();
     Py_XDECREF(old);
     Py_RETURN_NONE;
 }
@@ -463,11 +475,8 @@ static int send_memory(Core *self, PyObject *obj)
     return sent;
 }
 
-static PyObject *writer_send(Core *self, PyObject *obj)
+static PyObject *send_passed(Core *self, PyObject *obj)
 {
-    int passed = passes(self);
-    if (passed <= 0)
-        return passed < 0 ? NULL : Py_NewRef(Py_False);
     PyObject *message;
     if (self->raw && PyBytes_CheckExact(obj)) {
         message = Py_NewRef(obj);
@@ -489,6 +498,17 @@ static PyObject *writer_send(Core *self, PyObject *obj)
         return message;
     Py_DECREF(message);
     Py_RETURN_NONE;
+}
+
+static PyObject *writer_send(Core *self, PyObject *obj)
+{
+    int passed = passes(self);
+    if (passed <= 0)
+        return passed < 0 ? NULL : Py_NewRef(Py_False);
+    unsigned long before = begin_use(self);
+    PyObject *answer = send_passed(self, obj);
+    self->user = before;
+    return answer;
 }
 
 static PyObject *writer_put_many(Core *self, PyObject *const *args, Py_ssize_t nargs)
@@ -631,13 +651,8 @@ static PyObject *reader_take(Core *self, PyObject *Py_UNUSED(ignored))
     return is_ready(self, self->index) ? take(self) : Py_NewRef(self->nothing);
 }
 
-static PyObject *reader_receive(Core *self, PyObject *Py_UNUSED(ignored))
+static PyObject *receive_passed(Core *self)
 {
-    int passed = passes(self);
-    if (passed < 0)
-        return NULL;
-    if (!passed)
-        return Py_NewRef(self->nothing);
     if (!is_ready(self, self->index)) {
         if (self->spin_ns <= 0 || !spin_unless(self, self->spin_ns))
             return Py_NewRef(self->nothing);
@@ -647,6 +662,17 @@ static PyObject *reader_receive(Core *self, PyObject *Py_UNUSED(ignored))
             return PyErr_Occurred() ? NULL : Py_NewRef(self->nothing);
     }
     return take(self);
+}
+
+static PyObject *reader_receive(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    int passed = passes(self);
+    if (passed <= 0)
+        return passed < 0 ? NULL : Py_NewRef(self->nothing);
+    unsigned long before = begin_use(self);
+    PyObject *answer = receive_passed(self);
+    self->user = before;
+    return answer;
 }
 
 static PyObject *reader_take_many(Core *self, PyObject *arg)
@@ -861,7 +887,7 @@ static void core_dealloc(Core *self)
 
 #define BOTH_ENDS                                                                                                    \
     {"bind", CALL core_bind, METH_VARARGS, "Say how messages are coded, and whom to tell that the other end sleeps."}, \
-    {"belong", CALL core_belong, METH_O, "Belong to this thread, while runs() is true; None: always."},              \
+    {"belong", CALL core_belong, METH_O, "Belong to this thread, while runs() is true; None: to whichever uses it."}, \
     {"passes", CALL core_passes, METH_NOARGS, "Return whether the gate lets this thread pass."},                     \
     {"spin", CALL core_spin, METH_O, "Spin for at most so many nanoseconds; return whether this end may go on."},    \
     {"close", CALL core_close, METH_NOARGS, "Let go of the memory. Idempotent."}
@@ -898,6 +924,7 @@ static PyMemberDef members[] = {
     {"open", T_BOOL, offsetof(Core, open), 0, "Whether the gate is open."},
     {"turn", T_LONGLONG, offsetof(Core, turn), 0, "Messages that may still pass before the loop has its turn."},
     {"turn_ends_ns", T_LONGLONG, offsetof(Core, turn_ends_ns), 0, "When the turn ends at the latest."},
+    {"user", T_ULONG, offsetof(Core, user), 0, "The thread that uses this end, if any thread may; 0: none."},
     {"spin_ns", T_LONGLONG, offsetof(Core, spin_ns), 0, "How long send and receive spin where they cannot go on."},
     {"spins", T_ULONGLONG, offsetof(Core, spins), READONLY, "Spins so far."},
     {"hits", T_ULONGLONG, offsetof(Core, hits), READONLY, "Spins that ended with what was waited for."},

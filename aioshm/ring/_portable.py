@@ -6,7 +6,8 @@ readers), and one fence.
 
 **The gate.** An end belongs to one thread and one event loop, which other tasks share. `send` and `receive`, the two
 calls that a message normally costs, pass only while the gate is ``open`` and some of the ``turn`` is left, on the
-thread that called `belong`, while its ``runs()`` is true. All other methods leave that to their caller.
+thread that called `belong`, while its ``runs()`` is true. An end whose calls block belongs to whichever thread uses it:
+they pass on any thread while no other one is the ``user``. All other methods leave that to their caller.
 """
 
 from __future__ import annotations
@@ -54,10 +55,6 @@ def memory_fence() -> None:
         pass
 
 
-def _always() -> bool:
-    return True
-
-
 class _Core(ABC):
     """What both ends have.
 
@@ -67,6 +64,7 @@ class _Core(ABC):
         open: Whether the gate is open.
         turn: Messages that may still pass before the event loop has to have its turn.
         turn_ends_ns: When that is at the latest.
+        user: The thread that is using an end that any thread may use, 0 if none is; see ``queue/turns.py``.
         spin_ns: How long `send` and `receive` spin where they cannot go on at once.
         spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
     """
@@ -86,7 +84,8 @@ class _Core(ABC):
         self.spin_ns = 0
         self.spins = self.hits = self.spun_ns = 0
         self._thread = -1
-        self._runs: Callable[[], object] = bool
+        self.user = 0
+        self._runs: Callable[[], object] | None = bool
         self._code: Callable[[Any], Any] = bytes
         self._what = 0
         self._raw = False
@@ -117,12 +116,20 @@ class _Core(ABC):
         self._code, self._what, self._raw, self._on_parked = code, what, raw, on_parked
 
     def belong(self, runs: Callable[[], object] | None, /) -> None:
-        """Belong to this thread, while ``runs()`` is true; None: always."""
-        self._thread, self._runs = get_ident(), _always if runs is None else runs
+        """Belong to this thread, while ``runs()`` is true; None: to whichever uses it, which at first is this one."""
+        self._thread = self.user = get_ident()
+        self._runs = runs
 
     def passes(self) -> bool:
         """Return whether the gate lets this thread pass."""
-        return bool(self.open and self.turn > 0 and not self._in_use and get_ident() == self._thread and self._runs())
+        return self._lets_pass(get_ident())
+
+    def _lets_pass(self, me: int) -> bool:
+        if not (self.open and self.turn > 0 and not self._in_use):
+            return False
+        if self._runs is None:
+            return self.user in (0, me)
+        return me == self._thread and bool(self._runs())
 
     def spin(self, budget_ns: int, /) -> bool:
         """Spin for at most so many nanoseconds; return whether this end may go on. A long one releases the GIL."""
@@ -307,12 +314,17 @@ class WriterCore(_Core):
             False: The gate is shut; nothing was done.
             Anything else: What encoding it returned; there is no slot, or it is no ordinary message.
         """
-        if not (self.open and self.turn > 0 and not self._in_use and get_ident() == self._thread and self._runs()):
+        me = get_ident()
+        if not self._lets_pass(me):
             return False
-        message = obj if self._raw and type(obj) is bytes else self._code(obj)
-        if type(message) is not bytes or not self.put(message):
-            return message
-        return None
+        before, self.user = self.user, me  # without a call since it passed: other threads run only where one is
+        try:
+            message = obj if self._raw and type(obj) is bytes else self._code(obj)
+            if type(message) is not bytes or not self.put(message):
+                return message
+            return None
+        finally:
+            self.user = before
 
     def evict(self, reader: int, /) -> None:
         """Count a reader that is gone as having read everything, now and from now on."""
@@ -414,12 +426,17 @@ class ReaderCore(_Core):
 
     def receive(self) -> Any:
         """Take the next message, if the gate lets this thread pass; else `NOTHING`."""
-        if not (self.open and self.turn > 0 and not self._in_use and get_ident() == self._thread and self._runs()):
+        me = get_ident()
+        if not self._lets_pass(me):
             return NOTHING
-        flags = self._slot.flags
-        if (flags[self._flag] or not flags[0]) and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
-            return NOTHING
-        return self.take()
+        before, self.user = self.user, me  # as in `send`
+        try:
+            flags = self._slot.flags
+            if (flags[self._flag] or not flags[0]) and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
+                return NOTHING
+            return self.take()
+        finally:
+            self.user = before
 
     def take_many(self, most: int, /) -> list[Any]:
         """Return the next messages with one fence: at most so many, at most for the rest of the turn.

@@ -158,8 +158,9 @@ class Poller:
             sleeper.set_result(None)
 
     def close(self) -> None:
-        """Give the alarm's descriptor back. Idempotent; no wait may be left, nor begin."""
+        """Give the alarm's descriptor back. Idempotent; no wait may begin, nor be left but on a loop that is closed."""
         self._alarm.close()
+        self._parked = bytearray(1)  # for what such a wait does when it is collected as garbage
 
     async def wait(
         self,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faces import Thread, make_writer, reading
+from faces import make_writer, reading
 
 from aioshm import (
     CodecError,
@@ -99,24 +99,8 @@ def test_other_threads_while_one_waits() -> None:
         assert thread.result() > 10_000
 
 
-def test_another_thread_and_a_running_loop_are_refused() -> None:
+def test_a_running_loop_is_refused() -> None:
     def read(reader: Any) -> list[Any]:
-        errors = []
-
-        def elsewhere() -> None:
-            for call in (
-                reader.dequeue,
-                reader.dequeue_nowait,
-                lambda: reader.dequeue_many(1),
-                reader.wait_until_ready,
-            ):
-                with pytest.raises(RoleError, match="belongs to another thread than") as caught:
-                    call()
-                errors.append(caught.value)
-
-        Thread(elsewhere).result()
-        assert len(errors) == 4
-
         async def in_a_loop() -> None:
             for call in (reader.wait_until_ready, reader.dequeue_nowait, lambda: reader.dequeue_many(1)):
                 with pytest.raises(RoleError, match=r"use aioshm\.MessageQueue there"):

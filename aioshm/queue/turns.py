@@ -1,0 +1,108 @@
+"""Whose turn it is among the threads that use one end whose calls block."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import suppress
+from threading import get_ident
+from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aioshm.errors import AioshmError
+    from aioshm.queue.end import End
+
+QUICK_RECHECK_S = 0.001
+"""How often a thread looks whether it is its turn while a core passes a message at once, which tells nobody."""
+
+RECHECK_S = 0.1
+"""The same while somebody has the turn who tells when it ends, and could be kept from telling by a signal handler."""
+
+
+class Turns:
+    """Lets the threads that use an end do so one at a time; whoever comes first goes first, as a rule.
+
+    Whose turn it is stands in the end's core (``user``), because `send` and `receive` take and end theirs without
+    coming here. Other threads, and signal handlers, run only where Python makes a call or jumps back: what is written
+    here without one, between looking at ``user`` and setting it, cannot be interrupted.
+
+    Args:
+        end: The end.
+    """
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+        self._waiting: deque[threading.Lock] = deque()
+        self._given = True  # whether nobody has a turn that was taken here
+
+    @property
+    def lasting(self) -> bool:
+        """Whether somebody has a turn that `give` will end, which may take as long as a call waits."""
+        return not self._given
+
+    def take(self, deadline: float | None = None, busy: type[AioshmError] | None = None) -> bool:
+        """Wait for this thread's turn, which lasts until `give`; return False if it has it already.
+
+        Args:
+            deadline: When to give up, by ``time.monotonic()``.
+            busy: What to raise instead of waiting for a turn that may last; None: wait for any.
+
+        Raises:
+            TimeoutError: The deadline, has passed.
+            AioshmError: The end refuses every call by now.
+        """
+        me = get_ident()
+        while True:
+            core = self._end._core
+            if not core.user:
+                core.user = me
+                self._given = False
+                return True
+            if core.user == me:
+                return False
+            self._end.check_refusal()
+            if busy is not None and not self._given:
+                raise busy(f"{self._end!r}: another thread waits here, or is in a block that has a slot")
+            self.wait(deadline)
+
+    def take_now(self) -> bool:
+        """Begin this thread's turn if it is nobody's."""
+        me = get_ident()
+        core = self._end._core
+        if core.user:
+            return False
+        core.user = me
+        self._given = False
+        return True
+
+    def wait(self, deadline: float | None = None) -> None:
+        """Wait until whose turn it is has changed, or may have.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+        """
+        recheck = QUICK_RECHECK_S if self._given else RECHECK_S
+        left = recheck if deadline is None else min(recheck, deadline - monotonic())
+        if left <= 0:
+            raise TimeoutError(f"{self._end!r}: another thread's call, or its block, did not end in time")
+        bell = threading.Lock()
+        bell.acquire()
+        self._waiting.append(bell)
+        try:
+            bell.acquire(timeout=left)
+        finally:
+            self._waiting.remove(bell)
+
+    def give(self) -> None:
+        """End this thread's turn."""
+        self._given = True
+        self._end._core.user = 0
+        if self._waiting:
+            self.wake()
+
+    def wake(self) -> None:
+        """Let every waiting thread look again."""
+        for bell in list(self._waiting):
+            with suppress(RuntimeError):  # another thread did it just now
+                bell.release()

@@ -1,0 +1,270 @@
+"""Ends whose calls block, used and closed by several threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from faces import Thread, make_writer
+from support import eventually
+
+from aioshm import Options, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
+
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "dequeue": lambda reader: reader.dequeue(),
+    "cancellable": lambda reader: reader.dequeue(cancel=threading.Event()),
+    "many": lambda reader: reader.dequeue_many(3),
+    "next": lambda reader: list(reader) or reader.dequeue(),
+    "lease": lambda reader: reader.lease().__enter__(),
+    "read": lambda reader: reader.acquire_read().__enter__(),
+    "broadcast": lambda reader: reader.broadcast_object(),
+}
+
+
+@contextmanager
+def pair(remote: bool = False, **arguments: Any) -> Iterator[tuple[blocking.MessageQueue, blocking.MessageQueue]]:
+    """Give a writer and its reader, both ready."""
+    if remote:
+        options = Options(**arguments.pop("options", {"remote_window": 2}))
+        writer = blocking.MessageQueue(1, 0, connect_ip="127.0.0.1", options=options, max_chunk_bytes=4096)
+    else:
+        writer = make_writer(**arguments)
+    with writer, blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+        ready = Thread(writer.wait_until_ready, 20)
+        reader.wait_until_ready(20)
+        ready.result()
+        yield writer, reader
+
+
+def fill(writer: blocking.MessageQueue) -> int:
+    for number in itertools.count():
+        try:
+            writer.enqueue_nowait(number)
+        except QueueFull:
+            return number
+    raise AssertionError
+
+
+def until_it_waits(end: blocking.MessageQueue) -> None:
+    eventually(lambda: end._loop._loop is not None and end._loop._loop.is_running(), "the call to wait")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_threads_that_send_at_once(remote: bool) -> None:
+    count = 300 if remote else 3000
+
+    def send(name: int) -> None:
+        for number in range(count):
+            payload = bytes([number % 251]) * (9000 if number % 97 == 5 else number % 60)
+            if number % 11 == 3:
+                writer.enqueue_many([(name, number, payload)], 60)
+            elif number % 13 == 7:
+                with writer.acquire_write(60) as chunk:
+                    chunk[:8] = name.to_bytes(4, "little") + number.to_bytes(4, "little")
+            else:
+                writer.enqueue((name, number, payload), 60)
+
+    with pair(remote) as (writer, reader):
+        threads = [Thread(send, name) for name in range(3)]
+        received: dict[int, list[int]] = {name: [] for name in range(3)}
+        for _ in range(3 * count):
+            message = reader.dequeue(60)
+            if isinstance(message, bytearray):
+                name, number = int.from_bytes(message[:4], "little"), int.from_bytes(message[4:8], "little")
+            else:
+                name, number, payload = message
+                assert payload == bytes([number % 251]) * len(payload)
+            received[name].append(number)
+        for thread in threads:
+            thread.result()
+        assert received == {name: list(range(count)) for name in range(3)}
+
+
+def test_threads_that_receive_at_once() -> None:
+    with pair() as (writer, reader):
+        threads = [Thread(lambda: list(reader)) for _ in range(3)]
+        for number in range(2000):
+            writer.enqueue(number, 60)
+        writer.close()
+        parts = [thread.result(60) for thread in threads]
+        assert sorted(itertools.chain(*parts)) == list(range(2000))
+        assert all(part == sorted(part) for part in parts)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("wait", WAITS)
+def test_closing_ends_what_waits_in_another_thread(wait: str, remote: bool) -> None:
+    with pair(remote) as (_, reader):
+        waiting = Thread(WAITS[wait], reader)
+        until_it_waits(reader)
+        reader.close()
+        with pytest.raises(QueueClosed, match="this end was closed"):
+            waiting.result()
+        with pytest.raises(QueueClosed):
+            reader.dequeue()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_closing_ends_what_waits_to_send(remote: bool) -> None:
+    for wait in (
+        lambda: writer.enqueue("x"),
+        lambda: writer.enqueue_many(["x", "y"]),
+        lambda: writer.acquire_write().__enter__(),
+    ):
+        with pair(remote) as (writer, reader):
+            sent = fill(writer)
+            threads = [Thread(wait) for _ in range(3)]
+            until_it_waits(writer)
+            closing = Thread(writer.close)  # which waits until remote readers have everything
+            for thread in threads:
+                with pytest.raises(QueueClosed, match="this end was closed"):
+                    thread.result()
+            assert list(reader) == list(range(sent))
+            closing.result()
+
+
+def test_closing_ends_wait_until_ready() -> None:
+    with make_writer() as writer:
+        waiting = Thread(writer.wait_until_ready)
+        until_it_waits(writer)
+        writer.close()
+        with pytest.raises(QueueClosed, match="this end was closed"):
+            waiting.result()
+
+
+def test_closing_ends_a_stream_in_another_thread() -> None:
+    with pair() as (writer, reader):
+
+        def stream() -> int:
+            for number in itertools.count():
+                try:
+                    writer.enqueue(number)
+                except QueueClosed:
+                    return number
+            raise AssertionError
+
+        streaming, reading = Thread(stream), Thread(lambda: list(reader))
+        eventually(lambda: writer.stats().messages > 500, "some messages")
+        writer.close()
+        assert reading.result() == list(range(streaming.result()))
+
+
+def test_many_threads_close_at_once() -> None:
+    with pair() as (_, reader):
+        waiting = [Thread(reader.dequeue) for _ in range(2)]
+        until_it_waits(reader)
+        for thread in [Thread(reader.close) for _ in range(8)]:
+            thread.result()
+        for thread in waiting:
+            with pytest.raises(QueueClosed):
+                thread.result()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_closing_waits_for_no_block(elsewhere: bool) -> None:
+    with pair() as (writer, reader):
+        writer.enqueue("leased")
+        with reader.lease(20) as obj, pytest.raises(QueueClosed, match="this end was closed"):
+            with writer.acquire_write(20) as chunk:
+                for end in (reader, writer):
+                    Thread(end.close).result() if elsewhere else end.close()
+                chunk[:3] = b"not"
+        assert obj == "leased"
+        assert (reader._loop.closed, writer._loop.closed) == (True, True)
+        assert writer.stats().messages == 1
+
+
+def test_a_second_thread_waits_for_its_turn() -> None:
+    with pair() as (writer, reader):
+        sent = fill(writer)
+        first = Thread(writer.enqueue, "first", 60)
+        until_it_waits(writer)
+        with pytest.raises(TimeoutError, match="another thread's call, or its block, did not end in time"):
+            writer.enqueue("too late", 0.01)
+        with pytest.raises(QueueFull, match="another thread waits here"):
+            writer.enqueue_nowait("too early")
+        second = Thread(writer.enqueue, "second", 60)
+        assert [reader.dequeue(20) for _ in range(sent + 2)] == [*range(sent), "first", "second"]
+        first.result()
+        second.result()
+        waiting = Thread(reader.dequeue)
+        until_it_waits(reader)
+        with pytest.raises(QueueEmpty, match="another thread waits here"):
+            reader.dequeue_nowait()
+        writer.enqueue("last")
+        assert waiting.result() == "last"
+
+
+def test_a_second_thread_waits_for_a_block() -> None:
+    with pair() as (writer, reader):
+        with writer.acquire_write(20) as chunk:
+            with pytest.raises(TimeoutError, match="another thread's call, or its block"):
+                Thread(writer.enqueue, "x", 0.01).result()
+            with pytest.raises(QueueFull):
+                Thread(writer.enqueue_nowait, "x").result()
+            with pytest.raises(RoleError, match="inside of a block that has its slot"):
+                writer.enqueue("x")
+            after = Thread(writer.enqueue, "after", 60)
+            chunk[:5] = b"block"
+        after.result()
+        assert [bytes(reader.dequeue(20)[:5]), reader.dequeue(20)] == [b"block", "after"]
+
+
+def test_a_block_may_end_in_another_thread() -> None:
+    with pair() as (writer, reader):
+        block = writer.acquire_write(20)
+        block.__enter__()[:1] = b"x"
+        Thread(block.__exit__, None, None, None).result()
+        writer.enqueue("after", 20)
+        assert [bytes(reader.dequeue(20)[:1]), reader.dequeue(20)] == [b"x", "after"]
+
+
+def test_a_codec_is_used_by_one_thread_at_a_time() -> None:
+    inside, most = 0, 0
+
+    class Slow:
+        def __reduce__(self) -> Any:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.0001)  # other threads run
+            inside -= 1
+            return str, ("slow",)
+
+    with pair(chunks=64) as (writer, reader):
+        threads = [Thread(lambda: [writer.enqueue(Slow(), 60) for _ in range(100)]) for _ in range(3)]
+        assert [reader.dequeue(60) for _ in range(300)] == ["slow"] * 300
+        for thread in threads:
+            thread.result()
+    assert most == 1
+
+
+@pytest.mark.parametrize("end", ["reader", "writer"])
+def test_closing_in_a_signal_handler(end: str) -> None:
+    with pair() as (writer, reader):
+        closed = reader if end == "reader" else writer
+        sent = fill(writer)
+        if end == "reader":
+            for _ in range(sent):
+                reader.dequeue()
+        before = signal.signal(signal.SIGUSR1, lambda *_: closed.close())
+        try:
+
+            def interrupt() -> None:
+                until_it_waits(closed)
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+            interrupting = Thread(interrupt)
+            with pytest.raises(QueueClosed, match="this end was closed"):
+                reader.dequeue() if end == "reader" else writer.enqueue("x")
+            interrupting.result()
+            assert closed._loop.closed
+        finally:
+            signal.signal(signal.SIGUSR1, before)
