@@ -59,6 +59,11 @@ class CoreEngineLaunch:
         return manager.processes if isinstance(manager, CoreEngineProcManager) else []
 
     @property
+    def has_client(self) -> bool:
+        """Whether there is a `client`."""
+        return self._client is not None
+
+    @property
     def client(self) -> EngineClient:
         """The client of these engines; ready, unless they were not waited for.
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from aioshm.errors import RoleError
 
 Output = TypeVar("Output")
+
+
+class Waiter(Protocol):
+    """What is told that something has come: the future of a task that waits, or what stands for a thread."""
+
+    def done(self) -> bool:
+        """Whether it was told already, and need not be again."""
+
+    def set_result(self, result: None, /) -> None:
+        """Tell it."""
 
 
 class Inbox:
@@ -19,6 +29,8 @@ class Inbox:
 
     Attributes:
         position: Of the engine that has the request.
+        outputs: What has come.
+        waiter: Is told of what comes.
         ended: Whether no more will come.
         error: Why, if that is not because the request is finished.
     """
@@ -28,7 +40,7 @@ class Inbox:
     def __init__(self, position: int) -> None:
         self.position = position
         self.outputs: deque[Any] = deque()
-        self.waiter: asyncio.Future[None] | None = None
+        self.waiter: Waiter | None = None
         self.ended = False
         self.error: Callable[[], Exception] | None = None
 
@@ -86,9 +98,9 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
                 raise StopAsyncIteration
             if inbox.waiter is not None:
                 raise RoleError(f"two tasks wait for outputs of request {self.request_id!r}")
-            inbox.waiter = asyncio.get_running_loop().create_future()
+            waiter = inbox.waiter = asyncio.get_running_loop().create_future()
             try:
-                await inbox.waiter
+                await waiter
             except asyncio.CancelledError:
                 self._leave(self.request_id, inbox)
                 raise
@@ -97,9 +109,18 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
         output: Output = inbox.outputs.popleft()
         return output
 
-    async def aclose(self) -> None:
+    @property
+    def inbox(self) -> Inbox:
+        """What has come and was not taken yet."""
+        return self._inbox
+
+    def leave(self) -> None:
         """Abort the request unless it is finished. Idempotent."""
         self._leave(self.request_id, self._inbox)
+
+    async def aclose(self) -> None:
+        """Do what `leave` does."""
+        self.leave()
 
     def __del__(self) -> None:
         if not self._inbox.ended:

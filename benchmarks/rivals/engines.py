@@ -23,7 +23,8 @@ from aioshm.engine import (
     EngineZmqAddresses,
     run_engine_core,
 )
-from benchmarks.crew import Boss, Crew
+from aioshm.engine.blocking import EngineClient as BlockingClient
+from benchmarks.crew import Boss, Crew, Hand
 from benchmarks.rivals.base import Line, Rival
 
 READY_S = 30.0
@@ -106,12 +107,8 @@ async def serve(boss: Boss, address: str) -> None:
 @asynccontextmanager
 async def _client(crew: Crew) -> AsyncIterator[Ask]:
     with tempfile.TemporaryDirectory(prefix="aioshm-") as folder:
-        addresses = EngineZmqAddresses([f"ipc://{folder}/in"], [f"ipc://{folder}/out"])
-        handshake = f"ipc://{folder}/handshake"
-        async with EngineClient(addresses, 1, output_type=Output) as client:
-            hand = crew.start("engine of aioshm", serve, handshake)
-            async with EngineStartupCoordinator(handshake, [CoreEngine(0)], addresses) as startup:
-                await startup.wait(READY_S)
+        async with EngineClient(_addresses(folder), 1, output_type=Output) as client:
+            hand = await _start(crew, folder, client.addresses)
             await client.wait_until_ready(READY_S)
 
             async def ask(request: Request) -> Output:
@@ -120,6 +117,35 @@ async def _client(crew: Crew) -> AsyncIterator[Ask]:
 
             yield ask
             await crew.dismiss([hand])
+
+
+@asynccontextmanager
+async def _blocking_client(crew: Crew) -> AsyncIterator[Ask]:
+    with (
+        tempfile.TemporaryDirectory(prefix="aioshm-") as folder,
+        BlockingClient(_addresses(folder), 1, output_type=Output) as client,
+    ):
+        hand = await _start(crew, folder, client.addresses)
+        client.wait_until_ready(READY_S)
+
+        async def ask(request: Request) -> Output:  # it blocks this loop, which has nothing else to do
+            output: Output = next(client.submit(request))
+            return output
+
+        yield ask
+        await crew.dismiss([hand])
+
+
+def _addresses(folder: str) -> EngineZmqAddresses:
+    return EngineZmqAddresses([f"ipc://{folder}/in"], [f"ipc://{folder}/out"])
+
+
+async def _start(crew: Crew, folder: str, addresses: EngineZmqAddresses) -> Hand:
+    handshake = f"ipc://{folder}/handshake"
+    hand = crew.start("engine of aioshm", serve, handshake)
+    async with EngineStartupCoordinator(handshake, [CoreEngine(0)], addresses) as startup:
+        await startup.wait(READY_S)
+    return hand
 
 
 # zmq.asyncio, bare
@@ -174,5 +200,6 @@ def _no_line(_payload: object, _n_reader: int) -> Line:
 
 ENGINES = [
     EngineRival("aioshm", _no_line, False, _client),
+    EngineRival("aioshm, blocking", _no_line, False, _blocking_client),
     EngineRival("zmq.asyncio", _no_line, False, _router),
 ]

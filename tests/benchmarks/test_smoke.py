@@ -80,7 +80,8 @@ def measured(report: Any) -> set[tuple[str, str, int]]:
 def test_engine_roundtrip(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("engine_roundtrip", loop_name)
     prompts = {"16 tokens", "4,000 tokens"}
-    assert measured(report) == {(prompt, name, 1) for prompt in prompts for name in ("aioshm", "zmq.asyncio")}
+    names = ("aioshm", "aioshm, blocking", "zmq.asyncio")
+    assert measured(report) == {(prompt, name, 1) for prompt in prompts for name in names}
     assert len(report["promises"]) == 2
 
 

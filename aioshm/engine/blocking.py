@@ -1,0 +1,136 @@
+"""Engines for plain threads: the client and the launch without ``await``.
+
+    from aioshm.engine.blocking import launch_core_engines
+
+    with launch_core_engines(serve, 2) as launch:
+        for output in launch.client.submit(request):
+            ...
+
+The client of `aioshm.engine` runs on an event loop in a thread of its own, so that the death of an engine is noticed
+while nobody calls, and any number of threads may wait for outputs at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aioshm.engine import launch as launching
+from aioshm.engine.actors import CoreEngineActorManager
+from aioshm.engine.addresses import EngineZmqAddresses
+from aioshm.engine.blocking_client import EngineClient
+from aioshm.engine.blocking_streams import OutputStream
+from aioshm.engine.child import Child
+from aioshm.engine.coordinator import DPCoordinator
+from aioshm.engine.deaths import WatchedProcess
+from aioshm.engine.loop_thread import LoopThread
+from aioshm.engine.processes import CoreEngineProcManager
+from aioshm.engine.progress import StartupReport
+
+__all__ = ["CoreEngineLaunch", "EngineClient", "OutputStream", "launch_core_engines"]
+
+
+class CoreEngineLaunch:
+    """What `launch_core_engines` has started; see `aioshm.engine.CoreEngineLaunch`.
+
+    Attributes:
+        awaited: The same, as it is on the loop of the thread.
+    """
+
+    def __init__(self, launch: launching.CoreEngineLaunch, host: LoopThread) -> None:
+        self.awaited = launch
+        self._host = host
+        self._client = EngineClient.around(launch.client, host) if launch.has_client else None
+
+    @property
+    def engine_manager(self) -> CoreEngineProcManager | CoreEngineActorManager:
+        """The engines of this host, or Ray's actors."""
+        return self.awaited.engine_manager
+
+    @property
+    def coordinator(self) -> DPCoordinator | None:
+        """The data-parallel coordinator, if there is one."""
+        return self.awaited.coordinator
+
+    @property
+    def processes(self) -> list[Child]:
+        """The processes of this host's engines."""
+        return self.awaited.processes
+
+    @property
+    def addresses(self) -> EngineZmqAddresses:
+        """What engines are told, and API servers in other processes need."""
+        return self.awaited.addresses
+
+    @property
+    def handshake_address(self) -> str:
+        """Where engines say HELLO."""
+        return self.awaited.handshake_address
+
+    @property
+    def report(self) -> StartupReport | None:
+        """What the engines have said; None until they are ready."""
+        return self.awaited.report
+
+    @property
+    def client(self) -> EngineClient:
+        """The client of these engines.
+
+        Raises:
+            RoleError: API servers have the clients, or there is no engine to have one for.
+        """
+        if self._client is None:
+            _ = self.awaited.client
+            raise AssertionError
+        return self._client
+
+    def wait_until_ready(
+        self, timeout: float | None = None, *, watched_processes: Iterable[WatchedProcess] = ()
+    ) -> StartupReport:
+        """Wait until every engine is ready; needed after ``wait=False`` only.
+
+        Args:
+            timeout: Seconds to wait; None waits for as long as there is progress.
+            watched_processes: More processes without which there is nothing to start for.
+        """
+        launch = self.awaited
+        launch.watched_processes = (*launch.watched_processes, *watched_processes)
+        return self._host.run(lambda: launch.wait_until_ready(timeout))
+
+
+@contextmanager
+def launch_core_engines(
+    target_fn: Callable[..., object],
+    engine_count: int = 1,
+    local_engine_count: int | None = None,
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    **options: Any,
+) -> Iterator[CoreEngineLaunch]:
+    """Start coordinator and engines, shake hands with them, and have a client ready; a context manager.
+
+    Ctrl-C while engines start stops them; it reaches this process only, not the engines.
+
+    Args:
+        target_fn: What each engine's process runs.
+        engine_count: How many engines there are in all.
+        local_engine_count: How many of them run on this host; None: all.
+        loop_factory: Makes the event loop of the client's thread; None: asyncio's own.
+        options: Every other argument of `aioshm.engine.launch_core_engines`, which says what is raised, too.
+            ``on_progress`` is called in the thread.
+
+    Yields:
+        What was started.
+    """
+    host = LoopThread("a launch of engines", loop_factory)
+    try:
+        manager = launching.launch_core_engines(target_fn, engine_count, local_engine_count, **options)
+        launch = host.run(manager.__aenter__)
+        try:
+            yield CoreEngineLaunch(launch, host)
+        finally:
+            host.run(lambda: manager.__aexit__(None, None, None))
+    finally:
+        host.end()

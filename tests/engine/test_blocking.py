@@ -1,0 +1,419 @@
+"""The client and the launch for plain threads: outputs, calls, timeouts, interrupts, forks, endings."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import launch_targets as targets
+import pytest
+import uvloop
+from managed import gone, open_things
+from served_engine import Engine, ask, here_and_there, stop
+from support import eventually
+
+from aioshm.engine import CoreEngine, EngineStartupCoordinator, get_engine_client_zmq_addr, run_engine_core
+from aioshm.engine.blocking import CoreEngineLaunch, EngineClient, OutputStream, launch_core_engines
+from aioshm.errors import CallFailed, CodecError, EngineDead, EngineStartupError, QueueClosed, RoleError
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(runtime_dir: Path) -> Iterator[None]:
+    """Fail if a descriptor, a thread or a socket file is left."""
+    resource_tracker.ensure_running()  # what multiprocessing opens for good, and uvloop
+    uvloop.run(asyncio.sleep(0))
+    before = open_things()
+    yield
+    gc.collect()
+    eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")
+    assert not runtime_dir.exists() or list(runtime_dir.iterdir()) == []
+
+
+class Slow(Engine):
+    """An engine that does not spin while a request is open."""
+
+    async def _step_later(self) -> list[Any]:
+        await asyncio.sleep(0.001)
+        return self._step()
+
+
+@contextmanager
+def served(*engines: Any, loop: Callable[[], Any] | None = None, **options: Any) -> Iterator[EngineClient]:
+    """Let engines in a loop in another thread serve a client."""
+    engines = engines or (Slow(is_async=True),)
+    handshake, ending = get_engine_client_zmq_addr(True, ""), threading.Event()
+    with EngineClient(here_and_there(), len(engines), loop_factory=loop, **options) as client:
+
+        async def serve() -> None:
+            running = [asyncio.create_task(run_engine_core(each, handshake, n)) for n, each in enumerate(engines)]
+            ranks = [CoreEngine(rank) for rank in range(len(engines))]
+            async with EngineStartupCoordinator(handshake, ranks, client.addresses) as startup:
+                await startup.wait(30)
+            await asyncio.to_thread(ending.wait)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        try:
+            client.wait_until_ready(30)
+            yield client
+        finally:
+            client.close()
+            ending.set()
+            thread.join()
+
+
+def tokens(stream: OutputStream[Any]) -> list[int]:
+    return [output["token"] for output in stream]
+
+
+def interrupt_within(seconds: float) -> None:
+    """Press Ctrl-C in a moment."""
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+class TestStreams:
+    @pytest.mark.parametrize("loop", LOOPS)
+    def test_outputs_come_in_order_and_end(self, loop: Any) -> None:
+        with served(loop=loop) as client:
+            stream = client.submit(ask("a", 4))
+            assert (stream.request_id, stream.engine) == ("a", 0)
+            assert "request 'a' at engine 0" in repr(stream)
+            assert "blocking EngineClient" in repr(client)
+            assert tokens(stream) == [0, 1, 2, 3]
+            with pytest.raises(StopIteration):
+                next(stream)
+            assert client.in_flight == 0
+            assert client.ready == {0: {"num_gpu_blocks": 5}}
+            assert client.ranks == [0]
+
+    def test_many_threads_at_once(self) -> None:
+        engines = [Slow(is_async=True), Slow(is_async=True)]
+        with served(*engines) as client, ThreadPoolExecutor(8) as pool:
+            found = pool.map(lambda n: tokens(client.submit(ask(str(n), n % 7 + 1))), range(200))
+            assert list(found) == [[*range(n % 7 + 1)] for n in range(200)]
+            assert sum(len(each.seen) for each in engines) == 200
+
+    def test_a_timeout_aborts_nothing(self) -> None:
+        with served() as client:
+            stream = client.submit(ask("a", None), timeout=0.05)
+            assert next(stream)["token"] == 0
+            for _ in range(2):
+                with pytest.raises(TimeoutError, match=r"request 'a': no output within 0.05 s"):
+                    next(stream)
+            assert client.call("report", engine=0)["open"] == ["a"]
+            stream.timeout = None
+            client.abort("a")
+            assert list(stream) == []
+
+    @pytest.mark.parametrize("way", ["break", "with", "close", "forget", "abort"])
+    def test_whoever_leaves_aborts(self, way: str) -> None:
+        with served() as client:
+            stream = client.submit(ask("a", None))
+            assert next(stream)["token"] == 0
+            if way == "with":
+                with stream:
+                    pass
+            elif way == "close":
+                stream.close()
+            elif way == "abort":
+                client.abort(["a", "unknown"])
+            elif way == "break":
+                stream = client.submit(ask("b", None))
+                for _ in stream:
+                    break
+                del stream
+            else:
+                del stream
+            eventually(lambda: client.call("report", engine=0)["open"] == [], "the abortion")
+            assert client.in_flight == 0
+
+    def test_two_threads_of_one_stream(self) -> None:
+        with served() as client:
+            stream = client.submit(ask("a", None))
+            next(stream)
+            errors: list[Exception] = []
+
+            def wait() -> None:
+                try:
+                    next(stream)
+                except Exception as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=wait) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            eventually(lambda: errors, "the refusal of the second one")
+            assert "two threads wait for outputs of request 'a'" in str(errors[0])
+            stream.close()
+            for thread in threads:
+                thread.join()
+            assert [type(error) for error in errors] == [RoleError, StopIteration]
+
+    def test_errors_are_raised_where_it_was_called(self) -> None:
+        with served(request_type=dict) as client:
+            with pytest.raises(TypeError, match="request must be a dict"):
+                client.submit(5)
+            with pytest.raises(CodecError):
+                client.submit({"no": "id"})
+            with pytest.raises(ValueError, match="engine must be the rank"):
+                client.submit(ask("a"), engine=7)
+            with pytest.raises(ValueError, match="timeout must be a finite number"):
+                client.submit(ask("a"), timeout=0)
+            assert next(client.submit(ask("b", refuse="too long")))["error"] == "ValueError: too long"
+
+
+class TestCalls:
+    def test_results_and_failures(self) -> None:
+        with served(Engine(is_async=True), Engine(is_async=True)) as client:
+            assert client.call("add", 1, 2, engine=1) == 3
+            assert client.call("add", 1) == [2, 2]
+            with pytest.raises(CallFailed, match=r"^Call to fail method failed: 'why'$") as caught:
+                client.call("fail", "why", engine=1)
+            assert (caught.value.engine, caught.value.method) == (1, "fail")
+            with pytest.raises(TimeoutError, match=r"no answer to a call of never within 0.05 s"):
+                client.call("never", engine=0, timeout=0.05)
+            with ThreadPoolExecutor(8) as pool:
+                assert list(pool.map(lambda n: client.call("later", n, engine=n % 2), range(40))) == [*range(40)]
+
+
+class TestInterrupts:
+    def test_one_aborts_the_request_that_it_meets(self) -> None:
+        with served() as client:
+            others: list[list[int]] = []
+            thread = threading.Thread(target=lambda: others.append(tokens(client.submit(ask("other", 400)))))
+            thread.start()
+            stream = client.submit(ask("a", None))
+            assert next(stream)["token"] == 0
+            interrupt_within(0.1)
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+            with pytest.raises(StopIteration):
+                next(stream)
+            interrupt_within(0.1)
+            with pytest.raises(KeyboardInterrupt):
+                client.call("never", engine=0)
+            assert client.call("report", engine=0)["aborted"] == ["a"]
+            thread.join()
+            assert others == [[*range(400)]]
+
+    def test_what_a_handler_raises(self) -> None:
+        def handle(*_: object) -> None:
+            raise LookupError("now")
+
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            with served() as client:
+                stream = client.submit(ask("a", None))
+                next(stream)
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                with pytest.raises(LookupError):
+                    next(stream)
+                eventually(lambda: client.call("report", engine=0)["open"] == [], "the abortion")
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+    @pytest.mark.slow
+    def test_a_storm(self) -> None:
+        """No request is left open, nobody else loses an output, and everything goes on."""
+        chance = random.Random(3)
+        with served() as client:
+            ending, counts = threading.Event(), []
+
+            def others() -> None:
+                while not ending.is_set():
+                    counts.append(tokens(client.submit(ask(f"other {len(counts)}", 20))))
+
+            thread = threading.Thread(target=others)
+            thread.start()
+            interrupts = 0
+            armed: list[bool] = []
+
+            def handle(*_: object) -> None:
+                if armed:
+                    armed.clear()
+                    raise KeyboardInterrupt
+
+            before = signal.signal(signal.SIGALRM, handle)
+            for number in range(400):
+                try:
+                    armed.append(True)
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 0.02))
+                    assert tokens(client.submit(ask(f"mine {number}", 8))) == [*range(8)]
+                    client.call("add", 1, engine=0)
+                    armed.clear()
+                except KeyboardInterrupt:
+                    interrupts += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            ending.set()
+            thread.join()
+            assert interrupts > 100
+            assert counts
+            assert all(each == [*range(20)] for each in counts)
+            eventually(lambda: client.call("report", engine=0)["open"] == [], "the end of every request")
+            assert client.in_flight == 0
+
+
+class TestEnding:
+    @pytest.mark.parametrize("loop", LOOPS)
+    def test_closing_ends_all_waits(self, loop: Any) -> None:
+        with served(loop=loop) as client, ThreadPoolExecutor(4) as pool:
+            streams = [client.submit(ask(name, None)) for name in "ab"]
+            for stream in streams:
+                next(stream)
+            waits = [pool.submit(next, stream) for stream in streams] + [pool.submit(client.call, "never")]
+            eventually(lambda: all(each.running() for each in waits), "their waiting")
+            closers = [threading.Thread(target=client.close) for _ in range(3)]
+            for closer in closers:
+                closer.start()
+            for each in waits:
+                with pytest.raises(QueueClosed):
+                    each.result(20)
+            for closer in closers:
+                closer.join()
+            client.close()
+            for attempt in (lambda: client.submit(ask("c")), lambda: client.call("add", 1), client.wait_until_ready):
+                with pytest.raises(QueueClosed, match="closed"):
+                    attempt()
+            with pytest.raises(RoleError, match="once"):
+                client.open()
+
+    def test_before_it_is_open_and_ready(self) -> None:
+        client = EngineClient(here_and_there(), 1)
+        with pytest.raises(RoleError, match="inside `with`"):
+            client.submit(ask("a"))
+        client.close()
+        with client:
+            with pytest.raises(RoleError, match="not ready"):
+                client.submit(ask("a"))
+            with pytest.raises(TimeoutError, match=r"engines 0 have not registered after 0\.01 s"):
+                client.wait_until_ready(0.01)
+
+    def test_an_address_that_cannot_be_bound(self) -> None:
+        addresses = here_and_there()
+        addresses.inputs[0] = "tcp://256.0.0.1:1"
+        with pytest.raises(OSError, match="cannot bind tcp://256"):
+            EngineClient(addresses, 1).open()
+
+    def test_forgetting_to_close_is_reported(self) -> None:
+        client = EngineClient(here_and_there(), 1)
+        client.open()
+        with pytest.warns(ResourceWarning, match="was not closed: use `with`"):
+            del client
+            gc.collect()
+
+    def test_its_own_thread_is_refused(self) -> None:
+        with served() as client:
+            assert client._host is not None
+            with pytest.raises(RoleError, match="would wait for itself"):
+                client._host.do(lambda: client.call("add", 1))
+
+    def test_a_forked_child(self) -> None:
+        with served() as client:
+            stream = client.submit(ask("a", None))
+            next(stream)
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                with suppress(BaseException):
+                    for attempt in (
+                        lambda: next(stream),
+                        lambda: client.call("add", 1),
+                        lambda: client.submit(ask("b")),
+                    ):
+                        with pytest.raises(RoleError, match="not to its child"):
+                            attempt()
+                    client.close()
+                    stream.close()
+                    code = 0
+                os._exit(code)
+            deadline = time.monotonic() + 20
+            while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+                assert time.monotonic() < deadline, "the child hangs"
+                time.sleep(0.01)
+            assert ended[1] == 0
+            assert client.call("report", engine=0)["open"] == ["a"]
+
+    @pytest.mark.parametrize("ending", ["", "sys.exit(0)", "os.kill(os.getpid(), 2)", "pid = os.fork()"])
+    def test_a_program_that_ends_without_closing(self, ending: str) -> None:
+        program = f"""
+            import os, sys
+            from aioshm.engine import EngineZmqAddresses
+            from aioshm.engine.blocking import EngineClient
+            client = EngineClient(EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://127.0.0.1:0"]), 1)
+            client.open()
+            {ending}
+        """
+        program = textwrap.dedent(program)
+        done = subprocess.run([sys.executable, "-c", program], timeout=30, capture_output=True, text=True)
+        assert done.returncode == (-signal.SIGINT if "kill" in ending else 0), done.stderr
+
+
+class TestLaunch:
+    def test_everything_is_there_and_ends(self) -> None:
+        with launch_core_engines(targets.serve, 2) as launch:
+            assert sorted(launch.report.engines if launch.report else []) == [0, 1]
+            assert launch.coordinator is not None
+            with ThreadPoolExecutor(4) as pool:
+                found = pool.map(lambda n: tokens(launch.client.submit(ask(str(n)))), range(10))
+                assert list(found) == [[0, 1, 2]] * 10
+            pids = [process.pid or 0 for process in [*launch.processes, launch.coordinator.proc]]
+            assert launch.addresses.inputs == launch.client.addresses.inputs
+            assert launch.wait_until_ready() is launch.report
+            waiting = launch.client.submit(ask("a", None))
+            next(waiting)
+        assert len(pids) == 3
+        assert all(map(gone, pids))
+        with pytest.raises(QueueClosed):
+            next(waiting)
+        with pytest.raises(QueueClosed):
+            launch.client.call("add", 1)
+
+    def test_a_death_is_named(self) -> None:
+        with launch_core_engines(targets.serve) as launch:
+            stream = launch.client.submit(ask("a", None))
+            next(stream)
+            stop(launch.processes[0].pid or 0)
+            with pytest.raises(EngineDead, match=r"EngineCore_0 \(pid \d+\) was killed by SIGKILL"):
+                list(stream)
+
+    def test_a_failure_is_named(self) -> None:
+        with pytest.raises(EngineStartupError, match="rank 0 has no device"):
+            with launch_core_engines(targets.fail, kwargs={"how": {0: "at once"}}):
+                raise AssertionError("not reached")
+
+    def test_an_interrupt_while_they_start(self) -> None:
+        started: list[CoreEngineLaunch] = []
+        interrupt_within(0.7)
+        with pytest.raises(KeyboardInterrupt):
+            with launch_core_engines(targets.fail, kwargs={"how": {0: "hangs"}}) as launch:
+                started.append(launch)
+        assert not started
+
+    def test_clients_elsewhere(self) -> None:
+        with launch_core_engines(targets.serve, num_api_servers=1, wait=False) as launch:
+            with pytest.raises(RoleError, match="there is no client here"):
+                _ = launch.client
+            with EngineClient(launch.addresses, 1) as client:
+                launch.wait_until_ready(60)
+                client.wait_until_ready(30)
+                assert tokens(client.submit(ask("a"))) == [0, 1, 2]
