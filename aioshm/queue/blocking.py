@@ -153,6 +153,8 @@ class MessageQueue:
         """Receive the next message; ``cancel``, a `threading.Event`, ends the wait within `CANCEL_POLL_S`."""
         try:
             obj = self._receive()
+            if obj is NOTHING and self._end.linger_ns and timeout != 0:
+                obj = self._end.linger(self._receive)
         except AioshmError:
             raise
         except Exception as error:  # the ring's core decodes with the codec's bare function

@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioshm.config import Options
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.queue.base import MessageQueue
 from aioshm.queue.stats import QueueStats
+from aioshm.ring.atomics import NOTHING
+from aioshm.wait.bell import Bell
+from aioshm.wait.blocking import BlockingLoop, BlockingPoller
 from aioshm.wait.cpus import usable_cpus
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller, Stall, WaitStats
@@ -56,6 +59,8 @@ class NotAttached:
 
 
 _ends: weakref.WeakSet[End] = weakref.WeakSet()
+_others: weakref.WeakKeyDictionary[End, set[int]] = weakref.WeakKeyDictionary()
+"""The processes at the other ends of this process' queues, of those whose calls block."""
 
 
 class End(MessageQueue, ABC):
@@ -66,6 +71,13 @@ class End(MessageQueue, ABC):
     """
 
     _core: WriterCore | ReaderCore
+
+    linger_ns = 0
+    """How long a blocking call that finds nothing should `linger` before it waits."""
+
+    def linger(self, receive: Callable[[], Any]) -> Any:
+        """Receive a message that comes soon, handing the CPU on after each look; return `NOTHING` if none does."""
+        return NOTHING
 
     def __init__(self, queue_id: bytes, options: Options) -> None:
         self._name = queue_id.hex()[:8]
@@ -310,15 +322,24 @@ class End(MessageQueue, ABC):
 
     # Waiting
 
-    def _new_poller(self, parked: memoryview, others: Sequence[int]) -> Poller:
+    def _new_poller(self, parked: memoryview, others: Sequence[int], bell: Bell | None) -> Poller:
         """Make what waits, now that the other ends are known.
 
         Args:
             parked: This end's parked flag.
             others: The process of each other end that this one has to do with, 0 where that is not known.
+            bell: What they wake this one by, if it is that.
         """
-        assert self._loop is not None
-        return Poller(self._loop, parked, predictor_among(others, self._options), self._options.wait, self._core.spin)
+        loop, options, spin = self._loop, self._options, self._core.spin
+        assert loop is not None
+        if isinstance(loop, BlockingLoop):
+            # Its spins are for an answer, whichever end that comes to: whoever else is under way needs a CPU too.
+            _others[self] = {pid for pid in others if pid > 0}
+            everybody = {*others}.union(*_others.values())
+            crowded = _apart(others) and 1 + len(everybody) > _cpus_of(others)
+            predictor = predictor_among(others, options, crowded=crowded, yields=True)
+            return BlockingPoller(loop, parked, predictor, options.wait, spin, bell, crowded=crowded)
+        return Poller(loop, parked, predictor_among(others, options), options.wait, spin)
 
     def _wake(self) -> None:
         """Let a waiting call look at the ring."""
@@ -363,21 +384,34 @@ def _always() -> bool:
     return True
 
 
-def predictor_among(others: Sequence[int], options: Options) -> Predictor:
+def predictor_among(
+    others: Sequence[int], options: Options, *, crowded: bool | None = None, yields: bool = False
+) -> Predictor:
     """Return what decides how an end waits for others.
 
     Args:
         others: The process of each, 0 where that is not known.
         options: The end's.
+        crowded: Whether there are more ends than CPUs; None: find out.
+        yields: Whether it hands its CPU on while it spins.
     """
-    cpus = usable_cpus(pids=[pid for pid in others if pid > 0])
+    cpus = _cpus_of(others)
     # Ends of one process hand over to each other through its event loop, or its GIL: spinning would keep both.
-    apart = os.getpid() not in others
+    apart = _apart(others)
     return Predictor(
         may_spin=apart and cpus > 1,
-        crowded=apart and 1 + len(others) > cpus,
+        crowded=apart and 1 + len(others) > cpus if crowded is None else crowded,
+        yields=yields,
         max_spin_cpu=options.max_spin_cpu,
     )
+
+
+def _apart(others: Sequence[int]) -> bool:
+    return os.getpid() not in others
+
+
+def _cpus_of(others: Sequence[int]) -> int:
+    return usable_cpus(pids=[pid for pid in others if pid > 0])
 
 
 def deadline_after(timeout: float | None) -> float | None:

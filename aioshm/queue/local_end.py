@@ -114,7 +114,7 @@ class LocalEnd(ReaderEnd, ABC):
 
     def _on_go(self) -> None:
         if self._poller is None:
-            self._poller = self._new_poller(self._ring.parked, self._other_ends())
+            self._poller = self._new_poller(self._ring.parked, self._other_ends(), self._lifeline.bell)
         self._ready = True
         self._reopen()
         self._wake()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from abc import ABC
+from collections.abc import Callable
 from time import monotonic_ns
+from typing import Any
 
 from aioshm.codec import Codec
 from aioshm.config import Options
@@ -15,6 +18,7 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.leases import Leases
 from aioshm.queue.local_end import LocalEnd
 from aioshm.queue.report import SUSPECT_STATES, process_state
+from aioshm.ring.atomics import NOTHING
 from aioshm.ring.slot import Slot
 from aioshm.wait.line import settle
 
@@ -84,7 +88,19 @@ class LocalSlots(LocalEnd, ABC):
             except TimeoutError:
                 raise TimeoutError(f"{self!r}: message {self._seq} did not come in time") from None
             finally:
-                self._core.spin_ns = self._poller.inline_spin_ns
+                self._core.spin_ns, self.linger_ns = self._poller.inline_spin_ns, self._poller.linger_ns
+
+    def linger(self, receive: Callable[[], Any]) -> Any:
+        core = self._core
+        if not core.passes():  # as it does now and then, so that the loop has its turn
+            return NOTHING
+        if self._waking:  # which the loop was to do
+            self._wake_writer()
+        obj, until_ns = NOTHING, monotonic_ns() + self.linger_ns
+        while obj is NOTHING and core.open and monotonic_ns() < until_ns:
+            os.sched_yield()
+            obj = receive()
+        return obj
 
     def _may_go_on(self) -> bool:
         return self._refusal is not None or self._writer_gone is not None or self._ring.ready()

@@ -6,13 +6,13 @@ import _signal  # type: ignore[import-not-found]  # what signal wraps, whose con
 import asyncio
 import contextlib
 import os
-import selectors
 import threading
 from collections.abc import Callable, Coroutine
 from threading import get_ident
 from typing import Any, TypeVar
 
 from aioshm.errors import QueueClosed, RoleError
+from aioshm.wait.blocking import BlockingLoop
 
 T = TypeVar("T")
 
@@ -136,9 +136,7 @@ class PrivateLoop:
     def _loop_for_call(self) -> asyncio.AbstractEventLoop:
         self.check_thread()
         if self._loop is None:
-            # Not uvloop: it starts and stops slower, and does nothing better here. And no epoll: a forked child, which
-            # shares it, would take its descriptors out of it for the parent, too.
-            self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+            self._loop = BlockingLoop()
             self._pid = os.getpid()
         self.check_process()
         if self._loop.is_closed():

@@ -143,7 +143,7 @@ class WriterEnd(End, ABC):
             raise TimeoutError(f"{self!r}: not attached yet: {', '.join(self._missing())}") from None
         if not self._ready:
             self._ready = True
-            self._poller = self._new_poller(self._ring.parked, self._roster.pids())
+            self._poller = self._new_poller(self._ring.parked, self._roster.pids(), self._listener.bell)
             self._buffer.unlink()  # everybody has it mapped
             self._go()
             logger.debug("%r: %d readers", self, self._alive())

@@ -48,6 +48,16 @@ class Alarm:
                 self._timer.cancel()
             self._start_timer()
 
+    @property
+    def fd(self) -> int:
+        """The descriptor that is readable once it rings; -1 where there is none."""
+        return self._fd
+
+    def look(self) -> None:
+        """Call back if the time has come, without waiting for the loop to find it."""
+        if self._fd >= 0:
+            self._readable()
+
     def close(self) -> None:
         """Disarm it for good and give the descriptor back. Idempotent; needs no running loop."""
         self._closed = True

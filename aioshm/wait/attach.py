@@ -71,6 +71,11 @@ class Lifeline:
         if self._early:
             self._signals(self._early)
 
+    @property
+    def bell(self) -> Bell | None:
+        """What the writer wakes this end by; None where that is a byte on the connection."""
+        return self._own_bell
+
     def take_segment(self) -> int:
         """Return the segment's descriptor, which is the caller's from here on."""
         fd, self._segment_fd = self._segment_fd, None

@@ -82,7 +82,7 @@ class Stall:
             self._report()
 
 
-class _Wait:
+class Waiting:
     """One wait: what it is for, and what else may end it."""
 
     __slots__ = ("cancel", "deadline", "look", "stall", "watcher")
@@ -129,6 +129,7 @@ class Poller:
 
     Attributes:
         inline_spin_ns: How long a caller that finds nothing should spin before it comes here; 0 if not at all.
+        linger_ns: How long after that it should look again and again, with the CPU handed on after each look.
     """
 
     def __init__(
@@ -148,7 +149,9 @@ class Poller:
         self._alarm = Alarm(loop, self.wake)
         self._yielded = False
         self._unpaid: tuple[int, int, int, bool] | None = None
+        self._first_slice_ns = INLINE_SPIN_NS
         self.inline_spin_ns = INLINE_SPIN_NS if mode == "spin" else 0
+        self.linger_ns = 0
         self.stats = WaitStats()
 
     def wake(self) -> None:
@@ -193,7 +196,7 @@ class Poller:
             return False
         if self._unpaid is not None:
             self._pay_for_hit(at_ns)
-        wait = _Wait(look, deadline, cancel, stall)
+        wait = Waiting(look, deadline, cancel, stall)
         try:
             if self._mode == "adaptive":
                 await self._adapt(wait, count, at_ns)
@@ -207,10 +210,10 @@ class Poller:
                 wait.watcher.cancel()
         return self._yielded
 
-    async def _adapt(self, wait: _Wait, count: int, at_ns: int) -> None:
+    async def _adapt(self, wait: Waiting, count: int, at_ns: int) -> None:
         predictor = self._predictor
         plan = predictor.plan(count, at_ns, monotonic_ns())
-        self.inline_spin_ns = INLINE_SPIN_NS if predictor.hot else 0
+        self.inline_spin_ns = self._first_slice_ns if predictor.hot else 0
         if plan.spin_ns:
             hit = await self._spin(wait, monotonic_ns() + plan.spin_ns)
             predictor.spun(hit)
@@ -234,7 +237,7 @@ class Poller:
             plan = predictor.after_miss(monotonic_ns())
         await self._sleep(wait)
 
-    async def _spin(self, wait: _Wait, until_ns: int, *, window: bool = False) -> bool:
+    async def _spin(self, wait: Waiting, until_ns: int, *, window: bool = False) -> bool:
         """Return whether what is waited for came before a time; lets other tasks run in between.
 
         In a window, the end has just woken and may have to move apart from the other end; one that has been spinning
@@ -242,14 +245,14 @@ class Poller:
         """
         look, spin, stats = wait.look, self._spin_natively, self.stats
         began = now = monotonic_ns()
-        slice_ns = INLINE_SPIN_NS
+        slice_ns = self._first_slice_ns
         stats.spins += 1
         stats.windows += window
         hit = missed = False
-        apart = not window
+        apart = not (window and slice_ns)
         try:
             while True:
-                if look() or (now < until_ns and spin(min(slice_ns, until_ns - now))):
+                if look() or (slice_ns and now < until_ns and spin(min(slice_ns, until_ns - now))):
                     # The message first: what is done here for the first time in a period is done slowly.
                     hit = True
                     self._unpaid = (began, now, now + slice_ns, window)
@@ -261,10 +264,8 @@ class Poller:
                 if now >= until_ns:
                     missed = True
                     return False
-                self._yielded = True
-                await asyncio.sleep(0)
+                slice_ns = await self._between_slices(now)
                 turned = monotonic_ns()
-                slice_ns = INLINE_SPIN_NS if turned - now < IDLE_TURN_NS else SHARED_SPIN_NS
                 os.sched_yield()  # the other end may be waiting for this very CPU
                 now = monotonic_ns()
                 if not apart and now - turned > SHARED_CPU_NS:
@@ -273,6 +274,12 @@ class Poller:
         finally:
             if not hit:
                 self._pay(window, missed, monotonic_ns() - began)
+
+    async def _between_slices(self, now_ns: int) -> int:
+        """Let the loop's other tasks run; return how long the next slice of a spin may be."""
+        self._yielded = True
+        await asyncio.sleep(0)
+        return INLINE_SPIN_NS if monotonic_ns() - now_ns < IDLE_TURN_NS else SHARED_SPIN_NS
 
     def _pay(self, window: bool, missed: bool, spent_ns: int) -> None:
         """Enter what a spin has cost; a wait that was given up has cost something too."""
@@ -287,7 +294,7 @@ class Poller:
         self._unpaid = None
         self._pay(window, False, min(max(at_ns, earliest), latest) - began)
 
-    async def _nap(self, wait: _Wait, nap_ns: int) -> bool:
+    async def _nap(self, wait: Waiting, nap_ns: int) -> bool:
         """Sleep for a moment, a few times, while the other end need not signal; return whether it was worth it."""
         for _ in range(NAPS):
             self._sleeper = sleeper = self._loop.create_future()
@@ -304,7 +311,7 @@ class Poller:
             nap_ns *= 2
         return False
 
-    async def _sleep(self, wait: _Wait, until_ns: int = 0) -> bool:
+    async def _sleep(self, wait: Waiting, until_ns: int = 0) -> bool:
         """Sleep until what is waited for is there, or until a time; return whether it is."""
         if wait.cancel is not None and wait.watcher is None:
             wait.watcher = self._loop.create_task(wait.cancel.wait())

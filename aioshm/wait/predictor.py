@@ -39,6 +39,13 @@ HOT_GAP_NS = 4 * WAKE_UP_NS
 FAILURES = 3
 """After so many spins in vain in a row, waits park."""
 
+YIELDING_SPIN_NS = 1_000_000
+"""One spin at most that hands its CPU on after each look: it keeps nobody waiting, so it may outlast a whole answer."""
+
+YIELDING_GAP_NS = 1_000_000
+"""Messages further apart than this are not worth such a spin, unless waits are shorter: an answer comes soon after its
+question, however seldom one is asked."""
+
 PROBE = 64
 """Every so many waits one spins whatever is expected, or two ends that park would never find out how close they are."""
 
@@ -55,6 +62,7 @@ _WEIGHT = 0.25  # of the newest gap in the running mean
 _NAP = Plan(nap_ns=NAP_NS)
 _SPIN = Plan(spin_ns=SPIN_NS)
 _STREAM = Plan(spin_ns=STREAM_SPIN_NS)
+_YIELDING = Plan(spin_ns=YIELDING_SPIN_NS)
 
 
 class Predictor:
@@ -63,17 +71,27 @@ class Predictor:
     Args:
         may_spin: False where spinning would take the core from the other end: a single CPU. Only naps are left then.
         crowded: Whether there are more ends than CPUs: naps take the place of all spinning.
+        yields: Whether a spin hands its CPU on after each look, as it does where calls block. Then it may last longer,
+            also where it is crowded, and there only streams are worth naps.
         max_spin_cpu: The share of a core that spinning for a steady rhythm may take.
 
     Attributes:
         hot: Whether the latest wait was worth a spin.
     """
 
-    def __init__(self, *, may_spin: bool, crowded: bool = False, max_spin_cpu: float = 0.10) -> None:
-        self._spins = may_spin and not crowded
+    def __init__(
+        self, *, may_spin: bool, crowded: bool = False, yields: bool = False, max_spin_cpu: float = 0.10
+    ) -> None:
+        self._spins = may_spin and (yields or not crowded)
+        self._yields = yields
+        self._hot_gap_ns = YIELDING_GAP_NS if yields else HOT_GAP_NS
+        self._nap_gap_ns = STREAM_GAP_NS if yields else NAP_GAP_NS
+        self._spin, self._stream = (_YIELDING, _STREAM) if yields else (_SPIN, _STREAM)
         self._naps = crowded
         self._rhythm = Rhythm(max_spin_cpu) if self._spins and max_spin_cpu > 0 else None
         self._gap_ns = 0.0
+        self._began_ns = 0  # when the first wait for the next message did
+        self._waited_ns = 2.0 * YIELDING_GAP_NS  # running mean
         self._count = 0
         self._at_ns = 0
         self._failures = 0
@@ -94,18 +112,25 @@ class Predictor:
             if self._count:
                 since = at_ns - self._at_ns
                 # Clipped: one pause says no more than that this one message was late.
-                gap = min(since / passed, 2 * HOT_GAP_NS)
+                gap = min(since / passed, 2 * self._hot_gap_ns)
                 self._gap_ns += _WEIGHT * (gap - self._gap_ns)
                 if gap < HOT_GAP_NS / 4:  # a burst has begun: follow at once, a stale mean would park through it
                     self._gap_ns = min(self._gap_ns, gap)
                     self._failures = 0
                 if rhythm is not None and since > HOT_GAP_NS:
                     rhythm.beat(passed, count, self._at_ns, at_ns)
-            self._count, self._at_ns = count, at_ns
+                if passed == 1:
+                    waited = min(max(0, at_ns - self._began_ns), 2 * YIELDING_GAP_NS)
+                    self._waited_ns += _WEIGHT * (waited - self._waited_ns)
+            self._count, self._at_ns, self._began_ns = count, at_ns, now_ns
+        if self._naps and 0 < self._gap_ns < self._nap_gap_ns and self._failures < FAILURES:
+            return _NAP
         if not self._spins:
-            naps = self._naps and 0 < self._gap_ns < NAP_GAP_NS and self._failures < FAILURES
-            return _NAP if naps else PARK
+            return PARK
         self._waits += 1
+        if self._yields and self._waited_ns <= YIELDING_GAP_NS and self._failures < FAILURES:
+            self.hot = True
+            return self._spin
         window = PARK
         if rhythm is not None and rhythm.steady:
             of_beat = count - rhythm.begun
@@ -114,13 +139,13 @@ class Predictor:
                 if of_beat == rhythm.size and window is not PARK:
                     self.hot = False
                     return window
-        self.hot = self._gap_ns <= HOT_GAP_NS and self._failures < FAILURES
+        self.hot = self._gap_ns <= self._hot_gap_ns and self._failures < FAILURES
         if self.hot:
             if window is not PARK:
-                return window._replace(spin_ns=SPIN_NS)
-            return _STREAM if self._gap_ns < STREAM_GAP_NS else _SPIN
+                return window._replace(spin_ns=self._spin.spin_ns)
+            return self._stream if self._gap_ns < STREAM_GAP_NS else self._spin
         if window is PARK and self._waits % PROBE == 0:
-            return _SPIN
+            return self._spin
         return window
 
     def spun(self, hit: bool) -> None:

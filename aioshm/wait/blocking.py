@@ -1,0 +1,156 @@
+"""Waiting where the event loop has nobody else to serve: in place, on the loop's own descriptors.
+
+A call that blocks its thread runs its end's private loop, and that loop runs nothing but the call. So a wait need not
+hand the loop back to let others run: it looks and lets other processes have the CPU, or sleeps in poll(2) on whatever
+the loop would sleep on. Only where something else than the bell has come, the loop gets its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import selectors
+import time
+from collections.abc import Callable
+from contextvars import Context
+from time import monotonic, monotonic_ns
+from typing import TypeVarTuple
+
+from aioshm.config import Wait
+from aioshm.ring.atomics import memory_fence
+from aioshm.wait.bell import Bell
+from aioshm.wait.poller import Flags, Poller, Waiting
+from aioshm.wait.predictor import NAPS, Predictor
+
+_Args = TypeVarTuple("_Args")
+
+TURN_NS = 200_000
+"""How long a spin goes on before the loop has its turn, in which it learns of a death or of Ctrl-C."""
+
+
+LINGER_NS = 500_000
+"""How long a call looks again and again before it runs its loop in order to wait."""
+
+
+class BlockingLoop(asyncio.SelectorEventLoop):
+    """A loop that can be slept for: it knows when its next timer is due, and what it would sleep on.
+
+    Not uvloop: it starts and stops slower, and does nothing better here. And no epoll: a forked child, which shares it,
+    would take its descriptors out of it for the parent, too.
+    """
+
+    def __init__(self) -> None:
+        self._timers: list[float] = []
+        self._polled = selectors.PollSelector()
+        super().__init__(self._polled)
+
+    def call_at(
+        self, when: float, callback: Callable[[*_Args], object], *args: *_Args, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        heapq.heappush(self._timers, when)
+        return super().call_at(when, callback, *args, context=context)
+
+    def due(self, now: float) -> float | None:
+        """Return when the next timer is due, as far as that is not past; one that was cancelled counts too."""
+        timers = self._timers
+        while timers and timers[0] < now:
+            heapq.heappop(timers)
+        return timers[0] if timers else None
+
+    def sleep(self, timeout: float | None) -> list[int]:
+        """Block until one of the loop's descriptors is ready; return those that are."""
+        return [key.fd for key, _ in self._polled.select(timeout)]
+
+
+class BlockingPoller(Poller):
+    """Waits for one end of a ring whose calls block.
+
+    Args:
+        loop: The end's private loop.
+        parked, predictor, mode, spin: As `Poller`.
+        bell: What the other end wakes this one by; None: something else that the loop knows of.
+        crowded: Whether there are more ends than CPUs: a spin then hands its CPU on after each look.
+    """
+
+    def __init__(
+        self,
+        loop: BlockingLoop,
+        parked: Flags,
+        predictor: Predictor,
+        mode: Wait,
+        spin: Callable[[int], bool],
+        bell: Bell | None,
+        *,
+        crowded: bool,
+    ) -> None:
+        super().__init__(loop, parked, predictor, mode, spin)
+        self._private = loop
+        self._bell = bell
+        self._turned_ns = 0
+        if crowded:
+            self._first_slice_ns = self.inline_spin_ns = 0
+
+    async def _adapt(self, wait: Waiting, count: int, at_ns: int) -> None:
+        try:
+            await super()._adapt(wait, count, at_ns)
+        finally:
+            self.linger_ns = LINGER_NS if self._predictor.hot else 0
+
+    async def _between_slices(self, now_ns: int) -> int:
+        if now_ns - self._turned_ns > TURN_NS:
+            await self._turn()
+            self._turned_ns = monotonic_ns()
+        return self._first_slice_ns
+
+    async def _nap(self, wait: Waiting, nap_ns: int) -> bool:
+        for _ in range(NAPS):
+            self.stats.naps += 1
+            await asyncio.sleep(0)  # first of all what the loop has been asked to do
+            time.sleep(nap_ns / 1e9)  # noqa: ASYNC251 - nobody else is on this loop
+            if wait.look():
+                return True
+            wait.check(monotonic())
+            nap_ns *= 2
+        return False
+
+    async def _sleep(self, wait: Waiting, until_ns: int = 0) -> bool:
+        await asyncio.sleep(0)
+        alarm = self._alarm
+        if until_ns:
+            alarm.arm(until_ns)
+        bell = self._bell
+        try:
+            while True:
+                self._parked[0] = 1
+                memory_fence()
+                if wait.look():
+                    return True
+                if until_ns and monotonic_ns() >= until_ns:
+                    return False
+                now = monotonic()
+                wait.check(now)
+                self.stats.parks += 1
+                ready = self._private.sleep(self._timeout(wait, now))
+                others = not ready  # a timer
+                for fd in ready:
+                    if bell is not None and fd == bell.fd:
+                        bell.drain()
+                    elif fd == alarm.fd:
+                        alarm.look()
+                    else:
+                        others = True
+                if others:
+                    await self._turn()
+        finally:
+            self._parked[0] = 0
+
+    def _timeout(self, wait: Waiting, now: float) -> float | None:
+        """Return for how long the loop may be slept for."""
+        dues = [due for due in (wait.due(now), self._private.due(now)) if due is not None]
+        return max(0.0, min(dues) - now) if dues else None
+
+    async def _turn(self) -> None:
+        """Let the loop do whatever there is to do."""
+        self._yielded = True
+        await asyncio.sleep(0)  # it finds what has come only after this task's next step
+        await asyncio.sleep(0)
