@@ -19,8 +19,8 @@ class QueueClosed(AioshmError):
     """This end was closed, or the other end said goodbye and everything it sent has been read."""
 
 
-class QueueCancelled(AioshmError):
-    """The ``cancel`` event that was passed to a waiting call has been set."""
+class QueueCancelled(AioshmError, RuntimeError):
+    """The ``cancel`` event that was passed to a waiting call has been set; a `RuntimeError`, as in vLLM."""
 
 
 class QueueEmpty(AioshmError, asyncio.QueueEmpty):

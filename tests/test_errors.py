@@ -48,7 +48,7 @@ def nothing_left_behind() -> None:
 
 PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     QueueClosed: (AioshmError,),
-    QueueCancelled: (AioshmError,),
+    QueueCancelled: (AioshmError, RuntimeError),
     QueueEmpty: (AioshmError, asyncio.QueueEmpty),
     QueueFull: (AioshmError, asyncio.QueueFull),
     RoleError: (AioshmError, RuntimeError),

@@ -32,7 +32,8 @@ class MessageQueue:
     loop runs; it then belongs to the loop, thread and process that first await it.
 
     Args:
-        n_reader: Readers in all; each receives every message.
+        n_reader: Readers in all; each receives every message. With none, as in a group of one, everything is sent at
+            once, to nobody.
         n_local_reader: Readers on this host, which read the ring; the others connect over TCP.
         local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
         max_chunk_bytes: Room for one message in the ring, in bytes; larger ones lie in memory beside it.

@@ -43,6 +43,8 @@ async def create_from_process_group(
     A reader's rank in the queue is its rank in the group. Readers that share memory with the writer, which is tried
     out, read the ring; the others are remote readers.
 
+    In a group of one nobody reads: the writer's end is ready at once, and sends to nobody.
+
     If it fails at one rank, it raises at all. Cancelling it takes effect here at once, and makes it fail at the others
     when their collectives get to it; once all have their end, closes this one instead. Later calls with the same group
     wait until the collectives are over.
@@ -66,8 +68,8 @@ async def create_from_process_group(
     Raises:
         HandleError: It failed at another rank, which the text names; or this one cannot attach.
         SharedMemoryError: There is not enough memory, or no socket can be bound.
-        ValueError, TypeError: An argument is out of range, or ``writer_rank`` not the same everywhere; there would be
-            no reader; ``pg`` is no process group, or none that this process belongs to.
+        ValueError, TypeError: An argument is out of range, or ``writer_rank`` not the same everywhere; ``pg`` is no
+            process group, or none that this process belongs to.
         TimeoutError, GroupBroken: A collective of the group failed, whose ranks may be out of step from then on.
         PeerDied, QueueClosed: With ``blocking``: another rank went away before everybody was attached.
     """
@@ -175,10 +177,7 @@ class _Call:
         def check() -> tuple[int, bool]:
             self._check()
             rank = check_rank("writer_rank", writer_rank, group.world_size)
-            reads = group.rank == rank and external is not None
-            if group.world_size == 1 and not reads:
-                raise ValueError("a group with world_size 1 has nobody to read what its only rank writes")
-            return rank, reads
+            return rank, group.rank == rank and external is not None
 
         checked = gather(group, check)
         _check_same("writer_rank", [rank for rank, _ in checked])

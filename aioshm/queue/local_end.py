@@ -57,6 +57,8 @@ class LocalEnd(ReaderEnd, ABC):
         handle.check_local()
         if rank not in handle.local_reader_ranks:
             elsewhere = () if handle.remote is None else handle.remote.ranks
+            if not handle.n_reader:
+                raise ValueError(f"rank must be a reader's, and the queue has none; not {rank}")
             raise ValueError(
                 f"rank must be one of {tuple(sorted((*handle.local_reader_ranks, *elsewhere)))}, not {rank}"
             )

@@ -15,6 +15,7 @@ from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Self
 
+from aioshm.config import Options
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.queue.base import MessageQueue
 from aioshm.queue.end import TURN_MESSAGES, TURN_NS, End, predictor_among
@@ -33,17 +34,15 @@ def merge(readers: Mapping[int, MessageQueue]) -> Merged:
 
     Args:
         readers: Readers' ends by the rank, or any other number, that their messages are to come with. They need not be
-            ready; they stay open when the iteration ends.
+            ready; they stay open when the iteration ends. Without any, it ends at once.
 
     Raises:
         TypeError: Not a mapping from ints to queues.
-        ValueError: There are none, or a reader is there twice.
+        ValueError: A reader is there twice.
         RoleError: One of them is a writer.
     """
     if not isinstance(readers, Mapping):
         raise TypeError(f"readers must be a mapping from ranks to readers, not {readers!r}")
-    if not readers:
-        raise ValueError("readers must not be empty")
     ranks: dict[ReaderEnd, int] = {}
     for rank, reader in readers.items():
         if not isinstance(rank, int) or isinstance(rank, bool):
@@ -81,7 +80,7 @@ class Merged(AsyncIterator[tuple[int, Any]]):
         self.failed: dict[int, AioshmError] = {}
         self._shared = shared = SharedSleep()
         self._running = [Place(rank, reader, shared) for rank, reader in readers.items()]
-        self._options = self._running[0].reader._options
+        self._options = self._running[0].reader._options if self._running else Options()
         self._round = cycle(self._running)  # where it stands, the next round begins
         self._turn = 0
         self._turn_ends_ns = 0

@@ -23,7 +23,7 @@ def checked_ranks(
     Raises:
         TypeError, ValueError: They do not fit together; the text names what.
     """
-    check_int("n_reader", n_reader, minimum=1)
+    check_int("n_reader", n_reader, minimum=0)
     if check_int("n_local_reader", n_local_reader, minimum=0) > n_reader:
         raise ValueError(f"n_local_reader must be at most n_reader ({n_reader}), not {n_local_reader}")
     here = _checked("local_reader_ranks", range(n_local_reader) if local is None else local, n_local_reader)

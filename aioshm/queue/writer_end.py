@@ -9,8 +9,9 @@ import os
 import secrets
 from abc import ABC
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from aioshm.codec import Codec, get_codec
+from aioshm.codec import Codec, Encoded, get_codec
 from aioshm.codec.frames import plain
 from aioshm.codec.raw import RawCodec
 from aioshm.config import Options
@@ -59,7 +60,7 @@ class WriterEnd(End, ABC):
         self._connect_ip = check_ip(connect_ip)
         self._n_reader = n_reader
         self._codec = get_codec(codec)
-        self._encode = self._codec.encode
+        self._encode = self._codec.encode if n_reader else _checked_only(self._codec)
         self._code = self._codec.code
         options = Options.from_env() if options is None else options
         if not isinstance(options, Options):
@@ -84,7 +85,8 @@ class WriterEnd(End, ABC):
             queue_id.hex()[:8], ranks, self._ring, options.on_reader_death, self._welcome, self._changed
         )
         self._core = self._ring.core
-        self._core.bind(self._encode, plain(self._code), isinstance(self._codec, RawCodec), self._roster.ring_bells)
+        as_it_is = isinstance(self._codec, RawCodec) and n_reader > 0
+        self._core.bind(self._encode, plain(self._code), as_it_is, self._roster.ring_bells)
         self.send = self._core.send
         self._annexes = Annexes(self._ring, self._roster.hand_over)
         self._listening = False
@@ -159,7 +161,7 @@ class WriterEnd(End, ABC):
     def _changed(self) -> None:
         """Look again at the readers and at the ring."""
         trouble = self._trouble()
-        if trouble is None and self._listening and self._complete() and not self._alive():
+        if trouble is None and self._n_reader and self._listening and self._complete() and not self._alive():
             trouble = functools.partial(QueueClosed, f"queue {self._name}: every reader has left")
         if trouble is not None and self._refusal is None:
             self._refuse(trouble)
@@ -241,3 +243,13 @@ class WriterEnd(End, ABC):
 
     def _abandon(self) -> None:
         self._listener.abandon()
+
+
+def _checked_only(codec: Codec) -> Callable[[Any], Encoded]:
+    """Return what encodes a message of a queue without readers: errors are those of any queue, and nothing is kept."""
+
+    def encode(obj: Any) -> Encoded:
+        codec.encode(obj)
+        return b""
+
+    return encode

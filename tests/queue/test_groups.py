@@ -107,16 +107,31 @@ async def test_a_writer_outside_of_the_group(form: str) -> None:
         await close_all(ends)
 
 
-async def test_the_only_rank_can_only_read() -> None:
+async def test_the_only_rank_writes_to_nobody() -> None:
     (alone,) = meet(1)
-    with pytest.raises(ValueError, match="world_size 1 has nobody to read"):
-        await create_from_process_group(alone, *SIZES)
+    async with await create_from_process_group(alone, *SIZES) as writer:
+        assert writer.stats().ready
+        for number in range(20):
+            assert await writer.broadcast_object(number) == number
+        assert writer.stats().messages == 20
+
+
+async def test_the_only_rank_can_read_what_an_external_writer_sends() -> None:
+    (alone,) = meet(1)
     async with MessageQueue(1, 1, None, *SIZES) as writer:
         ends = await everywhere(
             [create_from_process_group(alone, *SIZES, 0, writer.export_handle()), writer.wait_until_ready(20)]
         )
         await check_messages(writer, ends[:1])
         await close_all(ends)
+
+
+async def test_the_only_rank_is_its_own_single_reader() -> None:
+    (alone,) = meet(1)
+    writer, (handle,) = await create_from_process_group_single_reader(alone, *SIZES, blocking=True)
+    async with writer, MessageQueue.create_from_handle(handle, 0) as reader:
+        await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+        await check_messages(writer, [reader])
 
 
 class Step(msgspec.Struct):

@@ -132,7 +132,6 @@ class TestRefusals:
         async with queues(2) as (writers, readers):
             for wrong, error, named in [
                 ([readers[0]], TypeError, "mapping"),
-                ({}, ValueError, "empty"),
                 ({"0": readers[0]}, TypeError, "keys"),
                 ({True: readers[0]}, TypeError, "keys"),
                 ({0: "queue"}, TypeError, r"readers\[0\]"),

@@ -135,7 +135,7 @@ async def test_forty_queues_leak_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "named"),
     [
-        ({"n_reader": 0, "n_local_reader": 0}, ValueError, "n_reader"),
+        ({"n_reader": 0, "n_local_reader": 1}, ValueError, "n_local_reader"),
         ({"n_reader": -1, "n_local_reader": 1}, ValueError, "n_reader"),
         ({"n_reader": "1", "n_local_reader": 1}, TypeError, "n_reader"),
         ({"n_reader": 2, "n_local_reader": 3}, ValueError, "n_local_reader"),
