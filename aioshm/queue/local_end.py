@@ -22,7 +22,7 @@ from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import ReaderCore
 from aioshm.ring.layout import VERSION
-from aioshm.wait.attach import Lifeline, dial
+from aioshm.wait.attach import Lifeline, dial, hang_up
 from aioshm.wait.line import settle
 from aioshm.wait.protocol import Hello
 
@@ -178,7 +178,7 @@ class LocalEnd(ReaderEnd, ABC):
         if self._attaching is not None and self._loop is not None and not self._loop.is_closed():
             self._attaching.cancel()
         if self._sock is not None:
-            self._sock.close()
+            hang_up(self._sock)
         if self._attachment is not None:
             self._attachment.close()
 

@@ -110,6 +110,8 @@ class RemotePeers:
         self._by_identity: dict[bytes, RemotePeer] = {}
         self._gone: dict[int, str] = {}  # and why
         self._going = False
+        self._left: dict[int, str] = {}  # who was there before all were ready, by rank, and what became of it
+        self._dead: dict[int, PeerDied] = {}  # who of them has died, which nobody has been told
         self._closed: asyncio.Future[None] | None = None
         self._closing_since = 0.0
         self._report_at = 0.0
@@ -145,6 +147,11 @@ class RemotePeers:
         """Whether no reader is waited for any more."""
         return all(rank in self._gone or self._is_proven(rank) for rank in self.ranks)
 
+    def look(self) -> None:
+        """Count on no reader that has lost its connection: it may be dead, and if not, it says hello again."""
+        for peer in self._peers.values():
+            peer.proven = peer.proven and self._sockets.reaches(peer.identity)
+
     @property
     def alive(self) -> int:
         """How many readers are attached."""
@@ -162,7 +169,12 @@ class RemotePeers:
 
     def missing(self) -> list[str]:
         """Name the readers that are not attached yet."""
-        return [f"rank {rank}" for rank in self.ranks if rank not in self._gone and not self._is_proven(rank)]
+        missing = [rank for rank in self.ranks if rank not in self._gone and not self._is_proven(rank)]
+        return [f"rank {rank} ({self._left[rank]})" if rank in self._left else f"rank {rank}" for rank in missing]
+
+    def take_death(self) -> PeerDied | None:
+        """Return, once, who has died before all were ready and was not replaced."""
+        return self._dead.pop(next(iter(self._dead))) if self._dead else None
 
     def laggards(self) -> list[str]:
         """Name the readers that the window waits for."""
@@ -211,7 +223,7 @@ class RemotePeers:
             message.trackers.append(tracker)
 
     def go(self) -> None:
-        """Tell every reader that all are ready."""
+        """Tell every reader that all are ready; from now on a reader that is gone is not replaced."""
         self._going = True
         for peer in self._peers.values():
             self._sockets.send(peer.identity, wire.Go())
@@ -267,13 +279,18 @@ class RemotePeers:
             if reason is not None:
                 self._sockets.send(identity, wire.Refused(reason, evicted=False))
                 return
+            if not self._sockets.reaches(identity):
+                return  # it has gone since: who was not admitted leaves its place free
+        self._sockets.send(identity, wire.Welcome(os.getpid(), platform.node()))
+        if peer is None:
             peer = RemotePeer(hello.rank, identity, hello)
             self._peers[hello.rank] = self._by_identity[identity] = peer
+            self._left.pop(hello.rank, None)
+            self._dead.pop(hello.rank, None)
             self._window.join(hello.rank)
             if self._timer is None:
                 self._tick()
         peer.spoke = peer.heard = monotonic()
-        self._sockets.send(identity, wire.Welcome(os.getpid(), platform.node()))
         if hello.proven:
             peer.proven = True
         if self._going:
@@ -291,9 +308,16 @@ class RemotePeers:
             return f"no remote reader has rank {hello.rank}"
         if hello.rank in self._gone:
             return f"rank {hello.rank} is gone: {self._gone[hello.rank]}"
+        self._make_way(hello.rank)
         if hello.rank in self._peers:
             return f"rank {hello.rank} is taken by pid {self._peers[hello.rank].pid} on {self._peers[hello.rank].host}"
         return None
+
+    def _make_way(self, rank: int) -> None:
+        """Free the place of a reader that cannot be reached any more, if not all are ready; then it may come back."""
+        peer = self._peers.get(rank)
+        if peer is not None and not self._going and not self._sockets.reaches(peer.identity):
+            self._remove(peer, "it cannot be reached")
 
     def _acknowledged(self, peer: RemotePeer, message: wire.Acknowledge) -> None:
         free = self._window.acknowledged(peer.rank, message.consumed)
@@ -350,17 +374,23 @@ class RemotePeers:
     def _died(self, peer: RemotePeer) -> None:
         silence = f"silent for {self._timeout:g} s"
         logger.warning("queue %s: remote reader %s is dead: %s", self._name, peer, silence)
-        if self._policy == "raise" and self.trouble is None:
-            self.trouble = functools.partial(
-                PeerDied, peer.rank, peer.pid, "reader", f"queue {self._name}, on {peer.host}: {silence}"
-            )
+        death = functools.partial(
+            PeerDied, peer.rank, peer.pid, "reader", f"queue {self._name}, on {peer.host}: {silence}"
+        )
+        if self._policy == "raise" and not self._going:
+            self._dead[peer.rank] = death()
+        elif self._policy == "raise" and self.trouble is None:
+            self.trouble = death
         self._sockets.send(peer.identity, wire.Refused(f"it was {silence}", evicted=True))
         self._remove(peer, f"it was {silence}")
         self._changed()
 
     def _remove(self, peer: RemotePeer, why: str) -> None:
         del self._peers[peer.rank], self._by_identity[peer.identity]
-        self._gone[peer.rank] = why
+        if self._going:
+            self._gone[peer.rank] = why
+        else:
+            self._left[peer.rank] = f"pid {peer.pid} on {peer.host}: {why}"
         self._outbox.let_go(self._window.leave(peer.rank))
         if self._closed is not None:
             self._close_if_delivered()

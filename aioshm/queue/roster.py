@@ -10,7 +10,7 @@ from aioshm.config import OnReaderDeath
 from aioshm.errors import AioshmError, HandleError, PeerDied
 from aioshm.queue.report import process_state
 from aioshm.ring import RingWriter
-from aioshm.ring.layout import ATTACHED, DIED, LEFT
+from aioshm.ring.layout import ABSENT, ATTACHED, DIED, LEFT
 from aioshm.wait.lifeline import Peer
 from aioshm.wait.protocol import Hello, Welcome
 
@@ -46,6 +46,9 @@ class Roster:
         self._changed = changed
         self._peers: list[Peer | None] = [None] * len(ranks)
         self._settled = [False] * len(ranks)  # proven, or gone
+        self._going = False
+        self._left: dict[int, str] = {}  # who was there before all were ready, by rank, and what became of it
+        self._died: dict[int, PeerDied] = {}  # who of them has died, which nobody has been told
         self.trouble: Callable[[], AioshmError] | None = None
         """Makes the error that the writer has to raise from now on, if any."""
 
@@ -64,7 +67,8 @@ class Roster:
         return [0 if peer is None else peer.seen_pid for peer in self._peers]
 
     def go(self) -> None:
-        """Tell every reader that all are ready."""
+        """Tell every reader that all are ready; from now on a reader that is gone is not replaced."""
+        self._going = True
         for peer in self._peers:
             if peer is not None:
                 peer.go()
@@ -86,7 +90,12 @@ class Roster:
 
     def missing(self) -> list[str]:
         """Name the readers that are not attached yet."""
-        return [f"rank {rank}" for rank, ok in zip(self.ranks, self._settled, strict=True) if not ok]
+        missing = [rank for rank, ok in zip(self.ranks, self._settled, strict=True) if not ok]
+        return [f"rank {rank} ({self._left[rank]})" if rank in self._left else f"rank {rank}" for rank in missing]
+
+    def take_death(self) -> PeerDied | None:
+        """Return, once, who has died before all were ready and was not replaced."""
+        return self._died.pop(next(iter(self._died))) if self._died else None
 
     def laggards(self, slots: int = 1) -> list[str]:
         """Name the readers that keep so many slots from being written, with pid and process state."""
@@ -106,18 +115,23 @@ class Roster:
     # What the lifelines tell (see `lifeline.Host`)
 
     def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
-        """Admit each rank once."""
+        """Admit a reader to a place that is free: nobody has it, or had it when all were ready."""
         if hello.rank not in self.ranks:
             raise HandleError(f"no local reader has rank {hello.rank}")
         index = self.ranks.index(hello.rank)
-        if self._peers[index] is not None or self._settled[index]:
-            raise HandleError(f"rank {hello.rank} is taken")
+        taken_by = self._peers[index]
+        if taken_by is not None:
+            raise HandleError(f"rank {hello.rank} is taken by pid {taken_by.pid}")
+        if self._settled[index]:
+            raise HandleError(f"rank {hello.rank} is taken: its reader is gone, and the queue goes on without it")
         return self._welcome()
 
     def attached(self, peer: Peer) -> None:
         """Note a new reader."""
         index = self.ranks.index(peer.rank)
         self._peers[index] = peer
+        self._left.pop(peer.rank, None)
+        self._died.pop(peer.rank, None)
         self._ring.set_reader_state(index, ATTACHED, peer.pid)
 
     def proven(self, peer: Peer) -> None:
@@ -126,9 +140,15 @@ class Roster:
         self._changed()
 
     def gone(self, peer: Peer, said_goodbye: bool) -> None:
-        """Go on without a reader that left; one that died is a matter of policy."""
+        """Go on without a reader that left; one that died is a matter of policy.
+
+        Before all are ready nothing has been sent, so its place is free for another one.
+        """
         index = self.ranks.index(peer.rank)
         self._peers[index] = None
+        if not self._going:
+            self._vacate(index, peer, said_goodbye)
+            return
         self._settled[index] = True
         self._ring.set_reader_state(index, LEFT if said_goodbye else DIED, peer.pid)
         if not said_goodbye and self._policy == "raise":
@@ -144,6 +164,19 @@ class Roster:
                     self._ring.messages_read(index),
                 )
             self._ring.evict(index)
+        self._changed()
+
+    def _vacate(self, index: int, peer: Peer, said_goodbye: bool) -> None:
+        self._settled[index] = False
+        self._ring.set_reader_state(index, ABSENT, 0)
+        self._left[peer.rank] = f"pid {peer.pid} has {'left' if said_goodbye else 'died'}"
+        if not said_goodbye:
+            if self._policy == "raise":
+                self._died[peer.rank] = PeerDied(
+                    peer.rank, peer.pid, "reader", f"queue {self._name}, before all readers were ready"
+                )
+            else:
+                logger.warning("queue %s: reader %d (pid %d) died; its place is free", self._name, peer.rank, peer.pid)
         self._changed()
 
     def woken(self) -> None:

@@ -12,7 +12,7 @@ from aioshm.codec import Codec, Encoded
 from aioshm.codec.frames import INLINE, RAW, body_bytes
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.config import Options
-from aioshm.errors import AioshmError, UnsafePayload
+from aioshm.errors import AioshmError, PeerDied, UnsafePayload
 from aioshm.queue.handle import RemoteAddress
 from aioshm.queue.remote_peers import RemotePeers
 from aioshm.queue.stats import QueueStats
@@ -49,11 +49,18 @@ class WideWriter(Writer):
     def _complete(self) -> bool:
         return super()._complete() and self._remote.complete
 
+    def _all_there(self) -> bool:
+        self._remote.look()
+        return super()._all_there()
+
     def _alive(self) -> int:
         return super()._alive() + self._remote.alive
 
     def _missing(self) -> list[str]:
         return super()._missing() + self._remote.missing()
+
+    def _take_death(self) -> PeerDied | None:
+        return super()._take_death() or self._remote.take_death()
 
     def _laggards(self, slots: int = 1) -> str:
         # The window holds back, too, whom the ring would not.

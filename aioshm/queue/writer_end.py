@@ -15,7 +15,7 @@ from aioshm.codec import Codec, Encoded, get_codec
 from aioshm.codec.frames import plain
 from aioshm.codec.raw import RawCodec
 from aioshm.config import Options
-from aioshm.errors import AioshmError, QueueClosed
+from aioshm.errors import AioshmError, PeerDied, QueueClosed
 from aioshm.queue.annexes import SECRET_BYTES, Annexes
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.end import End, deadline_after
@@ -138,9 +138,12 @@ class WriterEnd(End, ABC):
             self._listen(loop)
         stall = self._stall(self._report_missing)
         try:
-            while not self._complete():
+            while not (self._complete() and self._all_there()):
+                died = self._take_death()
+                if died is not None:
+                    raise died
                 await self._news(deadline, stall)
-                self._check_usable()  # a reader may have died
+                self._check_usable()
         except TimeoutError:
             raise TimeoutError(f"{self!r}: not attached yet: {', '.join(self._missing())}") from None
         if not self._ready:
@@ -177,6 +180,11 @@ class WriterEnd(End, ABC):
         """Return whether no reader is waited for any more."""
         return self._roster.complete
 
+    def _all_there(self) -> bool:
+        """Return whether it is still so, if readers are asked that have gone since the loop has looked."""
+        self._listener.look()
+        return self._complete()
+
     def _alive(self) -> int:
         """Return how many readers are attached."""
         return self._roster.alive
@@ -184,6 +192,10 @@ class WriterEnd(End, ABC):
     def _missing(self) -> list[str]:
         """Name the readers that are not attached yet."""
         return self._roster.missing()
+
+    def _take_death(self) -> PeerDied | None:
+        """Return, once, a reader that has died before all were ready and was not replaced."""
+        return self._roster.take_death()
 
     def _laggards(self, slots: int = 1) -> str:
         """Name the readers that so many messages have to wait for."""

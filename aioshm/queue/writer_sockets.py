@@ -139,6 +139,12 @@ class WriterSockets:
             return False
         return True
 
+    def reaches(self, identity: bytes) -> bool:
+        """Return whether there is a connection to that peer, by the latest that ZeroMQ knows."""
+        if not self._sockets.closed:
+            self._router.getsockopt(zmq.EVENTS)  # sends look at what became of connections now and then only
+        return self.send(identity, wire.Tick())
+
     def look(self) -> None:
         """Read everything that has come."""
         if self._sockets.closed:

@@ -189,6 +189,15 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
     return sock
 
 
+def hang_up(sock: socket.socket) -> None:
+    """Say goodbye and close what `dial` returned; the writer counts on a reader that leaves like this no more."""
+    try:
+        sock.send(BYE)
+    except OSError:
+        pass  # the writer is gone, or has hung up itself
+    sock.close()
+
+
 async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Lifeline:
     """Wait until the writer has admitted this reader. Cancelling it closes everything.
 
@@ -226,7 +235,7 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
         if len(fds) != expected:
             raise HandleError(f"the writer sent {len(fds)} descriptors instead of {expected}")
     except BaseException:
-        sock.close()
+        hang_up(sock)
         for fd in fds:
             os.close(fd)
         raise

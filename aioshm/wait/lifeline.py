@@ -210,6 +210,12 @@ class LifelineListener:
     def check(self, hello: Hello) -> None:
         protocol.check_hello(hello, VERSION, self._queue_id, self._token)
 
+    def look(self, rank: int | None = None) -> None:
+        """Report now what has become of the readers, or of the one of this rank, which the loop may find out later."""
+        for connection in list(self._connections.values()):
+            if connection.peer is not None and rank in (None, connection.peer.rank):
+                connection.read()
+
     def forget(self, sock: socket.socket) -> None:
         self._connections.pop(sock, None)
 
@@ -295,6 +301,10 @@ class _Connection:
                 return
             hello = protocol.unpack_hello(body)
             self._listener.check(hello)
+            if self._has_left():
+                self.close()
+                return
+            self._listener.look(hello.rank)  # who had this place may have gone just now
             welcome, fds = self._host.admit(hello)
         except HandleError as error:
             logger.debug("refused pid %d: %s", self._pid, error)
@@ -312,6 +322,17 @@ class _Connection:
         if self._received:
             self._signals(self.peer, bytes(self._received))
             self._received.clear()
+
+    def _has_left(self) -> bool:
+        """Return whether the reader has hung up, or died, before its greeting was read."""
+        said = bytes(self._received)
+        try:
+            said += self._sock.recv(protocol.MAX_GREETING_BYTES, socket.MSG_PEEK) or BYE
+        except BlockingIOError:
+            pass
+        except OSError:
+            return True
+        return BYE in said
 
     def _send_all(self, data: bytes, fds: list[int]) -> None:
         # A greeting is far smaller than an empty socket buffer, so it goes in one piece or the peer is gone.

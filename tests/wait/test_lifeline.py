@@ -195,9 +195,10 @@ class TestSignals:
         async with opened(address) as door:
             door.go_once_proven = True
             sock = knock(address)
-            sock.send(pack(hello(5)) + PROVEN + WAKE + BYE)
+            sock.send(pack(hello(5)) + PROVEN + WAKE)
             await until(lambda: door.log == [("attached", 5), ("proven", 5)], "admission and proof")
             assert door.wakes == 1
+            sock.send(BYE)
             sock.close()
             await until(lambda: door.log[-1] == ("left", 5), "the goodbye")
 

@@ -12,7 +12,7 @@ from multiprocessing.context import SpawnProcess
 
 import psutil
 import pytest
-from doors import TOKEN, Door, Reader, hello, knock, listen_for_ever, opened, read_for_ever
+from doors import TOKEN, Door, Reader, hello, knock, listen_for_ever, opened, read_for_ever, until_hung_up
 from loops import open_fds
 from support import until
 
@@ -48,13 +48,38 @@ class TestLeaving:
                 sock.close()
                 await until(lambda expected=rank: door.log[-1] == ("died", expected), "the end")
 
-    async def test_a_reader_that_goes_before_its_answer_comes(self, address: str) -> None:
+    @pytest.mark.parametrize("goodbye", [b"", BYE, PROVEN + BYE])
+    @pytest.mark.parametrize("closed", [True, False])
+    async def test_a_reader_that_goes_before_its_greeting_is_read_was_never_there(
+        self, address: str, goodbye: bytes, closed: bool
+    ) -> None:
         async with opened(address) as door:
             sock = knock(address)
             sock.send(pack(hello()))
-            sock.close()
-            await until(lambda: len(door.log) == 2, "the end")
-            assert door.log == [("attached", 0), ("died", 0)]
+            if goodbye:
+                sock.send(goodbye)
+            if closed or not goodbye:
+                sock.close()
+            reader = await Reader.admitted(address)
+            assert door.log == [("attached", 0)]
+            reader.lifeline.close()
+            if sock.fileno() >= 0:
+                assert await until_hung_up(sock) == b""
+                sock.close()
+
+    async def test_a_reader_that_has_gone_is_noticed_before_its_successor_is_asked_in(self, address: str) -> None:
+        """The listening socket's turn may come before that of the connection that has ended."""
+        async with opened(address) as door:
+            for _ in range(20):
+                reader = await Reader.admitted(address)
+                sock = knock(address)
+                sock.send(pack(hello()))
+                reader.lifeline.close()
+                door.log.clear()
+                door.listener._accept()
+                assert door.log == [("left", 0), ("attached", 0)]
+                sock.close()
+                await until(lambda: door.log[-1] == ("died", 0), "the end")
 
     @pytest.mark.parametrize("last_words", [b"", PROVEN, PROVEN + BYE], ids=["", "proven", "goodbye"])
     async def test_a_reader_that_leaves_something_unread(self, address: str, last_words: bytes) -> None:

@@ -1,0 +1,327 @@
+"""Readers that go before all are ready, at every moment: their places are free for others, and nothing was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from faces import Thread
+from pairs import EITHER_PLACE
+from remotes import wide_writer
+from support import cancelled_after, eventually, until
+from test_death import child
+
+from aioshm import HandleError, MessageQueue, Options, PeerDied, QueueClosed, blocking
+from aioshm.queue.report import process_state
+
+
+async def check(writer: MessageQueue, *readers: MessageQueue) -> None:
+    """Let the ends find each other, and pass a few messages."""
+    await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, *readers)))
+    for number in range(10):
+        await writer.enqueue(number, 10)
+        assert [await reader.dequeue(10) for reader in readers] == [number] * len(readers)
+
+
+def pid_of(writer: Any, rank: int) -> int:
+    """Return which process the writer has admitted for a rank; 0 for none."""
+    peer = writer._roster._peers[rank] if rank in writer._roster.ranks else writer._remote._peers.get(rank)
+    return 0 if peer is None else peer.pid
+
+
+def missing(writer: Any) -> str:
+    """Return whom the writer waits for, in words."""
+    return ", ".join(writer._missing())
+
+
+class TestAReaderThatCloses:
+    @EITHER_PLACE
+    @pytest.mark.parametrize("attempts", [1, 2])
+    async def test_before_the_writer_was_there(self, n_local: int, n_remote: int, attempts: int) -> None:
+        """It gives up waiting, is closed, and made anew."""
+        writer = wide_writer(n_local, n_remote)
+        async with writer:
+            handle = writer.export_handle()
+            for _ in range(attempts):
+                async with MessageQueue.create_from_handle(handle, 0) as early:
+                    with pytest.raises(TimeoutError):
+                        await early.wait_until_ready(0.05)
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await check(writer, reader)
+
+    @EITHER_PLACE
+    async def test_without_ever_having_waited(self, n_local: int, n_remote: int) -> None:
+        async with wide_writer(n_local, n_remote) as writer:
+            handle = writer.export_handle()
+            await MessageQueue.create_from_handle(handle, 0).aclose()
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await check(writer, reader)
+
+    @EITHER_PLACE
+    async def test_at_any_turn_of_the_loop(self, n_local: int, n_remote: int) -> None:
+        """The writer waits all the time, one reader from the beginning, and one more comes last."""
+        async with wide_writer(n_local * 3, n_remote * 3) as writer:
+            handle = writer.export_handle()
+            ready = asyncio.ensure_future(writer.wait_until_ready(60))
+            async with MessageQueue.create_from_handle(handle, 1) as other:
+                waiting = asyncio.ensure_future(other.wait_until_ready(60))
+                for turns in [*range(12), 20, 40, 80]:
+                    async with MessageQueue.create_from_handle(handle, 0) as early:
+                        await cancelled_after(early.wait_until_ready(), turns)
+                for proven in (False, True):
+                    async with MessageQueue.create_from_handle(handle, 0) as early:
+                        giving_up = asyncio.ensure_future(early.wait_until_ready())
+                        await until(lambda: pid_of(writer, 0), "admission")
+                        await until(lambda wanted=proven: not wanted or "rank 0" not in missing(writer), "proof")
+                        giving_up.cancel()
+                assert [ready.done(), waiting.done()] == [False, False]
+                async with (
+                    MessageQueue.create_from_handle(handle, 0) as one,
+                    MessageQueue.create_from_handle(handle, 2) as last,
+                ):
+                    await check(writer, one, other, last)
+                await asyncio.gather(ready, waiting)
+
+    @EITHER_PLACE
+    async def test_is_named_to_a_writer_that_waits(self, n_local: int, n_remote: int) -> None:
+        async with wide_writer(n_local * 2, n_remote * 2) as writer:
+            handle = writer.export_handle()
+            ready = asyncio.ensure_future(writer.wait_until_ready(1))
+            async with MessageQueue.create_from_handle(handle, 0) as early:
+                giving_up = asyncio.ensure_future(early.wait_until_ready())
+                await until(lambda: pid_of(writer, 0), "admission")
+                giving_up.cancel()
+            with pytest.raises(TimeoutError, match=r"rank 0 \(pid \d+.* has left\), rank 1$"):
+                await ready
+
+    @EITHER_PLACE
+    async def test_after_all_were_ready_has_left_for_good(self, n_local: int, n_remote: int) -> None:
+        async with wide_writer(n_local, n_remote) as writer:
+            handle = writer.export_handle()
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await check(writer, reader)
+            await until(lambda: not pid_of(writer, 0))
+            with pytest.raises(QueueClosed, match="every reader has left"):
+                await writer.enqueue("x")
+            with pytest.raises(HandleError, match=r"rank 0 is (taken: its reader is gone|gone: it has left)"):
+                async with MessageQueue.create_from_handle(handle, 0) as late:
+                    await late.wait_until_ready(20)
+
+    @EITHER_PLACE
+    def test_on_the_blocking_face(self, n_local: int, n_remote: int) -> None:
+        with blocking.MessageQueue(
+            n_local + n_remote, n_local, max_chunk_bytes=4096, max_chunks=4, connect_ip="127.0.0.1"
+        ) as writer:
+            handle = writer.export_handle()
+            for number in range(2):
+                with blocking.MessageQueue.create_from_handle(handle, 0) as early:
+                    with pytest.raises(TimeoutError):
+                        early.wait_until_ready(0.05)
+                with pytest.raises(TimeoutError, match="not attached yet: rank 0"):
+                    writer.wait_until_ready(0.05 * (number % 2))
+
+            def read() -> Any:
+                with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+                    return reader.dequeue(20)
+
+            reading = Thread(read)
+            writer.enqueue("hello", 20)
+            assert reading.result() == "hello"
+
+
+class TestAReaderThatDies:
+    @pytest.mark.parametrize("policy", ["raise", "evict"])
+    async def test_before_the_writer_was_there_was_never_there(self, policy: Any) -> None:
+        async with wide_writer(1, 0, on_reader_death=policy) as writer:
+            handle = writer.export_handle()
+            async with child("sleep_before_attaching", handle.to_json(), "0") as victim:
+                await victim.says("dialled")
+                victim.signal(signal.SIGKILL)
+                await victim.end()
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await check(writer, reader)
+
+    async def test_once_admitted_is_named_once_and_replaced(self) -> None:
+        async with wide_writer(2, 0) as writer:
+            handle = writer.export_handle()
+            ready = asyncio.ensure_future(writer.wait_until_ready(60))
+            async with child("collect", handle.to_json(), "1") as victim:
+                await until(lambda: pid_of(writer, 1), "admission")
+                victim.signal(signal.SIGKILL)
+                await victim.end()
+            with pytest.raises(PeerDied, match="before all readers were ready") as caught:
+                await ready
+            assert (caught.value.rank, caught.value.pid, caught.value.side) == (1, victim.pid, "reader")
+            with pytest.raises(TimeoutError, match=rf"rank 0, rank 1 \(pid {victim.pid} has died\)$"):
+                await writer.wait_until_ready(0.05)
+            async with (
+                MessageQueue.create_from_handle(handle, 0) as one,
+                MessageQueue.create_from_handle(handle, 1) as two,
+            ):
+                await check(writer, one, two)
+
+    async def test_once_admitted_and_replaced_at_once_is_not_named(self) -> None:
+        async with wide_writer(1, 0) as writer:
+            handle = writer.export_handle()
+            with pytest.raises(TimeoutError):
+                await writer.wait_until_ready(0)
+            async with child("sleep_before_attaching", handle.to_json(), "0") as victim:
+                await until(lambda: pid_of(writer, 0) == victim.pid, "admission")
+                victim.signal(signal.SIGKILL)
+                await victim.end()
+                async with MessageQueue.create_from_handle(handle, 0) as reader:
+                    await until(lambda: pid_of(writer, 0) not in (0, victim.pid), "the successor's admission")
+                    await check(writer, reader)
+
+    async def test_unnoticed_is_noticed_before_all_are_said_to_be_ready(self) -> None:
+        """The writer's loop stands still meanwhile."""
+        async with wide_writer(1, 0) as writer:
+            handle = writer.export_handle()
+            with pytest.raises(TimeoutError):
+                await writer.wait_until_ready(0)
+            async with child("collect", handle.to_json(), "0") as victim:
+                await until(lambda: pid_of(writer, 0) and not missing(writer), "proof")
+                victim.signal(signal.SIGKILL)
+                eventually(lambda: process_state(victim.pid) in {"zombie", "gone"}, "its end")
+                with pytest.raises(PeerDied):
+                    await writer.wait_until_ready(20)
+                await victim.end()
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await check(writer, reader)
+
+    async def test_is_not_evicted_from_what_has_not_begun(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with wide_writer(1, 0, on_reader_death="evict") as writer:
+            handle = writer.export_handle()
+            ready = asyncio.ensure_future(writer.wait_until_ready(60))
+            async with child("sleep_before_attaching", handle.to_json(), "0") as victim:
+                await until(lambda: pid_of(writer, 0), "admission")
+                victim.signal(signal.SIGKILL)
+                await victim.end()
+            await until(lambda: not pid_of(writer, 0), "the end of it")
+            assert f"reader 0 (pid {victim.pid}) died; its place is free" in caplog.text
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await reader.wait_until_ready(20)
+                await ready
+
+    async def test_on_another_host_makes_way_for_the_next(self) -> None:
+        async with wide_writer(0, 1) as writer:
+            handle = writer.export_handle()
+            for when in ("before the writer was there", "once admitted"):
+                async with child("collect", handle.to_json(), "0") as victim:
+                    if when == "once admitted":
+                        with suppress(TimeoutError):
+                            await writer.wait_until_ready(0)
+                        await until(lambda pid=victim.pid: pid_of(writer, 0) == pid, "admission")
+                        await until(lambda: missing(writer) == "", "proof")
+                    else:
+                        await asyncio.sleep(0.5)  # so that its greeting is likely to be there; either is to work
+                    victim.signal(signal.SIGKILL)
+                    await victim.end()
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await check(writer, reader)
+
+    async def test_on_another_host_is_named_once_if_nobody_comes(self) -> None:
+        async with wide_writer(0, 1, remote_timeout=0.3) as writer:
+            handle = writer.export_handle()
+            with suppress(TimeoutError):
+                await writer.wait_until_ready(0)
+            async with child("collect", handle.to_json(), "0") as victim:
+                await until(lambda: pid_of(writer, 0) == victim.pid, "admission")
+                victim.signal(signal.SIGKILL)
+                await victim.end()
+            with pytest.raises(PeerDied) as caught:
+                await writer.wait_until_ready(20)
+            assert (caught.value.rank, caught.value.pid) == (0, victim.pid)
+            async with MessageQueue.create_from_handle(
+                handle, 0, options=msgspec.structs.replace(handle.options, remote_timeout=10)
+            ) as reader:
+                await check(writer, reader)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remote", [0, 1], ids=["local", "remote"])
+async def test_readers_killed_at_any_moment_leave_their_place_free(remote: int) -> None:
+    """The writer waits all the time; what it hears of, if anything, is a death."""
+    async with wide_writer(1 - remote, remote, remote_timeout=2) as writer:
+        handle = writer.export_handle()
+        heard: list[PeerDied] = []
+        began = asyncio.get_running_loop().time
+
+        async def wait() -> None:
+            while True:
+                try:
+                    await writer.wait_until_ready(60)
+                    return
+                except PeerDied as error:
+                    heard.append(error)
+
+        # One more rank that never comes would do, too; but the last reader is to find the writer waiting.
+        pids = []
+        with suppress(TimeoutError):
+            await writer.wait_until_ready(0)
+        for step in itertools.count():
+            async with child("sleep_before_attaching" if step % 2 else "collect", handle.to_json(), "0") as victim:
+                pids.append(victim.pid)
+                started = began()
+                await until(
+                    lambda at=started + 0.25 + step * 0.03: began() >= at or pid_of(writer, 0), "its moment", 20
+                )
+                await asyncio.sleep(step % 5 * 0.002)
+                victim.signal(signal.SIGKILL)
+                await victim.end()
+            if step == 24:
+                break
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            ready = asyncio.ensure_future(wait())
+            await reader.wait_until_ready(30)
+            await ready
+            await check(writer, reader)
+        assert {error.pid for error in heard} <= set(pids)
+
+
+def test_a_reader_that_is_forgotten_leaves_its_place_free() -> None:
+    """Its loop has ended, and nobody has closed it."""
+    with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4, options=Options()) as writer:
+        handle = writer.export_handle()
+
+        def forget(look: Callable[[], object]) -> None:
+            reader: Any = MessageQueue.create_from_handle(handle, 0)
+
+            async def give_up(end: Any) -> None:
+                with suppress(TimeoutError):
+                    await end.wait_until_ready(0.01)
+
+            asyncio.run(give_up(reader))
+            with pytest.warns(ResourceWarning, match="was not closed"):
+                del reader
+                eventually(look)
+
+        forget(gc.collect)
+
+        def read() -> Any:
+            with blocking.MessageQueue.create_from_handle(handle, 0) as successor:
+                return successor.dequeue(20)
+
+        reading = Thread(read)
+        writer.enqueue("hello", 20)
+        assert reading.result() == "hello"
+
+
+def test_the_log_of_the_tests_is_quiet_without_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """A reader that leaves on purpose is no news."""
+    with caplog.at_level(logging.WARNING, "aioshm"):
+        with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4) as writer:
+            with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as early:
+                with pytest.raises(TimeoutError):
+                    early.wait_until_ready(0)
+            with pytest.raises(TimeoutError):
+                writer.wait_until_ready(0.05)
+    assert caplog.records == []
