@@ -185,8 +185,8 @@ class MessageQueue:
 
         Raises:
             TimeoutError: Somebody is missing; the text says who.
-            PeerDied: The writer, or a reader whose death is not tolerated, died. The writer is told once of a reader that
-                was there and died before all were ready; its place is free, and this can be called again.
+            PeerDied: The writer, or a reader whose death is not tolerated, died. The writer is told once of a reader
+                that was there and died before all were ready; its place is free, and this can be called again.
             HandleError: The writer refused this reader.
         """
         raise AssertionError(_UNMADE)
