@@ -18,6 +18,7 @@ from aioshm.queue.base import MessageQueue
 from aioshm.queue.handle import Handle
 from aioshm.queue.process_group import ObjectGroup, as_group, check_rank, gather, tell
 from aioshm.queue.same_node import probe
+from aioshm.queue.writer_end import WriterEnd
 from aioshm.wait.background import in_thread
 
 if TYPE_CHECKING:
@@ -281,7 +282,10 @@ class _Turn:
 
 async def _become_ready(queue: MessageQueue) -> None:
     try:
-        await queue.wait_until_ready()
+        if isinstance(queue, WriterEnd):
+            await queue.wait_for_these_readers()
+        else:
+            await queue.wait_until_ready()
     except BaseException:
         await queue.aclose()
         raise

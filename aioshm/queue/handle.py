@@ -113,7 +113,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
             HandleError: The text is no handle.
         """
         try:
-            return msgspec.json.decode(text, type=cls)
+            return _decoder.decode(text)
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
             raise HandleError(f"not a handle: {error}") from None
 
@@ -142,6 +142,9 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
             f"<Handle of queue {self.queue_id.hex()[:8]}, {self.n_reader} readers, "
             f"{self.max_chunks} x {self.max_chunk_bytes} bytes, secrets hidden>"
         )
+
+
+_decoder = msgspec.json.Decoder(Handle)  # here: msgspec 0.20 can crash where several threads build one for a type at once
 
 
 def as_handle(handle: Handle | str | bytes) -> Handle:

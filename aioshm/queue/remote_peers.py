@@ -172,8 +172,13 @@ class RemotePeers:
         missing = [rank for rank in self.ranks if rank not in self._gone and not self._is_proven(rank)]
         return [f"rank {rank} ({self._left[rank]})" if rank in self._left else f"rank {rank}" for rank in missing]
 
+    @property
+    def left(self) -> dict[int, str]:
+        """What became of the readers that were there before all were ready, and are not replaced."""
+        return self._left
+
     def take_death(self) -> PeerDied | None:
-        """Return, once, who has died before all were ready and was not replaced."""
+        """Return, once, who of them has died."""
         return self._dead.pop(next(iter(self._dead))) if self._dead else None
 
     def laggards(self) -> list[str]:

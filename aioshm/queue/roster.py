@@ -93,8 +93,13 @@ class Roster:
         missing = [rank for rank, ok in zip(self.ranks, self._settled, strict=True) if not ok]
         return [f"rank {rank} ({self._left[rank]})" if rank in self._left else f"rank {rank}" for rank in missing]
 
+    @property
+    def left(self) -> dict[int, str]:
+        """What became of the readers that were there, or nearly, before all were ready, and are not replaced."""
+        return self._left
+
     def take_death(self) -> PeerDied | None:
-        """Return, once, who has died before all were ready and was not replaced."""
+        """Return, once, who of them has died."""
         return self._died.pop(next(iter(self._died))) if self._died else None
 
     def laggards(self, slots: int = 1) -> list[str]:
@@ -125,6 +130,11 @@ class Roster:
         if self._settled[index]:
             raise HandleError(f"rank {hello.rank} is taken: its reader is gone, and the queue goes on without it")
         return self._welcome()
+
+    def missed(self, hello: Hello, said_goodbye: bool) -> None:
+        """Note a reader that was never here; whoever has taken its place, or will, makes up for it."""
+        if hello.rank in self.ranks and not self._going and self._peers[self.ranks.index(hello.rank)] is None:
+            self._note_end(hello.rank, hello.pid, said_goodbye)
 
     def attached(self, peer: Peer) -> None:
         """Note a new reader."""
@@ -169,14 +179,15 @@ class Roster:
     def _vacate(self, index: int, peer: Peer, said_goodbye: bool) -> None:
         self._settled[index] = False
         self._ring.set_reader_state(index, ABSENT, 0)
-        self._left[peer.rank] = f"pid {peer.pid} has {'left' if said_goodbye else 'died'}"
+        self._note_end(peer.rank, peer.pid, said_goodbye)
+
+    def _note_end(self, rank: int, pid: int, said_goodbye: bool) -> None:
+        self._left[rank] = f"pid {pid} has {'left' if said_goodbye else 'died'}"
         if not said_goodbye:
             if self._policy == "raise":
-                self._died[peer.rank] = PeerDied(
-                    peer.rank, peer.pid, "reader", f"queue {self._name}, before all readers were ready"
-                )
+                self._died[rank] = PeerDied(rank, pid, "reader", f"queue {self._name}, before all readers were ready")
             else:
-                logger.warning("queue %s: reader %d (pid %d) died; its place is free", self._name, peer.rank, peer.pid)
+                logger.warning("queue %s: reader %d (pid %d) died; its place is free", self._name, rank, pid)
         self._changed()
 
     def woken(self) -> None:

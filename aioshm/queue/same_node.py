@@ -138,6 +138,9 @@ class _Door:
         welcome = Welcome(os.getpid(), b"", by_descriptor, bells=False)
         return welcome, [self._segment.fd] if by_descriptor else []
 
+    def missed(self, hello: Hello, said_goodbye: bool) -> None:
+        pass
+
     def attached(self, peer: Peer) -> None:
         pass
 

@@ -59,6 +59,9 @@ class WideWriter(Writer):
     def _missing(self) -> list[str]:
         return super()._missing() + self._remote.missing()
 
+    def _departed(self) -> dict[int, str]:
+        return {**super()._departed(), **self._remote.left}
+
     def _take_death(self) -> PeerDied | None:
         return super()._take_death() or self._remote.take_death()
 

@@ -131,7 +131,15 @@ class WriterEnd(End, ABC):
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         await self._become_ready(deadline_after(timeout))
 
-    async def _become_ready(self, deadline: float | None) -> None:
+    async def wait_for_these_readers(self) -> None:
+        """Wait until every reader is attached, where none that leaves can be replaced.
+
+        Raises:
+            PeerDied, QueueClosed: One of them has died, or left.
+        """
+        await self._become_ready(None, replaceable=False)
+
+    async def _become_ready(self, deadline: float | None, *, replaceable: bool = True) -> None:
         loop = self._bind()
         if not self._listening:
             self._listening = True
@@ -139,9 +147,10 @@ class WriterEnd(End, ABC):
         stall = self._stall(self._report_missing)
         try:
             while not (self._complete() and self._all_there()):
-                died = self._take_death()
-                if died is not None:
-                    raise died
+                if self._departed():
+                    self._check_left(replaceable)
+                    if self._complete():
+                        continue
                 await self._news(deadline, stall)
                 self._check_usable()
         except TimeoutError:
@@ -193,9 +202,23 @@ class WriterEnd(End, ABC):
         """Name the readers that are not attached yet."""
         return self._roster.missing()
 
+    def _departed(self) -> dict[int, str]:
+        """Return what became of the readers that were there before all were ready, and are not replaced."""
+        return self._roster.left
+
     def _take_death(self) -> PeerDied | None:
-        """Return, once, a reader that has died before all were ready and was not replaced."""
+        """Return, once, who of them has died."""
         return self._roster.take_death()
+
+    def _check_left(self, replaceable: bool) -> None:
+        """Raise, once, if a reader has died before all were ready; and if one has left that nobody can replace."""
+        self._listener.look()  # whoever has come in its place may be at the door
+        died = self._take_death()
+        if died is not None:
+            raise died
+        if self._departed() and not replaceable:
+            left = ", ".join(f"rank {rank} ({what})" for rank, what in self._departed().items())
+            raise QueueClosed(f"{self!r}: not all will come: {left}")
 
     def _laggards(self, slots: int = 1) -> str:
         """Name the readers that so many messages have to wait for."""

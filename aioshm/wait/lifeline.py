@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 from aioshm.errors import HandleError, SharedMemoryError
@@ -36,6 +37,9 @@ class Host(Protocol):
 
     def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
         """Return the answer to a checked greeting with the descriptors that go along, or raise `HandleError`."""
+
+    def missed(self, hello: Hello, said_goodbye: bool) -> None:
+        """Note that a reader had gone before its greeting was read; it is not admitted."""
 
     def attached(self, peer: Peer) -> None:
         """Note that a reader was admitted and has been told so."""
@@ -181,40 +185,58 @@ class LifelineListener:
         self.bell.drain()
         self._host.woken()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Accept a connection; return whether there may be more."""
         assert self._loop is not None
         assert self._host is not None
         try:
             sock, _ = self._sock.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return
+            return False
         except OSError as error:  # out of descriptors: let others finish instead of turning in circles
             logger.warning("cannot accept a reader: %s", error)
             self._loop.remove_reader(self._sock.fileno())
+            if self._resume is not None:
+                self._resume.cancel()
             self._resume = self._loop.call_later(
                 _ACCEPT_PAUSE_S, self._loop.add_reader, self._sock.fileno(), self._accept
             )
-            return
+            return False
         sock.setblocking(False)
         pid, uid = peer_credentials(sock)
         if uid != os.geteuid():
             logger.debug("refused a connection of uid %d (pid %d)", uid, pid)
             sock.close()
-            return
+            return True
         strangers = [connection for connection in self._connections.values() if connection.peer is None]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].close()  # the oldest: a reader greets at once, so it is none
         self._connections[sock] = connection = _Connection(self, self._loop, self._host, sock, pid)
         connection.read()  # a reader's greeting came with it
+        return True
 
     def check(self, hello: Hello) -> None:
         protocol.check_hello(hello, VERSION, self._queue_id, self._token)
 
-    def look(self, rank: int | None = None) -> None:
-        """Report now what has become of the readers, or of the one of this rank, which the loop may find out later."""
-        for connection in list(self._connections.values()):
-            if connection.peer is not None and rank in (None, connection.peer.rank):
+    def look(self) -> None:
+        """Report now what the loop would find out later: who has come, who has gone."""
+        for _ in range(MAX_STRANGERS):
+            if not self._accept():
+                break
+        self.look_at(self._connections)
+
+    def look_at(self, socks: Iterable[socket.socket]) -> None:
+        """Read what has come over some connections of admitted readers."""
+        for sock in list(socks):
+            connection = self._connections.get(sock)
+            if connection is not None and connection.peer is not None:
                 connection.read()
+
+    def look_at_rank(self, rank: int) -> None:
+        """Notice now if the reader of this rank has gone: its successor may be heard of before that."""
+        self.look_at(
+            sock for sock, other in self._connections.items() if other.peer is not None and other.peer.rank == rank
+        )
 
     def forget(self, sock: socket.socket) -> None:
         self._connections.pop(sock, None)
@@ -301,10 +323,11 @@ class _Connection:
                 return
             hello = protocol.unpack_hello(body)
             self._listener.check(hello)
-            if self._has_left():
+            if self._has_gone():
                 self.close()
+                self._host.missed(hello, self._said_goodbye)
                 return
-            self._listener.look(hello.rank)  # who had this place may have gone just now
+            self._listener.look_at_rank(hello.rank)
             welcome, fds = self._host.admit(hello)
         except HandleError as error:
             logger.debug("refused pid %d: %s", self._pid, error)
@@ -323,16 +346,18 @@ class _Connection:
             self._signals(self.peer, bytes(self._received))
             self._received.clear()
 
-    def _has_left(self) -> bool:
+    def _has_gone(self) -> bool:
         """Return whether the reader has hung up, or died, before its greeting was read."""
-        said = bytes(self._received)
+        said, there = bytes(self._received), True
         try:
-            said += self._sock.recv(protocol.MAX_GREETING_BYTES, socket.MSG_PEEK) or BYE
+            more = self._sock.recv(protocol.MAX_GREETING_BYTES, socket.MSG_PEEK)
+            said, there = said + more, bool(more)
         except BlockingIOError:
             pass
         except OSError:
-            return True
-        return BYE in said
+            there = False
+        self._said_goodbye = BYE in said
+        return self._said_goodbye or not there
 
     def _send_all(self, data: bytes, fds: list[int]) -> None:
         # A greeting is far smaller than an empty socket buffer, so it goes in one piece or the peer is gone.

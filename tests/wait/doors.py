@@ -41,6 +41,7 @@ class Door:
             os.write(self.segment, b"the segment")
         self.log: list[tuple[str, int]] = []
         self.peers: dict[int, Peer] = {}
+        self.missing: list[tuple[int, bool]] = []
         self.wakes = 0
         self.go_once_proven = False
         self.go_once_attached = False
@@ -62,6 +63,9 @@ class Door:
         fds = [self.segment] if self.segment >= 0 else []
         bells = self.listener.bell is not None
         return Welcome(pid=4711, secret=b"secret", segment=bool(fds), bells=bells), fds
+
+    def missed(self, greeting: Hello, said_goodbye: bool) -> None:
+        self.missing.append((greeting.rank, said_goodbye))
 
     def attached(self, peer: Peer) -> None:
         self.log.append(("attached", peer.rank))

@@ -61,7 +61,7 @@ class TestLeaving:
             if closed or not goodbye:
                 sock.close()
             reader = await Reader.admitted(address)
-            assert door.log == [("attached", 0)]
+            assert (door.log, door.missing) == ([("attached", 0)], [(0, BYE in goodbye)])
             reader.lifeline.close()
             if sock.fileno() >= 0:
                 assert await until_hung_up(sock) == b""
