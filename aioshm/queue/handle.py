@@ -144,7 +144,8 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         )
 
 
-_decoder = msgspec.json.Decoder(Handle)  # here: msgspec 0.20 can crash where several threads build one for a type at once
+# Made once: msgspec 0.22 was seen to crash where several threads made the first one for a type at the same time.
+_decoder = msgspec.json.Decoder(Handle)
 
 
 def as_handle(handle: Handle | str | bytes) -> Handle:
