@@ -11,6 +11,7 @@
 | `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the other end of a connection is dead  |
 | `AIOSHM_NATIVE`          |                   | `0` runs the Python twins although the native parts were built        |
 | `AIOSHM_ENGINE_READY_TIMEOUT_S` |            | seconds without progress after which a startup of engines has failed  |
+| `AIOSHM_ENGINE_KEYS`     |                   | the file with the keys of a front end, or of one engine               |
 | `AIOSHM_USAGE_STATS`    |                   | the file that usage reports are appended to; without, there are none  |
 """
 
@@ -182,6 +183,11 @@ def engine_ready_timeout(environ: Mapping[str, str] = os.environ) -> float:
         return check_seconds("the timeout", float(text))
     except ValueError as error:
         raise ValueError(f"AIOSHM_ENGINE_READY_TIMEOUT_S={text!r}: {error}") from None
+
+
+def engine_keys_path(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the file that this process' keys of engines are read from, ``AIOSHM_ENGINE_KEYS``; None without."""
+    return environ.get("AIOSHM_ENGINE_KEYS") or None
 
 
 def usage_stats_path(environ: Mapping[str, str] = os.environ) -> str | None:

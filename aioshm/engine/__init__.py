@@ -17,6 +17,7 @@ from aioshm.engine.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.handshake import EngineHandshake, FrontEndHandshake
 from aioshm.engine.joining import shake_hands
+from aioshm.engine.keys import EngineCredentials, EngineKeys
 from aioshm.engine.kv import bind_kv_cache, copy_slice
 from aioshm.engine.launch import CoreEngineLaunch, launch_core_engines, wait_for_engine_startup
 from aioshm.engine.messages import EngineCoreOutputs, EngineCoreRequestType, SchedulerStats, UtilityOutput
@@ -44,8 +45,10 @@ __all__ = [
     "EngineCore",
     "EngineCoreOutputs",
     "EngineCoreRequestType",
+    "EngineCredentials",
     "EngineHandshake",
     "EngineHandshakeMetadata",
+    "EngineKeys",
     "EngineNeeds",
     "EngineReport",
     "EngineStartupCoordinator",

@@ -14,6 +14,7 @@ from typing import Any, Self
 from aioshm.config import check_int, check_seconds
 from aioshm.engine.deaths import DeathWatch
 from aioshm.engine.engine_actor import EngineActor, actor_in
+from aioshm.engine.keys import EngineKeys, keys_to_hand_over
 from aioshm.engine.placement import EngineNeeds
 from aioshm.engine.ray_cluster import (
     await_groups,
@@ -60,6 +61,8 @@ class CoreEngineActorManager:
         runtime_env: Of the actors; see Ray's documentation.
         ray_options: For ``ray.init``, unless there is a connection.
         timeout: Seconds until all actors must run.
+        keys: Each actor gets those of its engine, for `run_engine_core`; None: from those of this process. They travel
+            as Ray's arguments do: encrypted if Ray's own connections are.
         kwargs: For the target; every other argument by name.
 
     Attributes:
@@ -87,6 +90,7 @@ class CoreEngineActorManager:
         runtime_env: Mapping[str, Any] | None = None,
         ray_options: Mapping[str, Any] | None = None,
         timeout: float = START_TIMEOUT_S,
+        keys: EngineKeys | None = None,
         **kwargs: Any,
     ) -> None:
         self.actors: list[EngineActor] = []
@@ -123,7 +127,7 @@ class CoreEngineActorManager:
             self._await_actors(deadline)
             for rank, actor in enumerate(self.actors):
                 ranks = {"dp_rank": rank, "local_dp_rank": local_ranks[rank], "local_client": actor.local}
-                actor.run(target_fn, args, kwargs | ranks)
+                actor.run(target_fn, args, kwargs | ranks, keys_to_hand_over(keys, rank))
         except BaseException:
             self.close()
             raise

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aioshm.config import check_int
+from aioshm.engine.keys import EngineKeys, keys_to_hand_over
 from aioshm.engine.processes import Job, ProcessManager
 from aioshm.engine.stopping import SHUTDOWN_TIMEOUT_S
 
@@ -29,6 +30,7 @@ class APIServerProcessManager(ProcessManager):
         stats_update_address: Where the DP coordinator publishes, if there is one.
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
+        keys: Each process starts with them, for its `EngineClient`; None: with those of this process.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class APIServerProcessManager(ProcessManager):
         *,
         shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
         capture_stderr: bool = True,
+        keys: EngineKeys | None = None,
     ) -> None:
         check_int("num_servers", num_servers, minimum=1)
         for name, addresses in (("input_addresses", input_addresses), ("output_addresses", output_addresses)):
@@ -51,11 +54,11 @@ class APIServerProcessManager(ProcessManager):
                 raise ValueError(f"{name} must be {num_servers}, one for each server, not {addresses!r}")
         self.listen_address = listen_address
         self.sock = sock
-        jobs = []
+        jobs, handed = [], keys_to_hand_over(keys)
         for index, addresses in enumerate(zip(input_addresses, output_addresses, strict=True)):
             config: dict[str, Any] = dict(zip(("input_address", "output_address"), addresses, strict=True))
             config |= {"client_count": num_servers, "client_index": index}
             if stats_update_address is not None:
                 config["stats_update_address"] = stats_update_address
-            jobs.append(Job(f"ApiServer_{index}", (listen_address, sock, args, config)))
+            jobs.append(Job(f"ApiServer_{index}", (listen_address, sock, args, config), keys=handed))
         super().__init__(target_server_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)

@@ -20,11 +20,13 @@ from aioshm.engine.balance import LoadBalancer
 from aioshm.engine.client_sockets import ClientSockets
 from aioshm.engine.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.envelopes import EnvelopeDecoder
+from aioshm.engine.keys import EngineKeys, keys_for_front_end
 from aioshm.engine.liveness import Liveness
 from aioshm.engine.messages import ENGINE_CORE_DEAD, EngineCoreRequestType, request_id_of
 from aioshm.engine.payloads import Frame, PayloadEncoder
 from aioshm.engine.pending import Pending, PendingCall
 from aioshm.engine.registrations import Registrations
+from aioshm.engine.security import Protection, over_tcp
 from aioshm.engine.streams import Inbox, OutputStream
 from aioshm.errors import CodecError, EngineDead, QueueClosed, RoleError
 from aioshm.zeromq import LogLimiter
@@ -61,7 +63,11 @@ class EngineClient:
         request_type: What requests have to be; None: anything that MessagePack can say, and arrays and tensors.
         output_type: What outputs are decoded as; any type that msgspec knows, or None for plain data. A plain array is
             read as the field's outputs are: the first is the request's id, the sixth why it is finished.
-        options: ``max_message_bytes`` and ``remote_timeout`` hold here; None: as the environment says.
+        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here; None: as the environment says.
+        keys: Who may connect over TCP, and as whom; None: those of this process.
+        secure: Whether connections over TCP are encrypted, and only holders of keys get in; engines and the coordinator
+            must say the same. False for engines that know no keys, as vLLM's: see SECURITY.md for what strangers can
+            do then.
 
     Attributes:
         addresses: What engines are to be told.
@@ -79,6 +85,8 @@ class EngineClient:
         request_type: type[Any] | None = None,
         output_type: Any = None,
         options: Options | None = None,
+        keys: EngineKeys | None = None,
+        secure: bool = True,
     ) -> None:
         self._sockets: ClientSockets | None = None
         self._closed = False
@@ -91,11 +99,13 @@ class EngineClient:
             raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {client_index}")
         self.addresses = addresses
         self._options = options or Options.from_env()
+        self._secure = secure and self._options.secure
+        self._given_keys = keys
         self._index = client_index
         self._request_type = request_type
         n_engines = len(self._engines.ranks)
         self._balance = LoadBalancer(n_engines, n_engines * client_index // n_clients, n_clients)
-        self._pending = Pending(EnvelopeDecoder(output_type), self._balance)
+        self._pending = Pending(EnvelopeDecoder(output_type), self._balance, self._engines.ranks)
         self._encode = PayloadEncoder(self._options.max_message_bytes).encode
         self._wave = 0
         self._dead: EngineDead | None = None
@@ -135,18 +145,23 @@ class EngineClient:
 
         Raises:
             OSError: An address cannot be bound.
-            RoleError: It was open before.
+            RoleError: It was open before, or this process has the keys of one engine only.
         """
         if self._sockets is not None or self._closed:
             raise RoleError("a client of engines can be entered once")
         self._settled = asyncio.Event()
         self._thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
+        addresses = self.addresses.inputs[self._index], self.addresses.outputs[self._index]
+        protection = Protection.of_front_end(addresses, self._engines.ranks, keys=self._given_keys, secure=self._secure)
+        self._engines.identities = [protection.name(rank, addresses[0]) for rank in self._engines.ranks]
+        # Where engines are recognised by their keys, they speak for nobody else.
+        self._recognised = protection.encrypts(addresses[0]), protection.encrypts(addresses[1])
         this: EngineClient = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten client shall end
         self._sockets = ClientSockets(
-            self.addresses.inputs[self._index],
-            self.addresses.outputs[self._index],
+            *addresses,
             this,
+            protection,
             max_bytes=self._options.max_message_bytes,
             silence_s=self._options.remote_timeout,
         )
@@ -287,9 +302,11 @@ class EngineClient:
 
     # What comes
 
-    def registered(self, sender_identity: bytes, frames: list[bytes], connection: int, sender: str) -> None:
+    def registered(self, sender_identity: bytes, frames: list[bytes], connection: int, sender: str, user: str) -> None:
         """Take an engine's registration."""
         try:
+            if self._recognised[0]:
+                self._engines.check(sender_identity, user)
             rank = self._engines.take(sender_identity, frames)
         except ValueError as error:
             self._complain("a registration of %s by %s is ignored: %s", sender_identity[:16].hex(), sender, error)
@@ -303,13 +320,13 @@ class EngineClient:
         """Take the end of a connection."""
         self._liveness.disconnected(connection)
 
-    def output(self, frames: list[Frame]) -> None:
+    def output(self, frames: list[Frame], origin: str) -> None:
         """Take what an engine has sent."""
         if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
-            self._liveness.said_dead()
+            self._said_dead(origin)
             return
         try:
-            unwanted = self._pending.take(frames)
+            unwanted = self._pending.take(frames, int(origin) if self._recognised[1] else None)
         except CodecError as error:
             self._complain("a message from an engine is dropped: %s", error)
             return
@@ -326,6 +343,15 @@ class EngineClient:
             self._complain("counts from the coordinator are ignored: %s", error)
 
     # The end of things
+
+    def _said_dead(self, origin: str) -> None:
+        """Take an engine's word that it ends; of strangers' hosts there is none whose word counts."""
+        if self._recognised[1]:
+            self._liveness.said_dead(int(origin))
+        elif not origin or origin in self._liveness.hosts:
+            self._liveness.said_dead()
+        else:
+            self._complain("%s says that an engine ends, and no engine is there: ignored", origin)
 
     def _leave(self, request_id: str, inbox: Inbox) -> None:
         """Abort a request whose stream was left."""
@@ -385,8 +411,11 @@ class EngineClient:
         assert self._sockets is not None
         try:
             if address is not None:
-                self._sockets.subscribe(address)
-        except OSError as error:  # requests are distributed by what this client knows, then
+                encrypted = self._secure and over_tcp([address])
+                self._sockets.subscribe(
+                    address, keys_for_front_end(self._given_keys).to_coordinator() if encrypted else None
+                )
+        except (OSError, RuntimeError) as error:  # requests are distributed by what this client knows, then
             self._complain("there are no counts from the coordinator: %s", error)
 
     def _check_ready(self) -> None:

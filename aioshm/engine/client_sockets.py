@@ -9,29 +9,46 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from aioshm.engine.payloads import Frame
-from aioshm.engine.router import sender_of
+from aioshm.engine.doorkeeper import Doorkeeper
+from aioshm.engine.payloads import MAX_FRAMES, Frame
+from aioshm.engine.reading import TURN_FRAMES, MessageReader, sender_of, user_of
+from aioshm.engine.security import Protection, over_tcp
 from aioshm.queue.sockets import BURST, Socket, Sockets, watched_by_heartbeats
 from aioshm.wait.background import in_thread
-from aioshm.zeromq import BoundFile, Watch, attach, open_socket
+from aioshm.zeromq import BoundFile, CurveKeys, Watch, attach, open_socket
 
 LINGER_MS = 500
 """How long the last aborts may take to leave; it takes no time unless an engine is stuck."""
 
 _UNBOUNDED = 0  # what is in flight is bounded by the requests that are open, not by ZeroMQ
+_REGISTRATION_FRAMES = 2  # that are kept: it should be one
+_OF_STRANGERS = 1000  # unless it may be anybody's
 
 
 class Listener(Protocol):
     """Who is told what comes; on the loop."""
 
-    def registered(self, identity: bytes, frames: list[bytes], connection: int, sender: str) -> None:
-        """An engine has connected: its identity, what it says, its connection's number, and who it is, for people."""
+    def registered(self, identity: bytes, frames: list[bytes], connection: int, sender: str, user: str) -> None:
+        """An engine has connected.
+
+        Args:
+            identity: What its socket is called.
+            frames: What it says.
+            connection: Its connection's number.
+            sender: Who it is, for people.
+            user: Who it is by its keys, if that is known.
+        """
 
     def disconnected(self, connection: int) -> None:
         """A connection has ended."""
 
-    def output(self, frames: list[Frame]) -> None:
-        """An engine has sent something."""
+    def output(self, frames: list[Frame], origin: str) -> None:
+        """An engine has sent something.
+
+        Args:
+            frames: What it has sent.
+            origin: Who it is by its keys; without keys, over TCP, its IP address.
+        """
 
     def counts(self, payload: bytes) -> None:
         """The coordinator has published something."""
@@ -44,6 +61,7 @@ class ClientSockets:
         input_address: Where to bind the ROUTER.
         output_address: Where to bind the PULL.
         listener: Is told what comes.
+        protection: Who may connect.
         max_bytes: Of a frame: whoever sends a larger one is disconnected.
         silence_s: Seconds after which a connection over TCP that says nothing is given up.
 
@@ -56,15 +74,29 @@ class ClientSockets:
     """
 
     def __init__(
-        self, input_address: str, output_address: str, listener: Listener, *, max_bytes: int, silence_s: float
+        self,
+        input_address: str,
+        output_address: str,
+        listener: Listener,
+        protection: Protection,
+        *,
+        max_bytes: int,
+        silence_s: float,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._sockets = Sockets()
         self._watches: list[Watch] = []
         self._files: list[BoundFile] = []
+        self._partial: tuple[list[Frame], str] | None = None  # of a message that has more frames than a turn has time
         self._closed = False
+        self._protection = protection
+        self._origin = ""
+        if over_tcp([output_address]):
+            self._origin = "User-Id" if protection.encrypts(output_address) else "Peer-Address"
+        self._doorkeeper: Doorkeeper | None = None
         try:
+            self._doorkeeper = protection.doorkeeper(self._sockets)
             self._router = self._open(zmq.ROUTER, input_address, max_bytes)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what reaches nobody shall be an error
             if input_address.startswith("tcp://"):
@@ -74,6 +106,7 @@ class ClientSockets:
             self.input_address = self._bind(self._router, input_address)
             self._pull = self._open(zmq.PULL, output_address, max_bytes)
             self.output_address = self._bind(self._pull, output_address)
+            self._registrations = MessageReader(self._router, 1 + _REGISTRATION_FRAMES)
             self._watch(self._router, self._read_registrations)
             self._watch(self._pull, self.read_outputs)
             self._watch(self._monitor, self._read_monitor)
@@ -90,14 +123,14 @@ class ClientSockets:
         """
         self._router.send_multipart([identity, kind, *frames], zmq.NOBLOCK)
 
-    def subscribe(self, address: str) -> None:
-        """Receive what the coordinator publishes there.
+    def subscribe(self, address: str, curve: CurveKeys | None) -> None:
+        """Receive what the coordinator publishes there, with these keys.
 
         Raises:
             OSError: The address is malformed.
         """
         self._sub = self._sockets.add(
-            open_socket(self._sockets.context, zmq.SUB, address, bind=False, hwm=_UNBOUNDED, curve=None)
+            open_socket(self._sockets.context, zmq.SUB, address, bind=False, hwm=_UNBOUNDED, curve=curve)
         )
         self._sub.setsockopt(zmq.SUBSCRIBE, b"")
         attach(self._sub, address, bind=False)
@@ -105,17 +138,30 @@ class ClientSockets:
 
     def read_outputs(self) -> None:
         """Read what engines have sent, some of it at a time."""
-        pull, noblock, listener = self._pull, zmq.NOBLOCK, self._listener
+        pull, noblock, listener, room = self._pull, zmq.NOBLOCK, self._listener, TURN_FRAMES
         for _ in range(BURST):
             if self._closed:
                 return
             try:
-                frames: list[Frame] = [pull.recv(noblock)]
+                if self._partial is not None:
+                    (frames, origin), self._partial = self._partial, None
+                elif self._origin:
+                    head = pull.recv(noblock, copy=False)
+                    frames, origin = [head.bytes], str(head.get(self._origin))
+                else:
+                    frames, origin = [pull.recv(noblock)], ""
             except zmq.ZMQError:
                 return
             while pull.getsockopt(zmq.RCVMORE):
-                frames.append(pull.recv(noblock, copy=False).buffer)
-            listener.output(frames)
+                if not room:
+                    self._partial = frames, origin
+                    self._loop.call_soon(self.read_outputs)
+                    return
+                room -= 1
+                frame = pull.recv(noblock, copy=False)
+                if len(frames) <= MAX_FRAMES:  # one more than may be, which is refused
+                    frames.append(frame.buffer)
+            listener.output(frames, origin)
         self._loop.call_soon(self.read_outputs)
 
     async def aclose(self) -> None:
@@ -135,11 +181,13 @@ class ClientSockets:
             watch.pause()
         for file in self._files:
             file.remove()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
 
     def _open(self, kind: int, address: str, max_bytes: int) -> Socket:
-        socket = self._sockets.add(
-            open_socket(self._sockets.context, kind, address, bind=True, hwm=_UNBOUNDED, curve=None)
-        )
+        open_to_all = over_tcp([address]) and not self._protection.encrypts(address)
+        hwm = _OF_STRANGERS if kind == zmq.PULL and open_to_all else _UNBOUNDED
+        socket = self._protection.open(self._sockets, kind, address, hwm=hwm)
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         return socket
 
@@ -152,16 +200,20 @@ class ClientSockets:
         self._watches.append(Watch(self._loop, socket, callback))
 
     def _read_registrations(self) -> None:
+        self._registrations.begin_turn()
         while not self._closed:
             try:
-                identity = self._router.recv(zmq.NOBLOCK, copy=False)
+                message = self._registrations.read()
             except zmq.ZMQError:
                 return
-            frames: list[bytes] = []
-            while self._router.getsockopt(zmq.RCVMORE):
-                frames.append(self._router.recv(zmq.NOBLOCK))
+            if message is None:
+                if self._registrations.unfinished:
+                    self._loop.call_soon(self._read_registrations)
+                return
+            sender, (name, *frames) = message
             self._read_monitor()  # the number of a connection that has ended may be this one's now
-            self._listener.registered(identity.bytes, frames, int(identity.get(zmq.SRCFD)), sender_of(identity))
+            user = user_of(sender) if self._protection.encrypts(self.input_address) else ""
+            self._listener.registered(name, frames, int(sender.get(zmq.SRCFD)), sender_of(sender), user)
 
     def _read_monitor(self) -> None:
         while not self._closed:

@@ -8,11 +8,14 @@ import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import zmq
 
+from aioshm.engine.doorkeeper import Doorkeeper
+from aioshm.engine.keys import EngineKeys
 from aioshm.engine.messages import COORDINATOR_READY, SUBSCRIBE_TO_ALL, StartWave
+from aioshm.engine.reading import MessageReader, user_of
 from aioshm.engine.reports import (
     MAX_REPORT_BYTES,
     UNSUBSCRIBED,
@@ -21,9 +24,10 @@ from aioshm.engine.reports import (
     encode_published,
     encode_start,
 )
+from aioshm.engine.security import ENGINES, FRONT_ENDS, Protection
 from aioshm.engine.waves import Published, Waves
 from aioshm.queue.sockets import BURST, Socket, Sockets
-from aioshm.zeromq import BoundFile, LogLimiter, Watch, attach, open_socket
+from aioshm.zeromq import BoundFile, LogLimiter, Watch, attach
 
 COMPLAINT_S = 10.0
 REMINDER_S = 60.0
@@ -33,6 +37,8 @@ REMINDER_S = 60.0
 _FRONT_END_HWM, _ENGINE_HWM = 1_000, 100_000
 _FRAMES = 2  # of a message, that are kept: there should be one
 _OVERSIZED = 16 * MAX_REPORT_BYTES  # ZeroMQ hangs up on who sends that, without a word; less is refused by name
+
+_Source: TypeAlias = "tuple[MessageReader, Callable[[list[bytes], zmq.Frame], None]]"
 
 logger = logging.getLogger("aioshm.engine.coordinator")
 
@@ -57,6 +63,8 @@ class Coordination:
     Args:
         waves: Decides.
         addresses: What to bind; where the kernel chooses the port, it is 0.
+        keys: Who may connect over TCP, and as whom; None: anybody may.
+        secure: Whether on this host only this user's processes may connect.
 
     Attributes:
         addresses: Where it is bound.
@@ -66,7 +74,14 @@ class Coordination:
         OSError: An address cannot be bound; the text names it.
     """
 
-    def __init__(self, waves: Waves, addresses: CoordinatorAddresses) -> None:
+    def __init__(
+        self,
+        waves: Waves,
+        addresses: CoordinatorAddresses,
+        keys: EngineKeys | None = None,
+        *,
+        secure: bool = True,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self._loop.create_future()
         self._waves = waves
@@ -77,15 +92,21 @@ class Coordination:
         self._reminding = self._loop.call_later(REMINDER_S, self._remind)
         self._publishing: asyncio.TimerHandle | None = None
         self._due = 0.0
+        own = None if keys is None else keys.coordinator
+        self._protection = Protection(keys, own, range(waves.n_engines), secure=secure, more=True)
+        self._doorkeeper: Doorkeeper | None = None
         try:
-            self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM)
+            self._doorkeeper = self._protection.doorkeeper(self._sockets)
+            self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM, FRONT_ENDS)
             self._engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input, _ENGINE_HWM)
             self._reports, engine_output = self._bind(zmq.PULL, addresses.engine_output, _ENGINE_HWM)
         except BaseException:
             self.close()
             raise
         self.addresses = CoordinatorAddresses(stats_publish, engine_input, engine_output)
-        self._sources: list[tuple[Socket, Callable[[list[bytes]], None]]] = [(self._engines, self._from_engine)]
+        self._recognises = self._protection.encrypts(engine_input)
+        self._readers = [MessageReader(socket, _FRAMES) for socket in (self._engines, self._front_ends, self._reports)]
+        self._sources: list[_Source] = [(self._readers[0], self._from_engine)]
         self._watch(self._engines)
 
     def end(self) -> None:
@@ -102,6 +123,8 @@ class Coordination:
             self._publishing.cancel()
         for file in self._files:
             file.remove()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         self._sockets.close()
 
     def __enter__(self) -> Self:
@@ -112,8 +135,8 @@ class Coordination:
     ) -> None:
         self.close()
 
-    def _bind(self, kind: int, address: str, hwm: int) -> tuple[Socket, str]:
-        socket = self._sockets.add(open_socket(self._sockets.context, kind, address, bind=True, hwm=hwm, curve=None))
+    def _bind(self, kind: int, address: str, hwm: int, domain: str = ENGINES) -> tuple[Socket, str]:
+        socket = self._protection.open(self._sockets, kind, address, hwm=hwm, domain=domain)
         socket.setsockopt(zmq.MAXMSGSIZE, _OVERSIZED)
         if kind == zmq.XPUB:
             socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription, not only the first, and each end of one
@@ -133,9 +156,11 @@ class Coordination:
         """
         if self._sockets.closed or self.over.done():
             return
+        for reader in self._readers:
+            reader.begin_turn()
         try:
             for _ in range(BURST):
-                taken = [self._take(socket, handle) for socket, handle in self._sources]
+                taken = [self._take(reader, handle) for reader, handle in self._sources]
                 if not any(taken):
                     break
             else:
@@ -145,26 +170,20 @@ class Coordination:
         except Exception as error:  # engines would wait in vain: better to end, which is noticed
             self.over.set_exception(error)
 
-    def _take(self, socket: Socket, handle: Callable[[list[bytes]], None]) -> bool:
-        frames: list[bytes] = []
+    def _take(self, reader: MessageReader, handle: Callable[[list[bytes], zmq.Frame], None]) -> bool:
+        message = reader.read()
+        if message is None:
+            return reader.unfinished
         try:
-            frames.append(socket.recv(zmq.NOBLOCK))
-            while socket.getsockopt(zmq.RCVMORE):
-                frame = socket.recv(zmq.NOBLOCK, copy=False)
-                if len(frames) < _FRAMES:
-                    frames.append(frame.bytes)
-        except zmq.Again:
-            return False
-        try:
-            handle(frames)
+            handle(message[1], message[0])
         except ValueError as error:
             self._complain(error)
         return True
 
-    def _from_engine(self, frames: list[bytes]) -> None:
+    def _from_engine(self, frames: list[bytes], sender: zmq.Frame) -> None:
         if frames == [SUBSCRIBE_TO_ALL]:
             was_ready = self._waves.ready
-            if self._waves.subscribe():
+            if self._waves.subscribe(int(user_of(sender)) if self._recognises else None):
                 self._engines.send(COORDINATOR_READY, zmq.NOBLOCK)
             if self._waves.ready and not was_ready:
                 self._begin()
@@ -177,11 +196,11 @@ class Coordination:
         """Read what engines report, and what front ends say: before, an answer would not have reached all engines."""
         logger.debug("all engines have subscribed")
         self._reminding.cancel()
-        self._sources += [(self._front_ends, self._from_front_end), (self._reports, self._from_report)]
+        self._sources += [(self._readers[1], self._from_front_end), (self._readers[2], self._from_report)]
         self._watch(self._front_ends)
         self._watch(self._reports)
 
-    def _from_front_end(self, frames: list[bytes]) -> None:
+    def _from_front_end(self, frames: list[bytes], _sender: zmq.Frame) -> None:
         if frames == [SUBSCRIBE_TO_ALL]:
             self._waves.greet(self._loop.time())
         elif frames != [UNSUBSCRIBED]:
@@ -192,9 +211,11 @@ class Coordination:
             else:
                 self._start(self._waves.wake(message.exclude, message.wave))
 
-    def _from_report(self, frames: list[bytes]) -> None:
+    def _from_report(self, frames: list[bytes], sender: zmq.Frame) -> None:
         report = decode_report(frames)
         engine = report.engine_index
+        if self._recognises and user_of(sender) != str(engine):
+            raise ValueError(f"engine {user_of(sender)} speaks for engine {engine}")
         if report.wave_complete is not None:
             if self._waves.complete(engine, report.wave_complete):
                 self._tell(self._waves.state())
@@ -242,20 +263,26 @@ class Coordination:
             logger.warning("dropped a message: %s (and %d more)", error, held_back)
 
 
-def run_coordinator(told: Connection, waves: Waves, addresses: CoordinatorAddresses) -> None:
+def run_coordinator(
+    told: Connection, waves: Waves, addresses: CoordinatorAddresses, keys: EngineKeys | None, secure: bool
+) -> None:
     """Be the coordinator, until SIGTERM or SIGINT; what its process runs.
 
     Args:
         told: Gets where it is bound.
         waves: Decides.
         addresses: What to bind.
+        keys: See `Coordination`.
+        secure: See `Coordination`.
     """
-    asyncio.run(_run(told, waves, addresses))
+    asyncio.run(_run(told, waves, addresses, keys, secure))
 
 
-async def _run(told: Connection, waves: Waves, addresses: CoordinatorAddresses) -> None:
+async def _run(
+    told: Connection, waves: Waves, addresses: CoordinatorAddresses, keys: EngineKeys | None, secure: bool
+) -> None:
     try:
-        coordination = Coordination(waves, addresses)
+        coordination = Coordination(waves, addresses, keys, secure=secure)
     except OSError as error:
         raise SystemExit(f"{error}") from None
     with coordination:

@@ -11,8 +11,10 @@ from aioshm.engine.addresses import MAX_INDEX
 from aioshm.engine.child import Child
 from aioshm.engine.coordination import CoordinatorAddresses, run_coordinator
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
+from aioshm.engine.keys import EngineKeys, keys_for_front_end
 from aioshm.engine.processes import Job, ProcessManager
 from aioshm.engine.progress import Ended
+from aioshm.engine.security import over_tcp, warn_of_strangers
 from aioshm.engine.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.engine.waves import Waves
 from aioshm.errors import EngineStartupError
@@ -53,6 +55,9 @@ class DPCoordinator(ProcessManager):
         timeout: Seconds until it must be bound.
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
+        keys: Who may connect over TCP, and as whom; None: those of this process.
+        secure: Whether connections over TCP are encrypted, and only holders of keys get in, as engines and front ends
+            have to say, too.
 
     Raises:
         EngineStartupError: It ended, or was not bound in time; the text says why, as far as it is known.
@@ -71,6 +76,8 @@ class DPCoordinator(ProcessManager):
         timeout: float = START_TIMEOUT_S,
         shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
         capture_stderr: bool = True,
+        keys: EngineKeys | None = None,
+        secure: bool = True,
     ) -> None:
         check_int("n_engines", n_engines, minimum=1)
         if n_engines > MAX_INDEX + 1:
@@ -83,6 +90,9 @@ class DPCoordinator(ProcessManager):
             get_engine_client_zmq_addr(local_engines, host),
             get_engine_client_zmq_addr(local_engines, host),
         )
+        if not secure:
+            warn_of_strangers(wanted)
+        found = keys_for_front_end(keys) if secure and over_tcp(wanted) else None
         waves = Waves(n_engines, lockstep=enable_wave_coordination, kv_cache_usage=kv_cache_usage)
         told, tells = multiprocessing.Pipe(duplex=False)
         self._files: list[BoundFile] = []
@@ -90,7 +100,7 @@ class DPCoordinator(ProcessManager):
             with tells:
                 super().__init__(
                     run_coordinator,
-                    [Job(NAME, (tells, waves, wanted))],
+                    [Job(NAME, (tells, waves, wanted, found, secure))],
                     shutdown_timeout=shutdown_timeout,
                     capture_stderr=capture_stderr,
                 )

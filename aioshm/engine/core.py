@@ -15,6 +15,7 @@ from aioshm.config import Options
 from aioshm.engine.addresses import EngineHandshakeMetadata, EngineZmqAddresses
 from aioshm.engine.calls import Calls, described
 from aioshm.engine.core_sockets import COORDINATOR, CoreSockets
+from aioshm.engine.keys import AnyKeys, keys_for_engine
 from aioshm.engine.lockstep import Lockstep
 from aioshm.engine.messages import (
     EngineCoreOutputs,
@@ -27,6 +28,7 @@ from aioshm.engine.messages import (
     request_id_of,
 )
 from aioshm.engine.payloads import Frame, PayloadDecoder, PayloadEncoder
+from aioshm.engine.security import over_tcp
 from aioshm.errors import CodecError
 from aioshm.zeromq import LogLimiter
 
@@ -54,11 +56,23 @@ class EngineCore:
         engine: The user's engine.
         index: Its rank.
         request_type: What requests are decoded as; None for plain data.
-        options: ``max_message_bytes`` and ``remote_timeout`` hold here.
+        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here.
+        keys: See `run_engine_core`.
+        secure: See `run_engine_core`.
     """
 
-    def __init__(self, engine: Any, index: int, *, request_type: Any = None, options: Options | None = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        index: int,
+        *,
+        request_type: Any = None,
+        options: Options | None = None,
+        keys: AnyKeys | None = None,
+        secure: bool = True,
+    ) -> None:
         options = options or Options.from_env()
+        self._keys, self._secure = keys, secure and options.secure
         self._max_bytes, self._silence_s = options.max_message_bytes, options.remote_timeout
         self._engine = engine
         self._index = index
@@ -84,8 +98,14 @@ class EngineCore:
 
     async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> None:
         """Connect to the front ends, and register there with the fields of READY."""
+        anywhere = [*addresses.inputs, *addresses.outputs, addresses.coordinator_input, addresses.coordinator_output]
         self._sockets = CoreSockets(
-            self._index, addresses, self._arrived, max_bytes=self._max_bytes, silence_s=self._silence_s
+            self._index,
+            addresses,
+            self._arrived,
+            max_bytes=self._max_bytes,
+            silence_s=self._silence_s,
+            credentials=keys_for_engine(self._index, self._keys) if self._secure and over_tcp(anywhere) else None,
         )
         await self._sockets.register(_encode_plain(fields) if fields else b"")
 

@@ -9,6 +9,7 @@ from functools import partial
 import zmq
 
 from aioshm.engine.addresses import EngineZmqAddresses, identity
+from aioshm.engine.keys import EngineCredentials
 from aioshm.engine.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL
 from aioshm.engine.payloads import Frame
 from aioshm.queue.sockets import BURST, Socket, Sockets, watched_by_heartbeats
@@ -34,6 +35,7 @@ class CoreSockets:
             is gone.
         max_bytes: Of a frame: whoever sends a larger one is disconnected.
         silence_s: Seconds after which a connection over TCP that says nothing is given up.
+        credentials: The engine's keys for connections over TCP; None: these are not encrypted.
 
     Attributes:
         coordinated: Whether there is a coordinator.
@@ -51,6 +53,7 @@ class CoreSockets:
         *,
         max_bytes: int,
         silence_s: float,
+        credentials: EngineCredentials | None = None,
     ) -> None:
         if len(addresses.inputs) != len(addresses.outputs):
             raise ValueError(f"addresses must have as many inputs as outputs, and have {addresses}")
@@ -61,6 +64,7 @@ class CoreSockets:
         self._watches: list[Watch] = []
         self._closed = False
         self._identity = identity(index)
+        self._credentials = credentials
         self._addresses = addresses
         self._gone: set[int] = set()
         self._registration = b""
@@ -71,8 +75,8 @@ class CoreSockets:
             self._inputs = [self._open(zmq.DEALER, address) for address in addresses.inputs]
             self._outputs = [self._open(zmq.PUSH, address) for address in addresses.outputs]
             if self.coordinated:
-                self._subscription = self._open(zmq.XSUB, addresses.coordinator_input or "")
-                self._reports = self._open(zmq.PUSH, addresses.coordinator_output or "")
+                self._subscription = self._open(zmq.XSUB, addresses.coordinator_input or "", to_coordinator=True)
+                self._reports = self._open(zmq.PUSH, addresses.coordinator_output or "", to_coordinator=True)
         except BaseException:
             self._close(0)
             raise
@@ -127,13 +131,17 @@ class CoreSockets:
             monitor.close()
         self._sockets.close(linger_ms)
 
-    def _open(self, kind: int, address: str) -> Socket:
+    def _open(self, kind: int, address: str, *, to_coordinator: bool = False) -> Socket:
+        mine = self._credentials if address.startswith("tcp://") else None
+        curve = None
+        if mine is not None:
+            curve = mine.to_coordinator() if to_coordinator else mine.to_front_end()
         socket = self._sockets.add(
-            open_socket(self._sockets.context, kind, address, bind=False, hwm=_UNBOUNDED, curve=None)
+            open_socket(self._sockets.context, kind, address, bind=False, hwm=_UNBOUNDED, curve=curve)
         )
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
         if kind == zmq.DEALER:
-            socket.setsockopt(zmq.ROUTING_ID, self._identity)
+            socket.setsockopt(zmq.ROUTING_ID, self._identity if mine is None else mine.name)
             self._monitors.append(Monitor(socket))
             if address.startswith("tcp://"):
                 watched_by_heartbeats(socket, self._silence_ms)

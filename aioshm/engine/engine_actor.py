@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from aioshm.engine.keys import AnyKeys, hand_over
 from aioshm.engine.ray_cluster import require_ray
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -22,8 +24,12 @@ class EngineCoreActor:
         """Return the address of its node, and its process id."""
         return require_ray().util.get_node_ip_address(), os.getpid()
 
-    def run(self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Run an engine; return its exit code."""
+    def run(
+        self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], keys: AnyKeys | None = None
+    ) -> int:
+        """Run an engine, which has these keys; return its exit code."""
+        if keys is not None:
+            hand_over(multiprocessing.current_process(), keys)
         try:
             target(*args, **kwargs)
         except SystemExit as error:
@@ -61,9 +67,11 @@ class EngineActor:
         self._error: BaseException | None = None
         self._code: int | None = None
 
-    def run(self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Have it run an engine."""
-        self.run_ref = self.handle.run.remote(target, args, kwargs)
+    def run(
+        self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], keys: AnyKeys | None
+    ) -> None:
+        """Have it run an engine with these keys."""
+        self.run_ref = self.handle.run.remote(target, args, kwargs, keys)
         self.run_ref.future().add_done_callback(self._note)  # called by a thread of Ray's
 
     @property

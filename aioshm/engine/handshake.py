@@ -157,6 +157,11 @@ class FrontEndHandshake:
         engine.state = CoreEngineState.READY
         return None
 
+    def forget(self, index: int) -> None:
+        """Take back an engine's HELLO: whoever said it has left without an answer."""
+        self.hello.pop(index, None)
+        self.engines[index].state = CoreEngineState.NEW
+
     def _parse(self, engine: CoreEngine, payload: bytes) -> tuple[dict[str, Any], _FromEngine]:
         expected = _NEXT[engine.state]
         if engine.state is not CoreEngineState.READY:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -13,15 +14,18 @@ import zmq
 from aioshm.config import check_seconds
 from aioshm.engine.addresses import EngineHandshakeMetadata
 from aioshm.engine.handshake import MAX_INIT_BYTES, EngineHandshake
+from aioshm.engine.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.queue.sockets import Sockets
 from aioshm.wait.background import in_thread
-from aioshm.zeromq import Watch, attach, open_socket
+from aioshm.zeromq import Monitor, Watch, attach, open_socket
 
 INIT_TIMEOUT_S = 300.0
 LINGER_MS = 5000
 """How long READY may take to leave; it takes no time unless the front end is gone."""
 
 _HWM = 16
+
+logger = logging.getLogger("aioshm.engine")
 
 ReadyFields = Mapping[str, Any] | None
 
@@ -35,6 +39,8 @@ async def shake_hands(
     client_handshake_address: str | None = None,
     initialize: Callable[[EngineHandshakeMetadata], ReadyFields | Awaitable[ReadyFields]],
     timeout: float | None = INIT_TIMEOUT_S,
+    keys: AnyKeys | None = None,
+    secure: bool = True,
 ) -> EngineHandshakeMetadata:
     """Say HELLO to the front end, initialise with what it answers, and say READY.
 
@@ -51,6 +57,8 @@ async def shake_hands(
         initialize: Gets what the front end says, connects the engine's data sockets, and returns the fields of READY,
             such as ``num_gpu_blocks``; may be async.
         timeout: Seconds that each front end may take to answer; None waits for ever.
+        keys: See `run_engine_core`.
+        secure: See `run_engine_core`.
 
     Returns:
         What the front end said; of two, both together.
@@ -59,6 +67,7 @@ async def shake_hands(
         HandshakeError: What the front end said is not understood.
         TimeoutError: It did not answer; the text names its address.
         OSError: An address is malformed.
+        RoleError: There are no keys for this engine.
         TypeError, ValueError: The fields of READY cannot be sent, or an engine with a front end of its own is headless
             or not local.
     """
@@ -67,7 +76,8 @@ async def shake_hands(
     async with AsyncExitStack() as stack:
 
         async def greet(address: str, local: bool) -> tuple[_FrontEnd, EngineHandshakeMetadata]:
-            front_end = _FrontEnd(address, EngineHandshake(index, local=local, headless=headless))
+            credentials = keys_for_engine(index, keys) if secure and address.startswith("tcp://") else None
+            front_end = _FrontEnd(address, EngineHandshake(index, local=local, headless=headless), credentials)
             stack.callback(front_end.close)
             return front_end, await front_end.greet(timeout)
 
@@ -98,15 +108,20 @@ async def shake_hands(
 class _FrontEnd:
     """The engine's side of a handshake with one front end, on a DEALER socket."""
 
-    def __init__(self, address: str, handshake: EngineHandshake) -> None:
+    def __init__(self, address: str, handshake: EngineHandshake, credentials: EngineCredentials | None) -> None:
         self._address, self._handshake = address, handshake
         self._flushing = False
+        self._encrypts, self._refused = credentials is not None, ""
         self._sockets = Sockets()
+        curve = None if credentials is None else credentials.to_front_end()
         self._dealer = self._sockets.add(
-            open_socket(self._sockets.context, zmq.DEALER, address, bind=False, hwm=_HWM, curve=None)
+            open_socket(self._sockets.context, zmq.DEALER, address, bind=False, hwm=_HWM, curve=curve)
         )
+        self._monitor: Monitor | None = None
         try:
-            self._dealer.setsockopt(zmq.ROUTING_ID, handshake.identity)
+            self._monitor = Monitor(self._dealer)
+            name = handshake.identity if credentials is None else credentials.name
+            self._dealer.setsockopt(zmq.ROUTING_ID, name)
             self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_INIT_BYTES)
             attach(self._dealer, address, bind=False)
         except BaseException:
@@ -121,7 +136,8 @@ class _FrontEnd:
                 frames = await self._receive()
         except TimeoutError:
             index = int.from_bytes(self._handshake.identity, "little")
-            raise TimeoutError(f"engine {index}: no answer from {self._address} within {timeout} s") from None
+            text = f"engine {index}: no answer from {self._address} within {timeout} s"
+            raise TimeoutError(f"{text}: {self._refused}" if self._refused else text) from None
         return self._handshake.receive(frames)
 
     def ready(self, fields: ReadyFields) -> None:
@@ -139,18 +155,37 @@ class _FrontEnd:
                 except zmq.ZMQError:
                     return
 
-        watch = Watch(loop, self._dealer, look)
+        assert self._monitor is not None
+        watches = [Watch(loop, self._dealer, look), Watch(loop, self._monitor.pair, self._look_at_connection)]
         try:
             return await arrived
         finally:
-            watch.pause()
+            for watch in watches:
+                watch.pause()
+
+    def _look_at_connection(self) -> None:
+        if self._monitor is not None and self._monitor.read()[1] and not self._refused:
+            self._refused = (
+                f"{self._address} refuses these keys, or does not encrypt: they have to be of the front end's "
+                "EngineKeys, and with a front end that knows none, such as vLLM's, secure=False is needed"
+                if self._encrypts
+                else f"{self._address} refuses connections that are not encrypted: leave out secure=False"
+            )
+            logger.warning("%s", self._refused)
 
     async def flush(self) -> None:
         """Close it once everything has left; goes on in a thread when it is cancelled."""
         self._flushing = True
+        self._stop_monitoring()
         await in_thread(lambda: self._sockets.close(LINGER_MS))
 
     def close(self) -> None:
         """Close it at once, unless `flush` does. Idempotent."""
         if not self._flushing:
+            self._stop_monitoring()
             self._sockets.close()
+
+    def _stop_monitoring(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None

@@ -14,6 +14,7 @@ from aioshm.engine.child import Child
 from aioshm.engine.client import EngineClient
 from aioshm.engine.coordinator import DPCoordinator
 from aioshm.engine.deaths import WatchedManager, WatchedProcess
+from aioshm.engine.keys import EngineKeys
 from aioshm.engine.layout import Layout
 from aioshm.engine.processes import CoreEngineProcManager
 from aioshm.engine.progress import StartupProgress, StartupReport
@@ -131,6 +132,8 @@ async def launch_core_engines(
     request_type: type[Any] | None = None,
     output_type: Any = None,
     options: Options | None = None,
+    keys: EngineKeys | None = None,
+    secure: bool = True,
     # How they are waited for
     wait: bool = True,
     watched_processes: Iterable[WatchedProcess] = (),
@@ -174,6 +177,8 @@ async def launch_core_engines(
         request_type: See `EngineClient`.
         output_type: See `EngineClient`.
         options: See `EngineClient`.
+        keys: Who may connect over TCP, and as whom; None: those of this process. Engines on other hosts need theirs.
+        secure: Whether connections over TCP are encrypted, see `EngineClient`.
         wait: Whether to wait until the engines are ready. Otherwise `CoreEngineLaunch.wait_until_ready` does it, after
             what can be started at the same time, such as API servers.
         watched_processes: Processes without which there is nothing to start for.
@@ -196,6 +201,7 @@ async def launch_core_engines(
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be 'mp' or 'ray', not {backend!r}")
     check_int("num_api_servers", num_api_servers, minimum=0)
+    secure = secure and (options is None or options.secure)
     layout = Layout(
         engine_count,
         local_engine_count,
@@ -215,7 +221,11 @@ async def launch_core_engines(
         if layout.coordinator:
             coordination = await stack.enter_async_context(
                 await DPCoordinator.start(
-                    engine_count, **layout.coordinator_options, enable_wave_coordination=enable_wave_coordination
+                    engine_count,
+                    **layout.coordinator_options,
+                    enable_wave_coordination=enable_wave_coordination,
+                    keys=keys,
+                    secure=secure,
                 )
             )
             addresses.coordinator_input, addresses.coordinator_output = coordination.get_engine_socket_addresses()
@@ -223,7 +233,13 @@ async def launch_core_engines(
         client = None
         if not num_api_servers and layout.client_engines:
             client = EngineClient(
-                addresses, layout.client_engines, request_type=request_type, output_type=output_type, options=options
+                addresses,
+                layout.client_engines,
+                request_type=request_type,
+                output_type=output_type,
+                options=options,
+                keys=keys,
+                secure=secure,
             )
             await stack.enter_async_context(client)
         startup = EngineStartupCoordinator(
@@ -236,10 +252,12 @@ async def launch_core_engines(
             parallel_config_hash=parallel_config_hash,
             remote_headless=not layout.local_engines_only,
             on_progress=on_progress,
+            keys=keys,
+            secure=secure,
         )
         await stack.enter_async_context(startup)
         told = {**(kwargs or {}), **layout.told_engines(startup.handshake_address)}
-        more = dict(manager_options or {})
+        more = {"keys": keys, **(manager_options or {})}
         manager: CoreEngineProcManager | CoreEngineActorManager
         if backend == "ray":
             manager = await CoreEngineActorManager.start(
@@ -282,6 +300,8 @@ async def wait_for_engine_startup(
     *,
     watched_processes: Iterable[WatchedProcess] = (),
     progress_timeout: float | None = None,
+    keys: EngineKeys | None = None,
+    secure: bool = True,
 ) -> StartupReport:
     """Wait until every engine is ready, and return what they said; `EngineStartupCoordinator` in one call.
 
@@ -297,6 +317,8 @@ async def wait_for_engine_startup(
         coord_process: The process of the data-parallel coordinator.
         watched_processes: Other processes without which there is nothing to start for.
         progress_timeout: Seconds without progress after which the startup has failed.
+        keys: See `EngineStartupCoordinator`.
+        secure: See `EngineStartupCoordinator`.
 
     Raises:
         HandshakeError: A message was refused.
@@ -312,6 +334,8 @@ async def wait_for_engine_startup(
         coord_process=coord_process,
         watched_processes=watched_processes,
         progress_timeout=progress_timeout,
+        keys=keys,
+        secure=secure,
     ) as startup:
         report = await startup.wait()
     _add_gpu_blocks(report, cache_config)

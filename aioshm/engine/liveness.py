@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from aioshm.engine.deaths import DeathWatch, WatchedManager, WatchedProcess
 from aioshm.errors import EngineDead
@@ -62,9 +62,16 @@ class Liveness:
             self._lost = engine
             self._settle_within(NAME_WITHIN_S if self._watches else LAST_WORDS_S)
 
-    def said_dead(self) -> None:
-        """Note that an engine says that it ends."""
+    @property
+    def hosts(self) -> Collection[str]:
+        """Where the engines are, by their IP addresses, for those that are connected over TCP."""
+        return self._senders.values()
+
+    def said_dead(self, engine: int | None = None) -> None:
+        """Note that an engine says that it ends, and which one, if that is known."""
         self._said_dead = True
+        if self._lost is None:
+            self._lost = engine
         self._settle_within(NAME_WITHIN_S)
 
     def stop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -36,15 +36,17 @@ class Pending:
     Args:
         decoder: Of what engines send.
         balance: Is told where requests begin and end.
+        ranks: Of the engines, by position.
 
     Attributes:
         inboxes: Of the requests in flight, by id.
     """
 
-    def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer) -> None:
+    def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer, ranks: Sequence[int]) -> None:
         self.inboxes: dict[str, Inbox] = {}
         self._decoder = decoder
         self._balance = balance
+        self._ranks = ranks
         self._calls: dict[int, PendingCall] = {}
         # Answers to the calls of a client that was here before this one shall not be taken for this one's.
         self._call_ids = count(secrets.randbits(48))
@@ -100,8 +102,12 @@ class Pending:
             if not call.answer.done():
                 call.answer.set_exception(error())
 
-    def take(self, frames: list[Frame]) -> Iterable[tuple[int, str]]:
+    def take(self, frames: list[Frame], sender: int | None = None) -> Iterable[tuple[int, str]]:
         """Take what an engine has sent.
+
+        Args:
+            frames: What it has sent.
+            sender: Its rank, where it is known by its keys: it may speak for no other one.
 
         Returns:
             Requests whose outputs cannot be used: the engine's position and the id of each, to be aborted.
@@ -112,11 +118,13 @@ class Pending:
         try:
             envelope = self._decoder.decode(frames)
         except CodecError:
-            return self._salvage(frames)
-        self._deliver(envelope)
+            return self._salvage(frames, sender)
+        self._deliver(envelope, sender)
         return ()
 
-    def _deliver(self, envelope: EngineCoreOutputs[Any]) -> None:
+    def _deliver(self, envelope: EngineCoreOutputs[Any], sender: int | None) -> None:
+        if sender is not None and envelope.engine_index != sender:
+            raise CodecError(f"engine {sender} speaks for engine {envelope.engine_index}")
         if envelope.utility_output is not None:
             self._answer(envelope.engine_index, envelope.utility_output)
         inboxes, nobodys = self.inboxes, None
@@ -127,30 +135,33 @@ class Pending:
                 nobodys = error
                 continue
             inbox = inboxes.get(request_id)
-            if inbox is not None:  # else it was aborted meanwhile
+            # Without an inbox it was aborted meanwhile.
+            if inbox is not None and (sender is None or self._ranks[inbox.position] == sender):
                 inbox.put(output)
                 if is_finished(output):
                     self.finish(request_id)
         for request_id in envelope.finished_requests or ():
-            if request_id in inboxes:
+            inbox = inboxes.get(request_id)
+            if inbox is not None and (sender is None or self._ranks[inbox.position] == sender):
                 self.finish(request_id)
         if nobodys is not None:
             raise nobodys
 
-    def _salvage(self, frames: list[Frame]) -> list[tuple[int, str]]:
+    def _salvage(self, frames: list[Frame], sender: int | None) -> list[tuple[int, str]]:
         """Take what can be read of an envelope whose outputs are not all of the right type."""
         envelope, failures = self._decoder.salvage(frames)
         finished, envelope.finished_requests = envelope.finished_requests or set(), None
-        self._deliver(envelope)
+        self._deliver(envelope, sender)
         unwanted = []
         for failure in failures:
             inbox = self.inboxes.get(failure.request_id)
-            if inbox is not None:
+            if inbox is not None and (sender is None or self._ranks[inbox.position] == sender):
                 if not (failure.finished or failure.request_id in finished):
                     unwanted.append((inbox.position, failure.request_id))
                 self.finish(failure.request_id, failure.raising(envelope.engine_index))
         for request_id in finished & self.inboxes.keys():
-            self.finish(request_id)
+            if sender is None or self._ranks[self.inboxes[request_id].position] == sender:
+                self.finish(request_id)
         return unwanted
 
     def _answer(self, engine: int, answer: UtilityOutput) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 from aioshm.config import check_int
 from aioshm.engine.child import Child
 from aioshm.engine.endings import Endings
+from aioshm.engine.keys import AnyKeys, EngineKeys, hand_over, keys_to_hand_over
 from aioshm.engine.stderr import StderrRelay
 from aioshm.engine.stopping import SHUTDOWN_TIMEOUT_S, ashutdown, shutdown
 from aioshm.wait.background import in_thread
@@ -25,11 +26,12 @@ _log = logging.getLogger("aioshm.engine")
 
 
 class Job(NamedTuple):
-    """What one process is to do."""
+    """What one process is to do, and the keys that it has for connections over TCP."""
 
     name: str
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
+    keys: AnyKeys | None = None
 
 
 class ProcessManager:
@@ -81,13 +83,16 @@ class ProcessManager:
             _log.debug("started %s", ", ".join(f"{process.name} (pid {process.pid})" for process in self.processes))
 
     def _start(self, target: Callable[..., object], job: Job) -> None:
+        name, args, kwargs, keys = job
         if self._relay is None:
-            self._start_child(Child(target, *job))
+            self._start_child(Child(target, name, args, kwargs), keys)
         else:
-            with self._relay.pipe(job.name) as stderr:
-                self._start_child(Child(target, *job, stderr=stderr))
+            with self._relay.pipe(name) as stderr:
+                self._start_child(Child(target, name, args, kwargs, stderr=stderr), keys)
 
-    def _start_child(self, child: Child) -> None:
+    def _start_child(self, child: Child, keys: AnyKeys | None) -> None:
+        if keys is not None:
+            hand_over(child, keys)
         child.start()
         self.processes.append(child)
 
@@ -188,6 +193,7 @@ class CoreEngineProcManager(ProcessManager):
         args: For the target.
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
+        keys: Each process starts with those of its engine, for `run_engine_core`; None: from those of this process.
         kwargs: For the target; every other argument by name.
     """
 
@@ -201,6 +207,7 @@ class CoreEngineProcManager(ProcessManager):
         args: Sequence[Any] = (),
         shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
         capture_stderr: bool = True,
+        keys: EngineKeys | None = None,
         **kwargs: Any,
     ) -> None:
         check_int("local_engine_count", local_engine_count, minimum=0)
@@ -211,6 +218,7 @@ class CoreEngineProcManager(ProcessManager):
                 f"EngineCore_{start_index + number}",
                 args,
                 kwargs | {"dp_rank": start_index + number, "local_dp_rank": local_start_index + number},
+                keys_to_hand_over(keys, start_index + number),
             )
             for number in range(local_engine_count)
         ]

@@ -47,6 +47,15 @@ class Registrations:
         said = (fields.get("dp_stats_address") for fields in self.ready.values())
         return next((address for address in said if isinstance(address, str)), None)
 
+    def check(self, sender: bytes, user: str) -> None:
+        """Make sure that an engine is called what it is by its keys.
+
+        Raises:
+            ValueError: It is not.
+        """
+        if sender in self.identities and user != str(self.ranks[self.identities.index(sender)]):
+            raise ValueError(f"it has the keys of engine {user}, and another one's name")
+
     def take(self, sender: bytes, frames: Sequence[bytes]) -> int:
         """Take a registration: a map, or nothing as releases of the field before 0.10 send; return the engine's rank.
 

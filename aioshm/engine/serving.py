@@ -11,6 +11,7 @@ from aioshm.config import Options
 from aioshm.engine.addresses import EngineHandshakeMetadata
 from aioshm.engine.core import EngineCore
 from aioshm.engine.joining import shake_hands
+from aioshm.engine.keys import AnyKeys
 
 
 async def run_engine_core(
@@ -23,6 +24,8 @@ async def run_engine_core(
     client_handshake_address: str | None = None,
     request_type: Any = None,
     options: Options | None = None,
+    keys: AnyKeys | None = None,
+    secure: bool = True,
 ) -> None:
     """Shake hands with the front end, and serve requests until the process is told to end.
 
@@ -61,14 +64,20 @@ async def run_engine_core(
         client_handshake_address: Where the engine's own front end listens, if ``handshake_address`` is the head node's,
             see `shake_hands`.
         request_type: What requests are decoded as, any type that msgspec knows; None for plain data.
-        options: ``max_message_bytes`` and ``remote_timeout`` hold here; None: as the environment says.
+        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here; None: as the environment says.
+        keys: What makes it known over TCP; None: what its process was started with, see `EngineKeys`.
+        secure: Whether connections over TCP are encrypted, as the front end has to say, too. False for front ends that
+            know no keys, as vLLM's.
 
     Raises:
         HandshakeError: What the front end said is not understood.
+        RoleError: There are no keys for this engine.
         TimeoutError: It did not answer.
         Exception: Whatever the engine has raised in ``initialize`` or ``step``.
     """
-    core = EngineCore(engine, index, request_type=request_type, options=options)
+    options = options or Options.from_env()
+    secure = secure and options.secure
+    core = EngineCore(engine, index, request_type=request_type, options=options, keys=keys, secure=secure)
     termination = _Termination()
 
     async def initialize(metadata: EngineHandshakeMetadata) -> dict[str, Any]:
@@ -86,6 +95,8 @@ async def run_engine_core(
                 headless=headless,
                 client_handshake_address=client_handshake_address,
                 initialize=initialize,
+                keys=keys,
+                secure=secure,
             )
             await core.run()
         finally:

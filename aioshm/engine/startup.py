@@ -16,13 +16,17 @@ from aioshm.engine.addresses import CoreEngine, CoreEngineState, EngineZmqAddres
 from aioshm.engine.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.endpoints import check_handshake_address
 from aioshm.engine.handshake import FrontEndHandshake
+from aioshm.engine.keys import EngineKeys
 from aioshm.engine.progress import EngineReport, StartupProgress, StartupReport, Waiting
 from aioshm.engine.router import HandshakeRouter
 from aioshm.engine.supervision import Supervision, completed
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
 from aioshm.queue.sockets import Socket
+from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.engine")
+
+_LOG_INTERVAL_S = 10.0
 
 REMINDER_S, LAST_REMINDER_S = 10.0, 60.0
 """After this long without progress, and then ever more rarely, it is said once more who is waited for."""
@@ -66,6 +70,10 @@ class EngineStartupCoordinator:
         parallel_config_hash: What engines that say such a hash must say; None: the same as each other.
         remote_headless: Whether engines on other hosts must be headless; None: as ``parallel_config`` says.
         on_progress: Called on the loop when an engine came further, and with reminders in between.
+        keys: Who may connect over TCP, and as whom; None: those of this process.
+        secure: Whether connections over TCP are encrypted, and only holders of keys get in; engines have to say the
+            same. False for engines that know no keys, as vLLM's: then what is refused is logged, and does not end the
+            startup, since it may be a stranger's.
 
     Attributes:
         proc_manager: See above.
@@ -89,6 +97,8 @@ class EngineStartupCoordinator:
         parallel_config_hash: object = None,
         remote_headless: bool | None = None,
         on_progress: Callable[[StartupProgress], object] | None = None,
+        keys: EngineKeys | None = None,
+        secure: bool = True,
     ) -> None:
         self._router: HandshakeRouter | None = None
         self._closed = False
@@ -105,6 +115,9 @@ class EngineStartupCoordinator:
             engine_ready_timeout() if progress_timeout is None else check_seconds("progress_timeout", progress_timeout)
         )
         self._on_progress = on_progress
+        self._keys, self._secure = keys, secure
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+        self._strange = ""  # the last message that was refused and may be a stranger's
         self._since: dict[int, float] = {}
         self._processes = Supervision(watched_processes, self._died)
         self._timers: list[asyncio.TimerHandle] = []
@@ -143,12 +156,14 @@ class EngineStartupCoordinator:
 
         Raises:
             OSError: The address cannot be bound.
-            RoleError: It was open before.
+            RoleError: It was open before, or this process has the keys of one engine only.
             ValueError: The socket is no ROUTER, or a process was not started.
         """
         if self._router is not None or self._closed:
             raise RoleError("a startup of engines can be entered once")
-        self._router = HandshakeRouter(self._place, self._take)
+        self._router = HandshakeRouter(
+            self._place, self._take, self._handshake.engines, keys=self._keys, secure=self._secure
+        )
         self._since = dict.fromkeys(self._handshake.engines, monotonic())
         try:
             self._processes.watch(self.proc_manager, self.coord_process)
@@ -230,6 +245,9 @@ class EngineStartupCoordinator:
         try:
             reply = self._handshake.receive(identity, frames)
         except HandshakeError as error:
+            if not self._router.trusted:
+                self._ignore(f"{error}; it came from {sender}")
+                return True
             self._fail(f"{error}; it came from {sender}", error)
             return False
         except (TypeError, ValueError) as error:  # the addresses were changed to something else
@@ -239,10 +257,21 @@ class EngineStartupCoordinator:
             try:
                 self._router.answer(reply)
             except zmq.ZMQError as error:
+                if not self._router.trusted:
+                    self._handshake.forget(index)
+                    self._ignore(f"engine {index} left before it could be told the addresses; it was at {sender}")
+                    return True
                 self._fail(f"engine {index} left before it could be told the addresses: {error}")
                 return False
         self._move(index)
         return not self._settled.is_set()
+
+    def _ignore(self, strange: str) -> None:
+        """Go on after a message that is refused: it may be a stranger's, whose words are not to end a startup."""
+        self._strange = strange
+        held_back = self._limiter.admit()
+        if held_back is not None:
+            logger.warning("ignored a message: %s (and %d more)", strange, held_back)
 
     def _move(self, index: int) -> None:
         self._since[index] = monotonic()
@@ -293,9 +322,13 @@ class EngineStartupCoordinator:
         self._cancel_timers()
         loop = asyncio.get_running_loop()
         self._timers = [
-            loop.call_later(self._patience, self._fail, f"no progress for {self._patience:g} s"),
+            loop.call_later(self._patience, self._give_up),
             loop.call_later(REMINDER_S, self._remind, REMINDER_S),
         ]
+
+    def _give_up(self) -> None:
+        text = f"no progress for {self._patience:g} s"
+        self._fail(f"{text}; the last message that was ignored: {self._strange}" if self._strange else text)
 
     def _remind(self, interval: float) -> None:
         progress = self._progress(None)

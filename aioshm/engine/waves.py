@@ -20,6 +20,8 @@ QUIET_INTERVAL_S = 5.0
 """How far apart they are published when nothing changes."""
 STEP_S = 0.05
 """How long to wait for the counts that the other engines have of the same step."""
+MAX_WAVES_AHEAD = 1 << 10
+"""No engine is so many waves ahead of the coordinator: who says so would leave no wave to be started."""
 
 Counts: TypeAlias = "list[int | float]"
 
@@ -58,6 +60,7 @@ class Waves:
         self._kv_cache_usage = kv_cache_usage
         self._loads = [SchedulerStats()] * n_engines
         self._subscribed = 0
+        self._known: set[int] = set()  # engines that have subscribed at some time
         self._ready = False
         self._step = (-1, -1)  # the newest that counts have come from
         self._of_last_step: list[SchedulerStats] | None = (
@@ -84,10 +87,17 @@ class Waves:
 
     # Engines come and go
 
-    def subscribe(self) -> bool:
-        """Note that one more engine has subscribed; return whether engines are to be told READY."""
+    def subscribe(self, engine: int | None = None) -> bool:
+        """Note that one more engine has subscribed; return whether engines are to be told READY.
+
+        Args:
+            engine: Its rank, where it is known by its keys: one engine that does it twice does not stand for two.
+        """
         self._subscribed += 1
-        self._ready = self._ready or self._subscribed >= len(self._loads)
+        if engine is not None:
+            self._known.add(engine)
+        all_are_there = self._subscribed >= len(self._loads)
+        self._ready = self._ready or (all_are_there and (engine is None or len(self._known) >= len(self._loads)))
         return self._ready
 
     def unsubscribe(self) -> None:
@@ -109,10 +119,11 @@ class Waves:
         with another one's next, what is published then is what all had reported when a new step began.
 
         Raises:
-            ValueError: There is no such engine.
+            ValueError: There is no such engine, or wave.
         """
         if index >= len(self._loads):
             raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
+        self._check_wave(index, load.current_wave)
         step = load.current_wave, load.step_counter
         if self._lockstep and step > self._step:
             self._step = step
@@ -129,9 +140,10 @@ class Waves:
             Whether that was news, which front ends are told at once.
 
         Raises:
-            ValueError: There is no such engine.
+            ValueError: There is no such engine, or wave.
         """
         self._check(index)
+        self._check_wave(index, wave)
         if not self._lockstep or wave < self.wave:
             return False
         self.wave, self.running = wave + 1, False
@@ -144,9 +156,10 @@ class Waves:
             What all engines are told, and front ends too, if that was news.
 
         Raises:
-            ValueError: There is no such engine.
+            ValueError: There is no such engine, or wave.
         """
         self._check(index)
+        self._check_wave(index, wave)
         if not self._lockstep or wave < self.wave or (wave == self.wave and self.running):
             return None
         self.wave, self.running = wave, True
@@ -172,6 +185,10 @@ class Waves:
         # A new engine, which has subscribed, may get a request before this is told that there are more engines.
         if index >= max(len(self._loads), self._subscribed):
             raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
+
+    def _check_wave(self, index: int, wave: int) -> None:
+        if wave > self.wave + MAX_WAVES_AHEAD:
+            raise ValueError(f"engine {index} speaks of wave {wave}, and the current one is {self.wave}")
 
     # What front ends are told
 

@@ -10,16 +10,18 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from aioshm.engine import EngineKeys
 from aioshm.engine.coordination import CoordinatorAddresses
 
 WITHIN_S = 10
 
 
 class Peers:
-    """Makes sockets that connect to a coordinator, and closes them."""
+    """Makes sockets that connect to a coordinator, and closes them; with keys, those of engines and front ends."""
 
-    def __init__(self, addresses: CoordinatorAddresses) -> None:
+    def __init__(self, addresses: CoordinatorAddresses, keys: EngineKeys | None = None) -> None:
         self.addresses = addresses
+        self.keys = keys
         self.context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
 
@@ -33,20 +35,24 @@ class Peers:
             socket.close(linger=0)
         self.context.term()
 
-    def connect(self, kind: int, address: str) -> zmq.asyncio.Socket:
+    def connect(self, kind: int, address: str, rank: int | None = None) -> zmq.asyncio.Socket:
         socket = self.context.socket(kind)
         self._sockets.append(socket)
+        if self.keys is not None:
+            curve = self.keys.to_coordinator() if rank is None else self.keys.for_engine(rank).to_coordinator()
+            socket.curve_publickey, socket.curve_secretkey = curve.public, curve.secret
+            socket.curve_serverkey = curve.server
         socket.connect(address)
         return socket
 
-    async def subscriber(self, address: str) -> zmq.asyncio.Socket:
-        socket = self.connect(zmq.XSUB, address)
+    async def subscriber(self, address: str, rank: int | None = None) -> zmq.asyncio.Socket:
+        socket = self.connect(zmq.XSUB, address, rank)
         await socket.send(b"\x01")
         return socket
 
     async def engines(self, count: int) -> list[zmq.asyncio.Socket]:
         """Return sockets that have subscribed as engines, and were told READY."""
-        sockets = [await self.subscriber(self.addresses.engine_input) for _ in range(count)]
+        sockets = [await self.subscriber(self.addresses.engine_input, rank) for rank in range(count)]
         for socket in sockets:
             assert await frames(socket) == [b"READY"]
         return sockets
@@ -54,8 +60,8 @@ class Peers:
     async def front_end(self) -> zmq.asyncio.Socket:
         return await self.subscriber(self.addresses.stats_publish)
 
-    def reporter(self) -> zmq.asyncio.Socket:
-        return self.connect(zmq.PUSH, self.addresses.engine_output)
+    def reporter(self, rank: int = 0) -> zmq.asyncio.Socket:
+        return self.connect(zmq.PUSH, self.addresses.engine_output, rank)
 
 
 async def frames(socket: zmq.asyncio.Socket) -> list[bytes]:

@@ -19,6 +19,7 @@ from aioshm.engine import (
     CoreEngine,
     CoreEngineProcManager,
     EngineClient,
+    EngineKeys,
     EngineStartupCoordinator,
     EngineZmqAddresses,
     die_with_parent,
@@ -175,42 +176,67 @@ async def served(
     *engines: Any,
     n_clients: int = 1,
     addresses: EngineZmqAddresses | None = None,
+    handshake: str | None = None,
     request_type: Any = None,
+    keys: EngineKeys | None = None,
+    secure: bool = True,
     **options: Any,
 ) -> AsyncIterator[Serving]:
     """Let these engines, in this loop, serve clients."""
     addresses = addresses or here_and_there(n_clients)
-    handshake = get_engine_client_zmq_addr(True, "")
-    async with clients_of(addresses, len(engines), n_clients, **options) as serving:
+    security: Any = {"keys": keys, "secure": secure}
+    async with clients_of(addresses, len(engines), n_clients, **security, **options) as serving:
         serving.engines = list(engines)
-        work = [run_engine_core(each, handshake, rank, request_type=request_type) for rank, each in enumerate(engines)]
-        async with tasks(*work) as running:
-            serving.running = running
-            await shaken(serving, handshake, addresses)
-            yield serving
+        async with starting(serving, handshake, addresses, **security) as startup:
+            work = [
+                run_engine_core(
+                    each, startup.handshake_address, rank, request_type=request_type, options=options.get("options"),
+                    **security,
+                )
+                for rank, each in enumerate(engines)
+            ]  # fmt: skip
+            async with tasks(*work) as running:
+                serving.running = running
+                await shaken(serving, startup)
+                yield serving
 
 
 @asynccontextmanager
 async def served_by_processes(
-    n_engines: int, *, n_clients: int = 1, watched: bool = True, addresses: EngineZmqAddresses | None = None
+    n_engines: int,
+    *,
+    n_clients: int = 1,
+    watched: bool = True,
+    addresses: EngineZmqAddresses | None = None,
+    handshake: str | None = None,
+    keys: EngineKeys | None = None,
 ) -> AsyncIterator[Serving]:
     """Let engines in processes of their own serve clients."""
     addresses = addresses or here_and_there(n_clients)
-    handshake = get_engine_client_zmq_addr(True, "")
     loop = "uvloop" if isinstance(asyncio.get_running_loop(), uvloop.Loop) else "asyncio"
-    async with clients_of(addresses, n_engines, n_clients) as serving:
-        async with CoreEngineProcManager(serve, n_engines, args=(handshake, loop)) as manager:
-            serving.manager = manager
-            await shaken(serving, handshake, addresses)
-            for client in serving.clients if watched else ():
-                client.watch(manager)
-            yield serving
+    async with clients_of(addresses, n_engines, n_clients, keys=keys) as serving:
+        async with starting(serving, handshake, addresses, keys=keys) as startup:
+            async with CoreEngineProcManager(
+                serve, n_engines, args=(startup.handshake_address, loop), keys=keys
+            ) as manager:
+                serving.manager = startup.proc_manager = manager
+                await shaken(serving, startup)
+                for client in serving.clients if watched else ():
+                    client.watch(manager)
+                yield serving
 
 
-async def shaken(serving: Serving, handshake: str, addresses: EngineZmqAddresses) -> None:
+def starting(
+    serving: Serving, handshake: str | None, addresses: EngineZmqAddresses, **security: Any
+) -> EngineStartupCoordinator:
+    """Return a startup of as many engines as the clients have; `shaken` ends it."""
     engines = [CoreEngine(rank) for rank in range(len(serving.client.ranks))]
-    async with EngineStartupCoordinator(handshake, engines, addresses, proc_manager=serving.manager) as startup:
-        await startup.wait(30)
+    return EngineStartupCoordinator(handshake or get_engine_client_zmq_addr(True, ""), engines, addresses, **security)
+
+
+async def shaken(serving: Serving, startup: EngineStartupCoordinator) -> None:
+    await startup.wait(30)
+    await startup.aclose()
     for client in serving.clients:
         await client.wait_until_ready(10)
 

@@ -24,6 +24,7 @@ from aioshm.engine import (
     CoreEngine,
     DPCoordinator,
     EngineHandshakeMetadata,
+    EngineKeys,
     EngineStartupCoordinator,
     wait_for_completion_or_failure,
 )
@@ -42,9 +43,9 @@ def places(coordinator: DPCoordinator) -> CoordinatorAddresses:
     return CoordinatorAddresses(coordinator.get_stats_publish_address(), *coordinator.get_engine_socket_addresses())
 
 
-async def some_traffic(coordinator: DPCoordinator) -> None:
-    with Peers(places(coordinator)) as peers:
-        engines, front_end, reporter = await peers.engines(2), await peers.front_end(), peers.reporter()
+async def some_traffic(coordinator: DPCoordinator, keys: EngineKeys | None = None) -> None:
+    with Peers(places(coordinator), keys) as peers:
+        engines, front_end, reporter = await peers.engines(2), await peers.front_end(), peers.reporter(1)
         await reporter.send(counts(1, 3, 4))
         await reporter.send(start_of_a_wave(1, 0))
         assert [await starts(each) for each in engines] == [(0, 1), (0, 1)]
@@ -54,13 +55,13 @@ async def some_traffic(coordinator: DPCoordinator) -> None:
 class TestLife:
     @pytest.mark.parametrize("local", [True, False])
     async def test_of_one_that_is_used(self, local: bool, runtime_dir: Path) -> None:
-        before = open_things()
-        async with await DPCoordinator.start(2, local_engines=local, local_front_ends=local) as coordinator:
+        before, keys = open_things(), EngineKeys.generate()
+        async with await DPCoordinator.start(2, local_engines=local, local_front_ends=local, keys=keys) as coordinator:
             assert coordinator.proc.name == "DPCoordinator"
             for place in places(coordinator):
                 assert place.startswith("ipc://" if local else "tcp://127.0.0.1:")
                 assert not place.endswith(":0")
-            await some_traffic(coordinator)
+            await some_traffic(coordinator, None if local else keys)
         assert coordinator.finished_procs() == {"DPCoordinator": 0}
         assert not local or os.listdir(runtime_dir) == []
         eventually(lambda: open_things() <= before)

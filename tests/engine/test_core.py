@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from served_engine import Engine, ask, collected, here_and_there, served, shaken, until
+from served_engine import Engine, ask, collected, here_and_there, served, shaken, starting, until
 from startups import tasks
 
 from aioshm.engine import (
@@ -266,8 +266,11 @@ class TestCoordinator:
         with zmq.Context() as context:
             coordinator = Coordinator(context, addresses)
             async with EngineClient(addresses, 1) as client:
-                async with tasks(run_engine_core(Engine(), path, 0)) as (engine,):
-                    shaking = asyncio.create_task(shaken(_Alone(client), path, addresses))
+                async with (
+                    starting(_Alone(client), path, addresses) as startup,
+                    tasks(run_engine_core(Engine(), path, 0)) as (engine,),
+                ):
+                    shaking = asyncio.create_task(shaken(_Alone(client), startup))
                     await coordinator.hears_subscriptions(1)
                     await asyncio.sleep(0.02)
                     assert not shaking.done()

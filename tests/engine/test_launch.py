@@ -316,6 +316,7 @@ class TestArguments:
             "args": (1,),
             "counts": (2, 2),
             "timeout": 5,
+            "keys": None,
             "model": "m",
             "handshake_address": launch.handshake_address,
         }

@@ -120,7 +120,7 @@ class TestSuccess:
                 await startup.wait(20)
 
     async def test_engines_may_be_started_inside(self) -> None:
-        async with EngineStartupCoordinator(ANY, [CoreEngine(0)], addresses()) as startup:
+        async with EngineStartupCoordinator(ANY, [CoreEngine(0)], addresses(), secure=False) as startup:
             async with managed(startup.handshake_address, GOOD) as manager:
                 startup.proc_manager = manager
                 assert (await startup.wait(20)).num_gpu_blocks == 100

@@ -1,0 +1,187 @@
+"""Keys: derived, saved, handed to processes, and what is said where there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_engine import Engine, ask, collected, served, served_by_processes
+
+from aioshm.config import Options
+from aioshm.engine import (
+    CoreEngineProcManager,
+    EngineClient,
+    EngineCredentials,
+    EngineKeys,
+    EngineZmqAddresses,
+    ProcessManager,
+    shake_hands,
+)
+from aioshm.engine.keys import keys_for_engine, keys_for_front_end, keys_to_hand_over, own_keys
+from aioshm.engine.processes import Job
+from aioshm.errors import RoleError
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+def over_tcp() -> EngineZmqAddresses:
+    return EngineZmqAddresses([LOOPBACK], [LOOPBACK])
+
+
+class TestKeys:
+    def test_an_engine_has_its_own_only(self) -> None:
+        keys = EngineKeys.generate()
+        one, two = keys.for_engine(1), keys.for_engine(2)
+        assert one == EngineKeys(keys._secret).for_engine(1)
+        assert len({one.public, two.public, one.secret, two.secret, one.name, two.name}) == 6
+        assert (one.front_end, one.coordinator) == (keys.front_end.public, keys.coordinator.public)
+        assert one.to_front_end().server == keys.front_end.public
+        assert one.to_coordinator().server == keys.coordinator.public
+        assert keys.front_end.secret not in repr(one).encode() + pickle.dumps(one)
+        assert keys._secret not in pickle.dumps(one)
+        assert one.for_engine(1) is one
+        with pytest.raises(RoleError, match="the keys of engine 1, and engine 2 needs its own"):
+            one.for_engine(2)
+
+    def test_nothing_is_shown(self) -> None:
+        keys = EngineKeys.generate()
+        assert (repr(keys), repr(keys.for_engine(3))) == ("<EngineKeys>", "<EngineCredentials of engine 3>")
+
+    def test_equality(self) -> None:
+        keys = EngineKeys.generate()
+        assert pickle.loads(pickle.dumps(keys)) == keys
+        assert hash(EngineKeys(keys._secret)) == hash(keys)
+        assert EngineKeys.generate() != keys
+
+    def test_bad_secrets(self) -> None:
+        with pytest.raises(ValueError, match="secret must be 32 bytes, not 3"):
+            EngineKeys(b"abc")
+        with pytest.raises(TypeError, match="secret must be bytes, not str"):
+            EngineKeys("abc")  # type: ignore[arg-type]
+
+
+class TestFiles:
+    @pytest.mark.parametrize("one", [False, True])
+    def test_there_and_back(self, one: bool, tmp_path: Path) -> None:
+        keys: Any = EngineKeys.generate()
+        keys = keys.for_engine(5) if one else keys
+        path = tmp_path / "keys"
+        keys.save(path)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert EngineKeys.load(path) == keys
+        with pytest.raises(FileExistsError):
+            keys.save(path)
+
+    def test_others_may_not_read_it(self, tmp_path: Path) -> None:
+        EngineKeys.generate().save(tmp_path / "keys")
+        (tmp_path / "keys").chmod(0o640)
+        with pytest.raises(PermissionError, match="must be this user's alone: chmod 600"):
+            EngineKeys.load(tmp_path / "keys")
+
+    @pytest.mark.parametrize("text", ["", "{}", "[]", '{"type":"aioshm-engine-keys"}', '{"type":"x","secret":"AA=="}'])
+    def test_what_holds_no_keys(self, text: str, tmp_path: Path) -> None:
+        path = tmp_path / "keys"
+        path.touch(0o600)
+        path.write_text(text)
+        with pytest.raises(ValueError, match="keys holds no keys of engines"):
+            EngineKeys.load(path)
+
+    def test_the_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("aioshm.engine.keys._made", None)
+        keys = EngineKeys.generate()
+        keys.for_engine(2).save(tmp_path / "keys")
+        assert own_keys() is None
+        monkeypatch.setenv("AIOSHM_ENGINE_KEYS", str(tmp_path / "keys"))
+        assert keys_for_engine(2) == keys.for_engine(2)
+        with pytest.raises(RoleError, match="keys of engine 2"):
+            keys_for_engine(3)
+        with pytest.raises(RoleError, match="a front end needs all keys, EngineKeys, and has only those of engine 2"):
+            keys_for_front_end()
+
+
+def tell_keys(**_: Any) -> None:
+    """Say what this process has, and what an ordinary child of it has; the target of a process."""
+    found = own_keys()
+    shown = f"rank {found.rank}" if isinstance(found, EngineCredentials) else repr(found)
+    os.write(2, f"keys {shown}\n".encode())
+
+
+def search_for_keys(**_: Any) -> None:
+    """Say whether arguments or environment hold any; the target of a process."""
+    found = own_keys()
+    assert isinstance(found, EngineCredentials)
+    for name in ("cmdline", "environ"):
+        text = Path(f"/proc/self/{name}").read_bytes()
+        assert found.secret not in text
+        assert b"secret" not in text
+    os.write(2, b"keys nowhere\n")
+
+
+class TestHandingOver:
+    def said(self, manager: ProcessManager) -> list[str]:
+        for process in manager.processes:
+            process.join(20)
+            assert process.exitcode == 0
+        manager.close()
+        return [manager.last_lines(process.name)[-1] for process in manager.processes]
+
+    @pytest.mark.parametrize("given", [False, True])
+    def test_engines_get_their_own(self, given: bool) -> None:
+        keys = EngineKeys.generate() if given else None
+        with CoreEngineProcManager(tell_keys, 2, 3, keys=keys) as manager:
+            assert self.said(manager) == ["keys rank 3", "keys rank 4"]
+
+    def test_front_ends_get_all_and_others_none(self) -> None:
+        jobs = [Job("front end", keys=keys_to_hand_over(None)), Job("other")]
+        with ProcessManager(tell_keys, jobs) as manager:
+            assert self.said(manager) == ["keys <EngineKeys>", "keys None"]
+
+    def test_neither_arguments_nor_environment_have_them(self) -> None:
+        with CoreEngineProcManager(search_for_keys, 1) as manager:
+            assert self.said(manager) == ["keys nowhere"]
+
+    def test_bad_keys(self) -> None:
+        with pytest.raises(TypeError, match="keys must be EngineKeys, or EngineCredentials for an engine, not 'x'"):
+            CoreEngineProcManager(tell_keys, 1, keys="x")  # type: ignore[arg-type]
+        with pytest.raises(RoleError, match="keys of engine 1"):
+            keys_to_hand_over(EngineKeys.generate().for_engine(1), 2)
+
+    async def test_without_any(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("aioshm.engine.keys._made", None)
+        with pytest.raises(RoleError, match=r"engine 7 has no keys to connect.*EngineKeys\.load.*secure=F"):
+            await shake_hands("tcp://127.0.0.1:1", 7, initialize=lambda metadata: None)
+
+    async def test_where_zeromq_cannot_encrypt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("aioshm.engine.keys.can_encrypt", lambda: False)
+        with pytest.raises(RuntimeError, match="cannot encrypt: install a wheel of pyzmq, or use secure=False"):
+            EngineClient(over_tcp(), 1).open()
+        with CoreEngineProcManager(tell_keys, 1) as manager:
+            assert self.said(manager) == ["keys None"]
+
+
+class TestOverTCP:
+    @pytest.mark.parametrize("how", ["keys", "no keys", "options"])
+    async def test_in_one_loop(self, how: str) -> None:
+        more: Any = {"secure": how == "keys"}
+        if how == "options":
+            more["options"] = Options(secure=False)
+        addresses = over_tcp()
+        async with served(Engine(), Engine(), addresses=addresses, handshake=LOOPBACK, **more) as serving:
+            assert addresses.inputs[0].startswith("tcp://127.0.0.1:")
+            for number in range(4):
+                assert len(await collected(serving.client.submit(ask(f"r{number}")))) == 3
+            assert (await serving.client.call("add", 2, 3, engine=1)) == 5
+
+    async def test_processes(self) -> None:
+        async with served_by_processes(2, addresses=over_tcp(), handshake=LOOPBACK) as serving:
+            found = await asyncio.gather(*(collected(serving.client.submit(ask(f"r{n}"))) for n in range(4)))
+            assert [len(outputs) for outputs in found] == [3] * 4
+            pids = [report["pid"] for report in await serving.client.call("report")]
+            assert serving.manager is not None
+            assert pids == [process.pid for process in serving.manager.processes]
