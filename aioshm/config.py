@@ -42,6 +42,13 @@ REMOTE_WINDOW = 4096
 MAX_REMOTE_WINDOW = 1 << 20
 REMOTE_WINDOW_BYTES = 64 << 20
 ENGINE_READY_TIMEOUT_S = 600.0
+MAX_SECONDS = 1e9
+"""No option of seconds may be larger: 31 years are for ever, and more is what no timer of the system takes."""
+
+MAX_BYTES = (1 << 63) - 1
+"""The same of bytes: what a file can have, and what a handle can carry."""
+
+_SHOWN = 100  # characters of a value in an error
 
 _ON_LINUX = sys.platform == "linux"
 DEFAULT_BACKING: Backing = "memfd" if hasattr(os, "memfd_create") else "named"
@@ -107,22 +114,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         _check_choice("lifeline", self.lifeline, ("abstract", "directory"))
         _check_choice("wait", self.wait, ("adaptive", "spin", "park"))
         _check_choice("on_reader_death", self.on_reader_death, ("raise", "evict"))
-        check_int("prefault_bytes", self.prefault_bytes, minimum=0)
-        check_int("max_message_bytes", self.max_message_bytes, minimum=1)
+        check_int("prefault_bytes", self.prefault_bytes, minimum=0, maximum=MAX_BYTES)
+        check_int("max_message_bytes", self.max_message_bytes, minimum=1, maximum=MAX_BYTES)
         check_seconds("stall_warning_s", self.stall_warning_s)
         check_seconds("remote_timeout", self.remote_timeout)
         if not MIN_REMOTE_TIMEOUT_S <= self.remote_timeout <= MAX_REMOTE_TIMEOUT_S:
             bounds = f"{MIN_REMOTE_TIMEOUT_S} to {MAX_REMOTE_TIMEOUT_S:.0f}"
             raise ValueError(f"remote_timeout must be {bounds} seconds, not {self.remote_timeout}")
-        check_int("remote_window", self.remote_window, minimum=1)
-        if self.remote_window > MAX_REMOTE_WINDOW:
-            raise ValueError(f"remote_window must be at most {MAX_REMOTE_WINDOW}, not {self.remote_window}")
-        check_int("remote_window_bytes", self.remote_window_bytes, minimum=1)
-        _check_bool("secure", self.secure)
-        _check_bool("allow_insecure_pickle", self.allow_insecure_pickle)
+        check_int("remote_window", self.remote_window, minimum=1, maximum=MAX_REMOTE_WINDOW)
+        check_int("remote_window_bytes", self.remote_window_bytes, minimum=1, maximum=MAX_BYTES)
+        check_bool("secure", self.secure)
+        check_bool("allow_insecure_pickle", self.allow_insecure_pickle)
         _check_share("max_spin_cpu", self.max_spin_cpu)
-        if not isinstance(self.runtime_dir, str) or not self.runtime_dir:
-            raise ValueError(f"runtime_dir must be a path, not {self.runtime_dir!r}")
+        _check_path("runtime_dir", self.runtime_dir)
         if self.backing == "memfd" and not hasattr(os, "memfd_create"):
             raise ValueError("backing='memfd' needs Linux; use backing='named' here")
         if self.lifeline == "abstract" and not _ON_LINUX:
@@ -143,8 +147,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 options = msgspec.structs.replace(options, **{field: parse(text)})
             except ValueError as error:
-                raise ValueError(f"{variable}={text!r}: {error}") from None
+                raise ValueError(f"{variable}={shown(text)}: {error}") from None
         return options
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("it must be a number") from None
 
 
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -152,9 +163,9 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "AIOSHM_LIFELINE": ("lifeline", str),
     "AIOSHM_RUNTIME_DIR": ("runtime_dir", str),
     "AIOSHM_WAIT": ("wait", str),
-    "AIOSHM_MAX_SPIN_CPU": ("max_spin_cpu", float),
-    "AIOSHM_STALL_WARNING_S": ("stall_warning_s", float),
-    "AIOSHM_REMOTE_TIMEOUT_S": ("remote_timeout", float),
+    "AIOSHM_MAX_SPIN_CPU": ("max_spin_cpu", _number),
+    "AIOSHM_STALL_WARNING_S": ("stall_warning_s", _number),
+    "AIOSHM_REMOTE_TIMEOUT_S": ("remote_timeout", _number),
 }
 
 
@@ -166,7 +177,7 @@ def native_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """
     text = environ.get("AIOSHM_NATIVE", "")
     if text not in {"", "0", "1"}:
-        raise ValueError(f"AIOSHM_NATIVE={text!r}: it must be 0 or 1")
+        raise ValueError(f"AIOSHM_NATIVE={shown(text)}: it must be 0 or 1")
     return text != "0"
 
 
@@ -180,9 +191,9 @@ def engine_ready_timeout(environ: Mapping[str, str] = os.environ) -> float:
     if not text:
         return ENGINE_READY_TIMEOUT_S
     try:
-        return check_seconds("the timeout", float(text))
+        return check_seconds("the timeout", _number(text))
     except ValueError as error:
-        raise ValueError(f"AIOSHM_ENGINE_READY_TIMEOUT_S={text!r}: {error}") from None
+        raise ValueError(f"AIOSHM_ENGINE_READY_TIMEOUT_S={shown(text)}: {error}") from None
 
 
 def engine_keys_path(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -198,40 +209,80 @@ def usage_stats_path(environ: Mapping[str, str] = os.environ) -> str | None:
     """
     text = environ.get("AIOSHM_USAGE_STATS", "")
     if text and not Path(text).is_absolute():
-        raise ValueError(f"AIOSHM_USAGE_STATS={text!r}: it must be an absolute path")
+        raise ValueError(f"AIOSHM_USAGE_STATS={shown(text)}: it must be an absolute path")
     return text or None
 
 
-def check_int(name: str, value: object, *, minimum: int) -> int:
-    """Return ``value`` if it is an int of at least ``minimum``; the errors name the argument and the value."""
+def shown(value: object) -> str:
+    """Return a value as an error shows it: in one line, not too long, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception as error:  # its own code, or an int of more digits than Python writes
+        text = f"an int of {value.bit_length()} bits" if isinstance(value, int) else f"{type(value).__name__} ({error})"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def check_int(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
+    """Return ``value`` if it is an int within these bounds; the errors name the argument and the value."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, not {value!r}")
+        raise TypeError(f"{name} must be an int, not {shown(value)}")
     if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, not {value}")
+        raise ValueError(f"{name} must be at least {minimum}, not {shown(value)}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, not {shown(value)}")
     return value
 
 
 def check_seconds(name: str, value: object) -> float:
-    """Return ``value`` if it is a finite number of seconds above zero; the errors name the argument."""
+    """Return ``value`` if it is a number of seconds above 0, at most `MAX_SECONDS`; the errors name the argument."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a finite number of seconds above 0, not {value}")
+        raise TypeError(f"{name} must be a number of seconds, not {shown(value)}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number of seconds above 0, not {shown(value)}")
+    if value > MAX_SECONDS:
+        raise ValueError(f"{name} must be at most {MAX_SECONDS:g} seconds, not {shown(value)}")
     return float(value)
+
+
+def check_timeout(name: str, value: object) -> float | None:
+    """Return ``value`` if it is None or a number of seconds, 0 or more; infinity, too, which is for ever as None is."""
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number of seconds or None, not {shown(value)}")
+    if not value >= 0:
+        raise ValueError(f"{name} must be at least 0 seconds, not {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number of seconds that a float can be, not {shown(value)}") from None
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Return ``value`` if it is True or False; the error names the argument and the value."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {shown(value)}")
+    return value
 
 
 def _check_share(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+        raise TypeError(f"{name} must be a number, not {shown(value)}")
     if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a share of a core, 0 to 1, not {value}")
+        raise ValueError(f"{name} must be a share of a core, 0 to 1, not {shown(value)}")
 
 
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
+def _check_path(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a path as a str, not {shown(value)}")
+    if not value or "\0" in value:
+        raise ValueError(f"{name} must be a path, not {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be a path in UTF-8, which a handle can carry, not {shown(value)}") from None
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {shown(value)}")

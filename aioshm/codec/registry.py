@@ -9,6 +9,7 @@ from aioshm.codec.base import Codec, Loads, Views
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.codec.raw import RawCodec
+from aioshm.config import shown
 
 FIRST_FREE_CODE = 16
 """Codes below are aioshm's own."""
@@ -32,6 +33,10 @@ def register_codec(name: str, factory: Callable[[], Codec]) -> None:
         TypeError: What the factory makes is no codec; the text names what is missing.
         ValueError: The name or the code is taken, or not a codec's to have.
     """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be the name of a codec, not {shown(name)}")
+    if not callable(factory):
+        raise TypeError(f"factory must be what makes a codec, such as its class, not {shown(factory)}")
     if _factories.get(name) is factory:
         return
     codec = factory()

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from aioshm.codec import Codec, cannot_decode
-from aioshm.config import Options
+from aioshm.config import Options, shown
 from aioshm.errors import AioshmError, QueueClosed, QueueEmpty, QueueFull
 from aioshm.queue import base
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
@@ -347,6 +347,8 @@ class MessageQueue:
     ) -> T:
         if cancel is None:
             return self._run(lambda left: call(None, left), timeout, keep=keep)
+        if not callable(getattr(cancel, "is_set", None)):
+            raise TypeError(f"cancel must be a threading.Event or None, not {shown(cancel)}")
         return self._run(lambda left: _cancellable(cancel, lambda event: call(event, left)), timeout, keep=keep)
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from aioshm.config import Options
+from aioshm.config import Options, check_bool, check_timeout, shown
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.queue.base import MessageQueue
 from aioshm.queue.stats import QueueStats
@@ -414,19 +414,19 @@ def _cpus_of(others: Sequence[int]) -> int:
     return usable_cpus(pids=[pid for pid in others if pid > 0])
 
 
-def deadline_after(timeout: float | None) -> float | None:
-    """Return the deadline, by ``time.monotonic()``, of a wait of ``timeout`` seconds.
+def deadline_after(
+    timeout: float | None, cancel: asyncio.Event | None = None, indefinite: bool = False
+) -> float | None:
+    """Return the deadline, by ``time.monotonic()``, of a wait of ``timeout`` seconds, whose arguments are checked.
 
     Raises:
-        TypeError, ValueError: Not a number of seconds, or below 0.
+        TypeError, ValueError: One of them is not what it has to be; the text names it.
     """
-    if timeout is None:
-        return None
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
-        raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
-    if not timeout >= 0:
-        raise ValueError(f"timeout must be at least 0 seconds, not {timeout}")
-    return monotonic() + timeout
+    seconds = check_timeout("timeout", timeout)
+    if cancel is not None and not isinstance(cancel, asyncio.Event):
+        raise TypeError(f"cancel must be an asyncio.Event or None, not {shown(cancel)}")
+    check_bool("indefinite", indefinite)
+    return None if seconds is None else monotonic() + seconds
 
 
 def _abandon_all() -> None:

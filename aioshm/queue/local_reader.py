@@ -53,7 +53,7 @@ class LocalReader(LocalSlots):
             raise cannot_decode(error, self._codec.name) from error
         if obj is not NOTHING and obj is not ELSEWHERE:
             return obj
-        deadline = deadline_after(timeout)
+        deadline = deadline_after(timeout, cancel, indefinite)
         await self._line_up(deadline, cancel)
         try:
             await self._next_slot(deadline, cancel, indefinite)
@@ -77,7 +77,7 @@ class LocalReader(LocalSlots):
             batch = self._take_many(max_items)
             if batch:
                 return batch
-        deadline = deadline_after(timeout)
+        deadline = deadline_after(timeout, cancel, indefinite)
         await self._line_up(deadline, cancel)
         try:
             await self._next_slot(deadline, cancel, indefinite)
@@ -109,7 +109,7 @@ class LocalReader(LocalSlots):
     async def acquire_read(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
     ) -> AsyncIterator[memoryview]:
-        deadline = deadline_after(timeout)
+        deadline = deadline_after(timeout, cancel, indefinite)
         await self._line_up(deadline, cancel)
         try:
             slot = await self._next_slot(deadline, cancel, indefinite)
@@ -133,7 +133,7 @@ class LocalReader(LocalSlots):
     async def lease(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
     ) -> AsyncIterator[Any]:
-        deadline = deadline_after(timeout)
+        deadline = deadline_after(timeout, cancel, indefinite)
         await self._line_up(deadline, cancel, leasing=True)
         try:
             slot = await self._next_slot(deadline, cancel, indefinite)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from aioshm.config import check_int
+from aioshm.config import check_int, shown
 from aioshm.errors import GroupBroken, HandleError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def check_rank(name: str, rank: object, world_size: int) -> int:
     """Return ``rank`` if it is one of a group of ``world_size``; the errors name the argument and the value."""
     checked = check_int(name, rank, minimum=0)
     if checked >= world_size:
-        raise ValueError(f"{name} must be below the group's world size ({world_size}), not {rank}")
+        raise ValueError(f"{name} must be below the group's world size ({world_size}), not {shown(rank)}")
     return checked
 
 

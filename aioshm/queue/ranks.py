@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count, islice
 
-from aioshm.config import check_int
+from aioshm.config import check_int, shown
 from aioshm.queue.wire import MAX_RANK
+
+MAX_READERS = 1 << 16
+"""Of one queue: each has a line in the ring's header, and a flag in every slot, which each message clears."""
 
 
 def checked_ranks(
@@ -23,23 +26,25 @@ def checked_ranks(
     Raises:
         TypeError, ValueError: They do not fit together; the text names what.
     """
-    check_int("n_reader", n_reader, minimum=0)
+    check_int("n_reader", n_reader, minimum=0, maximum=MAX_READERS)
     if check_int("n_local_reader", n_local_reader, minimum=0) > n_reader:
-        raise ValueError(f"n_local_reader must be at most n_reader ({n_reader}), not {n_local_reader}")
+        raise ValueError(f"n_local_reader must be at most n_reader ({n_reader}), not {shown(n_local_reader)}")
     here = _checked("local_reader_ranks", range(n_local_reader) if local is None else local, n_local_reader)
     n_remote = n_reader - n_local_reader
     others = islice((rank for rank in count() if rank not in here), n_remote)
     there = _checked("remote_reader_ranks", list(others) if remote is None else remote, n_remote)
     if set(here) & set(there):
-        raise ValueError(f"remote_reader_ranks must be others than local_reader_ranks, not {remote!r}")
+        raise ValueError(f"remote_reader_ranks must be others than local_reader_ranks, not {shown(remote)}")
     return here, there
 
 
 def _checked(name: str, ranks: Sequence[int], number: int) -> tuple[int, ...]:
-    checked = tuple(ranks)
+    try:
+        checked = tuple(ranks)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence of ranks or None, not {shown(ranks)}") from None
     for rank in checked:
-        if check_int(f"a rank in {name}", rank, minimum=0) > MAX_RANK:
-            raise ValueError(f"a rank in {name} must be at most {MAX_RANK}, not {rank}")
+        check_int(f"a rank in {name}", rank, minimum=0, maximum=MAX_RANK)
     if len(checked) != number or len(set(checked)) != number:
-        raise ValueError(f"{name} must be {number} different ranks, not {ranks!r}")
+        raise ValueError(f"{name} must be {number} different ranks, not {shown(ranks)}")
     return checked

@@ -11,6 +11,7 @@ from aioshm.config import Options, check_int
 from aioshm.errors import AioshmError, HandleError
 from aioshm.queue.end import End
 from aioshm.queue.handle import Handle
+from aioshm.queue.wire import MAX_RANK
 from aioshm.ring import RingReader
 
 
@@ -26,7 +27,7 @@ class ReaderEnd(End, ABC):
         if options is not None and not isinstance(options, Options):
             raise TypeError(f"options must be an Options or None, not {options!r}")
         handle.check_version()
-        self._check_rank(handle, check_int("rank", rank, minimum=0))
+        self._check_rank(handle, check_int("rank", rank, minimum=0, maximum=MAX_RANK))
         self._codec = _codec_for(handle, codec)
         self._handle = handle
         self._rank = rank

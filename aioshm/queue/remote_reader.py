@@ -52,7 +52,7 @@ class RemoteReader(RemoteEnd):
         obj = self.receive()
         if obj is not NOTHING:
             return obj
-        deadline = deadline_after(timeout)
+        deadline = deadline_after(timeout, cancel, indefinite)
         await self._line_up(deadline, cancel)
         try:
             await self._next_message(deadline, cancel, indefinite)
@@ -86,7 +86,7 @@ class RemoteReader(RemoteEnd):
         check_int("max_items", max_items, minimum=1)
         if self._passes() and self._look():
             return self._take_many(max_items)
-        deadline = deadline_after(timeout)
+        deadline = deadline_after(timeout, cancel, indefinite)
         await self._line_up(deadline, cancel)
         try:
             await self._next_message(deadline, cancel, indefinite)
@@ -118,7 +118,7 @@ class RemoteReader(RemoteEnd):
         self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool, *, decoded: bool
     ) -> AsyncIterator[Any]:
         """Give the next message, where it lies, to the block, whose end lets go of it, also when it raises."""
-        deadline = deadline_after(timeout)
+        deadline = deadline_after(timeout, cancel, indefinite)
         await self._line_up(deadline, cancel)
         try:
             data = await self._next_message(deadline, cancel, indefinite)

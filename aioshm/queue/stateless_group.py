@@ -27,6 +27,9 @@ TIMEOUT_S = 300.0
 GRACE_S = 5.0
 """How much longer than its timeout a call waits for the store before it takes that for dead."""
 
+MAX_WORLD_SIZE = 1 << 16
+"""Every call waits for a key of each rank."""
+
 _DIAL_PAUSE_S = 0.05
 _MIN_WAIT_S = 0.001  # what the store counts in; 0 would be for ever
 _SOMETHING = b"."  # the answer to the question for an empty value takes the store 200 ms
@@ -84,9 +87,8 @@ class StatelessProcessGroup:
             raise TypeError(f"host must be a string, not {host!r}")
         if not host:
             raise ValueError(f"host must name rank 0's machine, not {host!r}")
-        if check_int("port", port, minimum=1) > 65535:
-            raise ValueError(f"port must be at most 65535, not {port}")
-        check_rank("rank", rank, check_int("world_size", world_size, minimum=1))
+        check_int("port", port, minimum=1, maximum=65535)
+        check_rank("rank", rank, check_int("world_size", world_size, minimum=1, maximum=MAX_WORLD_SIZE))
         deadline = monotonic() + check_seconds("timeout", timeout)
         make_store = _import_store()
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -16,7 +16,7 @@ import os
 import secrets
 from typing import Any, NamedTuple
 
-from aioshm.config import DEFAULT_BACKING, Backing, check_int
+from aioshm.config import DEFAULT_BACKING, Backing, check_int, shown
 from aioshm.errors import AioshmError, HandleError, RoleError, SharedMemoryError
 from aioshm.ring import layout as at
 from aioshm.ring.atomics import memory_fence
@@ -68,11 +68,13 @@ class ShmRingBuffer:
     ) -> None:
         sizes = _checked_layout(n_reader, max_chunk_bytes, max_chunks)
         if name is not None:
+            if not isinstance(name, str):
+                raise TypeError(f"name must be a str or None, not {shown(name)}")
             self._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id=None)
             return
         backing = DEFAULT_BACKING if backing is None else backing
         if backing not in ("memfd", "named"):
-            raise ValueError(f"backing must be 'memfd', 'named' or None, not {backing!r}")
+            raise ValueError(f"backing must be 'memfd', 'named' or None, not {shown(backing)}")
         segment = Segment.create(sizes.total_bytes, backing)
         queue_id = secrets.token_bytes(at.QUEUE_ID_BYTES)
         preamble = sizes.preamble(queue_id)
@@ -156,8 +158,7 @@ class ShmRingBuffer:
 
     def reader(self, reader: int) -> RingReader:
         """Return the cursor of a reader (0 to n_reader - 1); each has one."""
-        if not 0 <= check_int("reader", reader, minimum=0) < self.layout.n_reader:
-            raise ValueError(f"reader must be below {self.layout.n_reader}, not {reader}")
+        check_int("reader", reader, minimum=0, maximum=self.layout.n_reader - 1)
         return RingReader(self.layout, self.view, reader)
 
     def chunk(self, index: int) -> memoryview:
@@ -225,9 +226,7 @@ class ShmRingBuffer:
             self._why = "the ring was closed"
 
     def _checked(self, index: int) -> int:
-        if not 0 <= check_int("a slot's index", index, minimum=0) < self.layout.max_chunks:
-            raise ValueError(f"a slot's index must be below {self.layout.max_chunks}, not {index}")
-        return index
+        return check_int("a slot's index", index, minimum=0, maximum=self.layout.max_chunks - 1)
 
     def _mapped(self) -> Segment:
         if self._segment is None:

@@ -1,0 +1,380 @@
+"""Arguments that no call can take: each is a TypeError or ValueError that names the argument and the value."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pairs import EITHER_PLACE
+from remotes import ready_ends
+
+import aioshm
+from aioshm import MessageQueue, Options, SharedMemoryError, ShmRingBuffer, StatelessProcessGroup, blocking, config
+from aioshm.queue.groups import create_from_process_group, create_from_process_group_single_reader
+
+NAN, INF = float("nan"), float("inf")
+HUGE, ENDLESS = 10**30, 10**5000  # Python writes no int of that many digits
+
+TEXT, NUMBERS = "some text", [1, 2]
+NO_INT: list[Any] = [NAN, INF, 1.5, True, TEXT, NUMBERS, None, object()]
+NO_SECONDS: list[Any] = [NAN, -INF, -1, -0.5, 10**400, -(10**400), ENDLESS, True, TEXT, NUMBERS, object()]
+NO_OPTION_SECONDS: list[Any] = [NAN, INF, -INF, -1, 0, 1e300, 10**400, ENDLESS, True, TEXT, NUMBERS, None]
+NO_BOOL: list[Any] = [0, 1, NAN, TEXT, NUMBERS, None]
+NO_COUNT: list[Any] = [*NO_INT, -1, -HUGE, -ENDLESS]
+NO_SMALL_COUNT: list[Any] = [*NO_COUNT, HUGE, 10**400, ENDLESS]
+NO_NAME: list[Any] = [5, True, NAN, NUMBERS, object()]
+
+
+def label(value: Any) -> str:
+    text = "endless" if value in (ENDLESS, -ENDLESS) else repr(value)
+    return "object()" if "object at" in text else text[:20]
+
+
+def bad(values: list[Any], name: str = "value") -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(name, values, ids=label)
+
+
+@contextlib.contextmanager
+def refused(name: str, value: Any) -> Iterator[None]:
+    """Expect the error that names an argument and its value."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        yield
+    assert type(caught.value) in (TypeError, ValueError), caught.value
+    text = str(caught.value)
+    assert name in text
+    shown = f"an int of {value.bit_length()} bits" if value in (ENDLESS, -ENDLESS) else repr(value)[:100]
+    assert shown in text
+    assert len(text) < 400
+
+
+SECONDS_OF: list[tuple[str, int]] = [
+    ("wait_until_ready", 0),
+    ("enqueue", 1),
+    ("enqueue_many", 1),
+    ("acquire_write", 0),
+    ("dequeue", 0),
+    ("dequeue_many", 1),
+    ("acquire_read", 0),
+    ("lease", 0),
+]
+"""The calls of an end with a timeout, and how many arguments come before."""
+
+READING = ("dequeue", "dequeue_many", "acquire_read", "lease")
+
+
+async def finish(call: Any) -> None:
+    if isinstance(call, AbstractAsyncContextManager):
+        async with call:
+            pass
+    else:
+        await call
+
+
+async def use(ends: tuple[MessageQueue, list[MessageQueue]], name: str, arguments: int, **named: Any) -> None:
+    writer, (reader,) = ends
+    first: dict[str, tuple[Any, ...]] = {"enqueue": ("x",), "enqueue_many": (["x"],), "dequeue_many": (1,)}
+    end = writer if name.startswith(("enqueue", "acquire_write")) else reader
+    await finish(getattr(end, name)(*first.get(name, ())[:arguments], **named))
+
+
+@EITHER_PLACE
+@pytest.mark.parametrize(("name", "arguments"), SECONDS_OF, ids=[name for name, _ in SECONDS_OF])
+async def test_timeouts(n_local: int, n_remote: int, name: str, arguments: int) -> None:
+    async with ready_ends(n_local, n_remote, chunks=1) as ends:
+        if name.startswith(("enqueue", "acquire_write")):
+            await ends[0].enqueue("fills the only slot")
+        for value in NO_SECONDS:
+            if name == "wait_until_ready" or n_local:
+                with refused("timeout", value):
+                    await use(ends, name, arguments, timeout=value)
+            else:
+                ends[0]._core.open = ends[1][0]._core.open = False  # type: ignore[attr-defined]
+                with refused("timeout", value):
+                    await use(ends, name, arguments, timeout=value)
+
+
+@EITHER_PLACE
+@pytest.mark.parametrize("name", READING)
+async def test_what_ends_and_reports_a_wait(n_local: int, n_remote: int, name: str) -> None:
+    async with ready_ends(n_local, n_remote) as ends:
+        for value in (5, True, TEXT, NAN, HUGE, ENDLESS, threading.Event(), asyncio.Event, object()):
+            with refused("cancel", value):
+                await use(ends, name, 1, cancel=value)
+        for value in NO_BOOL:
+            with refused("indefinite", value):
+                await use(ends, name, 1, indefinite=value)
+        await ends[0].enqueue("still in order")
+        assert await ends[1][0].dequeue(10) == "still in order"
+
+
+@EITHER_PLACE
+async def test_infinity_is_for_ever(n_local: int, n_remote: int) -> None:
+    async with ready_ends(n_local, n_remote) as (writer, (reader,)):
+        for seconds in (INF, 1e300, 10**300, 1e12):
+            waiting = asyncio.ensure_future(reader.dequeue(seconds))
+            while not reader.stats().parks and not waiting.done():
+                await asyncio.sleep(0)
+            await writer.enqueue(seconds, seconds)
+            assert await waiting == seconds
+
+
+@EITHER_PLACE
+@bad([*NO_COUNT, 0])
+async def test_batches(n_local: int, n_remote: int, value: Any) -> None:
+    async with ready_ends(n_local, n_remote) as (_, (reader,)):
+        with refused("max_items", value):
+            await reader.dequeue_many(value)
+
+
+class TestTheBlockingFace:
+    """Its arguments; what it has in common with the other one is refused there."""
+
+    def test_waits(self) -> None:
+        writer = blocking.MessageQueue(1, 1, max_chunk_bytes=100)
+        reader = blocking.MessageQueue.create_from_handle(writer.export_handle(), 0)
+        with writer, reader:
+            for name in READING:
+                first = (1,) if name == "dequeue_many" else ()
+
+                def call(name: str = name, first: tuple[Any, ...] = first, **named: Any) -> None:
+                    result = getattr(reader, name)(*first, **named)
+                    if isinstance(result, AbstractContextManager):
+                        with result:
+                            pass
+
+                for value in NO_SECONDS:
+                    with refused("timeout", value):
+                        call(timeout=value)
+                for value in (5, True, TEXT, NAN, HUGE, ENDLESS, object()):
+                    with refused("cancel", value):
+                        call(cancel=value)
+                for value in NO_BOOL:
+                    with refused("indefinite", value):
+                        call(indefinite=value)
+            for value in NO_SECONDS:
+                with refused("timeout", value):
+                    writer.wait_until_ready(value)
+
+
+SIZES = {"n_reader": 1, "n_local_reader": 1, "max_chunk_bytes": 100, "max_chunks": 2}
+
+QUEUE: list[tuple[str, list[Any]]] = [
+    ("n_reader", [*NO_SMALL_COUNT, 1 << 17]),
+    ("n_local_reader", [*NO_SMALL_COUNT, 2]),
+    ("max_chunk_bytes", [*NO_COUNT, 0]),
+    ("max_chunks", [*NO_COUNT, 0]),
+    ("local_reader_ranks", [5, NAN, True, TEXT, [-1], [1.5], ["0"], [HUGE], [ENDLESS], [0, 1], []]),
+    ("remote_reader_ranks", [5, NAN, True, TEXT, [-1], [ENDLESS], [0], [1]]),
+    ("connect_ip", [5, NAN, True, NUMBERS, "", TEXT, "10.0.0.256"]),
+    ("codec", [5, NAN, True, NUMBERS, None, TEXT]),
+    ("options", [5, NAN, True, TEXT, {}]),
+]
+
+
+@pytest.mark.parametrize("face", [MessageQueue, blocking.MessageQueue], ids=["asyncio", "blocking"])
+@pytest.mark.parametrize(("name", "values"), QUEUE, ids=[name for name, _ in QUEUE])
+def test_queues(face: Any, name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            face(**{**SIZES, name: value})
+        assert type(caught.value) in (TypeError, ValueError)
+        assert name in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["max_chunk_bytes", "max_chunks"])
+@bad([HUGE, 10**400, ENDLESS])
+def test_more_than_there_is_memory(name: str, value: Any) -> None:
+    with pytest.raises(SharedMemoryError, match="MiB of shared memory are needed"):
+        MessageQueue(**{**SIZES, name: value})
+
+
+def test_every_argument_of_a_queue_was_tried() -> None:
+    assert {name for name, _ in QUEUE} == {*inspect.signature(MessageQueue.__init__).parameters} - {"self"}
+
+
+@bad([NAN, INF, 1.5, True, TEXT, None, NUMBERS, -1, 1, HUGE, 10**400, ENDLESS])
+async def test_ranks_of_readers(value: Any) -> None:
+    writer = MessageQueue(1, 1, max_chunk_bytes=100)
+    try:
+        for face in (MessageQueue, blocking.MessageQueue):
+            with refused("rank", value):
+                face.create_from_handle(writer.export_handle(), value)
+            for wrong in (5, TEXT, {}):
+                with pytest.raises(TypeError, match="options must be an Options"):
+                    face.create_from_handle(writer.export_handle(), 0, options=wrong)  # type: ignore[arg-type]
+            for wrong in (5, NAN, None, NUMBERS, TEXT):
+                with pytest.raises(aioshm.HandleError):
+                    face.create_from_handle(wrong, 0)  # type: ignore[arg-type]
+    finally:
+        await writer.aclose()
+
+
+OPTIONS: list[tuple[str, list[Any]]] = [
+    ("backing", [5, NAN, True, NUMBERS, TEXT, ENDLESS]),
+    ("prefault_bytes", NO_SMALL_COUNT),
+    ("lifeline", [5, NAN, True, NUMBERS, TEXT]),
+    ("runtime_dir", [*NO_NAME, "", "a\0b", "\udc80", None]),
+    ("wait", [5, NAN, True, NUMBERS, TEXT]),
+    ("max_spin_cpu", [NAN, INF, -1, 2, 10**400, ENDLESS, True, TEXT, None]),
+    ("stall_warning_s", NO_OPTION_SECONDS),
+    ("on_reader_death", [5, NAN, True, NUMBERS, TEXT]),
+    ("max_message_bytes", [*NO_SMALL_COUNT, 0]),
+    ("remote_timeout", NO_OPTION_SECONDS),
+    ("remote_window", [*NO_SMALL_COUNT, 0]),
+    ("remote_window_bytes", [*NO_SMALL_COUNT, 0]),
+    ("secure", NO_BOOL),
+    ("allow_insecure_pickle", NO_BOOL),
+]
+
+
+@pytest.mark.parametrize(("name", "values"), OPTIONS, ids=[name for name, _ in OPTIONS])
+def test_options(name: str, values: list[Any]) -> None:
+    for value in values:
+        with refused(name, value):
+            Options(**{name: value})
+
+
+def test_every_option_was_tried() -> None:
+    assert {name for name, _ in OPTIONS} == set(Options.__struct_fields__)
+
+
+ENVIRONMENT = ["nan", "inf", "-inf", "-1", "1e400", "1" * 5000, "a" * 5000, "True", "some text", "a\udc80"]
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "AIOSHM_BACKING",
+        "AIOSHM_LIFELINE",
+        "AIOSHM_WAIT",
+        "AIOSHM_MAX_SPIN_CPU",
+        "AIOSHM_STALL_WARNING_S",
+        "AIOSHM_REMOTE_TIMEOUT_S",
+        "AIOSHM_ENGINE_READY_TIMEOUT_S",
+        "AIOSHM_NATIVE",
+        "AIOSHM_USAGE_STATS",
+    ],
+)
+@pytest.mark.parametrize("text", ENVIRONMENT, ids=lambda text: text.encode("ascii", "replace").decode()[:10])
+def test_environment(variable: str, text: str) -> None:
+    read: dict[str, Callable[[dict[str, str]], object]] = {
+        "AIOSHM_ENGINE_READY_TIMEOUT_S": config.engine_ready_timeout,
+        "AIOSHM_NATIVE": config.native_wanted,
+        "AIOSHM_USAGE_STATS": config.usage_stats_path,
+    }
+    with pytest.raises(ValueError, match=variable) as caught:
+        read.get(variable, Options.from_env)({variable: text})
+    assert type(caught.value) is ValueError
+    assert len(str(caught.value)) < 400
+
+
+GROUP: list[tuple[str, list[Any]]] = [
+    ("host", [5, None, True, NUMBERS, ""]),
+    ("port", [*NO_SMALL_COUNT, 0, 65536]),
+    ("rank", [*NO_SMALL_COUNT, 1]),
+    ("world_size", [*NO_SMALL_COUNT, 0]),
+    ("timeout", NO_OPTION_SECONDS),
+]
+
+
+@pytest.mark.parametrize(("name", "values"), GROUP, ids=[name for name, _ in GROUP])
+def test_stateless_groups(name: str, values: list[Any]) -> None:
+    good: dict[str, Any] = {"host": "127.0.0.1", "port": 1, "rank": 0, "world_size": 1}
+    for value in values:
+        with refused(name, value):
+            StatelessProcessGroup.create(**{**good, name: value})
+
+
+def alone() -> Any:
+    """Return a process group of one."""
+    return SimpleNamespace(rank=0, world_size=1, broadcast_obj=lambda obj, src: obj, all_gather_obj=lambda obj: [obj])
+
+
+@bad([*NO_SMALL_COUNT, 1])
+async def test_ranks_in_groups(value: Any) -> None:
+    with refused("writer_rank", value):
+        await create_from_process_group(alone(), 100, 2, value)
+    with refused("reader_rank", value):
+        await create_from_process_group_single_reader(alone(), 100, 2, value)
+    with refused("source_rank", value):
+        aioshm.in_the_same_node_as(alone(), value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_chunk_bytes", [*NO_COUNT, 0]),
+        ("max_chunks", [*NO_COUNT, 0]),
+        ("options", [5, NAN, TEXT]),
+        ("codec", [5, NAN, TEXT, None]),
+        ("connect_ip", [5, NAN, TEXT]),
+    ],
+)
+async def test_queues_of_groups(name: str, values: list[Any]) -> None:
+    for value in values:
+        arguments: dict[str, Any] = {"max_chunk_bytes": 100, "max_chunks": 2, name: value}
+        with pytest.raises((TypeError, ValueError), match=name) as caught:
+            await create_from_process_group_single_reader(alone(), **arguments)
+        assert type(caught.value) in (TypeError, ValueError)
+
+
+@bad([5, NAN, TEXT, NUMBERS, None])
+async def test_process_groups(value: Any) -> None:
+    with refused("pg", value):
+        await create_from_process_group(value, 100, 2)
+    with refused("pg", value):
+        aioshm.in_the_same_node_as(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n_reader", NO_COUNT),
+        ("max_chunk_bytes", [*NO_COUNT, 0]),
+        ("max_chunks", [*NO_COUNT, 0]),
+        ("name", NO_NAME),
+        ("backing", [5, NAN, TEXT, NUMBERS, ENDLESS]),
+    ],
+)
+def test_rings(name: str, values: list[Any]) -> None:
+    for value in values:
+        with refused(name, value):
+            ShmRingBuffer(**{"n_reader": 1, "max_chunk_bytes": 1, "max_chunks": 1, name: value})
+
+
+def test_places_in_rings() -> None:
+    ring = ShmRingBuffer(1, 1, 1)
+    try:
+        for value in [*NO_SMALL_COUNT, 1]:
+            with refused("reader", value):
+                ring.reader(value)
+            for call in (ring.chunk, ring.flags):
+                with refused("index", value):
+                    call(value)
+    finally:
+        ring.close()
+
+
+@bad([5, NAN, TEXT, NUMBERS, None, {}])
+def test_merging(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="readers"):
+        aioshm.merge(value)
+    with pytest.raises(TypeError, match="readers"):
+        aioshm.merge({0: value})
+
+
+def test_codecs() -> None:
+    for value in [*NO_NAME, None, ""]:
+        with refused("name", value):
+            aioshm.register_codec(value, dict)  # type: ignore[arg-type]
+    for value in (5, TEXT, None, NAN):
+        with refused("factory", value):
+            aioshm.register_codec("mine", value)  # type: ignore[arg-type]
