@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import cast
 
 from aioshm.codec import Codec
@@ -175,8 +176,12 @@ class LocalEnd(ReaderEnd, ABC):
         """Say nothing yet: once the writer knows, it overwrites what a block may still be reading."""
 
     def _dismantle(self) -> None:
-        if self._attaching is not None and self._loop is not None and not self._loop.is_closed():
-            self._attaching.cancel()
+        if self._attaching is not None and self._loop is not None:
+            if not self._loop.is_closed():
+                self._attaching.cancel()
+            elif not self._attaching.done():
+                with suppress(RuntimeError):  # it leaves the loop, which is closed
+                    self._attaching.get_coro().close()
         if self._sock is not None:
             hang_up(self._sock)
         if self._attachment is not None:

@@ -366,7 +366,7 @@ class RemoteEnd(ReaderEnd, ABC):
 
     def _interrupt(self) -> None:
         self._wake()
-        if self._going is not None and not self._going.done():
+        if self._going is not None and not self._going.done() and not self._going.get_loop().is_closed():
             self._going.set_result(None)
 
     def _say_goodbye(self) -> None:

@@ -164,6 +164,8 @@ class Poller:
         """Give the alarm's descriptor back. Idempotent; no wait may begin, nor be left but on a loop that is closed."""
         self._alarm.close()
         self._parked = bytearray(1)  # for what such a wait does when it is collected as garbage
+        if self._loop.is_closed():
+            self._sleeper = None  # which nobody can wake any more
 
     async def wait(
         self,

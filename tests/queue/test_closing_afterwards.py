@@ -1,0 +1,110 @@
+"""Closing an end whose event loop is over, however far it had come: on another loop, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvloop
+from remotes import wide_writer
+
+from aioshm import MessageQueue, QueueClosed, RoleError
+
+LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.SelectorEventLoop, uvloop.new_event_loop]
+NEW_LOOP = pytest.mark.parametrize("new_loop", LOOPS, ids=["asyncio", "uvloop"])
+PLACES = pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (0, 1), (1, 1)])
+
+Ends = tuple[Any, list[Any]]
+
+
+def make(n_local: int, n_remote: int) -> Ends:
+    writer = wide_writer(n_local, n_remote)
+    handle = writer.export_handle()
+    return writer, [MessageQueue.create_from_handle(handle, rank) for rank in range(n_local + n_remote)]
+
+
+async def nothing(ends: Ends) -> None:
+    """Leave the ends as they were made."""
+
+
+async def begin(ends: Ends) -> None:
+    """Begin to attach, and give up."""
+    for end in (ends[0], *ends[1]):
+        with pytest.raises(TimeoutError):
+            await end.wait_until_ready(0)
+
+
+async def talk(ends: Ends) -> None:
+    """Send messages, of which one is read."""
+    writer, readers = ends
+    await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, *readers)))
+    await writer.enqueue_many(["read", "unread"])
+    for reader in readers:
+        assert await reader.dequeue(20) == "read"
+
+
+async def wait(ends: Ends) -> None:
+    """Leave readers that wait, whose tasks are never cancelled."""
+    await talk(ends)
+    for reader in ends[1]:
+        assert await reader.dequeue(20) == "unread"
+        waiting = asyncio.ensure_future(reader.dequeue())
+        waiting.add_done_callback(lambda task: task.exception())
+        while not reader.stats().parks:
+            await asyncio.sleep(0)
+
+
+CASES = [
+    pytest.param(
+        use, writer_first, *place, id=f"{use.__name__}-{'writer' if writer_first else 'readers'} first-{place}"
+    )
+    for use in (nothing, begin, talk)
+    for writer_first in (True, False)
+    for place in ((1, 0), (0, 1), (1, 1))
+    # A writer waits for remote readers that have not received everything, and whose loop is over.
+    if not (use is talk and writer_first and place[1])
+]
+
+
+@NEW_LOOP
+@pytest.mark.parametrize(("use", "writer_first", "n_local", "n_remote"), CASES)
+def test_it_closes_on_another_loop_once_its_own_is_closed(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], use: Any, writer_first: bool, n_local: int, n_remote: int
+) -> None:
+    threads = threading.active_count()
+    ends = make(n_local, n_remote)
+    first = new_loop()
+    first.run_until_complete(use(ends))
+    first.close()
+    writer, readers = ends
+    second = new_loop()
+    for end in [writer, *readers] if writer_first else [*readers, writer]:
+        for _ in range(2):
+            second.run_until_complete(asyncio.wait_for(end.aclose(), 20))
+        with pytest.raises((QueueClosed, RoleError)):
+            second.run_until_complete(end.wait_until_ready(1))
+        end.stats()
+    assert not asyncio.all_tasks(second)
+    second.close()
+    assert threading.active_count() == threads
+
+
+@NEW_LOOP
+@PLACES
+def test_calls_that_wait_in_a_closed_loop_keep_nothing_open(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], n_local: int, n_remote: int
+) -> None:
+    ends = make(n_local, n_remote)
+    first = new_loop()
+    first.run_until_complete(wait(ends))
+    left = asyncio.all_tasks(first)
+    first.close()
+    second = new_loop()
+    for end in (*ends[1], ends[0]):
+        second.run_until_complete(asyncio.wait_for(end.aclose(), 20))
+    second.close()
+    for task in left:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # that they are is this test's doing
