@@ -214,6 +214,10 @@ class CoreEngineActorManager:
         """Kill the actors, and give back what was made here. Idempotent; blocks."""
         self._close(wait=True)
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Do what `close` does; under vLLM's name. Actors are killed, which takes no ``timeout``."""
+        self.close()
+
     async def aclose(self) -> None:
         """Do what `close` does, without blocking the loop. Idempotent; finishes also when it is cancelled."""
         if self._closing is None:

@@ -139,6 +139,16 @@ class ProcessManager:
                 self._relay.close()
             self._release()
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Do what `close` does; under vLLM's name.
+
+        Args:
+            timeout: Seconds that all together may take to end when asked to; None: as the manager was made with.
+        """
+        if timeout is not None:
+            self._shutdown_timeout = timeout
+        self.close()
+
     async def aclose(self) -> None:
         """Stop the processes, see `ashutdown`. Idempotent; cancelling this kills them, and nothing is left."""
         if self._closed:

@@ -43,6 +43,11 @@ def serve(address: str, dp_rank: int, local_dp_rank: int, local_client: bool) ->
     asyncio.run(run_engine_core(Engine(), address, dp_rank, local=local_client, headless=not local_client))
 
 
+def serve_launched(handshake_address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
+    """Be an engine of `launch_core_engines`."""
+    serve(handshake_address, dp_rank, local_dp_rank, local_client)
+
+
 def leave(codes: list[int | str | None], dp_rank: int, **_: Any) -> None:
     """Exit with the code of this rank; "return" returns, and None stays."""
     code = codes[dp_rank]

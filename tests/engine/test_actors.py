@@ -30,6 +30,7 @@ from aioshm.engine import (
     EngineStartupCoordinator,
     EngineZmqAddresses,
     get_engine_client_zmq_addr,
+    launch_core_engines,
     wait_for_completion_or_failure,
 )
 from aioshm.errors import EngineDead, EngineStartupError
@@ -83,6 +84,23 @@ async def startup(count: int, local: int, faults: dict[int, str] | None = None, 
         async with manager:
             made.proc_manager = manager
             yield made, manager
+
+
+class TestLaunch:
+    async def test_everything_in_one_call(self, cluster: str) -> None:
+        async with launch_core_engines(
+            targets.serve_launched, 2, 1, backend="ray", host="127.0.0.1", manager_options={"timeout": 60}
+        ) as launch:
+            assert isinstance(launch.engine_manager, CoreEngineActorManager)
+            assert launch.processes == []
+            assert launch.coordinator is not None
+            for rank in range(2):
+                assert len(await collected(launch.client.submit(ask(str(rank)), engine=rank))) == 3
+            pids = [actor.pid for actor in launch.engine_manager.actors]
+            os.kill(pids[1], signal.SIGKILL)
+            with pytest.raises(EngineDead, match="EngineCore_1"):
+                await collected(launch.client.submit(ask("a", None), engine=0))
+        eventually(lambda: all(map(gone, pids)))
 
 
 class TestStart:

@@ -143,6 +143,13 @@ class TestNoEngines:
 
 
 class TestWatching:
+    def test_shutdown_is_what_vllm_calls_closing(self) -> None:
+        manager = CoreEngineProcManager(targets.refuse_to_end, 1, shutdown_timeout=60)
+        wait_for_all(manager)
+        manager.shutdown(timeout=0)
+        assert manager.finished_procs() == {"EngineCore_0": -signal.SIGKILL}
+        manager.shutdown()
+
     async def test_the_first_to_end_ends_the_wait(self) -> None:
         async with CoreEngineProcManager(targets.leave, 3, codes=[None, 3, None]) as manager:
             assert await manager.join_first() == {"EngineCore_1": 3}
