@@ -14,6 +14,7 @@ from aioshm.engine import client as awaited
 from aioshm.engine.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.blocking_streams import OutputStream
 from aioshm.engine.deaths import WatchedManager, WatchedProcess
+from aioshm.engine.keys import EngineKeys
 from aioshm.engine.loop_thread import LoopThread
 from aioshm.errors import RoleError
 
@@ -37,7 +38,9 @@ class EngineClient:
         client_index: Which of the addresses' inputs and outputs are this client's.
         request_type: What requests have to be.
         output_type: What outputs are decoded as.
-        options: ``max_message_bytes`` and ``remote_timeout`` hold here.
+        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here.
+        keys: Who may connect over TCP, and as whom; None: those of this process.
+        secure: Whether connections over TCP are encrypted, and only holders of keys get in.
         loop_factory: Makes the event loop of its thread; None: asyncio's own.
 
     Raises:
@@ -53,6 +56,8 @@ class EngineClient:
         request_type: type[Any] | None = None,
         output_type: Any = None,
         options: Options | None = None,
+        keys: EngineKeys | None = None,
+        secure: bool = True,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ) -> None:
         self._host: LoopThread | None = None
@@ -66,6 +71,8 @@ class EngineClient:
             request_type=request_type,
             output_type=output_type,
             options=options,
+            keys=keys,
+            secure=secure,
         )
 
     @classmethod

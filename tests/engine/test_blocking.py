@@ -26,7 +26,13 @@ from managed import gone, open_things
 from served_engine import Engine, ask, here_and_there, stop
 from support import eventually
 
-from aioshm.engine import CoreEngine, EngineStartupCoordinator, get_engine_client_zmq_addr, run_engine_core
+from aioshm.engine import (
+    CoreEngine,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+    get_engine_client_zmq_addr,
+    run_engine_core,
+)
 from aioshm.engine.blocking import CoreEngineLaunch, EngineClient, OutputStream, launch_core_engines
 from aioshm.errors import CallFailed, CodecError, EngineDead, EngineStartupError, QueueClosed, RoleError
 
@@ -408,6 +414,12 @@ class TestLaunch:
             with launch_core_engines(targets.fail, kwargs={"how": {0: "hangs"}}) as launch:
                 started.append(launch)
         assert not started
+
+    def test_over_tcp(self) -> None:
+        addresses = EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://127.0.0.1:0"])
+        with launch_core_engines(targets.serve, addresses=addresses) as launch:
+            assert launch.addresses.inputs[0].startswith("tcp://127.0.0.1:")
+            assert tokens(launch.client.submit(ask("a"))) == [0, 1, 2]
 
     def test_clients_elsewhere(self) -> None:
         with launch_core_engines(targets.serve, num_api_servers=1, wait=False) as launch:

@@ -13,6 +13,7 @@ from typing import Any
 import launch_targets as targets
 import pytest
 import uvloop
+import zmq
 from managed import gone, open_things
 from served_engine import Engine, ask, collected, stop, until
 from support import eventually
@@ -96,6 +97,27 @@ class TestServing:
                 assert address.startswith("tcp://127.0.0.1:")
                 assert not address.endswith(":0")
             assert len(await collected(launch.client.submit(ask("a")))) == 3
+
+    @pytest.mark.parametrize("secure", [True, False])
+    async def test_strangers_stay_outside(self, secure: bool) -> None:
+        """Over TCP everything is encrypted unless that is switched off; here somebody says that an engine has died."""
+        addresses = EngineZmqAddresses([ANY], [ANY])
+        async with launch_core_engines(
+            targets.serve, kwargs={"secure": secure}, addresses=addresses, handshake_address=ANY, secure=secure
+        ) as launch:
+            stream = launch.client.submit(ask("a", None))
+            await anext(stream)
+            with zmq.Context() as context:
+                stranger = context.socket(zmq.PUSH)
+                stranger.connect(addresses.outputs[0])
+                stranger.send(b"ENGINE_CORE_DEAD")
+                if secure:
+                    for number in range(20):
+                        assert len(await collected(launch.client.submit(ask(str(number))))) == 3
+                else:
+                    with pytest.raises(EngineDead, match="has said that it ends"):
+                        await anext(stream)
+                stranger.close(linger=0)
 
     async def test_engines_on_another_host(self) -> None:
         """They are started there, told the handshake address, and meet everybody over TCP."""
