@@ -27,6 +27,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from aioshm.limits import shortage
+
 Backing = Literal["memfd", "named"]
 Lifeline = Literal["abstract", "directory"]
 Wait = Literal["adaptive", "spin", "park"]
@@ -60,7 +62,11 @@ def default_runtime_dir() -> str:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:
         return str(Path(runtime) / "aioshm")
-    return str(Path(tempfile.gettempdir()) / f"aioshm-{os.getuid()}")
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError as error:  # it tries to write to each
+        raise shortage("looking for the directory of temporary files") or error from None
+    return str(Path(temporary) / f"aioshm-{os.getuid()}")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

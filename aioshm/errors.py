@@ -135,6 +135,21 @@ class SharedMemoryError(AioshmError, OSError):
     """Shared memory could not be created or mapped; the text says what was asked for, what is free, what to do."""
 
 
+class LimitReached(AioshmError):
+    """This process may not have more of something; the text says of what, what the limit is, and what to do.
+
+    What was begun has been given back: it can be tried again once there is room.
+    """
+
+
+class OutOfDescriptors(LimitReached, OSError):
+    """There is no file descriptor left, for this process (``errno`` is EMFILE) or for the whole system (ENFILE)."""
+
+
+class OutOfThreads(LimitReached, RuntimeError):
+    """No thread can be started."""
+
+
 class EngineStartupError(AioshmError, RuntimeError):
     """Engines did not come up; the text names each with its exit code, phase and last lines of stderr.
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
+
+from aioshm.limits import SIGNAL_DESCRIPTORS, abandon_when_forked, check_descriptors, check_threads, naming_limits
 
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
@@ -74,14 +77,69 @@ class LogLimiter:
         return held
 
 
-def context_for(*endpoints: str | None, io_threads: int = 1) -> tuple[zmq.Context[zmq.Socket[bytes]], bool]:
-    """Return a context for these endpoints and whether it is the caller's own, with so many threads that do its I/O.
+def new_context(
+    what: str, *, io_threads: int = 1, sockets: int, connections: int, threads: int = 0
+) -> zmq.Context[zmq.Socket[bytes]]:
+    """Make a context whose threads run already.
+
+    What its sockets need as well is asked for before: where libzmq lacks something later, it ends the process, or tries
+    again for ever without a word.
+
+    Args:
+        what: Needs it, for people.
+        io_threads: So many threads do its I/O; there is always one more.
+        sockets: How many it is going to have; a monitor takes two.
+        connections: How many ports and connections, with those of the peers that are expected.
+        threads: How many threads of Python's are going to be started for it.
+
+    Raises:
+        OutOfDescriptors, OutOfThreads: It cannot have what it needs.
+    """
+    check_threads(what, io_threads + 1 + threads)
+    check_descriptors(what, SIGNAL_DESCRIPTORS * (io_threads + 2 + sockets) + io_threads + 1 + connections)
+    with naming_limits(what):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
+        _start_threads(context)
+    return context
+
+
+def shared_context(what: str, *, sockets: int, connections: int) -> zmq.Context[zmq.Socket[bytes]]:
+    """Return the process's own context, see `new_context`, whose threads run already."""
+    with naming_limits(what):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    running = context in _shared
+    if not running:
+        check_threads(what, 2)
+    check_descriptors(what, SIGNAL_DESCRIPTORS * (2 * (not running) + sockets) + 2 * (not running) + connections)
+    if not running:
+        with naming_limits(what):
+            context.socket(zmq.PAIR).close()
+        _shared.add(context)
+    return context
+
+
+_shared: weakref.WeakSet[zmq.Context[zmq.Socket[bytes]]] = weakref.WeakSet()
+
+
+def _start_threads(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    try:
+        context.socket(zmq.PAIR).close()
+    except BaseException:
+        context.term()
+        raise
+
+
+def context_for(
+    *endpoints: str | None, what: str, io_threads: int = 1, sockets: int, connections: int, threads: int = 0
+) -> tuple[zmq.Context[zmq.Socket[bytes]], bool]:
+    """Return a context for these endpoints, see `new_context`, and whether it is the caller's own.
 
     inproc endpoints meet only inside one context, so they share the process's.
     """
     if any(endpoint is not None and endpoint.startswith("inproc://") for endpoint in endpoints):
-        return zmq.Context.instance(), False
-    return zmq.Context(io_threads), True
+        return shared_context(what, sockets=sockets, connections=connections), False
+    context = new_context(what, io_threads=io_threads, sockets=sockets, connections=connections, threads=threads)
+    return context, True
 
 
 def open_socket(
@@ -94,7 +152,17 @@ def open_socket(
     curve: CurveKeys | None,
 ) -> zmq.Socket[bytes]:
     """Make a socket for ``endpoint`` that is not bound or connected yet and forgets all when closed."""
-    socket: zmq.Socket[bytes] = context.socket(kind)
+    with naming_limits(f"a ZeroMQ socket for {endpoint}"):
+        socket: zmq.Socket[bytes] = context.socket(kind)
+    try:
+        _set_options(socket, endpoint, bind, hwm, curve)
+    except BaseException:
+        socket.close()
+        raise
+    return socket
+
+
+def _set_options(socket: zmq.Socket[bytes], endpoint: str, bind: bool, hwm: int, curve: CurveKeys | None) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, hwm)
     socket.setsockopt(zmq.RCVHWM, hwm)
@@ -108,11 +176,9 @@ def open_socket(
         if bind:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
         elif curve.server is None:
-            socket.close()
             raise ValueError(f"curve.server must name the public key of the end that binds {endpoint!r}")
         else:
             socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server)
-    return socket
 
 
 def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
@@ -120,15 +186,17 @@ def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
 
     Raises:
         OSError: The address is taken, forbidden or malformed; the text names it.
+        OutOfDescriptors: There is none left.
     """
+    verb = "bind" if bind else "connect to"
     try:
-        if not bind:
-            socket.connect(endpoint)
-            return endpoint
-        socket.bind(endpoint)
-        actual = socket.getsockopt(zmq.LAST_ENDPOINT)
+        with naming_limits(f"a socket that is to {verb} {endpoint}"):
+            if not bind:
+                socket.connect(endpoint)
+                return endpoint
+            socket.bind(endpoint)
+            actual = socket.getsockopt(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
-        verb = "bind" if bind else "connect to"
         raise OSError(error.errno, f"cannot {verb} {endpoint}: {os.strerror(error.errno or 0)}") from error
     return actual.rstrip(b"\0").decode() if isinstance(actual, bytes) else endpoint
 
@@ -177,6 +245,7 @@ class Watch:
         self._descriptor = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
         self._callback = callback
         self._watching = False
+        abandon_when_forked(self)
         self.resume()
 
     @property
@@ -198,6 +267,10 @@ class Watch:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._descriptor)
 
+    def abandon_in_child(self) -> None:
+        """Leave the loop alone: it shares with the parent's what it waits by."""
+        self._watching = False
+
     def _call(self) -> None:
         if self._watching:
             self._callback()
@@ -210,10 +283,13 @@ class Monitor:
         self.reconnects = 0
         self.handshake_failures = 0
         self._monitored = socket
-        self._pair: zmq.Socket[bytes] = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES | also
-        )
+        with naming_limits("the monitor of a ZeroMQ socket"):
+            self._pair: zmq.Socket[bytes] = socket.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES | also
+            )
         self._lost = False
+        self._over = False
+        abandon_when_forked(self)
 
     @property
     def pair(self) -> zmq.Socket[bytes]:
@@ -243,6 +319,8 @@ class Monitor:
 
     def _receive(self) -> tuple[int, int, str] | None:
         """Return the next event: its kind, its value (a descriptor or an error), the endpoint; None if none is left."""
+        if self._over:
+            return None
         try:
             frames = self._pair.recv_multipart(zmq.NOBLOCK)
         except zmq.ZMQError:  # nothing there, or closed
@@ -251,8 +329,15 @@ class Monitor:
         return int(event["event"]), int(event["value"]), event["endpoint"].decode(errors="replace")
 
     def close(self) -> None:
-        """Stop listening; call it before the monitored socket is closed."""
+        """Stop listening; call it before the monitored socket is closed. Idempotent."""
+        if self._over:
+            return
+        self._over = True
         try:
             self._monitored.disable_monitor()
         finally:
             self._pair.close(linger=0)
+
+    def abandon_in_child(self) -> None:
+        """Touch the sockets no more: ZeroMQ waits for ever for what it believes to be interrupted."""
+        self._over = True

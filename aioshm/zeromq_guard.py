@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from aioshm.limits import naming_limits, out_of_threads
 from aioshm.zeromq import LogLimiter, Monitor
 
 logger = logging.getLogger("aioshm.zeromq")
@@ -89,7 +90,7 @@ class GuardedMonitor(Monitor):
         cut_off: Peers that were hung up on.
 
     Raises:
-        OSError: No descriptors or no thread can be had.
+        OutOfDescriptors, OutOfThreads: No descriptors or no thread can be had.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class GuardedMonitor(Monitor):
         self._closed = False
         self._sentry: _Sentry | None = None
         try:
-            self._sentry = _Sentry.join(self)
+            with naming_limits("what guards sockets against strangers"):
+                self._sentry = _Sentry.join(self)
         except BaseException:
             self.close()
             raise
@@ -351,11 +353,10 @@ class _Sentry:
         cls._current = sentry = cls()
         try:
             threading.Thread(target=sentry._work, name="aioshm-guard", daemon=True).start()
-        except RuntimeError as error:
+        except RuntimeError:
             cls._current = None
             sentry._end()
-            text = f"cannot start the thread that guards sockets against strangers: {error}"
-            raise OSError(errno.EAGAIN, text) from None
+            raise out_of_threads("what guards sockets against strangers") from None
         return sentry
 
     @classmethod

@@ -14,7 +14,7 @@ from aioshm.engine.payloads import MAX_FRAMES, Frame
 from aioshm.engine.reading import TURN_FRAMES, MessageReader, sender_of, user_of
 from aioshm.engine.security import Protection, over_tcp
 from aioshm.queue.sockets import BURST, Socket, Sockets, watched_by_heartbeats
-from aioshm.wait.background import in_thread
+from aioshm.wait.background import give_back
 from aioshm.zeromq import BoundFile, CurveKeys, Watch, attach, open_socket
 
 LINGER_MS = 500
@@ -168,7 +168,7 @@ class ClientSockets:
         """Close them once what was sent has left. Idempotent."""
         if not self._closed:
             self._release()
-            await in_thread(lambda: self._sockets.close(LINGER_MS))
+            await give_back(lambda: self._sockets.close(LINGER_MS))
 
     def close(self) -> None:
         """Close them at once, and forget what was sent. Idempotent."""

@@ -18,6 +18,7 @@ from aioshm.engine.security import over_tcp, warn_of_strangers
 from aioshm.engine.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.engine.waves import Waves
 from aioshm.errors import EngineStartupError
+from aioshm.limits import naming_limits
 from aioshm.wait.background import in_thread
 from aioshm.zeromq import BoundFile
 
@@ -94,7 +95,8 @@ class DPCoordinator(ProcessManager):
             warn_of_strangers(wanted)
         found = keys_for_front_end(keys) if secure and over_tcp(wanted) else None
         waves = Waves(n_engines, lockstep=enable_wave_coordination, kv_cache_usage=kv_cache_usage)
-        told, tells = multiprocessing.Pipe(duplex=False)
+        with naming_limits(NAME):
+            told, tells = multiprocessing.Pipe(duplex=False)
         self._files: list[BoundFile] = []
         with told:
             with tells:

@@ -13,7 +13,7 @@ from aioshm.engine.keys import EngineCredentials
 from aioshm.engine.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL
 from aioshm.engine.payloads import Frame
 from aioshm.queue.sockets import BURST, Socket, Sockets, watched_by_heartbeats
-from aioshm.wait.background import in_thread
+from aioshm.wait.background import give_back
 from aioshm.zeromq import Monitor, Watch, attach, open_socket
 
 LINGER_MS = 2000
@@ -124,7 +124,7 @@ class CoreSockets:
                 watch.pause()
             if not self._ready.done():
                 self._ready.cancel()
-            await in_thread(lambda: self._close(LINGER_MS))
+            await give_back(lambda: self._close(LINGER_MS))
 
     def _close(self, linger_ms: int) -> None:
         for monitor in self._monitors:

@@ -39,7 +39,11 @@ class Endings:
             raise
 
     def _watch(self, process: BaseProcess) -> None:
-        fd = os.dup(process.sentinel)
+        try:
+            fd = os.dup(process.sentinel)
+        except OSError:  # there is no descriptor left
+            self._look(process, _RETRY_S)
+            return
         self._watched[fd] = process
         self._loop.add_reader(fd, self._readable, fd)
 

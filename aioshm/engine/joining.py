@@ -16,7 +16,7 @@ from aioshm.engine.addresses import EngineHandshakeMetadata
 from aioshm.engine.handshake import MAX_INIT_BYTES, EngineHandshake
 from aioshm.engine.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.queue.sockets import Sockets
-from aioshm.wait.background import in_thread
+from aioshm.wait.background import give_back
 from aioshm.zeromq import Monitor, Watch, attach, open_socket
 
 INIT_TIMEOUT_S = 300.0
@@ -177,7 +177,7 @@ class _FrontEnd:
         """Close it once everything has left; goes on in a thread when it is cancelled."""
         self._flushing = True
         self._stop_monitoring()
-        await in_thread(lambda: self._sockets.close(LINGER_MS))
+        await give_back(lambda: self._sockets.close(LINGER_MS))
 
     def close(self) -> None:
         """Close it at once, unless `flush` does. Idempotent."""

@@ -15,7 +15,8 @@ from aioshm.engine.endings import Endings
 from aioshm.engine.keys import AnyKeys, EngineKeys, hand_over, keys_to_hand_over
 from aioshm.engine.stderr import StderrRelay
 from aioshm.engine.stopping import SHUTDOWN_TIMEOUT_S, ashutdown, shutdown
-from aioshm.wait.background import in_thread
+from aioshm.limits import naming_limits
+from aioshm.wait.background import give_back
 
 LAST_LINES = 20
 """How many lines of a process' standard error are told unless more are asked for."""
@@ -51,6 +52,8 @@ class ProcessManager:
         processes: The processes, in the order of the jobs; their exit codes stay known when this is closed.
 
     Raises:
+        OutOfDescriptors, OutOfThreads: This process has not enough for all of them; those that were started have been
+            killed.
         Exception: One could not be started; the others have been killed.
     """
 
@@ -64,7 +67,11 @@ class ProcessManager:
     ) -> None:
         self.processes: list[Child] = []
         self._shutdown_timeout = shutdown_timeout
-        self._relay = StderrRelay() if capture_stderr else None
+        what = type(self).__name__
+        self._relay: StderrRelay | None = None
+        if capture_stderr:
+            with naming_limits(what):
+                self._relay = StderrRelay()
         self._closed = False
         self._forgotten = util.Finalize(
             self,
@@ -73,8 +80,9 @@ class ProcessManager:
             exitpriority=_EXIT_PRIORITY,
         )
         try:
-            for job in jobs:
-                self._start(target, job)
+            with naming_limits(what):
+                for job in jobs:
+                    self._start(target, job)
         except BaseException:
             self._shutdown_timeout = 0
             self.close()
@@ -156,7 +164,7 @@ class ProcessManager:
         try:
             await ashutdown(self.processes, self._shutdown_timeout)
             if self._relay is not None:
-                await in_thread(self._relay.close)
+                await give_back(self._relay.close)
         finally:
             self._release()
 

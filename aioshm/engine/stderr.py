@@ -7,6 +7,7 @@ A process that writes much is therefore never held up.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -59,7 +60,12 @@ class StderrRelay:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._out = _standard_error()
-        self._called, self._calling = os.pipe()
+        try:
+            self._called, self._calling = os.pipe()
+        except BaseException:
+            if self._out >= 0:
+                os.close(self._out)
+            raise
         os.set_blocking(self._calling, False)
 
     @contextmanager
@@ -71,8 +77,9 @@ class StderrRelay:
             self._streams[name] = _Stream(reader)
         try:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="aioshm-stderr", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="aioshm-stderr", daemon=True)
+                thread.start()
+                self._thread = thread
             self._call()
             yield writer
         finally:
@@ -196,5 +203,7 @@ class StderrRelay:
 def _standard_error() -> int:
     try:
         return os.dup(2)
-    except OSError:  # this process has none
-        return -1
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return -1  # this process has none

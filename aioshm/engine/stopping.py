@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 import psutil
 
 from aioshm.engine.endings import Endings
+from aioshm.errors import OutOfThreads
 from aioshm.wait.background import in_thread
 
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -57,7 +58,10 @@ async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIME
     with Endings(stopping.procs) as endings:
         try:
             if pids := stopping.pids():
-                stopping.add(await in_thread(lambda: _below(pids)))
+                try:
+                    stopping.add(await in_thread(lambda: _below(pids)))
+                except OutOfThreads:
+                    stopping.add(_below(pids))
             stopping.ask()
             await endings.last(loop.time() + timeout)
         except asyncio.CancelledError as error:
@@ -143,13 +147,17 @@ def _below(roots: Collection[int]) -> set[psutil.Process]:
     if not roots:
         return set()
     inside = set(roots)
-    found = set()
-    for process in psutil.Process().children(recursive=True):  # parents come before their children
+    found: set[psutil.Process] = set()
+    try:
+        below = psutil.Process().children(recursive=True)
+    except OSError:  # there is no descriptor left to look at the process table; each leads a group, which ends with it
+        return found
+    for process in below:  # parents come before their children
         try:
             if process.ppid() in inside:
                 inside.add(process.pid)
                 found.add(process)
-        except psutil.Error:
+        except (psutil.Error, OSError):
             continue
     return found
 

@@ -20,6 +20,7 @@ from aioshm.errors import (
     RoleError,
     WorkerError,
 )
+from aioshm.limits import naming_limits
 from aioshm.queue import MessageQueue
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.end import deadline_after
@@ -229,7 +230,8 @@ class WorkerGroup:
         if self._crew is not None or self._closed:
             raise RoleError("a group can be entered only once")
         try:
-            await self._start()
+            with naming_limits(f"{self!r}"):
+                await self._start()
         except BaseException:
             await self._stop(0)
             raise

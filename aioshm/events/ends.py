@@ -70,7 +70,16 @@ class PublisherEnds:
         binds = publisher_binds(endpoint) if bind is None else bind
         self.replay: zmq.Socket[bytes] | None = None
         self.replay_endpoint: str | None = None
-        self._context, self._owns_context = context_for(endpoint, replay_endpoint, io_threads=1 + bool(replay_endpoint))
+        count = 1 + bool(replay_endpoint)
+        self._context, self._owns_context = context_for(
+            endpoint,
+            replay_endpoint,
+            what=f"a publisher of events at {endpoint}",
+            io_threads=count,
+            sockets=3 * count,  # a monitor for each takes two more
+            connections=2 * count + 2,  # with what guards them
+            threads=1,
+        )
         self._sockets: list[zmq.Socket[bytes]] = []
         self._monitors: list[Monitor] = []
         self._watches: list[Watch] = []
@@ -115,6 +124,10 @@ class PublisherEnds:
         if self._subscriptions is not None and self._subscriptions.read() and self._loop is not None:
             self._loop.call_soon(self.read_subscriptions)
 
+    def abandon_in_child(self) -> None:
+        """Read no more: the sockets are the parent's."""
+        self._subscriptions = None
+
     def close(self, linger: float) -> asyncio.Future[None] | None:
         """Close the sockets; what ZeroMQ still holds may go out for ``linger`` seconds.
 
@@ -141,11 +154,11 @@ class PublisherEnds:
         self, kind: int, options: dict[int, int], endpoint: str, bind: bool, hwm: int, curve: CurveKeys | None
     ) -> tuple[zmq.Socket[bytes], str]:
         socket = open_socket(self._context, kind, endpoint, bind=bind, hwm=hwm, curve=curve)
+        self._sockets.append(socket)
         for option, value in options.items():
             socket.setsockopt(option, value)
         if self._owns_context:
             socket.setsockopt(zmq.AFFINITY, _REPLAY_THREAD if kind == zmq.ROUTER else _LIVE_THREAD)
-        self._sockets.append(socket)
         self._monitors.append(self._monitor(socket, kind, endpoint, bind, curve))
         actual = attach(socket, endpoint, bind=bind)
         if bind:
@@ -227,5 +240,9 @@ def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> asyncio.Future[None] 
             logger.debug("an event loop was closed before its publisher's context ended")
 
     thread = threading.Thread(target=work, name="aioshm-events-close", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # none can be started; what is left may take its time all the same
+        context.term()
+        return None
     return done

@@ -29,6 +29,7 @@ from aioshm.events.replay_buffer import ReplayBuffer
 from aioshm.events.replay_server import ReplayServer
 from aioshm.events.sender import Sender
 from aioshm.events.stats import PublisherStats
+from aioshm.limits import abandon_when_forked
 from aioshm.zeromq import CurveKeys
 
 logger = logging.getLogger("aioshm.events")
@@ -79,6 +80,7 @@ class ZmqEventPublisher(EventPublisher):
 
     Raises:
         OSError: An endpoint cannot be bound; the text names it.
+        OutOfDescriptors, OutOfThreads: This process cannot have what ZeroMQ needs.
         ValueError: An argument makes no sense; the text names it.
     """
 
@@ -99,6 +101,7 @@ class ZmqEventPublisher(EventPublisher):
         curve: CurveKeys | None = None,
     ) -> None:
         self._closed = self._stopped = True  # until everything below has worked
+        self._inherited = False
         super().__init__(data_parallel_rank)
         if replay_format not in wire.REPLAY_FORMATS:
             raise ValueError(f"replay_format must be one of {wire.REPLAY_FORMATS}, not {replay_format!r}")
@@ -136,6 +139,7 @@ class ZmqEventPublisher(EventPublisher):
             topic=topic,
         )
         self._closed = self._stopped = False
+        abandon_when_forked(self)
         self._attach_to_loop(required=False)
 
     @property
@@ -162,6 +166,7 @@ class ZmqEventPublisher(EventPublisher):
             TypeError: Not an ``EventBatch``.
         """
         if self._closed:
+            self._refuse_inherited()
             raise PublisherClosed("this event publisher is closed")
         if not isinstance(events, EventBatch):
             raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
@@ -184,6 +189,7 @@ class ZmqEventPublisher(EventPublisher):
             RoleError: Called in another loop than the publisher's.
         """
         if self._closed:
+            self._refuse_inherited()
             return
         self._attach_to_loop(required=True)
         await self._wait_sent(timeout)
@@ -320,6 +326,18 @@ class ZmqEventPublisher(EventPublisher):
             raise PublisherClosed(f"closed before batch {self._abandoned_from} and later ones were sent")
 
     # Beginning and end
+
+    def abandon_in_child(self) -> None:
+        """Be closed, without touching what is the parent's."""
+        self._inherited = not self._closed
+        self._closed = self._stopped = True
+        if self._server is not None:
+            self._server.abandon_in_child()
+        self._ends.abandon_in_child()
+
+    def _refuse_inherited(self) -> None:
+        if self._inherited:
+            raise RoleError(f"the event publisher {self.endpoint} belongs to the process that this one was forked from")
 
     def _attach_to_loop(self, *, required: bool) -> None:
         try:

@@ -97,6 +97,7 @@ class ReplayServer:
         self._watch: Watch | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._again = False
+        self._inherited = False
         self._idle = asyncio.Event()
 
     @property
@@ -116,6 +117,10 @@ class ReplayServer:
         """Serve on ``loop`` from now on."""
         self._loop = loop
         self._watch = Watch(loop, self._socket, self._run)
+
+    def abandon_in_child(self) -> None:
+        """Stop serving, without touching what is the parent's."""
+        self._inherited = True
 
     def close(self) -> None:
         """Stop serving; the socket stays open."""
@@ -137,6 +142,8 @@ class ReplayServer:
     def _run(self) -> None:
         """Take requests and send for one slice of time; the rest continues on the loop's next turn."""
         assert self._loop is not None
+        if self._inherited:
+            return
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None

@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 import zmq
 
-from aioshm.errors import CodecError
+from aioshm.errors import CodecError, OutOfDescriptors
 from aioshm.events import wire
 from aioshm.events.decoding import BatchDecoder
 from aioshm.events.deliveries import Delivery, Received
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.tracker import Message, SourceTracker, Start
+from aioshm.limits import SIGNAL_DESCRIPTORS, abandon_when_forked, check_descriptors
 from aioshm.zeromq import BoundFile, CurveKeys, LogLimiter, Monitor, Watch, attach, open_socket
 
 logger = logging.getLogger("aioshm.events")
@@ -82,21 +83,27 @@ class EventSource:
         self._overdue: float | None = None
         self._quiet_checks = 0
 
+        self._inherited = False
+        self._lacking: OutOfDescriptors | None = None
         self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve)
-        self._sub.setsockopt(zmq.SUBSCRIBE, self._topic)
-        if bind:  # whoever connects would not be connected again after a message that is too large
-            self._sub.setsockopt(zmq.MAXMSGSIZE, max_payload_bytes)
-        self._monitor = Monitor(self._sub)
         try:
-            self.endpoint = attach(self._sub, endpoint, bind=bind)
-        except OSError:
-            self._monitor.close()
+            self._sub.setsockopt(zmq.SUBSCRIBE, self._topic)
+            if bind:  # whoever connects would not be connected again after a message that is too large
+                self._sub.setsockopt(zmq.MAXMSGSIZE, max_payload_bytes)
+            self._monitor = Monitor(self._sub)
+            try:
+                self.endpoint = attach(self._sub, endpoint, bind=bind)
+            except BaseException:
+                self._monitor.close()
+                raise
+        except BaseException:
             self._sub.close()
             raise
         self._file = BoundFile(self.endpoint) if bind else None
         self._tracker = SourceTracker(self.endpoint, start, can_replay=replay_endpoint is not None)
         self._sub_watch = Watch(loop, self._sub, self._run)
         self._monitor_watch = Watch(loop, self._monitor.pair, self._run)
+        abandon_when_forked(self)
 
     def stats(self) -> SubscriberStats:
         """Return this source's counters."""
@@ -126,7 +133,7 @@ class EventSource:
 
     def close(self) -> None:
         """Close the sockets and forget what was not delivered."""
-        if self._sub.closed:
+        if self._inherited or self._sub.closed:
             return
         self._pause()
         self._end_request()
@@ -134,6 +141,10 @@ class EventSource:
         self._sub.close(linger=0)
         if self._file is not None:
             self._file.remove()
+
+    def abandon_in_child(self) -> None:
+        """Do nothing any more: the sockets, and what the loop waits by, are the parent's."""
+        self._inherited = self._paused = True
 
     def _pause(self) -> None:
         """Leave every socket alone; one that is watched but not read would wake the loop for ever."""
@@ -183,7 +194,7 @@ class EventSource:
         self._sub_watch.pause()
         if self._dealer is None:
             self._request()
-        return self._read_reply()
+        return self._dealer is not None and self._read_reply()
 
     def _hand_out(self) -> bool:
         """Hand out what the tracker has; True if the consumer wants no more for now."""
@@ -231,14 +242,21 @@ class EventSource:
         assert self._replay_endpoint is not None
         start = self._tracker.asking
         assert start is not None
-        dealer = open_socket(
-            self._context, zmq.DEALER, self._replay_endpoint, bind=False, hwm=_REPLY_HWM, curve=self._curve
-        )
-        self._dealer = dealer
-        attach(dealer, self._replay_endpoint, bind=False)
+        now = self._loop.time()
+        try:
+            check_descriptors("asking for what was missed", 1 + SIGNAL_DESCRIPTORS)  # ZeroMQ would try again for ever
+            self._dealer = dealer = open_socket(
+                self._context, zmq.DEALER, self._replay_endpoint, bind=False, hwm=_REPLY_HWM, curve=self._curve
+            )
+            attach(dealer, self._replay_endpoint, bind=False)
+        except OutOfDescriptors as error:
+            if self._lacking is None:
+                self._lacking, self._asked_at = error, now
+            return
+        self._lacking = None
         dealer.send_multipart(wire.request(start), zmq.NOBLOCK)
         self._dealer_watch = Watch(self._loop, dealer, self._run)
-        self._asked_at = self._loop.time()
+        self._asked_at = now
 
     def _end_request(self) -> None:
         if self._dealer_watch is not None:
@@ -280,6 +298,8 @@ class EventSource:
         allowed = 1 if self._replay_silent else REPLAY_ATTEMPTS
         if self._attempts >= allowed:
             reason = f"{self._replay_endpoint} did not answer {self._attempts} times within {self._replay_timeout} s"
+            if self._lacking is not None:
+                reason = f"{self._replay_endpoint} was not asked: {self._lacking.strerror}"
             self._attempts = 0
             if not self._replay_silent:
                 logger.warning("subscriber %s: replay: %s", self.endpoint, reason)

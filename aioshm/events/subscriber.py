@@ -20,7 +20,8 @@ from aioshm.events.source import EventSource
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.tracker import Start
 from aioshm.events.wire import MAX_SEQ
-from aioshm.zeromq import CurveKeys
+from aioshm.limits import abandon_when_forked
+from aioshm.zeromq import CurveKeys, shared_context
 
 # How long a replay may be silent before it is asked for again.
 REPLAY_TIMEOUT_S = 5.0
@@ -70,6 +71,7 @@ class EventSubscriber:
 
     Raises:
         OSError: An endpoint cannot be bound or connected to; raised by the first wait.
+        OutOfDescriptors, OutOfThreads: This process cannot have what ZeroMQ needs; raised by the first wait, too.
         ValueError: An argument makes no sense; the text names it.
     """
 
@@ -113,6 +115,8 @@ class EventSubscriber:
         self._inbox = _Inbox(max_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._since_yield = 0
+        self._inherited = False  # whether this is a forked child's copy
+        abandon_when_forked(self)
 
     @property
     def endpoints(self) -> list[str]:
@@ -131,12 +135,16 @@ class EventSubscriber:
         if self._closed:
             raise QueueClosed("this event subscriber is closed")
         if self._loop is not None:
-            if self._loop is not loop:
-                raise RoleError("this event subscriber belongs to another event loop")
+            if self._loop is not loop or self._inherited:
+                where = "the process that this one was forked from" if self._inherited else "another event loop"
+                raise RoleError(f"this event subscriber belongs to {where}")
             return
+        # Each has a monitor, which takes two more; for a replay there is another one with a connection.
+        count = len(self._pairs) + sum(replay is not None for _, replay in self._pairs)
+        context = shared_context("a subscriber to events", sockets=2 * len(self._pairs) + count, connections=count)
         try:
             for endpoint, replay_endpoint in self._pairs:
-                self._sources.append(self._make_source(loop, endpoint, replay_endpoint))
+                self._sources.append(self._make_source(loop, context, endpoint, replay_endpoint))
         except BaseException:
             self._close_sources()
             raise
@@ -231,10 +239,21 @@ class EventSubscriber:
             )
             self._close_sources()
 
-    def _make_source(self, loop: asyncio.AbstractEventLoop, endpoint: str, replay_endpoint: str | None) -> EventSource:
+    def abandon_in_child(self) -> None:
+        """Be of no use."""
+        self._inherited = self._loop is not None
+        self._sources.clear()
+
+    def _make_source(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        replay_endpoint: str | None,
+    ) -> EventSource:
         return EventSource(
             loop,
-            zmq.Context.instance(),
+            context,
             endpoint,
             replay_endpoint,
             topic=self._topic,

@@ -26,9 +26,12 @@ from aioshm.events.outbox import Overflow
 from aioshm.events.publisher import ZmqEventPublisher
 from aioshm.events.stats import PublisherStats
 from aioshm.events.wire import ReplayFormat
+from aioshm.limits import check_descriptors, naming_limits
 from aioshm.zeromq import CurveKeys
 
 _T = TypeVar("_T")
+
+_LOOP_DESCRIPTORS = 8  # of whatever kind it is
 
 # What the thread gets on top of the caller's timeout to wind up.
 _GRACE_S = 2.0
@@ -90,10 +93,17 @@ class ThreadedEventPublisher(EventPublisher):
 
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        # The thread must not know this object, or it could never be collected.
-        self._thread = threading.Thread(target=_host, args=(self._loop,), name="aioshm-events", daemon=True)
-        self._thread.start()
+        what = f"a publisher of events at {endpoint}"
+        check_descriptors(what, _LOOP_DESCRIPTORS)  # one that is made in part only is not given back
+        with naming_limits(what):
+            self._loop = asyncio.new_event_loop()
+            # The thread must not know this object, or it could never be collected.
+            self._thread = threading.Thread(target=_host, args=(self._loop,), name="aioshm-events", daemon=True)
+            try:
+                self._thread.start()
+            except BaseException:
+                self._loop.close()
+                raise
         try:
             self._publisher = self._call(make(), None)
         except BaseException:

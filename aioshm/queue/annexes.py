@@ -19,6 +19,7 @@ from contextlib import suppress
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import DEFAULT_BACKING
 from aioshm.errors import CorruptSlot, SharedMemoryError
+from aioshm.limits import is_out_of_descriptors, out_of_descriptors
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import round_up
 from aioshm.ring.segment import Segment
@@ -176,8 +177,9 @@ class AnnexReader:
         try:
             view = annex.view(size)
         except OSError as error:
+            why = out_of_descriptors("mapping it") if is_out_of_descriptors(error) else error
             raise SharedMemoryError(
-                error.errno, f"message {seq} of {size} bytes cannot be mapped: {error.strerror}"
+                error.errno, f"message {seq} of {size} bytes cannot be mapped: {why.strerror}"
             ) from None
         if view is None:
             raise CorruptSlot(seq, seq, f"its annex has fewer bytes than {size}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from aioshm.config import Options
 from aioshm.errors import QueueClosed, RoleError
+from aioshm.limits import naming_limits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,10 +58,12 @@ class MessageQueue:
         if cls is not MessageQueue:
             return object.__new__(cls)
         if _all_local(*args, **kwargs):
-            from aioshm.queue.writer import Writer
+            with naming_limits("a writer"):
+                from aioshm.queue.writer import Writer
 
             return object.__new__(Writer)  # type: ignore[return-value]
-        from aioshm.queue.wide_writer import WideWriter
+        with naming_limits("a writer"):
+            from aioshm.queue.wide_writer import WideWriter
 
         return object.__new__(WideWriter)  # type: ignore[return-value]
 
@@ -104,10 +107,12 @@ class MessageQueue:
 
         handle = as_handle(handle)
         if handle.remote is not None and rank in handle.remote.ranks:
-            from aioshm.queue.remote_reader import RemoteReader
+            with naming_limits("a reader"):  # which reading the file may reach
+                from aioshm.queue.remote_reader import RemoteReader
 
             return RemoteReader(handle, rank, codec=codec, options=options)
-        from aioshm.queue.local_reader import LocalReader
+        with naming_limits("a reader"):
+            from aioshm.queue.local_reader import LocalReader
 
         return LocalReader(handle, rank, codec=codec, options=options)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioshm.config import Options, check_bool, check_timeout, shown
 from aioshm.errors import AioshmError, QueueClosed, RoleError
+from aioshm.limits import abandon_when_forked
 from aioshm.queue.base import MessageQueue
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import NOTHING
@@ -58,7 +59,6 @@ class NotAttached:
         self.user = get_ident()
 
 
-_ends: weakref.WeakSet[End] = weakref.WeakSet()
 _others: weakref.WeakKeyDictionary[End, set[int]] = weakref.WeakKeyDictionary()
 """The processes at the other ends of this process' queues, of those whose calls block."""
 
@@ -95,8 +95,9 @@ class End(MessageQueue, ABC):
         self._ready = False
         self._closed = False
         self._dismantled = False
+        self._inherited = False  # whether this is a forked child's copy
         self._overflows = 0
-        _ends.add(self)
+        abandon_when_forked(self)
 
     # What each end provides
 
@@ -130,6 +131,9 @@ class End(MessageQueue, ABC):
     # Closing
 
     async def aclose(self) -> None:
+        if self._inherited:  # the other ends, and the loop, are the parent's
+            self._closed = True
+            return
         loop = self._loop
         if loop is None or loop is asyncio.get_running_loop() or not loop.is_running():
             await self._close_here()
@@ -205,7 +209,9 @@ class End(MessageQueue, ABC):
             self._poller.close()
         self._dismantle()
 
-    def _abandon_in_child(self) -> None:
+    def abandon_in_child(self) -> None:
+        """Refuse every call, and let the parent's end go on."""
+        self._inherited = True
         if not self._dismantled:
             self._refusal = lambda: RoleError(f"{self!r} belongs to the process that this one was forked from")
             self._core.open = False
@@ -427,11 +433,3 @@ def deadline_after(
         raise TypeError(f"cancel must be an asyncio.Event or None, not {shown(cancel)}")
     check_bool("indefinite", indefinite)
     return None if seconds is None else monotonic() + seconds
-
-
-def _abandon_all() -> None:
-    for end in list(_ends):
-        end._abandon_in_child()
-
-
-os.register_at_fork(after_in_child=_abandon_all)

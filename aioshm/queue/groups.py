@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from aioshm.codec import Codec
@@ -243,10 +244,10 @@ class _Call:
             self._queue = MessageQueue.create_from_handle(handle, self.group.rank, codec=codec, options=self._options)
 
     def _close(self) -> None:
-        """Close the queue that was made, if one was; no loop has used it."""
+        """Close the queue that was made, if one was; no loop has used it, so it has nothing to wait for."""
         if self._queue is not None:
-            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-                runner.run(self._queue.aclose())
+            with suppress(StopIteration):  # without a loop, for which there may be no descriptor left
+                self._queue.aclose().send(None)
 
 
 class _Turn:

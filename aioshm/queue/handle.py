@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from pathlib import Path
@@ -11,17 +12,25 @@ import msgspec
 
 from aioshm.config import Options
 from aioshm.errors import HandleError
+from aioshm.limits import is_out_of_descriptors, out_of_descriptors
 from aioshm.ring.layout import VERSION, Layout
 
 if TYPE_CHECKING:
     from aioshm.zeromq import CurveKeys
 
 
+@functools.cache
 def host_id() -> str:
-    """Return what is the same for all processes that can share memory: the running kernel's boot id."""
+    """Return what is the same for all processes that can share memory: the running kernel's boot id.
+
+    Raises:
+        OutOfDescriptors: There is none left to read it.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
+    except OSError as error:
+        if is_out_of_descriptors(error):
+            raise out_of_descriptors("what says on which host this is", error.errno) from None
         return platform.node()
 
 

@@ -14,6 +14,7 @@ from typing import cast
 from aioshm.codec import Codec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, PeerDied, QueueClosed
+from aioshm.limits import naming_limits
 from aioshm.queue.annexes import AnnexReader
 from aioshm.queue.attachment import Attachment
 from aioshm.queue.end import NotAttached, deadline_after
@@ -92,9 +93,10 @@ class LocalEnd(ReaderEnd, ABC):
 
     async def _attach(self) -> None:
         sock, self._sock = self._sock, None
-        self._attachment = attachment = await Attachment.make(
-            self._handle, self._rank, self._hello, sock, self._options.prefault_bytes
-        )
+        with naming_limits(f"{self!r}"):
+            self._attachment = attachment = await Attachment.make(
+                self._handle, self._rank, self._hello, sock, self._options.prefault_bytes
+            )
         self._lifeline, self._ring, self._annexes = attachment.lifeline, attachment.ring, attachment.annexes
         self._core = self._ring.core
         self._belong()

@@ -12,9 +12,12 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from aioshm.errors import QueueClosed, RoleError
+from aioshm.limits import check_descriptors, naming_limits
 from aioshm.wait.blocking import BlockingLoop
 
 T = TypeVar("T")
+
+_LOOP_DESCRIPTORS = 2  # a pair of sockets
 
 
 class PrivateLoop:
@@ -136,7 +139,9 @@ class PrivateLoop:
     def _loop_for_call(self) -> asyncio.AbstractEventLoop:
         self.check_thread()
         if self._loop is None:
-            self._loop = BlockingLoop()
+            check_descriptors(self._owner(), _LOOP_DESCRIPTORS)  # one that is made in part only is not given back
+            with naming_limits(self._owner()):
+                self._loop = BlockingLoop()
             self._pid = os.getpid()
         self.check_process()
         if self._loop.is_closed():

@@ -51,17 +51,18 @@ class ReaderSockets:
         self._on_data, self._on_message, self._on_change = on_data, on_message, on_change
         self._coming: set[str] = set()
         self._watches: list[Watch] = []
-        self._sockets = Sockets()
+        # Two with a monitor each, which is two more, and a connection.
+        self._sockets = Sockets("a remote reader", count=6, connections=2)
         context, add = self._sockets.context, self._sockets.add
         timeout_ms = int(options.remote_timeout * 1000)
-        # The writer's window bounds what is here.
-        self._sub = add(open_socket(context, zmq.SUB, data, bind=False, hwm=0, curve=keys))
-        self._dealer = add(open_socket(context, zmq.DEALER, control, bind=False, hwm=CONTROL_HWM, curve=keys))
-        self.data_connection = Connection(self._sub)
-        self.control_connection = Connection(self._dealer)
-        for connection in (self.data_connection, self.control_connection):
-            add(connection.pair)
         try:
+            # The writer's window bounds what is here.
+            self._sub = add(open_socket(context, zmq.SUB, data, bind=False, hwm=0, curve=keys))
+            self._dealer = add(open_socket(context, zmq.DEALER, control, bind=False, hwm=CONTROL_HWM, curve=keys))
+            self.data_connection = Connection(self._sub)
+            add(self.data_connection.pair)
+            self.control_connection = Connection(self._dealer)
+            add(self.control_connection.pair)
             for topic in topics:
                 self._sub.setsockopt(zmq.SUBSCRIBE, topic)
             self._sub.setsockopt(zmq.MAXMSGSIZE, _largest_frame(options.max_message_bytes))
@@ -74,7 +75,7 @@ class ReaderSockets:
             attach(self._sub, data, bind=False)
             attach(self._dealer, control, bind=False)
         except BaseException:
-            self.close()
+            self._sockets.close()
             raise
         self._watches = [
             Watch(loop, self._sub, self.look),
@@ -85,6 +86,8 @@ class ReaderSockets:
 
     def send(self, message: wire.Control) -> bool:
         """Send a control message; return False if too many wait already."""
+        if self._sockets.closed:
+            return False
         # What made the descriptor readable may be noticed, and forgotten, by a call that sends.
         self._soon("control", self._look_at_control)
         try:
@@ -115,8 +118,6 @@ class ReaderSockets:
             return
         for watch in self._watches:
             watch.pause()
-        self.data_connection.close()
-        self.control_connection.close()
         self._sockets.close()
 
     def _look_at_control(self) -> None:
@@ -200,10 +201,6 @@ class Connection:
             elif self.up:
                 self.up, self.down_since = False, monotonic()
         return before != (self.up, self.connections, self.refused)
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._monitor.close()
 
 
 def _largest_frame(max_message_bytes: int) -> int:

@@ -16,7 +16,8 @@ import msgspec
 
 from aioshm.codec import Codec
 from aioshm.config import Options
-from aioshm.errors import AioshmError, HandleError, PeerDied, QueueClosed
+from aioshm.errors import AioshmError, HandleError, OutOfDescriptors, PeerDied, QueueClosed
+from aioshm.limits import shortage
 from aioshm.queue import wire
 from aioshm.queue.delivery import ReceiveWindow
 from aioshm.queue.end import NotAttached, deadline_after
@@ -109,7 +110,7 @@ class RemoteEnd(ReaderEnd, ABC):
                 await settle(self._going, deadline=deadline, cancel=cancel, stall=stall)
                 self._check_usable()
         except TimeoutError:
-            raise TimeoutError(f"{self!r}: {self._why_not_ready()}") from None
+            raise shortage(f"{self!r}") or TimeoutError(f"{self!r}: {self._why_not_ready()}") from None
         if not self._ready:
             assert self._writer_gone is not None
             raise self._writer_gone()
@@ -137,6 +138,8 @@ class RemoteEnd(ReaderEnd, ABC):
                 self._on_message,
                 self._on_connections,
             )
+        except OutOfDescriptors:
+            raise
         except OSError as error:
             raise HandleError(f"not a handle: {error}") from None
         predictor = Predictor(may_spin=False, crowded=False, max_spin_cpu=0.0)
@@ -308,8 +311,11 @@ class RemoteEnd(ReaderEnd, ABC):
             self._checking = self._loop.call_later(at - now, self._look_and_check)
             return
         if self._welcome is None:
+            lacking = shortage(f"{self!r}")  # ZeroMQ tries again for ever, and does not say why
             where = self._remote.control if control is not None else self._remote.data
-            self._give_up(lambda: HandleError(f"nobody answers at {where}: is the writer gone, or the port closed?"))
+            self._give_up(
+                lambda: lacking or HandleError(f"nobody answers at {where}: is the writer gone, or the port closed?")
+            )
         else:
             self._give_up(self._died(f"{why}, for {timeout:g} s"))
 

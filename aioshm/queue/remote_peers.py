@@ -80,7 +80,7 @@ class RemotePeers:
 
     Raises:
         ValueError: The address is not this host's.
-        SharedMemoryError: The sockets cannot be had.
+        SharedMemoryError, OutOfDescriptors, OutOfThreads: The sockets cannot be had.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RemotePeers:
         self._changed = changed
         self._secret = secrets.token_bytes(wire.SECRET_BYTES)
         self._everyone = wire.address(self._secret)
-        self._sockets = WriterSockets(ip, self._secret, options)
+        self._sockets = WriterSockets(ip, self._secret, options, len(ranks))
         self._window: SendWindow[Outgoing] = SendWindow(options.remote_window, options.remote_window_bytes)
         self._outbox = Outbox()
         self._peers: dict[int, RemotePeer] = {}

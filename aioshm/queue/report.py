@@ -16,5 +16,5 @@ def process_state(pid: int) -> str:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
         return "gone"
-    except psutil.Error:
+    except (psutil.Error, OSError):  # the latter without /proc, or without a descriptor to read it
         return "not visible from here"

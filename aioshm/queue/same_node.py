@@ -12,8 +12,9 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from aioshm.config import Options
-from aioshm.errors import HandleError
-from aioshm.queue.process_group import ObjectGroup, as_group, check_rank, tell
+from aioshm.errors import HandleError, LimitReached
+from aioshm.limits import check_descriptors, naming_limits
+from aioshm.queue.process_group import ObjectGroup, as_group, check_rank, gather, tell
 from aioshm.ring.layout import VERSION
 from aioshm.ring.segment import Segment
 from aioshm.wait.address import new_address
@@ -30,6 +31,7 @@ logger = logging.getLogger("aioshm.queue")
 PROBE_TIMEOUT_S = 20.0
 """How long a rank waits for the segment: only a machine that is overloaded takes more than an instant."""
 
+_LOOP_DESCRIPTORS = 3  # one that is made in part only is not given back
 _SECRET_BYTES = 32
 _MARK_BYTES = 16
 
@@ -51,6 +53,7 @@ def in_the_same_node_as(
 
     Raises:
         SharedMemoryError: The source cannot make a segment or a socket.
+        OutOfDescriptors, OutOfThreads: This process cannot take part.
         HandleError: The same, at the other ranks.
         ValueError, TypeError: An argument is out of range, or ``pg`` is no process group of this process.
     """
@@ -73,8 +76,7 @@ def probe(group: ObjectGroup, source: int, options: Options | None) -> list[bool
             return door.invitation
 
         invitation = tell(group, source, open_door)
-        mark = None if doors else _leave_mark(invitation, group.rank)
-        marks: list[bytes | None] = group.all_gather_obj(mark)
+        marks: list[bytes | None] = gather(group, lambda: None if doors else _leave_mark(invitation, group.rank))
         return tell(
             group, source, lambda: [rank == source or doors[0].has(rank, mark) for rank, mark in enumerate(marks)]
         )
@@ -100,13 +102,14 @@ class _Door:
     def __init__(self, options: Options, world_size: int) -> None:
         queue_id, token, secret = secrets.token_bytes(16), secrets.token_bytes(32), secrets.token_bytes(_SECRET_BYTES)
         self._world_size = world_size
-        with ExitStack() as undo:
+        with naming_limits("finding out who shares memory"), ExitStack() as undo:
             self._segment = Segment.create(_SECRET_BYTES + world_size * _MARK_BYTES, options.backing)
             undo.callback(self._segment.close)
             self._segment.view[:_SECRET_BYTES] = secret
             address = new_address(options, queue_id, "probe")
             self._listener = LifelineListener(address, queue_id, token, backlog=max(64, world_size))
             undo.callback(self._listener.close)
+            check_descriptors("finding out who shares memory", _LOOP_DESCRIPTORS)
             self._loop = asyncio.SelectorEventLoop()
             undo.callback(self._loop.close)
             self._listener.start(self._loop, self)
@@ -159,7 +162,8 @@ def _leave_mark(invitation: _Invitation, rank: int) -> bytes | None:
     try:
         # In a thread, because this one may have an event loop that runs.
         silence = TimeoutError(f"nothing came from {invitation.address}")
-        fd = run_apart(lambda: _fetch(invitation, rank), 2 * PROBE_TIMEOUT_S, silence)
+        with naming_limits("finding out who shares memory"):
+            fd = run_apart(lambda: _fetch(invitation, rank), 2 * PROBE_TIMEOUT_S, silence)
         size = invitation.size
         if fd is not None:
             segment = Segment(fd, size, None)
@@ -173,6 +177,8 @@ def _leave_mark(invitation: _Invitation, rank: int) -> bytes | None:
             mark = secrets.token_bytes(_MARK_BYTES)
             segment.view[_place_of(rank)] = mark
             return mark
+    except LimitReached:  # a queue over the network would need more
+        raise
     except Exception as error:  # whatever it is, a queue would not get through either
         logger.debug("rank %d shares no memory with %s: %s", rank, invitation.address, error)
         return None
@@ -188,6 +194,7 @@ def _fetch(invitation: _Invitation, rank: int) -> int | None:
         with closing(lifeline):
             return lifeline.take_segment() if lifeline.welcome.segment else None
 
+    check_descriptors("finding out who shares memory", _LOOP_DESCRIPTORS)
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
         return runner.run(call())
 

@@ -12,12 +12,20 @@ heartbeats, which its I/O threads answer however busy the program is.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import TypeAlias
 
 import zmq
+import zmq.utils.garbage
+
+from aioshm.errors import LimitReached
+from aioshm.limits import SIGNAL_DESCRIPTORS, abandon_when_forked, check_descriptors, check_threads
+from aioshm.zeromq import new_context
+
+logger = logging.getLogger("aioshm.queue")
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
@@ -34,19 +42,28 @@ class Sockets:
     They are held on to until then. If an end were forgotten and its context came under the garbage collector before
     its sockets, that would wait for them for ever; and so would a context that Python leaves behind when it ends.
 
+    Args:
+        what: Needs them, for people.
+        count: How many sockets there are going to be; a monitor takes two.
+        connections: How many ports and connections, with those of the peers that are expected.
+        threads: How many threads of Python's are going to be started for them.
+
     Attributes:
         context: The context.
+        closed: Whether `close` was called, or this is a forked child's copy, which nobody may touch.
+
+    Raises:
+        OutOfDescriptors, OutOfThreads: They cannot be had.
     """
 
-    def __init__(self) -> None:
-        self.context: zmq.Context[Socket] = zmq.Context()
+    def __init__(
+        self, what: str = "a process with ZeroMQ sockets", count: int = 8, connections: int = 4, threads: int = 0
+    ) -> None:
+        self.closed = False
+        self.context: zmq.Context[Socket] = new_context(what, sockets=count, connections=connections, threads=threads)
         self._sockets: list[Socket] = []
         _open.add(self)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self.context.closed
+        abandon_when_forked(self)
 
     def add(self, socket: Socket) -> Socket:
         """Close this socket, too, and return it."""
@@ -69,13 +86,23 @@ class Sockets:
 
     def close(self, linger_ms: int = 0) -> None:
         """Close everything and forget what was not sent, at once or, blocking, after a while. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
         _open.discard(self)
         for socket in self._sockets:
             socket.close(linger=linger_ms)
         self.context.term()
 
+    def abandon_in_child(self) -> None:
+        """Leave everything to the parent: ZeroMQ takes any call in the child for one that was interrupted, for ever."""
+        self.closed = True
+        _inherited.append(self)
+
 
 _open: set[Sockets] = set()
+_inherited: list[Sockets] = []
+"""In a forked child, what must not come under the garbage collector, which would warn of it."""
 
 
 def _close_all() -> None:
@@ -85,6 +112,25 @@ def _close_all() -> None:
 
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to close
+
+
+def can_share_memory() -> bool:
+    """Return whether ZeroMQ can be given memory to send without copying it.
+
+    For that pyzmq has a context and a thread, which tell when the memory is not used any more. It starts them for the
+    first message, after the sender has counted it, and ends the process where a descriptor or a thread is lacking.
+    """
+    what = "sending without a copy"
+    try:
+        if zmq.utils.garbage.gc.is_alive():
+            return True
+        check_threads(what, 3)
+        check_descriptors(what, 5 * SIGNAL_DESCRIPTORS + 2)
+        zmq.Frame(bytes(1), copy=False, track=True)
+    except (LimitReached, RuntimeError, zmq.ZMQError) as error:
+        logger.debug("messages are copied: %s", error)
+        return False
+    return True
 
 
 def watched_by_tcp(sock: Socket, timeout_s: float) -> None:

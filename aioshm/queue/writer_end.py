@@ -16,6 +16,7 @@ from aioshm.codec.frames import plain
 from aioshm.codec.raw import RawCodec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, PeerDied, QueueClosed
+from aioshm.limits import naming_limits, shortage
 from aioshm.queue.annexes import SECRET_BYTES, Annexes
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.end import End, deadline_after
@@ -68,15 +69,16 @@ class WriterEnd(End, ABC):
         self._chunk_bytes = max_chunk_bytes
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._buffer = ShmRingBuffer(n_local_reader, max_chunk_bytes, max_chunks, backing=options.backing)
-        try:
-            queue_id = self._buffer.queue_id
-            self._listener = LifelineListener(
-                new_address(options, queue_id, "lifeline"), queue_id, self._token, backlog=max(64, n_local_reader)
-            )
-        except BaseException:
-            self._buffer.close()
-            raise
+        with naming_limits("a writer"):
+            self._buffer = ShmRingBuffer(n_local_reader, max_chunk_bytes, max_chunks, backing=options.backing)
+            try:
+                queue_id = self._buffer.queue_id
+                self._listener = LifelineListener(
+                    new_address(options, queue_id, "lifeline"), queue_id, self._token, backlog=max(64, n_local_reader)
+                )
+            except BaseException:
+                self._buffer.close()
+                raise
         self._segment_name = self._buffer.name
         self._buffer.prefault(options.prefault_bytes if n_local_reader else 0, write=True)
         self._ring = self._buffer.writer()
@@ -154,7 +156,8 @@ class WriterEnd(End, ABC):
                 await self._news(deadline, stall)
                 self._check_usable()
         except TimeoutError:
-            raise TimeoutError(f"{self!r}: not attached yet: {', '.join(self._missing())}") from None
+            missing = f"{self!r}: not attached yet: {', '.join(self._missing())}"
+            raise self._listener.lacking or shortage(missing) or TimeoutError(missing) from None
         if not self._ready:
             self._ready = True
             self._poller = self._new_poller(self._ring.parked, self._roster.pids(), self._listener.bell)

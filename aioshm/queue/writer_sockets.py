@@ -11,9 +11,18 @@ import zmq
 from zmq.utils import z85
 
 from aioshm.config import Options
-from aioshm.errors import SharedMemoryError
+from aioshm.errors import OutOfDescriptors, SharedMemoryError
+from aioshm.limits import naming_limits
 from aioshm.queue import wire
-from aioshm.queue.sockets import BURST, CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
+from aioshm.queue.sockets import (
+    BURST,
+    CONTROL_HWM,
+    Socket,
+    Sockets,
+    can_share_memory,
+    watched_by_heartbeats,
+    watched_by_tcp,
+)
 from aioshm.wait.address import own_address
 from aioshm.zeromq import CurveKeys, Watch, attach, open_socket
 
@@ -31,6 +40,7 @@ class WriterSockets:
         ip: From `check_ip`; None: this host's own address.
         secret: What data messages begin with.
         options: For how long peers may be silent, and whether to encrypt.
+        readers: How many are expected; each takes two descriptors.
 
     Attributes:
         data: The endpoint of the data socket.
@@ -40,11 +50,13 @@ class WriterSockets:
     Raises:
         ValueError: The address is not this host's.
         SharedMemoryError: The sockets cannot be had.
+        OutOfDescriptors, OutOfThreads: This process cannot have what they need.
     """
 
-    def __init__(self, ip: str | None, secret: bytes, options: Options) -> None:
+    def __init__(self, ip: str | None, secret: bytes, options: Options, readers: int = 1) -> None:
         self._secret = secret
-        self._sockets = Sockets()
+        self._sockets = Sockets("a writer with remote readers", count=3, connections=2 + 2 * readers, threads=1)
+        self._shares_memory = False
         context = self._sockets.context
         self._watches: list[Watch] = []
         self._looking = False
@@ -84,6 +96,8 @@ class WriterSockets:
     def _bind(self, sock: Socket, host: str, ip: str | None) -> str:
         try:
             bound = attach(sock, f"tcp://{host}:*", bind=True)
+        except OutOfDescriptors:
+            raise
         except OSError as error:
             if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL):
                 raise ValueError(f"connect_ip must be an address of this host, not {ip or host!r}") from None
@@ -94,10 +108,15 @@ class WriterSockets:
 
     def _admit_only(self, key: bytes) -> None:
         """Answer ZeroMQ's questions about who may connect (RFC 27), in a thread: no busy loop keeps them waiting."""
-        zap: Socket = self._sockets.context.socket(zmq.REP)
-        zap.setsockopt(zmq.LINGER, 0)
-        zap.bind(_ZAP)
-        threading.Thread(target=_answer, args=(zap, z85.decode(key)), name="aioshm-zap", daemon=True).start()
+        with naming_limits("a writer with remote readers"):
+            zap: Socket = self._sockets.context.socket(zmq.REP)
+            try:
+                zap.setsockopt(zmq.LINGER, 0)
+                zap.bind(_ZAP)
+                threading.Thread(target=_answer, args=(zap, z85.decode(key)), name="aioshm-zap", daemon=True).start()
+            except BaseException:
+                zap.close()  # it is the thread's, which is not there
+                raise
 
     def start(
         self,
@@ -119,17 +138,24 @@ class WriterSockets:
         """Send a data message to those whom it is addressed to. Never waits.
 
         Returns:
-            What tells when the body's memory is not used any more; None where there is no body.
+            What tells when the body's memory is not used any more; None where it is not used already.
         """
         self._look_soon()
         if body is None:
             self._xpub.send(head, zmq.NOBLOCK)
             return None
+        if not self._shares_memory:
+            self._shares_memory = can_share_memory()
         self._xpub.send(head, zmq.NOBLOCK | zmq.SNDMORE)
-        return self._xpub.send(body, zmq.NOBLOCK, copy=False, track=True)
+        if self._shares_memory:
+            return self._xpub.send(body, zmq.NOBLOCK, copy=False, track=True)
+        self._xpub.send(body, zmq.NOBLOCK)
+        return None
 
     def send(self, identity: bytes, message: wire.Control) -> bool:
         """Send a control message; return False if there is no connection to that peer."""
+        if self._sockets.closed:
+            return False
         self._look_soon()
         try:
             self._router.send_multipart([identity, message.pack()], zmq.NOBLOCK)

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 
 from aioshm.config import Backing
-from aioshm.errors import SharedMemoryError
+from aioshm.errors import OutOfDescriptors, SharedMemoryError
+from aioshm.limits import is_out_of_descriptors, why_no_descriptor
 
 SHM_DIR = Path("/dev/shm")
 MIB = 1 << 20
@@ -30,7 +31,7 @@ def check_memory(size: int) -> None:
         raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
 
 
-def cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -> SharedMemoryError:
+def cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -> SharedMemoryError | OutOfDescriptors:
     """Return what tells why a segment of so many bytes cannot be created."""
     if not isinstance(error, OverflowError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
         return refused(error, f"cannot create {_mib(size)} MiB of shared memory")
@@ -50,11 +51,11 @@ def cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -
     return _too_large(size, _available(), "this machine", remedy)
 
 
-def refused(error: OSError, what: str) -> SharedMemoryError:
+def refused(error: OSError, what: str) -> SharedMemoryError | OutOfDescriptors:
     """Return what tells why the system refuses something else, and what to do."""
+    if is_out_of_descriptors(error):
+        return OutOfDescriptors(error.errno, f"{what}: {why_no_descriptor(error.errno, 'this process')}")
     remedies = {
-        errno.EMFILE: "this process has too many open files: raise its limit (ulimit -n)",
-        errno.ENFILE: "this machine has too many open files: raise its limit (sysctl fs.file-max)",
         errno.ENOMEM: "this process has too much mapped: raise its limit (ulimit -v, sysctl vm.max_map_count)",
         errno.ENOSYS: "this system has none of that kind: set backing='named'",
         errno.EPERM: "let the container's seccomp profile allow it",

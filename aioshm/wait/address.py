@@ -14,6 +14,7 @@ from pathlib import Path
 
 from aioshm.config import Options
 from aioshm.errors import SharedMemoryError
+from aioshm.limits import naming_limits
 
 _PATH_BYTES = 103 if sys.platform == "darwin" else 107  # sun_path without its final zero (unix(7))
 _YOUNG_S = 10.0  # a socket file this new may belong to somebody between bind and listen
@@ -30,8 +31,9 @@ def new_address(options: Options, queue_id: bytes, kind: str) -> str:
     if options.lifeline == "abstract":
         return f"@aioshm-{name}"
     directory = Path(options.runtime_dir)
-    _secure(directory)
-    _sweep(directory)
+    with naming_limits(f"looking into {directory}"):
+        _secure(directory)
+        _sweep(directory)
     path = str(directory / name)
     if len(os.fsencode(path)) > _PATH_BYTES:
         raise SharedMemoryError(

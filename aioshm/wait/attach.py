@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 
 from aioshm.errors import HandleError, PeerDied
+from aioshm.limits import naming_limits, shortage
 from aioshm.wait import protocol
 from aioshm.wait.address import peer_credentials, sockaddr
 from aioshm.wait.bell import Bell
@@ -167,15 +168,21 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
 
     Raises:
         HandleError: Nobody listens there any more, or it is somebody else's process.
+        OutOfDescriptors: There is none left.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with naming_limits(f"a reader of the queue at {address}"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         sock.connect(sockaddr(address))
         _pid, uid = peer_credentials(sock)
         if uid != os.geteuid():
             raise HandleError(f"the queue at {address} belongs to another user (uid {uid})")
-        sock.send(protocol.pack(hello))
+        try:
+            sock.send(protocol.pack(hello))
+        except BrokenPipeError:
+            if not _has_answered(sock):  # it may refuse whoever comes
+                raise
     except BlockingIOError:
         sock.close()
         return None
@@ -198,6 +205,13 @@ def hang_up(sock: socket.socket) -> None:
     sock.close()
 
 
+def _has_answered(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
+
+
 async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Lifeline:
     """Wait until the writer has admitted this reader. Cancelling it closes everything.
 
@@ -208,6 +222,7 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
 
     Raises:
         HandleError: The queue is gone, or the writer refused this reader.
+        OutOfDescriptors: This process has no room for those that the writer sends.
         PeerDied: The writer died while this was waiting for its answer.
     """
     loop = asyncio.get_running_loop()
@@ -233,7 +248,10 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
         welcome = protocol.unpack_answer(body)
         expected = welcome.segment + 2 * welcome.bells
         if len(fds) != expected:
-            raise HandleError(f"the writer sent {len(fds)} descriptors instead of {expected}")
+            # Those for which the table of open files has no room do not come, recv(2) says only that some are missing.
+            raise shortage(f"a reader of the queue at {address}") or HandleError(
+                f"the writer sent {len(fds)} descriptors instead of {expected}"
+            )
     except BaseException:
         hang_up(sock)
         for fd in fds:

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from aioshm.errors import OutOfThreads
+from aioshm.limits import naming_limits
+
 T = TypeVar("T")
 
 
@@ -24,6 +27,9 @@ async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | 
         function: What to run. What it raises, this raises.
         discard: Gives back what the function returns when nobody is there to take it, because this was cancelled or
             the loop is closed. Called in a thread, too.
+
+    Raises:
+        OutOfThreads: None can be started; nothing was run.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -51,13 +57,22 @@ async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | 
             if outcome.exception() is None:
                 unclaimed(outcome.result())
 
-    threading.Thread(target=work, name="aioshm-background", daemon=True).start()
+    with naming_limits("work apart from the event loop"):
+        threading.Thread(target=work, name="aioshm-background", daemon=True).start()
     try:
         return await done
     except asyncio.CancelledError:
         if done.done() and not done.cancelled() and done.exception() is None:  # it came together with the cancellation
             _discard_apart(unclaimed, done.result())
         raise
+
+
+async def give_back(function: Callable[[], object]) -> None:
+    """Run in a thread what gives something back; where none can be started, here: it has to be done."""
+    try:
+        await in_thread(function)
+    except OutOfThreads:
+        function()
 
 
 def run_apart(function: Callable[[], T], within_s: float, overdue: Exception) -> T:
@@ -69,9 +84,13 @@ def run_apart(function: Callable[[], T], within_s: float, overdue: Exception) ->
         function: What to run. What it raises, this raises.
         within_s: How long to wait, in seconds; the function is left to itself then.
         overdue: What to raise then.
+
+    Raises:
+        OutOfThreads: None can be started; nothing was run.
     """
     outcome: Future[T] = Future()
-    threading.Thread(target=_settle, args=(outcome, function), name="aioshm-apart", daemon=True).start()
+    with naming_limits("a call with a timeout"):
+        threading.Thread(target=_settle, args=(outcome, function), name="aioshm-apart", daemon=True).start()
     if not wait([outcome], within_s).done:
         raise overdue
     return outcome.result()
@@ -92,4 +111,7 @@ def _settle(outcome: Future[T], function: Callable[[], T]) -> None:
 
 def _discard_apart(discard: Callable[[T], object], value: T) -> None:
     # No daemon: it takes no time, and what it gives back may outlive the process.
-    threading.Thread(target=discard, args=(value,), name="aioshm-discard").start()
+    try:
+        threading.Thread(target=discard, args=(value,), name="aioshm-discard").start()
+    except RuntimeError:  # none can be started
+        discard(value)

@@ -13,9 +13,11 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Protocol
 
-from aioshm.errors import HandleError, SharedMemoryError
+from aioshm.errors import HandleError, OutOfDescriptors, SharedMemoryError
+from aioshm.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
 from aioshm.wait import protocol
 from aioshm.wait.address import peer_credentials, remove, sockaddr
@@ -30,6 +32,7 @@ MAX_STRANGERS = 64
 
 _HAND_OVER_PAUSE_S = 0.01  # after the system has refused to take a descriptor for now
 _ACCEPT_PAUSE_S = 0.2  # after a failed accept, where the socket stays readable
+_TOO_MANY_UNDER_WAY = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # descriptors between processes: unix(7)
 
 
 class Host(Protocol):
@@ -101,7 +104,7 @@ class Peer:
                 self._loop.add_writer(self._sock.fileno(), self._empty_outbox)
                 return
             except OSError as error:
-                if error.errno in (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):  # unix(7): too many are under way
+                if error.errno in _TOO_MANY_UNDER_WAY:
                     self._loop.remove_writer(self._sock.fileno())
                     self._loop.call_later(_HAND_OVER_PAUSE_S, self._empty_outbox)
                     return
@@ -128,27 +131,44 @@ class LifelineListener:
         token: What a reader must know.
         backlog: How many readers may be waiting to be accepted.
 
+    Attributes:
+        bell: What readers ring, where there are eventfds.
+        lacking: Why the last reader could not be admitted, if that was for want of a descriptor here.
+
     Raises:
         SharedMemoryError: The socket cannot be bound.
+        OutOfDescriptors: There are not enough.
     """
 
     def __init__(self, address: str, queue_id: bytes, token: bytes, backlog: int) -> None:
         self.address = address
         self._queue_id = queue_id
         self._token = token
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._sock.setblocking(False)
-            self._sock.bind(sockaddr(address))
-            self._sock.listen(backlog)
-        except OSError as error:
-            self._sock.close()
-            raise SharedMemoryError(error.errno, f"cannot listen on {address}: {error.strerror}") from None
-        self.bell = Bell.create() if HAVE_EVENTFD else None
         self._host: Host | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: dict[socket.socket, _Connection] = {}
         self._resume: asyncio.TimerHandle | None = None
+        self._spare = -1  # lets one more reader in when there are no descriptors left, to tell it so
+        self.lacking: OutOfDescriptors | None = None
+        self.bell: Bell | None = None
+        with naming_limits(f"a writer that listens on {address}"):
+            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                self._listen(backlog)
+                self.bell = Bell.create() if HAVE_EVENTFD else None
+                self._spare = os.dup(self._sock.fileno())
+            except BaseException:
+                self.close()
+                raise
+
+    def _listen(self, backlog: int) -> None:
+        self._sock.setblocking(False)
+        try:
+            self._sock.bind(sockaddr(self.address))
+            self._sock.listen(backlog)
+        except OSError as error:
+            self._sock.close()  # without the file, which may be somebody else's
+            raise SharedMemoryError(error.errno, f"cannot listen on {self.address}: {error.strerror}") from None
 
     def start(self, loop: asyncio.AbstractEventLoop, host: Host) -> None:
         """Begin to admit readers."""
@@ -172,12 +192,19 @@ class LifelineListener:
             remove(self.address)
         if self.bell is not None:
             self.bell.close()
+        self._close_spare()
 
     def abandon(self) -> None:
         """Close the descriptors and nothing else: a forked child's copies would hide this process' death."""
         for sock in [self._sock, *self._connections]:
             if sock.fileno() >= 0:
                 os.close(sock.detach())
+        self._close_spare()  # it listens as well
+
+    def _close_spare(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
     def _rung(self) -> None:
         assert self.bell is not None
@@ -193,8 +220,10 @@ class LifelineListener:
             sock, _ = self._sock.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return False
-        except OSError as error:  # out of descriptors: let others finish instead of turning in circles
-            logger.warning("cannot accept a reader: %s", error)
+        except OSError as error:
+            if is_out_of_descriptors(error) and self._refuse_one(error):
+                return True
+            logger.warning("cannot accept a reader: %s", error)  # let others finish instead of turning in circles
             self._loop.remove_reader(self._sock.fileno())
             if self._resume is not None:
                 self._resume.cancel()
@@ -203,6 +232,8 @@ class LifelineListener:
             )
             return False
         sock.setblocking(False)
+        if self._spare < 0:
+            self._open_spare()
         pid, uid = peer_credentials(sock)
         if uid != os.geteuid():
             logger.debug("refused a connection of uid %d (pid %d)", uid, pid)
@@ -214,6 +245,36 @@ class LifelineListener:
         self._connections[sock] = connection = _Connection(self, self._loop, self._host, sock, pid)
         connection.read()  # a reader's greeting came with it
         return True
+
+    def _refuse_one(self, error: OSError) -> bool:
+        """Tell the next reader that there is no descriptor for it, by means of the one that is kept for that."""
+        if self._spare < 0:
+            return False
+        self._close_spare()
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:  # another thread was faster
+            return False
+        else:
+            with sock, suppress(OSError):
+                pid, uid = peer_credentials(sock)
+                if uid == os.geteuid():
+                    sock.setblocking(False)
+                    sock.send(protocol.pack(protocol.Refusal(self.lack(pid, error))))
+        finally:
+            self._open_spare()
+        return True
+
+    def lack(self, pid: int, error: OSError) -> str:
+        """Note that there was no descriptor for a reader, and return what it is told."""
+        self.lacking = out_of_descriptors("a reader that attaches", error.errno)
+        reason = why_no_descriptor(error.errno, "its process")
+        logger.warning("refused the reader of pid %d: %s", pid, reason)
+        return reason
+
+    def _open_spare(self) -> None:
+        with suppress(OSError):
+            self._spare = os.dup(self._sock.fileno())
 
     def check(self, hello: Hello) -> None:
         protocol.check_hello(hello, VERSION, self._queue_id, self._token)
@@ -329,18 +390,23 @@ class _Connection:
                 return
             self._listener.look_at_rank(hello.rank)
             welcome, fds = self._host.admit(hello)
+            if welcome.bells:
+                assert self._listener.bell is not None
+                self._bell = Bell.create()
+                fds = [*fds, self._bell.fd, self._listener.bell.fd]
         except HandleError as error:
             logger.debug("refused pid %d: %s", self._pid, error)
-            self._send_all(protocol.pack(protocol.Refusal(str(error))), [])
-            self.close()
+            self._refuse(str(error))
             return
-        if welcome.bells:
-            assert self._listener.bell is not None
-            self._bell = Bell.create()
-            fds = [*fds, self._bell.fd, self._listener.bell.fd]
+        except OSError as error:  # of the bell: nobody but this reader has to do without
+            self._refuse(self._listener.lack(self._pid, error))
+            return
+        if not self._send_all(protocol.pack(welcome), fds):  # first of all: signals that follow must come after it
+            self._refuse("the system does not let its process pass on more descriptors now (unix(7), ETOOMANYREFS)")
+            return
         self._deadline.cancel()
         self.peer = Peer(self._loop, self._sock, hello, self._pid, self._bell)
-        self._send_all(protocol.pack(welcome), fds)  # first of all: signals that follow must come after it
+        self._listener.lacking = None
         self._host.attached(self.peer)
         if self._received:
             self._signals(self.peer, bytes(self._received))
@@ -359,9 +425,16 @@ class _Connection:
         self._said_goodbye = BYE in said
         return self._said_goodbye or not there
 
-    def _send_all(self, data: bytes, fds: list[int]) -> None:
+    def _refuse(self, reason: str) -> None:
+        self._send_all(protocol.pack(protocol.Refusal(reason)), [])
+        self.close()
+
+    def _send_all(self, data: bytes, fds: list[int]) -> bool:
+        """Send a greeting and descriptors; return False if the system will not pass those on now."""
         # A greeting is far smaller than an empty socket buffer, so it goes in one piece or the peer is gone.
         try:
             socket.send_fds(self._sock, [data], fds)
         except OSError as error:
             logger.debug("lifeline of pid %d: %s", self._pid, error)
+            return error.errno not in _TOO_MANY_UNDER_WAY
+        return True

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from rings import fds, python
 
-from aioshm.errors import HandleError, SharedMemoryError
+from aioshm.errors import HandleError, OutOfDescriptors, SharedMemoryError
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.segment import NAME_PREFIX, Segment, orphans
 
@@ -261,11 +261,13 @@ class TestTooLarge:
         ],
     )
     def test_a_memfd_that_the_system_refuses(self, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str) -> None:
+        kind = OutOfDescriptors if number in (errno.EMFILE, errno.ENFILE) else SharedMemoryError
+
         def refuse(*_: object) -> int:
             raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(os, "memfd_create", refuse)
-        with pytest.raises(SharedMemoryError, match=re.escape(remedy)) as caught:
+        with pytest.raises(kind, match=re.escape(remedy)) as caught:
             ShmRingBuffer(1, 1 << 20, 1, backing="memfd")
         assert "1.0 MiB" in str(caught.value)
 
@@ -288,7 +290,7 @@ class TestTooLarge:
         out, err = python(
             "import resource, sys\n"
             "from aioshm.ring import ShmRingBuffer\n"
-            "from aioshm.errors import SharedMemoryError\n"
+            "from aioshm.errors import OutOfDescriptors, SharedMemoryError\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
             "try: ShmRingBuffer(1, 2 << 20, 1, backing=sys.argv[1])\n"
             "except SharedMemoryError as error: print(error)",

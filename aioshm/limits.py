@@ -1,0 +1,197 @@
+"""What the system lets this process have: file descriptors and threads; and what becomes of both in a forked child.
+
+libzmq ends the whole process with an assertion where it cannot have a descriptor or a thread that it needs for itself
+(``src/epoll.cpp``, ``src/thread.cpp``). So whoever makes a context asks here first: what can be had for a moment now
+can be had by libzmq the next moment, unless another thread of this process is faster.
+"""
+
+from __future__ import annotations
+
+import _thread
+import errno
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from aioshm.errors import OutOfDescriptors, OutOfThreads
+
+try:
+    import resource
+except ImportError:  # not on every platform that can import this package
+    resource = None  # type: ignore[assignment]
+
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+_NO_THREAD = "can't start new thread"  # the text of CPython's only RuntimeError about it
+_THREADS_END_S = 1.0
+_LOOK_S = 0.0002
+
+SIGNAL_DESCRIPTORS = 1 if sys.platform == "linux" else 2
+"""What libzmq takes to wake a thread: an eventfd, or a pair of sockets."""
+
+
+def is_out_of_descriptors(error: BaseException) -> bool:
+    """Tell whether an error, of the system's or of ZeroMQ's, says that no descriptor is left."""
+    return getattr(error, "errno", None) in _NO_DESCRIPTOR
+
+
+def out_of_descriptors(what: str, number: int | None = None, needed: int | None = None) -> OutOfDescriptors:
+    """Return the error that says so.
+
+    Args:
+        what: Needs them.
+        number: EMFILE, which None stands for, or ENFILE.
+        needed: How many; None where that is not known.
+    """
+    number = errno.EMFILE if number is None else number
+    more = "another file descriptor" if needed is None else f"{needed} more file descriptors"
+    return OutOfDescriptors(number, f"{what} needs {more}, and {why_no_descriptor(number, 'this process')}")
+
+
+def why_no_descriptor(number: int | None, whose: str) -> str:
+    """Say what the limit is, and what to do.
+
+    Args:
+        number: EMFILE, which None stands for, or ENFILE.
+        whose: The process, for people.
+    """
+    if number == errno.ENFILE:
+        return "the whole system has as many files open as it may (fs.file-max): raise that, or close some elsewhere"
+    soft, hard = (0, 0) if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"{whose} has too many open for its limit of {soft} (RLIMIT_NOFILE): raise that with `ulimit -n`, or from "
+        f"inside with resource.setrlimit(), up to {hard}; or close what is not needed"
+    )
+
+
+def out_of_threads(what: str) -> OutOfThreads:
+    """Return the error that says that no thread can be started.
+
+    Args:
+        what: Needs it.
+    """
+    return OutOfThreads(
+        f"{what} needs another thread, and none can be started: raise `ulimit -u` (RLIMIT_NPROC), the container's "
+        "pids limit, or the memory that this process may have (`ulimit -v`), or end other threads and processes"
+    )
+
+
+@contextmanager
+def naming_limits(what: str) -> Iterator[None]:
+    """Raise `OutOfDescriptors` or `OutOfThreads` from whatever in the block says the same less clearly.
+
+    Args:
+        what: Needs them.
+    """
+    try:
+        yield
+    except (OutOfDescriptors, OutOfThreads):
+        raise
+    except RuntimeError as error:
+        if str(error) != _NO_THREAD:
+            raise
+        raise out_of_threads(what) from error
+    except Exception as error:
+        if not is_out_of_descriptors(error):
+            raise
+        raise out_of_descriptors(what, error.errno) from error  # type: ignore[attr-defined]
+
+
+def check_descriptors(what: str, count: int) -> None:
+    """Take so many descriptors, and give them back.
+
+    Args:
+        what: Needs them.
+        count: How many.
+
+    Raises:
+        OutOfDescriptors: There are fewer.
+    """
+    taken: list[int] = []
+    try:
+        for _ in range(count):
+            taken.append(os.dup(taken[0]) if taken else os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if is_out_of_descriptors(error):  # else there is no /dev/null, and nothing can be told
+            raise out_of_descriptors(what, error.errno, count) from None
+    finally:
+        for each in taken:
+            os.close(each)
+
+
+def shortage(what: str) -> OutOfDescriptors | None:
+    """Return the error if not one more descriptor can be had.
+
+    Args:
+        what: Has waited in vain, maybe for that reason.
+    """
+    try:
+        check_descriptors(what, 1)
+    except OutOfDescriptors as error:
+        return error
+    return None
+
+
+def check_threads(what: str, count: int) -> None:
+    """Have so many threads at a time, and let them end.
+
+    Args:
+        what: Needs them.
+        count: How many.
+
+    Raises:
+        OutOfThreads: Not so many can be started.
+    """
+    ended, started = _thread.allocate_lock(), []
+    ended.acquire()
+
+    def wait() -> None:
+        started.append(_thread.get_native_id())
+        with ended:
+            pass
+
+    begun = 0
+    try:
+        for _ in range(count):
+            _thread.start_new_thread(wait, ())
+            begun += 1
+    except RuntimeError:
+        raise out_of_threads(what) from None
+    finally:
+        ended.release()
+        # The system counts them until they are really gone, which is a moment after Python has forgotten them.
+        deadline = time.monotonic() + _THREADS_END_S
+        while (len(started) < begun or any(map(_exists, started))) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+
+def _exists(thread: int) -> bool:
+    return Path(f"/proc/self/task/{thread}").exists()
+
+
+class Inherited(Protocol):
+    """What a forked child has a useless copy of."""
+
+    def abandon_in_child(self) -> None:
+        """Become useless, in the child, without touching anything that is still the parent's."""
+
+
+_to_be_abandoned: weakref.WeakSet[Inherited] = weakref.WeakSet()
+
+
+def abandon_when_forked(owner: Inherited) -> None:
+    """Have ``owner`` told when it is the copy in a forked child; it is not kept alive for that."""
+    _to_be_abandoned.add(owner)
+
+
+def _abandon_all() -> None:
+    for owner in list(_to_be_abandoned):
+        owner.abandon_in_child()
+    _to_be_abandoned.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,570 @@
+"""What is done in the subjects and the peers of ``starving.py``: one object for each kind of end.
+
+Each subject does its work once while it is starving. If that fails, it is done again with enough of everything, by the
+same ends where they are there and by new ones where they are not; so the peer sees the work done in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from starving import Subject, hear
+
+import aioshm.blocking
+import aioshm.queue.local_reader
+import aioshm.queue.remote_reader
+import aioshm.queue.wide_writer  # not when there is no descriptor left to read the file
+from aioshm import AioshmError, MessageQueue, Options, merge
+from aioshm.engine import (
+    CoreEngine,
+    CoreEngineProcManager,
+    DPCoordinator,
+    EngineClient,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+    WorkerGroup,
+    get_engine_client_zmq_addr,
+    run_engine_core,
+)
+from aioshm.events import (
+    EventBatch,
+    EventSubscriber,
+    KVEventBatch,
+    Received,
+    ThreadedEventPublisher,
+    ZmqEventPublisher,
+)
+
+SOON_S = 1.0
+LATER_S = 10.0
+LARGE = bytes(300_000)  # sent over the network without a copy, and through a segment of its own to local readers
+ANYWHERE = "tcp://127.0.0.1:0"
+
+
+def writer_of(remote: bool, face: Any = MessageQueue) -> Any:
+    options = Options(remote_timeout=4.0)
+    return face(1, 0 if remote else 1, max_chunk_bytes=4096, max_chunks=4, connect_ip="127.0.0.1", options=options)
+
+
+async def read_all(handle: Any, pipe: Connection) -> None:
+    """Read what a writer sends until its last message; be refused as often as the writer lacks something."""
+    while True:
+        try:
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                received = [await reader.dequeue(LATER_S)]
+                while received[-1] != "last":
+                    received.append(await reader.dequeue(LATER_S))
+                assert received[-3:] == ["small", LARGE, "last"]
+                assert received.count("small") == received.count(LARGE) + (len(received) == 4)
+                pipe.send("read")
+                with suppress(EOFError):
+                    await hear(pipe)
+                return
+        except AioshmError as error:
+            if "too many open" not in str(error):
+                raise
+            await asyncio.sleep(0.02)
+
+
+class Writing:
+    """A writer whose reader, in the peer, attaches; if that fails, another one does once there is room."""
+
+    def __init__(self, *, remote: bool) -> None:
+        self.remote = remote
+
+    async def subject(self, subject: Subject) -> None:
+        writer, told = None, False
+        with subject.starving():
+            writer = writer_of(self.remote)
+            subject.pipe.send(writer.export_handle())
+            told = True
+            await writer.wait_until_ready(SOON_S)
+            await writer.enqueue("small", SOON_S)
+            await writer.enqueue(LARGE, SOON_S)
+        if writer is None:
+            writer = writer_of(self.remote)
+        async with writer:
+            if not told:
+                subject.pipe.send(writer.export_handle())
+            if subject.errors:
+                await writer.wait_until_ready(LATER_S)
+                await writer.enqueue("small", LATER_S)
+                await writer.enqueue(LARGE, LATER_S)
+            await writer.enqueue("last", LATER_S)
+            assert await subject.hear() == "read"
+
+    async def peer(self, pipe: Connection) -> None:
+        await read_all(await hear(pipe), pipe)
+
+
+class Reading:
+    """A reader whose writer, in the peer, sends; if that fails, another one of the same rank is made."""
+
+    def __init__(self, *, remote: bool) -> None:
+        self.remote = remote
+
+    async def subject(self, subject: Subject) -> None:
+        handle = await subject.hear()
+        reader = None
+        with subject.starving():
+            reader = MessageQueue.create_from_handle(handle, 0)
+            await reader.wait_until_ready(SOON_S)
+            await self.receive(reader, SOON_S)
+        if reader is not None:
+            await reader.aclose()
+        if subject.errors:
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await self.receive(reader, LATER_S)
+
+    async def receive(self, reader: MessageQueue, within_s: float) -> None:
+        assert await reader.dequeue(within_s) == "small"
+        assert await reader.dequeue(within_s) == LARGE
+
+    async def peer(self, pipe: Connection) -> None:
+        async with writer_of(self.remote) as writer:
+            pipe.send(writer.export_handle())
+            await writer.wait_until_ready(LATER_S)
+            await writer.enqueue("small", LATER_S)
+            await writer.enqueue(LARGE, LATER_S)
+            with suppress(EOFError):
+                await hear(pipe)
+
+
+class Blocking:
+    """The faces for threads, in a thread that was there before."""
+
+    def __init__(
+        self, work: Callable[[Subject], None], peer: Callable[[Connection], Coroutine[Any, Any, None]]
+    ) -> None:
+        self.work = work
+        self.peer = peer
+
+    async def subject(self, subject: Subject) -> None:
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                self.work(subject)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        while thread.is_alive():
+            await asyncio.sleep(0.002)
+        thread.join()
+        if errors:
+            raise errors[0]
+
+
+def write_blocking(subject: Subject, remote: bool) -> None:
+    writer, told = None, False
+    with subject.starving():
+        writer = writer_of(remote, aioshm.blocking.MessageQueue)
+        subject.pipe.send(writer.export_handle())
+        told = True
+        writer.wait_until_ready(SOON_S)
+        writer.enqueue("small", SOON_S)
+        writer.enqueue(LARGE, SOON_S)
+    if writer is None:
+        writer = writer_of(remote, aioshm.blocking.MessageQueue)
+    with writer:
+        if not told:
+            subject.pipe.send(writer.export_handle())
+        if subject.errors:
+            writer.wait_until_ready(LATER_S)
+            writer.enqueue("small", LATER_S)
+            writer.enqueue(LARGE, LATER_S)
+        writer.enqueue("last", LATER_S)
+        assert subject.pipe.recv() == "read"
+
+
+def read_blocking(subject: Subject) -> None:
+    handle = subject.pipe.recv()
+    reader = None
+    with subject.starving():
+        reader = aioshm.blocking.MessageQueue.create_from_handle(handle, 0)
+        assert reader.dequeue(SOON_S) == "small"
+        assert reader.dequeue(SOON_S) == LARGE
+    if reader is not None:
+        reader.close()
+    if subject.errors:
+        with aioshm.blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+            assert reader.dequeue(LATER_S) == "small"
+            assert reader.dequeue(LATER_S) == LARGE
+
+
+class Merging:
+    """Two local readers and a remote one, read together."""
+
+    async def subject(self, subject: Subject) -> None:
+        handles = await subject.hear()
+        readers: dict[int, MessageQueue] = {}
+        with subject.starving():
+            for number, handle in enumerate(handles):
+                readers[number] = MessageQueue.create_from_handle(handle, 0)
+            await self.receive(readers, SOON_S)
+        for reader in readers.values():
+            await reader.aclose()
+        if subject.errors:
+            subject.pipe.send("again")
+            again = await subject.hear()
+            readers = {number: MessageQueue.create_from_handle(handle, 0) for number, handle in enumerate(again)}
+            await self.receive(readers, LATER_S)
+            for reader in readers.values():
+                await reader.aclose()
+
+    async def receive(self, readers: dict[int, MessageQueue], within_s: float) -> None:
+        received = []
+        async with merge(readers) as merged, asyncio.timeout(within_s):
+            async for rank, message in merged:
+                if isinstance(message, Exception):
+                    raise message
+                received.append((rank, message))
+                if len(received) == 2 * len(readers):
+                    break
+        assert sorted(received) == [(rank, message) for rank in sorted(readers) for message in (0, 1)]
+
+    async def peer(self, pipe: Connection) -> None:
+        while True:
+            writers = [writer_of(remote) for remote in (False, False, True)]
+            pipe.send([writer.export_handle() for writer in writers])
+            sending = [asyncio.ensure_future(self.send(writer)) for writer in writers]
+            try:
+                await hear(pipe)
+            except EOFError:
+                return
+            finally:
+                for each in sending:
+                    each.cancel()
+                await asyncio.gather(*sending, return_exceptions=True)
+                for writer in writers:
+                    await writer.aclose()
+
+    async def send(self, writer: MessageQueue) -> None:
+        for number in range(2):
+            await writer.enqueue(number)
+
+
+class PipeGroup:
+    """A process group of a subject, rank 0, and its peer, rank 1."""
+
+    world_size = 2
+
+    def __init__(self, pipe: Connection, rank: int) -> None:
+        self.pipe, self.rank = pipe, rank
+
+    def all_gather_obj(self, obj: Any) -> list[Any]:
+        self.pipe.send(obj)
+        deadline = time.monotonic() + LATER_S
+        while not self.pipe.poll():  # without a descriptor
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        other = self.pipe.recv()
+        return [obj, other] if self.rank == 0 else [other, obj]
+
+    def broadcast_obj(self, obj: Any, src: int) -> Any:
+        return self.all_gather_obj(obj)[src]
+
+
+class Grouping:
+    """A queue made from a process group."""
+
+    def __init__(self, writer_rank: int) -> None:
+        self.writer_rank = writer_rank
+
+    async def make(self, pipe: Connection, rank: int) -> None:
+        group = PipeGroup(pipe, rank)
+        queue = await MessageQueue.create_from_process_group(group, 4096, 4, self.writer_rank, blocking=False)
+        try:
+            await queue.wait_until_ready(SOON_S)
+            if rank == self.writer_rank:
+                await queue.enqueue("text", SOON_S)
+            else:
+                assert await queue.dequeue(SOON_S) == "text"
+        finally:
+            await queue.aclose()
+
+    async def subject(self, subject: Subject) -> None:
+        with subject.starving():
+            await self.make(subject.pipe, 0)
+        if subject.errors:
+            subject.pipe.send("again")
+            while (await subject.hear()) != "again":
+                pass  # what the first attempt has left in the pipe
+            await self.make(subject.pipe, 0)
+
+    async def peer(self, pipe: Connection) -> None:
+        try:
+            await self.make(pipe, 1)
+        except (AioshmError, TimeoutError, AssertionError):
+            pass
+        with suppress(EOFError):
+            while (await hear(pipe)) != "again":
+                pass
+            pipe.send("again")
+            await self.make(pipe, 1)
+
+
+BATCHES = [KVEventBatch(float(number), []) for number in range(3)]
+
+
+class Publishing:
+    async def subject(self, subject: Subject) -> None:
+        publisher = None
+        with subject.starving():
+            publisher = self.make()
+            await self.publish(publisher, subject, SOON_S)
+        if publisher is not None and subject.errors:
+            await self.close(publisher)
+            publisher = None
+        if publisher is None:
+            publisher = self.make()
+            await self.publish(publisher, subject, LATER_S)
+        await self.close(publisher)
+
+    def make(self) -> Any:
+        return ZmqEventPublisher(0, ANYWHERE, ANYWHERE, bind=True)
+
+    async def close(self, publisher: Any) -> None:
+        await publisher.aclose()
+
+    async def publish(self, publisher: Any, subject: Subject, within_s: float) -> None:
+        for batch in BATCHES:
+            publisher.publish(EventBatch(batch.ts, batch.events))
+        subject.pipe.send((publisher.endpoint, publisher.replay_endpoint))
+        async with asyncio.timeout(within_s):
+            assert await subject.hear() == "received"
+
+    async def peer(self, pipe: Connection) -> None:
+        with suppress(EOFError):
+            while True:
+                endpoints = await hear(pipe)
+                async with EventSubscriber(*endpoints, check_interval=0.1) as subscriber:
+                    for number in range(3):
+                        received = await subscriber.receive(LATER_S)
+                        assert isinstance(received, Received)
+                        assert received.seq == number
+                pipe.send("received")
+
+
+class PublishingFromThreads(Publishing):
+    def make(self) -> Any:
+        return ThreadedEventPublisher(0, ANYWHERE, ANYWHERE, bind=True)
+
+    async def close(self, publisher: Any) -> None:
+        publisher.shutdown()
+
+
+class Subscribing:
+    async def subject(self, subject: Subject) -> None:
+        endpoints = await subject.hear()
+        subscriber = EventSubscriber(*endpoints, check_interval=0.1, replay_timeout=0.3)
+        with subject.starving():
+            await self.receive(subscriber, SOON_S)
+        await subscriber.aclose()
+        if subject.errors:
+            async with EventSubscriber(*endpoints, check_interval=0.1) as subscriber:
+                await self.receive(subscriber, LATER_S)
+
+    async def receive(self, subscriber: EventSubscriber, within_s: float) -> None:
+        subscriber.open()
+        for number in range(3):
+            received = await subscriber.receive(within_s)
+            assert isinstance(received, Received), received
+            assert received.seq == number
+
+    async def peer(self, pipe: Connection) -> None:
+        async with ZmqEventPublisher(0, ANYWHERE, ANYWHERE, bind=True) as publisher:
+            for batch in BATCHES:
+                publisher.publish(EventBatch(batch.ts, batch.events))
+            pipe.send((publisher.endpoint, publisher.replay_endpoint))
+            with suppress(EOFError):
+                await hear(pipe)
+
+
+class Echo:
+    """An engine whose requests are finished with their first step."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+
+    def initialize(self, metadata: Any) -> None:
+        pass
+
+    def add_request(self, request: Any) -> None:
+        self.requests.append(request)
+
+    def abort_requests(self, ids: list[str]) -> None:
+        pass
+
+    def step(self) -> list[Any]:
+        done, self.requests = self.requests, []
+        return [{"request_id": each["request_id"], "finish_reason": "stop"} for each in done]
+
+
+def ipc() -> str:
+    return get_engine_client_zmq_addr(True, "127.0.0.1")
+
+
+async def serve_front_end(handshake: str, within_s: float) -> None:
+    """Start up with an engine, and have it do a request."""
+    addresses = EngineZmqAddresses([ipc()], [ipc()])
+    async with EngineClient(addresses, 1) as client:
+        engines = [CoreEngine(0, local=True)]
+        async with EngineStartupCoordinator(handshake, engines, client.addresses) as startup:
+            await startup.wait(within_s)
+        await client.wait_until_ready(within_s)
+        async with asyncio.timeout(within_s):
+            outputs = [output async for output in client.submit({"request_id": "one"})]
+        assert len(outputs) == 1
+
+
+async def serve_engine(handshake: str) -> None:
+    """Be an engine until the front end is gone, or the task is cancelled."""
+    await run_engine_core(Echo(), handshake, 0)
+
+
+class FrontEnd:
+    async def subject(self, subject: Subject) -> None:
+        address = ipc()
+        subject.pipe.send(address)
+        with subject.starving():
+            await serve_front_end(address, SOON_S)
+        if subject.errors:
+            address = ipc()
+            subject.pipe.send(address)
+            await serve_front_end(address, LATER_S)
+
+    async def peer(self, pipe: Connection) -> None:
+        engine = None
+        try:
+            while True:
+                address = await hear(pipe)
+                if engine is not None:
+                    engine.cancel()
+                    await asyncio.gather(engine, return_exceptions=True)
+                engine = asyncio.ensure_future(serve_engine(address))
+        except EOFError:
+            if engine is not None:
+                engine.cancel()
+                await asyncio.gather(engine, return_exceptions=True)
+
+
+class EngineCore:
+    async def subject(self, subject: Subject) -> None:
+        for within_s in (SOON_S, LATER_S):
+            address = await subject.hear()
+            if within_s == SOON_S:
+                with subject.starving():
+                    await self.serve(subject, address, within_s)
+                if not subject.errors:
+                    return
+                subject.pipe.send("again")
+            else:
+                await self.serve(subject, address, within_s)
+
+    async def serve(self, subject: Subject, address: str, within_s: float) -> None:
+        serving = asyncio.ensure_future(serve_engine(address))
+        served = asyncio.ensure_future(subject.hear())
+        try:
+            await asyncio.wait({serving, served}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                await serving
+            assert served.done(), "nobody was served"
+            assert served.result() == "served"
+        finally:
+            for task in (serving, served):
+                task.cancel()
+            await asyncio.gather(serving, served, return_exceptions=True)
+
+    async def peer(self, pipe: Connection) -> None:
+        address = ipc()
+        pipe.send(address)
+        serving = asyncio.ensure_future(serve_front_end(address, LATER_S))
+        again = asyncio.ensure_future(hear(pipe))
+        await asyncio.wait({serving, again}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() and not serving.exception():
+            pipe.send("served")
+        with suppress(EOFError):
+            await again
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            address = ipc()
+            pipe.send(address)
+            await serve_front_end(address, LATER_S)
+            pipe.send("served")
+            await hear(pipe)
+
+
+class Alone:
+    """What has no peer."""
+
+    def __init__(self, work: Callable[[float], Coroutine[Any, Any, None]]) -> None:
+        self.work = work
+
+    async def subject(self, subject: Subject) -> None:
+        with subject.starving():
+            await self.work(5.0)
+        if subject.errors:
+            await self.work(LATER_S)
+
+    async def peer(self, pipe: Connection) -> None:
+        with suppress(EOFError):
+            await hear(pipe)
+
+
+class Worker:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def name(self) -> int:
+        return self.rank
+
+
+async def work_in_group(within_s: float) -> None:
+    async with WorkerGroup(Worker, 2, ready_timeout=within_s, shutdown_timeout=within_s, max_chunk_bytes=4096) as group:
+        assert await group.collective_rpc("name", timeout=within_s) == [0, 1]
+
+
+async def coordinate(within_s: float) -> None:
+    async with await DPCoordinator.start(1, timeout=within_s) as coordinator:
+        assert coordinator.get_stats_publish_address()
+
+
+def sleep(**_: Any) -> None:
+    time.sleep(60)
+
+
+async def manage(within_s: float) -> None:
+    async with CoreEngineProcManager(sleep, 2, shutdown_timeout=within_s) as manager:
+        assert not manager.finished_procs()
+
+
+KINDS: dict[str, Any] = {
+    "local-writer": Writing(remote=False),
+    "local-reader": Reading(remote=False),
+    "remote-writer": Writing(remote=True),
+    "remote-reader": Reading(remote=True),
+    "blocking-local-writer": Blocking(lambda subject: write_blocking(subject, False), Writing(remote=False)),
+    "blocking-remote-writer": Blocking(lambda subject: write_blocking(subject, True), Writing(remote=True)),
+    "blocking-local-reader": Blocking(read_blocking, Reading(remote=False)),
+    "blocking-remote-reader": Blocking(read_blocking, Reading(remote=True)),
+    "merge": Merging(),
+    "group-writer": Grouping(0),
+    "group-reader": Grouping(1),
+    "publisher": Publishing(),
+    "threaded-publisher": PublishingFromThreads(),
+    "subscriber": Subscribing(),
+    "front-end": FrontEnd(),
+    "engine-core": EngineCore(),
+    "coordinator": Alone(coordinate),
+    "manager": Alone(manage),
+    "worker-group": Alone(work_in_group),
+}

@@ -1,0 +1,221 @@
+"""Processes that have few descriptors or threads left, one for each number of them, with what they talk to beside them.
+
+``python starving.py KIND LOOP RESOURCE FIRST LAST`` forks, for each number from FIRST to LAST, a subject that may have
+that many more of RESOURCE (``descriptors``, or ``threads``), and a peer that may have what it likes. What came of it is
+written as one line of JSON for each number. Forked from a process without threads and sockets, they cost a hundredth of
+what started ones would; and that one of them is aborted by libzmq, or does not end, is nobody else's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe, resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+import zmq
+from zmq.utils import garbage
+
+HUNG_S = 20.0
+NOBODY = 54_321  # a user with no other processes, to whom the limit of threads applies
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+class Subject:
+    """What a subject's coroutine is given.
+
+    Attributes:
+        pipe: To its peer.
+        errors: What was raised while it was starving: type and text.
+    """
+
+    def __init__(self, pipe: Connection, kind: str, left: int) -> None:
+        self.pipe = pipe
+        self.errors: list[str] = []
+        self.slow = 0.0
+        self._resource = kind
+        self._left = left
+
+    @contextmanager
+    def starving(self) -> Iterator[None]:
+        """Have few left within the block; what it raises is noted and goes no further."""
+        lift = (limit_descriptors if self._resource == "descriptors" else limit_threads)(self._left)
+        began = time.monotonic()
+        try:
+            yield
+        except Exception as error:
+            self.errors.append(described(error))
+            if os.environ.get("STARVING_TRACE"):
+                traceback.print_exc()
+            error.__traceback__ = None
+            del error
+        finally:
+            lift()
+            self.slow = max(self.slow, time.monotonic() - began)
+        gc.collect()
+
+    async def hear(self) -> Any:
+        return await hear(self.pipe)
+
+
+async def hear(pipe: Connection) -> Any:
+    """Return what comes next through a pipe, without a thread and without a descriptor."""
+    while not pipe.poll():
+        await asyncio.sleep(0.002)
+    return pipe.recv()
+
+
+def described(error: BaseException) -> str:
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    base = " AioshmError" if "AioshmError" in kinds and kinds[0] != "AioshmError" else ""
+    limit = " LimitReached" if "LimitReached" in kinds else ""
+    return f"{type(error).__name__}{base}{limit}: {error}"
+
+
+def limit_descriptors(left: int) -> Callable[[], None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = open_descriptors()
+    free = (number for number in range(soft) if number not in open_now)
+    for _ in range(left):
+        next(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(free), hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def limit_threads(left: int) -> Callable[[], None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (len(threads()) + left, hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+
+
+def open_descriptors() -> set[int]:
+    numbers = {int(name) for name in os.listdir("/proc/self/fd")}
+    return {number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")}
+
+
+def threads() -> list[str]:
+    return os.listdir("/proc/self/task")
+
+
+async def settled(look: Callable[[], Any], wanted: Callable[[Any], bool], within_s: float = 5.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while not wanted(found := look()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.005)
+        gc.collect()
+    return found
+
+
+async def be_subject(work: Callable[[Subject], Coroutine[Any, Any, None]], subject: Subject) -> list[str]:
+    """Run a subject; return what it has left behind."""
+    before = open_descriptors(), len(threads()), len(asyncio.all_tasks())
+    await work(subject)
+    garbage.gc.stop()  # this one, and the context that several ends share, would last as long as the process
+    if zmq.Context._instance is not None:
+        zmq.Context._instance.term()
+    left = await settled(lambda: open_descriptors() - before[0], lambda found: not found)
+    said = [f"descriptor {number}: {target(number)}" for number in sorted(left)]
+    count = await settled(lambda: len(threads()), lambda found: found <= before[1])
+    if count > before[1]:
+        said.append(f"{count - before[1]} threads")
+    tasks = await settled(lambda: len(asyncio.all_tasks()), lambda found: found <= before[2])
+    if tasks > before[2]:
+        said.append(f"{tasks - before[2]} tasks")
+    children = [each.name() for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return said + [f"process {name}" for name in children if name]
+
+
+def target(number: int) -> str:
+    with suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{number}")
+    return "?"
+
+
+def fork(work: Callable[[], None]) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    faulthandler.dump_traceback_later(HUNG_S - 4, exit=False)
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(3)
+    sys.exit(0)  # as any program: this is where a context that somebody has forgotten would wait for ever
+
+
+def run_one(kind: Any, loop: str, kind_of_limit: str, left: int, told: int) -> None:
+    ours, theirs = Pipe()
+
+    def subject() -> None:
+        theirs.close()
+        if kind_of_limit == "threads":
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        one = Subject(ours, kind_of_limit, left)
+        with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+            behind = runner.run(be_subject(kind.subject, one))
+        line = {"left": left, "errors": one.errors, "behind": behind, "slow": round(one.slow, 2)}
+        ours.close()
+        os.write(told, json.dumps(line).encode() + b"\n")
+
+    def peer() -> None:
+        ours.close()
+        if kind_of_limit == "threads":  # of the same user, who owns what the handle names
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner, suppress(EOFError, BrokenPipeError):
+            runner.run(kind.peer(theirs))
+
+    pids = {fork(peer): "peer", fork(subject): "subject"}
+    ours.close()
+    theirs.close()
+    deadline = time.monotonic() + HUNG_S
+    for pid, who in reversed(list(pids.items())):
+        status = None
+        while status is None and time.monotonic() < deadline:
+            done, code = os.waitpid(pid, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if done else None
+            if status is None:
+                time.sleep(0.002)
+        if status is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.write(told, json.dumps({"left": left, "ended": f"the {who} did not end"}).encode() + b"\n")
+        elif status:
+            os.write(told, json.dumps({"left": left, "ended": f"the {who} ended with {status}"}).encode() + b"\n")
+
+
+def main(name: str, loop: str, kind_of_limit: str, first: str, last: str) -> None:
+    from starved_kinds import KINDS
+
+    warnings.simplefilter("ignore")
+    resource_tracker.ensure_running()  # one for all; it would last as long as each of the processes
+    told = os.dup(1)
+    os.dup2(2, 1)
+    for left in range(int(first), int(last) + 1):
+        run_one(KINDS[name], loop, kind_of_limit, left, told)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main(*sys.argv[1:])
