@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
-import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-import zmq
 
-from aioshm.config import Options, check_int, check_seconds
+from aioshm.config import Options, check_seconds
 from aioshm.engine.addresses import CoreEngine, EngineZmqAddresses
-from aioshm.engine.balance import LoadBalancer
-from aioshm.engine.client_sockets import ClientSockets
 from aioshm.engine.deaths import WatchedManager, WatchedProcess
-from aioshm.engine.envelopes import EnvelopeDecoder
-from aioshm.engine.keys import EngineKeys, keys_for_front_end
-from aioshm.engine.liveness import Liveness
-from aioshm.engine.messages import ENGINE_CORE_DEAD, EngineCoreRequestType, request_id_of
-from aioshm.engine.payloads import Frame, PayloadEncoder
-from aioshm.engine.pending import Pending, PendingCall
-from aioshm.engine.registrations import Registrations
-from aioshm.engine.security import Protection, over_tcp
-from aioshm.engine.streams import Inbox, OutputStream
-from aioshm.errors import CodecError, EngineDead, QueueClosed, RoleError
-from aioshm.zeromq import LogLimiter
+from aioshm.engine.keys import EngineKeys
+from aioshm.engine.link import EngineLink
+from aioshm.engine.messages import EngineCoreRequestType, request_id_of
+from aioshm.engine.payloads import PayloadEncoder
+from aioshm.engine.pending import PendingCall
+from aioshm.engine.streams import OutputStream
 
-logger = logging.getLogger("aioshm.engine")
-
-_LOG_INTERVAL_S = 10.0
 _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
 _encode_plain = msgspec.msgpack.Encoder().encode
-_decode_counts = msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool]).decode
 
 
 class EngineClient:
@@ -88,46 +72,32 @@ class EngineClient:
         keys: EngineKeys | None = None,
         secure: bool = True,
     ) -> None:
-        self._sockets: ClientSockets | None = None
-        self._closed = False
-        if isinstance(engines, int):
-            self._engines = Registrations(range(check_int("engines", engines, minimum=1)))
-        else:
-            self._engines = Registrations(engine.index for engine in engines)
-        n_clients = min(len(addresses.inputs), len(addresses.outputs))
-        if check_int("client_index", client_index, minimum=0) >= n_clients:
-            raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {client_index}")
-        self.addresses = addresses
-        self._options = options or Options.from_env()
-        self._secure = secure and self._options.secure
-        self._given_keys = keys
-        self._index = client_index
+        self._link = EngineLink(addresses, engines, client_index, output_type, options, keys, secure)
         self._request_type = request_type
-        n_engines = len(self._engines.ranks)
-        self._balance = LoadBalancer(n_engines, n_engines * client_index // n_clients, n_clients)
-        self._pending = Pending(EnvelopeDecoder(output_type), self._balance, self._engines.ranks)
-        self._encode = PayloadEncoder(self._options.max_message_bytes).encode
-        self._wave = 0
-        self._dead: EngineDead | None = None
-        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+        self._encode = PayloadEncoder(self._link.options.max_message_bytes).encode
 
     def __repr__(self) -> str:
-        return f"<EngineClient {self._index} of engines {self._engines.ranks}, {self.in_flight} requests in flight>"
+        return repr(self._link)
+
+    @property
+    def addresses(self) -> EngineZmqAddresses:
+        """What engines are to be told."""
+        return self._link.addresses
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of the engines."""
-        return self._engines.ranks.copy()
+        return self._link.engines.ranks.copy()
 
     @property
     def ready(self) -> Mapping[int, dict[str, Any]]:
         """What each engine has said when it registered, by rank."""
-        return self._engines.ready
+        return self._link.engines.ready
 
     @property
     def in_flight(self) -> int:
         """How many requests are in flight."""
-        return len(self._pending.inboxes)
+        return len(self._link.pending.inboxes)
 
     # Its life
 
@@ -147,27 +117,7 @@ class EngineClient:
             OSError: An address cannot be bound.
             RoleError: It was open before, or this process has the keys of one engine only.
         """
-        if self._sockets is not None or self._closed:
-            raise RoleError("a client of engines can be entered once")
-        self._settled = asyncio.Event()
-        self._thread = threading.get_ident()
-        self._loop = asyncio.get_running_loop()
-        addresses = self.addresses.inputs[self._index], self.addresses.outputs[self._index]
-        protection = Protection.of_front_end(addresses, self._engines.ranks, keys=self._given_keys, secure=self._secure)
-        self._engines.identities = [protection.name(rank, addresses[0]) for rank in self._engines.ranks]
-        # Where engines are recognised by their keys, they speak for nobody else.
-        self._recognised = protection.encrypts(addresses[0]), protection.encrypts(addresses[1])
-        this: EngineClient = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten client shall end
-        self._sockets = ClientSockets(
-            *addresses,
-            this,
-            protection,
-            max_bytes=self._options.max_message_bytes,
-            silence_s=self._options.remote_timeout,
-        )
-        self.addresses.inputs[self._index] = self._sockets.input_address
-        self.addresses.outputs[self._index] = self._sockets.output_address
-        self._liveness = Liveness(lambda error: this._die(error))
+        self._link.open()
 
     def watch(self, manager: WatchedManager | None = None, processes: Iterable[WatchedProcess] = ()) -> None:
         """Take the end of these processes for the death of an engine, however well they end.
@@ -178,8 +128,8 @@ class EngineClient:
             RoleError: The client is not open.
             ValueError: A process was not started.
         """
-        self._check_open()
-        self._liveness.watch(manager, processes)
+        self._link.check_open()
+        self._link.liveness.watch(manager, processes)
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every engine has registered. Cancelling this changes nothing.
@@ -194,35 +144,22 @@ class EngineClient:
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
-        self._check_open()
+        link = self._link
+        link.check_open()
         try:
             async with asyncio.timeout(timeout):
-                await self._settled.wait()
+                await link.settled.wait()
         except TimeoutError:
-            missing = ", ".join(map(str, self._engines.missing))
+            missing = ", ".join(map(str, link.engines.missing))
             raise TimeoutError(f"engines {missing} have not registered after {timeout} s") from None
-        self._check_open()
+        link.check_open()
 
     async def aclose(self) -> None:
         """Abort what is in flight, and close the sockets.
 
         Whatever waits raises `QueueClosed`. Idempotent; finishes also when it is cancelled.
         """
-        if self._closed or self._sockets is None:
-            self._closed = True
-            return
-        for position, ids in self._pending.by_engine().items():
-            self._abort(position, ids)
-        self._closed = True
-        self._liveness.stop()
-        self._fail(lambda: QueueClosed("the client of the engines was closed"))
-        await self._sockets.aclose()
-
-    def __del__(self) -> None:
-        if self._sockets is not None and not self._closed:
-            warnings.warn(f"{self!r} was not closed: use `async with`", ResourceWarning, 2, self)
-            self._liveness.stop()
-            self._sockets.close()
+        await self._link.aclose()
 
     # What it is for
 
@@ -242,18 +179,18 @@ class EngineClient:
             QueueClosed, RoleError: The client is closed, or not ready.
             TypeError, ValueError: It is no ``request_type``, its id is in use, or there is no such engine.
         """
-        self._check_ready()
+        link = self._link
+        link.check_ready()
         if self._request_type is not None and not isinstance(request, self._request_type):
             raise TypeError(f"request must be a {self._request_type.__name__}, not {request!r}")
         request_id = request_id_of(request)
-        if request_id in self._pending.inboxes:
+        if request_id in link.pending.inboxes:
             raise ValueError(f"request_id {request_id!r} is that of another request in flight")
-        position = self._balance.choose() if engine is None else self._engines.position(engine)
+        position = link.balance.choose() if engine is None else link.engines.position(engine)
         self._stamp(request)
-        self._send(position, _ADD, self._encode(request))
-        return OutputStream(
-            request_id, self._engines.ranks[position], self._pending.add(request_id, position), self._leave
-        )
+        link.send(position, _ADD, self._encode(request))
+        inbox = link.pending.add(request_id, position)
+        return OutputStream(request_id, link.engines.ranks[position], inbox, link.leave)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests: their streams end after what has come. Ids of requests that are not in flight do no harm.
@@ -262,11 +199,12 @@ class EngineClient:
             EngineDead: An engine is gone.
             QueueClosed, RoleError: The client is closed, or not ready.
         """
-        self._check_ready()
-        for position, ids in self._pending.by_engine(request_ids).items():
+        link = self._link
+        link.check_ready()
+        for position, ids in link.pending.by_engine(request_ids).items():
             for request_id in ids:
-                self._pending.finish(request_id)
-            self._send(position, _ABORT, [_encode_plain(ids)])
+                link.pending.finish(request_id)
+            link.send(position, _ABORT, [_encode_plain(ids)])
 
     async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
         """Call a method of the engine.
@@ -288,157 +226,24 @@ class EngineClient:
             QueueClosed, RoleError: The client is closed, or not ready.
             ValueError: There is no such engine.
         """
-        self._check_ready()
-        positions = range(len(self._engines.ranks)) if engine is None else [self._engines.position(engine)]
+        link = self._link
+        link.check_ready()
+        positions = range(len(link.engines.ranks)) if engine is None else [link.engines.position(engine)]
         calls: list[PendingCall] = []
         try:
             for position in positions:
-                calls.append(self._pending.call(method))
-                self._send(position, _UTILITY, self._encode((self._index, calls[-1].call_id, method, args)))
+                calls.append(link.pending.call(method))
+                link.send(position, _UTILITY, self._encode((link.index, calls[-1].call_id, method, args)))
             results = await asyncio.gather(*(call.answer for call in calls))
         finally:
-            self._pending.forget(calls)
+            link.pending.forget(calls)
         return results if engine is None else results[0]
-
-    # What comes
-
-    def registered(self, sender_identity: bytes, frames: list[bytes], connection: int, sender: str, user: str) -> None:
-        """Take an engine's registration."""
-        try:
-            if self._recognised[0]:
-                self._engines.check(sender_identity, user)
-            rank = self._engines.take(sender_identity, frames)
-        except ValueError as error:
-            self._complain("a registration of %s by %s is ignored: %s", sender_identity[:16].hex(), sender, error)
-            return
-        self._liveness.connected(rank, connection, sender)
-        if not self._engines.missing and not self._settled.is_set():
-            self._settled.set()
-            self._subscribe(self.addresses.frontend_stats_publish_address or self._engines.stats_address)
-
-    def disconnected(self, connection: int) -> None:
-        """Take the end of a connection."""
-        self._liveness.disconnected(connection)
-
-    def output(self, frames: list[Frame], origin: str) -> None:
-        """Take what an engine has sent."""
-        if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
-            self._said_dead(origin)
-            return
-        try:
-            unwanted = self._pending.take(frames, int(origin) if self._recognised[1] else None)
-        except CodecError as error:
-            self._complain("a message from an engine is dropped: %s", error)
-            return
-        for position, request_id in unwanted:
-            self._abort(position, [request_id])
-
-    def counts(self, payload: bytes) -> None:
-        """Take what the coordinator has published."""
-        try:
-            counts, self._wave, _running = _decode_counts(payload)
-            if counts is not None:
-                self._balance.update([counts[rank] for rank in self._engines.ranks])
-        except (ValueError, IndexError) as error:
-            self._complain("counts from the coordinator are ignored: %s", error)
-
-    # The end of things
-
-    def _said_dead(self, origin: str) -> None:
-        """Take an engine's word that it ends; of strangers' hosts there is none whose word counts."""
-        if self._recognised[1]:
-            self._liveness.said_dead(int(origin))
-        elif not origin or origin in self._liveness.hosts:
-            self._liveness.said_dead()
-        else:
-            self._complain("%s says that an engine ends, and no engine is there: ignored", origin)
-
-    def _leave(self, request_id: str, inbox: Inbox) -> None:
-        """Abort a request whose stream was left."""
-        if inbox.ended or self._closed:
-            return
-        if threading.get_ident() != self._thread:  # the garbage collector's choice
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._leave, request_id, inbox)
-            return
-        if self._loop.is_closed():
-            return
-        self._pending.finish(request_id)
-        self._abort(inbox.position, [request_id])
-
-    def _abort(self, position: int, request_ids: list[str]) -> None:
-        if self._dead is None:
-            try:
-                self._send(position, _ABORT, [_encode_plain(request_ids)])
-            except EngineDead:
-                pass  # whoever waits is told
-
-    def _die(self, error: EngineDead) -> None:
-        if self._closed or self._dead is not None:
-            return
-        assert self._sockets is not None
-        self._sockets.read_outputs()  # its last words
-        self._dead = error
-        # Who waits is told; where nobody does, it is but an engine that was stopped.
-        logger.debug("%s; %d requests and %d calls were pending", error, self.in_flight, self._pending.calls)
-        self._fail(lambda: _again(error))
-
-    def _fail(self, error: Callable[[], Exception]) -> None:
-        self._pending.fail(error)
-        self._settled.set()
-
-    # Small things
-
-    def _send(self, position: int, kind: bytes, frames: list[Frame]) -> None:
-        assert self._sockets is not None
-        try:
-            self._sockets.send(self._engines.identities[position], kind, frames)
-        except zmq.ZMQError as error:
-            rank = self._engines.ranks[position]
-            self._liveness.lost(rank)
-            raise EngineDead(f"engine {rank} cannot be reached: {error}", engine=rank) from None
 
     def _stamp(self, request: Any) -> None:
         try:
             if hasattr(request, "client_index"):
-                request.client_index = self._index
+                request.client_index = self._link.index
             if hasattr(request, "current_wave"):
-                request.current_wave = self._wave
+                request.current_wave = self._link.wave
         except AttributeError:
             pass  # it cannot be changed, so its owner has set what is to be set
-
-    def _subscribe(self, address: str | None) -> None:
-        assert self._sockets is not None
-        try:
-            if address is not None:
-                encrypted = self._secure and over_tcp([address])
-                self._sockets.subscribe(
-                    address, keys_for_front_end(self._given_keys).to_coordinator() if encrypted else None
-                )
-        except (OSError, RuntimeError) as error:  # requests are distributed by what this client knows, then
-            self._complain("there are no counts from the coordinator: %s", error)
-
-    def _check_ready(self) -> None:
-        self._check_open()
-        if not self._settled.is_set():
-            raise RoleError("the engines are not ready: await wait_until_ready() first")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise QueueClosed("the client of the engines was closed")
-        if self._sockets is None:
-            raise RoleError("a client of engines is used inside `async with`")
-        if threading.get_ident() != self._thread:
-            raise RoleError("a client of engines is used in the thread of its event loop")
-        if self._dead is not None:
-            raise _again(self._dead)
-
-    def _complain(self, text: str, *args: object) -> None:
-        held_back = self._limiter.admit()
-        if held_back is not None:
-            logger.warning(f"{text} (and %d more like this)", *args, held_back)
-
-
-def _again(error: EngineDead) -> EngineDead:
-    """Return the same error for somebody else: each one gets its own traceback."""
-    return EngineDead(*error.args, engine=error.engine, pid=error.pid)

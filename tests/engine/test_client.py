@@ -171,7 +171,7 @@ class TestLeaving:
                 call.cancel()
                 await asyncio.wait([call])
             assert client.in_flight == 0
-            assert client._pending.calls == 0
+            assert client._link.pending.calls == 0
             assert await client.call("add", 1, 2) == [3, 3]
             await until(lambda: not any(engine.requests for engine in serving.engines))
 
@@ -234,7 +234,7 @@ class TestCalls:
                 await serving.client.call("give", object())
             with pytest.raises(ValueError, match="engine must be the rank"):
                 await serving.client.call("add", 1, engine=7)
-            assert serving.client._pending.calls == 0
+            assert serving.client._link.pending.calls == 0
 
     async def test_calls_are_answered_while_requests_run(self) -> None:
         async with served(Engine()) as serving:
@@ -252,7 +252,9 @@ class TestTwoClients:
         async with served(Engine(), Engine(), n_clients=2) as serving:
             one, other = serving.clients
             streams = [
-                client.submit(ask(f"{number}{client._index}", 5)) for number in range(20) for client in (one, other)
+                client.submit(ask(f"{number}{client._link.index}", 5))
+                for number in range(20)
+                for client in (one, other)
             ]
             for stream in streams:
                 assert {output["request_id"] for output in await collected(stream)} == {stream.request_id}
@@ -265,7 +267,7 @@ class TestTwoClients:
             await anext(stream)
             [output] = await collected(other.submit(ask("a")))
             assert "another request in flight" in output["error"]
-            other._send(0, b"\x01", [msgspec.msgpack.encode(["a"])])
+            other._link.send(0, b"\x01", [msgspec.msgpack.encode(["a"])])
             await other.call("add", 1)
             assert serving.engines[0].aborted == []
             await stream.aclose()

@@ -59,9 +59,9 @@ class TestBadFrames:
         self, kind: bytes, frames: list[bytes], caplog: pytest.LogCaptureFixture
     ) -> None:
         async with served(Engine()) as serving:
-            assert serving.client._sockets is not None
+            assert serving.client._link.sockets is not None
             for _ in range(5):
-                serving.client._sockets.send(b"\0\0", kind, list(frames))
+                serving.client._link.sockets.send(b"\0\0", kind, list(frames))
             assert len(await collected(serving.client.submit(ask("a")))) == 3
             assert await serving.client.call("add", 1) == [2]
             warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -69,8 +69,8 @@ class TestBadFrames:
 
     async def test_an_answer_to_nobody(self) -> None:
         async with served(Engine()) as serving:
-            assert serving.client._sockets is not None
-            serving.client._sockets.send(b"\0\0", b"\x03", [encode([7, 99, "add", [1]])])
+            assert serving.client._link.sockets is not None
+            serving.client._link.sockets.send(b"\0\0", b"\x03", [encode([7, 99, "add", [1]])])
             assert await serving.client.call("add", 1) == [2]
 
     async def test_an_output_that_cannot_be_encoded_fails_its_request_only(self) -> None:
@@ -304,12 +304,12 @@ class TestCoordinator:
         async with coordinated(Engine(), Engine()) as (serving, coordinator):
             assert await _received(coordinator.fronts) == [b"\x01"]
             coordinator.tell_fronts([[0, 90], [20, 0, 0.5]], 3, True)
-            await until(lambda: serving.client._wave == 3)
+            await until(lambda: serving.client._link.wave == 3)
             for number in range(8):
                 await collected(serving.client.submit(ask(str(number))))
             assert (len(serving.engines[0].seen), len(serving.engines[1].seen)) == (0, 8)
             coordinator.tell_fronts(None, 4, False)
-            await until(lambda: serving.client._wave == 4)
+            await until(lambda: serving.client._link.wave == 4)
 
     async def test_counts_that_make_no_sense_are_ignored(self, caplog: pytest.LogCaptureFixture) -> None:
         async with coordinated(Engine(), Engine()) as (serving, coordinator):
@@ -318,7 +318,7 @@ class TestCoordinator:
                 coordinator.fronts.send(encode(state))
             coordinator.fronts.send(b"\xc1")
             coordinator.tell_fronts(None, 11, False)
-            await until(lambda: serving.client._wave == 11)
+            await until(lambda: serving.client._link.wave == 11)
             assert len(await collected(serving.client.submit(ask("a")))) == 3
             assert "counts from the coordinator are ignored" in caplog.text
 

@@ -105,7 +105,7 @@ async def test_requests_go_where_the_cache_is_emptier() -> None:
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(await DPCoordinator.start(2))
         serving = await stack.enter_async_context(served(full, empty, addresses=coordinated(coordinator)))
-        balance = serving.client._balance
+        balance = serving.client._link.balance
         for _ in range(2):
             fuller = int(empty.usage > full.usage)
             await until(lambda: balance._usage == [int(10 * each.usage) for each in (full, empty)])
@@ -147,4 +147,4 @@ async def test_an_engine_with_a_front_end_of_its_own() -> None:
         assert [engine.seen for engine in engines] == [["b"], ["a"]]
         stats_address = coordinator.get_stats_publish_address()
         assert own.ready[1]["dp_stats_address"] == own_addresses.frontend_stats_publish_address == stats_address
-        await until(lambda: own._balance._published is not None)
+        await until(lambda: own._link.balance._published is not None)
