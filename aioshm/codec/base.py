@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from aioshm.errors import CodecError
+from aioshm.interrupts import find_raised
 
 Encoded: TypeAlias = bytes | tuple[Sequence[bytes | memoryview], Sequence[memoryview]]
 
@@ -86,10 +87,16 @@ def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
     The frames that ``error`` came through are cleared: otherwise the views in them would live as long as the error
     does, and the memory could not be unmapped. A caller that was given views lets go of them itself.
 
+    Raises:
+        BaseException: A signal's handler raised it, while the message was decoded: that says nothing about the message.
+
     Args:
         error: What `Codec.decode`'s own means, or `Loads.loads`, raised.
         codec: The name of the codec, for the text.
     """
+    raised = find_raised(error)
+    if raised is not None:
+        raise raised from raised.__cause__
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -26,6 +26,7 @@ from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.codec.walk import find_refused, substitute
 from aioshm.errors import CodecError
+from aioshm.interrupts import find_raised
 
 _BYTES, _ARRAY, _TENSOR = 101, 102, 103
 _INDEX = struct.Struct("<I")
@@ -90,6 +91,9 @@ class MsgpackCodec:
                 main = self._pack(obj)
             except Exception as error:
                 raise self._refusal(obj, error) from error
+            except BaseException:
+                self._leaving.clear()
+                raise
             if len(main) < OUT_OF_BAND_BYTES:
                 return ((main,), self._take_leaving()) if self._leaving else main
             # Large bytes begin with one of these two; a search for them is much quicker than a walk.
@@ -109,6 +113,9 @@ class MsgpackCodec:
             main = self._pack(walked)
         except Exception as error:
             raise self._refusal(obj, error) from error
+        except BaseException:
+            self._leaving.clear()
+            raise
         return ((main,), self._take_leaving()) if self._leaving else main
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
@@ -232,6 +239,9 @@ class MsgpackCodec:
     def _refusal(self, obj: Any, error: Exception) -> CodecError:
         """Say which part of an object cannot be encoded."""
         self._leaving.clear()
+        raised = find_raised(error)
+        if raised is not None:  # by a signal's handler: nothing is wrong with the object
+            raise raised from raised.__cause__
         found = None
         with suppress(Exception):  # whatever a property or a hook raises now, the first error is the one to tell
             found = find_refused(obj, self._pack)

@@ -15,6 +15,7 @@ from aioshm.codec.base import Encoded, cannot_decode
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.errors import CodecError
+from aioshm.interrupts import find_raised
 
 _modules = sys.modules
 _loads = pickle.loads
@@ -149,16 +150,19 @@ def _new_encode() -> Callable[[Any], Encoded]:
         busy = True
         try:
             dump(obj)
+            forget()
+            main = take_chunk()
         except BaseException as error:
             chunks.clear()
             buffers.clear()
             dump, forget = new_pickler()
             busy = False
+            raised = find_raised(error)
+            if raised is not None:  # by a signal's handler: nothing is wrong with the object
+                raise raised from raised.__cause__
             if isinstance(error, Exception):
                 raise CodecError(f"cannot pickle {type(obj).__qualname__}: {error}") from error
             raise
-        forget()
-        main = take_chunk()
         if chunks or buffers:
             # Pickle writes a large bytes or str apart from what stands around it.
             parts, beside = (*chunks, main), tuple(buffers)

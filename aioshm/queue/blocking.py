@@ -18,10 +18,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from aioshm.codec import Codec, cannot_decode
-from aioshm.config import Options, shown
+from aioshm.codec.frames import body_bytes, write_body
+from aioshm.config import Options, check_int, shown
 from aioshm.errors import AioshmError, QueueClosed, QueueEmpty, QueueFull
 from aioshm.queue import base
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
+from aioshm.queue.blocks import Block
 from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.private_loop import PrivateLoop
@@ -29,7 +31,7 @@ from aioshm.queue.reader_end import ReaderEnd
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.turns import Turns
 from aioshm.queue.writer import Writer
-from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, native_core
 
 T = TypeVar("T")
 
@@ -41,8 +43,23 @@ class MessageQueue:
     """A queue from one writer to many readers, for threads without an event loop.
 
     The arguments, the results and the errors are those of `aioshm.MessageQueue`, and the names are, too. While a call
-    waits, other threads run, and Ctrl-C interrupts it; an interrupted call has lost nothing. An end notices what
-    happens to the other ends only inside of calls.
+    waits, other threads run. An end notices what happens to the other ends only inside of calls.
+
+    **Signals.** What the handler of a signal raises, such as Ctrl-C's KeyboardInterrupt or an alarm's exception, ends a
+    call that waits, and comes out of it. A call that receives has lost nothing then: the next one returns the same
+    message. A call that sends may be interrupted before or after it has sent, and `messages` tells::
+
+        before = mq.messages
+        try:
+            mq.enqueue(obj)
+        except KeyboardInterrupt:
+            if mq.messages == before:
+                ...  # nothing was sent
+
+    A block that is interrupted on the way in was never entered; on the way out it ends, at the latest with the next
+    call of this end, and what it was to send is not sent. That much holds where a Python function calls the end
+    directly, without a trace function or a debugger: what goes through ``map()``, a ``functools.partial`` or, before
+    Python 3.12, a call with ``*args``, and a list that is made of an end, can lose what had been received for it.
 
     Any thread of the process that made it may use an end, one at a time: a call waits while another thread is in a call
     of the same end, or in a block that has its slot, and its ``timeout`` counts meanwhile. Messages are sent whole and
@@ -103,11 +120,14 @@ class MessageQueue:
         end.block()
         self._loop = PrivateLoop(lambda: f"<blocking {end!r}>")
         self._turns = Turns(end)
-        self._in_block = False
+        self._block: Block | None = None  # what has a slot
         self._to_close = False  # whether whoever has the turn is to close this end when it is over
+        # What was received for a call that a signal's handler ended: the next one's. Looking at it and taking something
+        # off takes no call: nothing comes in between, nor on the way back to the caller.
+        self._kept: list[Any] = []
         # What usually is all that a call needs; until the end is ready, both say that they cannot.
-        self._send: Callable[[Any], Any] = _not_at_once
-        self._receive: Callable[[], Any] = _nothing_at_once
+        self._sending: Any = _NotAtOnce
+        self._reading: Any = _NotAtOnce
 
     # Attaching
 
@@ -123,13 +143,31 @@ class MessageQueue:
 
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Send an object to every reader, waiting for a free slot."""
-        message = self._send(obj)
+        core = self._sending
+        try:
+            message = core.send(obj)
+        except BaseException:
+            if core.owes:  # it was sent
+                self._tell()
+            raise
         if message is not None:
-            end = self._end
-            if isinstance(end, Writer):
-                self._run(lambda left: end.enqueue_slowly(obj, message, left), timeout)
-            else:
-                self._run(lambda left: end.enqueue(obj, left), timeout)
+            self._enqueue_slowly(obj, message, timeout)
+        elif core.owes:
+            self._tell()
+
+    def _enqueue_slowly(self, obj: Any, message: Any, timeout: float | None) -> None:
+        end = self._end
+        if not isinstance(end, Writer):
+            self._run(lambda left: end.enqueue(obj, left), timeout)  # which refuses it
+            return
+        answers = [message]
+
+        def send() -> bool:
+            if message is False and end._ready:
+                answers[0] = end.send(obj)
+            return answers[0] is None
+
+        self._run(lambda left: end.enqueue_slowly(obj, answers[0], left), timeout, first=send)
 
     def enqueue_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
         """Send objects, in order and one right after the other: all or none."""
@@ -143,7 +181,7 @@ class MessageQueue:
         """Give the next free slot's chunk to the block to fill."""
         if not isinstance(self._end, Writer):
             self._end.acquire_write(timeout)  # which refuses it
-        return self._entered(lambda _, left: self._end.acquire_write(left), timeout)
+        return self._new_block(lambda _, left: self._end.acquire_write(left), timeout)
 
     # Receiving
 
@@ -151,17 +189,35 @@ class MessageQueue:
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> Any:
         """Receive the next message; ``cancel``, a `threading.Event`, ends the wait within `CANCEL_POLL_S`."""
-        try:
-            obj = self._receive()
-            if obj is NOTHING and self._end.linger_ns and timeout != 0:
-                obj = self._end.linger(self._receive)
-        except AioshmError:
-            raise
-        except Exception as error:  # the ring's core decodes with the codec's bare function
-            raise cannot_decode(error, cast(ReaderEnd, self._end).codec_name) from error
-        if obj is not NOTHING and obj is not ELSEWHERE:
-            return obj
-        return self._wait(cancel, lambda event, left: self._end.dequeue(left, event, indefinite), timeout)
+        while True:
+            kept = self._kept
+            if kept:
+                obj = kept[0]
+                del kept[0]
+                return obj
+            core = self._reading
+            try:
+                obj = core.next
+            except AioshmError:
+                raise
+            except Exception as error:  # the ring's core decodes with the codec's bare function
+                raise cannot_decode(error, cast(ReaderEnd, self._end).codec_name) from error
+            if (
+                obj is NOTHING
+                and self._end.linger_ns
+                and core is self._end._core
+                and timeout != 0
+                and self._end.linger()
+            ):
+                continue
+            if obj is NOTHING or obj is ELSEWHERE:
+                self._receive(lambda event, left: self._end.dequeue(left, event, indefinite), timeout, cancel)
+            elif core.owes:
+                self._kept = [obj]
+                obj = None
+                self._tell()
+            else:
+                return obj
 
     def dequeue_many(
         self,
@@ -171,19 +227,38 @@ class MessageQueue:
         indefinite: bool = False,
     ) -> list[Any]:
         """Wait for a message and return it with those behind it that are there."""
-        return self._wait(
-            cancel, lambda event, left: self._end.dequeue_many(max_items, left, event, indefinite), timeout
-        )
+        if max_items != 1 or not self._kept:
+            check_int("max_items", max_items, minimum=1)
+        while True:
+            kept = self._kept
+            if kept:
+                batch = kept[:max_items]
+                del kept[:max_items]
+                return batch
+            self._receive(
+                lambda event, left: self._end.dequeue_many(max_items, left, event, indefinite),
+                timeout,
+                cancel,
+                many=True,
+            )
 
     def dequeue_nowait(self) -> Any:
         """Receive the next message if it is there."""
-        return self._run(lambda _: _called(self._end.dequeue_nowait), busy=QueueEmpty)
+        while True:
+            kept = self._kept
+            if kept:
+                obj = kept[0]
+                del kept[0]
+                return obj
+            self._run(lambda _: self._keep(lambda: _called(self._end.dequeue_nowait)), busy=QueueEmpty)
 
     def acquire_read(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> AbstractContextManager[memoryview]:
         """Give the next message's bytes, undecoded and read-only, to the block."""
-        return self._entered(lambda event, left: self._end.acquire_read(left, event, indefinite), timeout, cancel)
+        return self._new_block(
+            lambda event, left: self._end.acquire_read(left, event, indefinite), timeout, cancel, self._bytes_of_kept
+        )
 
     def lease(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
@@ -192,7 +267,9 @@ class MessageQueue:
 
         Where a large message is still held when the block ends, its slot goes back at the latest with the next call.
         """
-        return self._entered(lambda event, left: self._end.lease(left, event, indefinite), timeout, cancel)
+        return self._new_block(
+            lambda event, left: self._end.lease(left, event, indefinite), timeout, cancel, lambda obj: obj
+        )
 
     def broadcast_object(self, obj: Any = None) -> Any:
         """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""
@@ -215,6 +292,11 @@ class MessageQueue:
     def stats(self) -> QueueStats:
         """Return what this end has done so far."""
         return self._end.stats()
+
+    @property
+    def messages(self) -> int:
+        """How many messages this end has sent, or its calls have returned: tells what became of an interrupted call."""
+        return self._end.stats().messages - len(self._kept)
 
     def __repr__(self) -> str:
         return f"<blocking {self._end!r}>"
@@ -239,20 +321,22 @@ class MessageQueue:
         while not self._loop.closed:
             taken = turns.take_now()
             mine = self._end._core.user == get_ident()
-            if mine and (taken or not turns.lasting):  # not: in a handler while the core passes a message
+            if taken:
                 try:
-                    self._loop.run(self._end.aclose(), closing=True)
-                    self._loop.close()
+                    self._loop.run(self._end.aclose)
+                    self._loop.run_now(self._loop.close)
                 finally:
-                    if taken:
-                        turns.give()
-                self._loop.raise_interrupt()
+                    turns.lasting = False
+                    self._end._core.user = 0
+                    turns.wake()
                 return
             self._loop.check_process()
-            if mine or self._in_block:
+            self._leave_if_gone()
+            if mine or self._block is not None:
                 self._to_close = True
                 self._end.refuse_closed()
                 self._loop.call_soon(self._end.refuse_closed)
+                self._end._core.owes = True  # so that a message that passes the core just now has somebody look, too
                 turns.wake()
                 if self._end._core.user:  # whoever has the turn looks what there is to do, after it
                     return
@@ -275,20 +359,23 @@ class MessageQueue:
         timeout: float | None = None,
         *,
         busy: type[AioshmError] | None = None,
+        first: Callable[[], bool] | None = None,
+        block: Block | None = None,
         leaving: bool = False,
-        keep: bool = False,
-    ) -> T:
+    ) -> None:
         """Run what ``call`` makes of the time that is left, in this thread's turn.
 
         Args:
             call: Makes it.
             timeout: For all of it, waiting for the turn included.
             busy: What to raise instead of waiting for the turn.
+            first: What may make it unnecessary, and says so.
+            block: This enters it; the turn lasts until it is left.
             leaving: This must run; whichever thread has the turn has it for the block that this ends.
-            keep: The turn is to last when the call has succeeded.
         """
         self._loop.check_thread()
-        turns, kept = self._turns, False
+        self._leave_if_gone(leaving)
+        turns = self._turns
         if leaving:
             self._end._core.user = get_ident()
             taken = True
@@ -298,86 +385,173 @@ class MessageQueue:
             if deadline is not None:
                 timeout = max(0.0, deadline - monotonic())
         try:
-            result = self._loop.run(call(timeout), leaving=leaving)
-            kept = keep
-            return result
+            self._loop.run(lambda: call(timeout), first=first, whole=leaving)
         finally:
-            if taken and not kept:
-                turns.give()
-            if self._loop.interrupted:
-                # The call ended just before it could be cancelled. So the next one takes no short cut, but comes here
-                # and tells.
-                self._send, self._receive = _not_at_once, _nothing_at_once
-            elif self._end._ready:
-                self._take_short_cuts()
-            if self._to_close and not kept:
-                self.close()
+            if taken and (block is None or block.opened is None):
+                turns.lasting = False
+                self._end._core.user = 0
+                if self._end._ready:
+                    self._take_short_cuts()
+                turns.wake()
+                if self._to_close:
+                    self.close()
 
     def _take_short_cuts(self) -> None:
-        """Let the next calls send or receive at once if they can."""
+        """Let the next calls send or receive at once: where the native core does that in one piece."""
         end = self._end
-        if isinstance(end, Writer):
-            if self._send is _not_at_once:
-                self._send = self._at_once(end.send, otherwise=False)
-        elif self._receive is _nothing_at_once:
-            self._receive = self._at_once(end.receive, otherwise=NOTHING)
+        core = end._core
+        if native_core and getattr(getattr(end, "send", None), "__self__", None) is core:
+            core.quiet = True
+            self._sending = core
+        elif native_core and isinstance(end, ReaderEnd) and getattr(end.receive, "__self__", None) is core:
+            core.quiet = True
+            self._reading = core
 
-    def _at_once(self, call: Callable[..., Any], *, otherwise: Any) -> Callable[..., Any]:
-        """Return what does this if it is nobody else's turn: the core's own functions look for themselves."""
-        if getattr(call, "__self__", None) is self._end._core:
-            return call
+    def _tell(self) -> None:
+        """Wake the ends that sleep though they can go on."""
+        end, core = self._end, self._end._core
+        if not self._turns.take_now():
+            if core.user != get_ident():
+                self._loop.call_soon(self._tell_now)  # whoever has the turn does it
+                return
+            self._tell_now()
+            return
+        try:
+            self._tell_now()
+        except BaseException:  # a signal's handler has come in between
+            self._loop.run_now(self._tell_now)
+            raise
+        finally:
+            self._turns.lasting = False
+            end._core.user = 0
+            if self._to_close:
+                self.close()
 
-        def in_turn(*args: Any) -> Any:
-            if not self._turns.take_now():
-                return otherwise
-            try:
-                return call(*args)
-            finally:
-                self._turns.give()
+    def _tell_now(self) -> None:
+        core = self._end._core
+        if core.owes:
+            self._end.tell_parked()
+            core.owes = False
 
-        return in_turn
+    # Receiving
 
-    def _wait(
+    async def _keep(self, call: Callable[[], Coroutine[Any, Any, Any]], *, many: bool = False) -> None:
+        """Put what is received where the next call finds it; no handler raises in here."""
+        obj = await call()
+        if many:
+            self._kept.extend(obj)
+        else:
+            self._kept.append(obj)
+
+    def _receive(
         self,
-        cancel: threading.Event | None,
-        call: Callable[[asyncio.Event | None, float | None], Coroutine[Any, Any, T]],
+        call: Callable[[asyncio.Event | None, float | None], Coroutine[Any, Any, Any]],
         timeout: float | None,
+        cancel: threading.Event | None,
         *,
-        keep: bool = False,
-    ) -> T:
-        if cancel is None:
-            return self._run(lambda left: call(None, left), timeout, keep=keep)
-        if not callable(getattr(cancel, "is_set", None)):
-            raise TypeError(f"cancel must be a threading.Event or None, not {shown(cancel)}")
-        return self._run(lambda left: _cancellable(cancel, lambda event: call(event, left)), timeout, keep=keep)
+        many: bool = False,
+    ) -> None:
+        _check_cancel(cancel)
 
-    @contextlib.contextmanager
-    def _entered(
+        def make(left: float | None) -> Coroutine[Any, Any, None]:
+            if cancel is None:
+                return self._keep(lambda: call(None, left), many=many)
+            return self._keep(lambda: _cancellable(cancel, lambda event: call(event, left)), many=many)
+
+        def receive() -> bool:
+            end = self._end
+            if many or not end._ready or not isinstance(end, ReaderEnd) or self._reading is end._core:
+                return False
+            try:
+                obj = end.receive()
+            except AioshmError:
+                raise
+            except Exception as error:
+                raise cannot_decode(error, end.codec_name) from error
+            if obj is NOTHING or obj is ELSEWHERE:
+                return False
+            self._kept.append(obj)
+            return True
+
+        self._run(make, timeout, first=receive)
+
+    # Blocks
+
+    def _new_block(
         self,
-        block: Callable[[asyncio.Event | None, float | None], AbstractAsyncContextManager[T]],
+        call: Callable[[asyncio.Event | None, float | None], AbstractAsyncContextManager[Any]],
         timeout: float | None,
         cancel: threading.Event | None = None,
-    ) -> Iterator[T]:
-        entered: list[AbstractAsyncContextManager[T]] = []
+        of_kept: Callable[[Any], Any] | None = None,
+    ) -> Block:
+        _check_cancel(cancel)
 
-        def enter(event: asyncio.Event | None, left: float | None) -> Coroutine[Any, Any, T]:
-            entered.append(block(event, left))
-            return entered[0].__aenter__()
+        async def open_block(event: asyncio.Event | None, left: float | None) -> None:
+            opened = call(event, left)
+            block.value = await opened.__aenter__()
+            block.opened, self._block = opened, block
 
-        # The value keeps no name here: a lease would take that for somebody who holds it.
-        values = [self._wait(cancel, enter, timeout, keep=True)]
-        self._in_block = True
+        def make(left: float | None) -> Coroutine[Any, Any, None]:
+            if cancel is None:
+                return open_block(None, left)
+            return _cancellable(cancel, lambda event: open_block(event, left))
+
+        def enter() -> None:
+            if of_kept is not None and self._kept:
+                block.value = of_kept(self._kept[0])
+                del self._kept[0]
+            else:
+                self._run(make, timeout, block=block)
+
+        block = Block(self, enter)
+        return block
+
+    def enter_block(self, block: Block) -> None:
+        """Wait for a block's slot (see `Block`)."""
+        block.open_block()
+
+    def undo_block(self, block: Block) -> None:
+        """Leave a block that was never entered; the message stays the next one."""
+        error = QueueClosed("interrupted")
+        self._end.undo = True
         try:
-            yield values.pop()
-        except BaseException as error:
-            if not self._leave(entered[0], type(error), error, error.__traceback__):
+            self._leave(block, type(error), error, None)
+        except QueueClosed as again:
+            if again is not error:
                 raise
-        else:
-            self._leave(entered[0], None, None, None)
 
-    def _leave(self, block: AbstractAsyncContextManager[Any], *error: Any) -> bool | None:
-        self._in_block = False
-        return self._run(lambda _: block.__aexit__(*error), leaving=True)
+    def leave_block(self, block: Block, *error: Any) -> bool | None:
+        """Leave a block; does nothing once done."""
+        return self._leave(block, *error) if block.opened is not None else None
+
+    def _leave(self, block: Block, *error: Any) -> bool | None:
+        answers: list[bool | None] = []
+
+        async def leave(_: float | None) -> None:
+            opened, block.opened, self._block = block.opened, None, None
+            try:
+                answers.append(await opened.__aexit__(*error))
+            finally:
+                self._end.undo = False
+
+        self._run(leave, leaving=True)
+        return answers[0]
+
+    def _leave_if_gone(self, leaving: bool = False) -> None:
+        """Leave a block that will not be left: a signal's handler raised on the way to its end."""
+        block = self._block
+        if not leaving and block is not None and self._end._core.user == get_ident() and block.gone():
+            with contextlib.suppress(KeyboardInterrupt):
+                self._leave(block, KeyboardInterrupt, KeyboardInterrupt(), None)
+
+    def _bytes_of_kept(self, obj: Any) -> memoryview:
+        encoded = cast(ReaderEnd, self._end).encode(obj)
+        if isinstance(encoded, bytes):
+            return memoryview(encoded)
+        parts, buffers = encoded
+        body = bytearray(body_bytes(sum(map(len, parts)), [len(buffer) for buffer in buffers]))
+        write_body(memoryview(body), parts, buffers)
+        return memoryview(body).toreadonly()
 
 
 async def _called(call: Callable[..., T], *args: Any) -> T:
@@ -402,9 +576,17 @@ async def _cancellable(cancel: threading.Event, call: Callable[[asyncio.Event | 
         watching.cancel()
 
 
-def _not_at_once(_obj: Any) -> bool:
-    return False
+def _check_cancel(cancel: object) -> None:
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+        raise TypeError(f"cancel must be a threading.Event or None, not {shown(cancel)}")
 
 
-def _nothing_at_once() -> Any:
-    return NOTHING
+class _NotAtOnce:
+    """Stands for a core that cannot do anything at once, or not in one piece."""
+
+    next = NOTHING
+    owes = False
+
+    @staticmethod
+    def send(_obj: Any) -> bool:
+        return False

@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aioshm.config import Options, check_bool, check_timeout, shown
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.limits import abandon_when_forked
 from aioshm.queue.base import MessageQueue
 from aioshm.queue.stats import QueueStats
-from aioshm.ring.atomics import NOTHING
 from aioshm.wait.bell import Bell
 from aioshm.wait.blocking import BlockingLoop, BlockingPoller
 from aioshm.wait.cpus import usable_cpus
@@ -48,6 +47,7 @@ class NotAttached:
     def __init__(self) -> None:
         self.open = False
         self.user = 0
+        self.owes = self.quiet = False
         self.turn = self.turn_ends_ns = self.seq = self.published_ns = self.spins = self.hits = self.spun_ns = 0
 
     def passes(self) -> bool:
@@ -75,9 +75,9 @@ class End(MessageQueue, ABC):
     linger_ns = 0
     """How long a blocking call that finds nothing should `linger` before it waits."""
 
-    def linger(self, receive: Callable[[], Any]) -> Any:
-        """Receive a message that comes soon, handing the CPU on after each look; return `NOTHING` if none does."""
-        return NOTHING
+    def linger(self) -> bool:
+        """Wait for a message that comes soon, handing the CPU on after each look; return whether one did."""
+        return False
 
     def __init__(self, queue_id: bytes, options: Options) -> None:
         self._name = queue_id.hex()[:8]
@@ -97,6 +97,7 @@ class End(MessageQueue, ABC):
         self._dismantled = False
         self._inherited = False  # whether this is a forked child's copy
         self._overflows = 0
+        self.undo = False  # whether a block that is being left is to leave the message where it is
         abandon_when_forked(self)
 
     # What each end provides
@@ -127,6 +128,9 @@ class End(MessageQueue, ABC):
 
     async def _finish(self) -> None:
         """Do what closing needs that takes time."""
+
+    def tell_parked(self) -> None:
+        """Wake the ends that are parked and can go on; may be interrupted, and then has to be called again."""
 
     # Closing
 

@@ -125,7 +125,8 @@ class LocalReader(LocalSlots):
             finally:
                 if elsewhere:
                     body.release()
-                self._release(at)
+                if not self.undo:
+                    self._release(at)
         finally:
             self._leave()
 
@@ -149,7 +150,8 @@ class LocalReader(LocalSlots):
                     yield obj
                 finally:
                     body.release()
-                    self._release(at)
+                    if not self.undo:
+                        self._release(at)
                 return
             leases, nbytes = self._leases_of_this(), 0
             try:
@@ -159,9 +161,10 @@ class LocalReader(LocalSlots):
                 yield obj
             finally:
                 obj = None
-                self._core.published_ns = at
-                self._core.turn -= 1
-                leases.end(slot.index, nbytes)
+                if not self.undo:
+                    self._core.published_ns = at
+                    self._core.turn -= 1
+                    leases.end(slot.index, nbytes)
         finally:
             self._leave()
 

@@ -6,9 +6,7 @@ import asyncio
 import logging
 import os
 from abc import ABC
-from collections.abc import Callable
 from time import monotonic_ns
-from typing import Any
 
 from aioshm.codec import Codec
 from aioshm.config import Options
@@ -18,7 +16,6 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.leases import Leases
 from aioshm.queue.local_end import LocalEnd
 from aioshm.queue.report import SUSPECT_STATES, process_state
-from aioshm.ring.atomics import NOTHING
 from aioshm.ring.slot import Slot
 from aioshm.wait.line import settle
 
@@ -90,17 +87,18 @@ class LocalSlots(LocalEnd, ABC):
             finally:
                 self._core.spin_ns, self.linger_ns = self._poller.inline_spin_ns, self._poller.linger_ns
 
-    def linger(self, receive: Callable[[], Any]) -> Any:
+    def linger(self) -> bool:
         core = self._core
         if not core.passes():  # as it does now and then, so that the loop has its turn
-            return NOTHING
+            return False
         if self._waking:  # which the loop was to do
             self._wake_writer()
-        obj, until_ns = NOTHING, monotonic_ns() + self.linger_ns
-        while obj is NOTHING and core.open and monotonic_ns() < until_ns:
+        until_ns = monotonic_ns() + self.linger_ns
+        while core.open and monotonic_ns() < until_ns:
             os.sched_yield()
-            obj = receive()
-        return obj
+            if core.ready() or (core.spin_ns > 0 and core.spin(core.spin_ns)):
+                return True
+        return False
 
     def _may_go_on(self) -> bool:
         return self._refusal is not None or self._writer_gone is not None or self._ring.ready()
@@ -181,9 +179,9 @@ class LocalSlots(LocalEnd, ABC):
         """
         assert self._loop is not None
         if not self._waking:
-            self._waking = True
             self._wake_at = self._core.seq - 1 + self._handle.max_chunks // 2
             self._loop.call_soon(self._wake_writer)
+            self._waking = True  # last: a signal's handler may interrupt this
         if self._core.seq >= self._wake_at:
             self._wake_writer()
 
@@ -191,7 +189,14 @@ class LocalSlots(LocalEnd, ABC):
         self._waking = False
         if not self._dismantled and self._ring.writer_can_go_on():
             self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
-            self._lifeline.ring()
+            try:
+                self._lifeline.ring()
+            except BaseException:  # as above
+                self._ring.writer_parked[0] = 1
+                raise
+
+    def tell_parked(self) -> None:
+        self._writer_waits()
 
     # Reporting
 

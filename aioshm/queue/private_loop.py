@@ -1,18 +1,16 @@
-"""An event loop that runs only while a call waits, and what Ctrl-C does to it."""
+"""An event loop that runs only while a call waits, and what signals do to it."""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # what signal wraps, whose conversions to enums would cost each wait 8 us
 import asyncio
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Coroutine
-from threading import get_ident
 from typing import Any, TypeVar
 
 from aioshm.errors import QueueClosed, RoleError
 from aioshm.limits import check_descriptors, naming_limits
+from aioshm.queue.guard import Guard
 from aioshm.wait.blocking import BlockingLoop
 
 T = TypeVar("T")
@@ -25,78 +23,92 @@ class PrivateLoop:
 
     Args:
         owner: Names the end, for errors.
-
-    Attributes:
-        interrupted: Whether Ctrl-C was pressed and that has not been told: the call could not be cancelled any more.
     """
 
     def __init__(self, owner: Callable[[], str]) -> None:
         self._owner = owner
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = -1
-        self._task: asyncio.Task[Any] | None = None
-        self._early = False  # whether Ctrl-C came before there was a task to cancel
-        self.interrupted = False
+        self._guard = Guard()
 
     @property
     def closed(self) -> bool:
         """Whether this was used and closed."""
         return self._loop is not None and self._loop.is_closed()
 
-    def run(self, call: Coroutine[Any, Any, T], *, closing: bool = False, leaving: bool = False) -> T:
+    def run(
+        self,
+        make: Callable[[], Coroutine[Any, Any, T]],
+        *,
+        first: Callable[[], bool] | None = None,
+        whole: bool = False,
+    ) -> T | None:
         """Run until a call of the end is done.
 
-        Ctrl-C cancels the call, where that loses nothing, instead of raising an error wherever Python happens to be.
+        What a signal's handler raises meanwhile cancels the call, and comes out of here once the call has ended,
+        instead of wherever Python happened to be. The call may be done all the same: what it receives, it has to put
+        where the next one finds it.
 
         Args:
-            call: What to run.
-            closing: An interrupt that is still to be told waits.
-            leaving: This must run, so an interrupt that is still to be told waits.
+            make: Makes the call.
+            first: What may make it unnecessary, and says so.
+            whole: This is not to be cancelled.
 
         Raises:
             RoleError: This thread has an event loop that runs, or this end belongs to another process.
-            KeyboardInterrupt: Ctrl-C was pressed, and the call has done nothing.
+            BaseException: A signal's handler has raised it.
         """
+        self.check_thread()
+        guard = self._guard
+        task: asyncio.Task[T] | None = None
         try:
-            loop = self._loop_for_call()
-            if not (closing or leaving):
-                self.raise_interrupt()
-        except BaseException:
-            call.close()
-            raise
-        guarding = get_ident() == threading.main_thread().ident and (
-            _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
-        )
-        task = None
-        self._early = False
+            guard.begin()
+            if first is None or not first():
+                loop = self._loop_for_call()
+                task = loop.create_task(make())
+                if not whole:
+                    cancel = task.cancel
+                    # Not at once: the task may be running, and a result that it is about to return would be lost.
+                    guard.on_error = lambda: loop.call_soon_threadsafe(cancel)
+                    if guard.error is not None:
+                        task.cancel()
+                return self._finish(loop, task)
+            return None
+        finally:
+            task = guard.on_error = None  # an error that it has raised refers to this frame
+            guard.end()
+            if guard.error is not None:
+                error = guard.take_error()
+                assert error is not None
+                raise error from None
+
+    def run_now(self, call: Callable[[], object]) -> None:
+        """Do what does not wait, in one piece as far as signals are concerned."""
+        guard = self._guard
         try:
-            if guarding:
-                _signal.signal(_signal.SIGINT, self._interrupt)
-            self._task = task = loop.create_task(call)
-            if self._early:
-                loop.call_soon(task.cancel)
+            guard.begin()
+            call()
+        finally:
+            guard.end()
+            if guard.error is not None:
+                error = guard.take_error()
+                assert error is not None
+                raise error from None
+
+    def _finish(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[T] | None) -> T:
+        assert task is not None
+        try:
             return loop.run_until_complete(task)
-        except asyncio.CancelledError:
-            self.raise_interrupt()
-            raise
-        except BaseException:
-            if task is None:
-                call.close()
-            elif not task.done():  # a signal's handler raised, while the loop waited
+        except BaseException as error:
+            if not task.done():  # a handler has raised again, in somebody's impatience
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     loop.run_until_complete(task)
-            raise
+            # Without the frames that refer to the task: its end calls back, and what a handler raises there is lost.
+            inner = error.__traceback__ and error.__traceback__.tb_next
+            raise error.with_traceback(inner and inner.tb_next) from None
         finally:
-            self._task = task = None  # an error that it has raised refers to this frame
-            if guarding:
-                _signal.signal(_signal.SIGINT, _signal.default_int_handler)
-
-    def raise_interrupt(self) -> None:
-        """Raise what Ctrl-C raises, if it was pressed and that has not been told."""
-        if self.interrupted:
-            self.interrupted = False
-            raise KeyboardInterrupt from None
+            task = None
 
     def close(self) -> None:
         """Cancel what is left and close the loop. Idempotent."""
@@ -139,22 +151,11 @@ class PrivateLoop:
     def _loop_for_call(self) -> asyncio.AbstractEventLoop:
         self.check_thread()
         if self._loop is None:
+            self._pid = os.getpid()
             check_descriptors(self._owner(), _LOOP_DESCRIPTORS)  # one that is made in part only is not given back
             with naming_limits(self._owner()):
                 self._loop = BlockingLoop()
-            self._pid = os.getpid()
         self.check_process()
         if self._loop.is_closed():
             raise QueueClosed(f"{self._owner()}: this end was closed")
         return self._loop
-
-    def _interrupt(self, _number: int, _frame: object) -> None:
-        if self.interrupted:
-            raise KeyboardInterrupt  # again: whoever presses it does not want to wait for the end of the call
-        self.interrupted = True
-        task = self._task
-        if task is None:
-            self._early = True
-        else:
-            # Not at once: the task may be running, and a result that it is about to return would be lost.
-            task.get_loop().call_soon_threadsafe(task.cancel)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from aioshm.codec import Codec, get_codec
+from aioshm.codec import Codec, Encoded, get_codec
 from aioshm.config import Options, check_int
 from aioshm.errors import AioshmError, HandleError
 from aioshm.queue.end import End
@@ -76,6 +76,10 @@ class ReaderEnd(End, ABC):
     def _other_ends(self) -> list[int]:
         """Return the process of each other end that this one shares CPUs with, 0 where that is not known."""
         return []
+
+    def encode(self, obj: Any) -> Encoded:
+        """Encode an object that was received, as its sender did."""
+        return self._codec.encode(obj)
 
     # Telling about itself
 

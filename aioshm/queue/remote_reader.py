@@ -130,7 +130,8 @@ class RemoteReader(RemoteEnd):
                     with data.body.toreadonly() as view:
                         yield view
             finally:
-                self._done()
+                if not self.undo:
+                    self._done()
         finally:
             self._leave()
 

@@ -85,8 +85,12 @@ class Roster:
         for index, peer in enumerate(self._peers):
             if parked[index]:
                 parked[index] = 0  # one ring is enough, however many messages follow until it wakes
-                if peer is not None:
-                    peer.ring()
+                try:
+                    if peer is not None:
+                        peer.ring()
+                except BaseException:  # a signal's handler has interrupted this: whoever goes on rings again
+                    parked[index] = 1
+                    raise
 
     def missing(self) -> list[str]:
         """Name the readers that are not attached yet."""

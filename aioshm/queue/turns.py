@@ -29,17 +29,15 @@ class Turns:
 
     Args:
         end: The end.
+
+    Attributes:
+        lasting: Whether somebody has a turn that `give` will end, which may take as long as a call waits.
     """
 
     def __init__(self, end: End) -> None:
         self._end = end
         self._waiting: deque[threading.Lock] = deque()
-        self._given = True  # whether nobody has a turn that was taken here
-
-    @property
-    def lasting(self) -> bool:
-        """Whether somebody has a turn that `give` will end, which may take as long as a call waits."""
-        return not self._given
+        self.lasting = False
 
     def take(self, deadline: float | None = None, busy: type[AioshmError] | None = None) -> bool:
         """Wait for this thread's turn, which lasts until `give`; return False if it has it already.
@@ -57,12 +55,12 @@ class Turns:
             core = self._end._core
             if not core.user:
                 core.user = me
-                self._given = False
+                self.lasting = True
                 return True
             if core.user == me:
                 return False
             self._end.check_refusal()
-            if busy is not None and not self._given:
+            if busy is not None and self.lasting:
                 raise busy(f"{self._end!r}: another thread waits here, or is in a block that has a slot")
             self.wait(deadline)
 
@@ -73,7 +71,7 @@ class Turns:
         if core.user:
             return False
         core.user = me
-        self._given = False
+        self.lasting = True
         return True
 
     def wait(self, deadline: float | None = None) -> None:
@@ -82,7 +80,7 @@ class Turns:
         Raises:
             TimeoutError: The deadline has passed.
         """
-        recheck = QUICK_RECHECK_S if self._given else RECHECK_S
+        recheck = RECHECK_S if self.lasting else QUICK_RECHECK_S
         left = recheck if deadline is None else min(recheck, deadline - monotonic())
         if left <= 0:
             raise TimeoutError(f"{self._end!r}: another thread's call, or its block, did not end in time")
@@ -96,7 +94,7 @@ class Turns:
 
     def give(self) -> None:
         """End this thread's turn."""
-        self._given = True
+        self.lasting = False
         self._end._core.user = 0
         if self._waiting:
             self.wake()

@@ -130,6 +130,9 @@ class WriterEnd(End, ABC):
         """Return what the handle tells remote readers."""
         return None
 
+    def tell_parked(self) -> None:
+        self._roster.ring_bells()
+
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         await self._become_ready(deadline_after(timeout))
 

@@ -67,6 +67,8 @@ typedef struct {
     long long spin_ns;
     unsigned long long spins, hits, spun_ns;
     bool made;
+    char quiet;               /* whether send and receive leave it to their caller to tell a parked end */
+    char hushed, owes;        /* whether one of them is under way; whether there is somebody to be told */
     int in_use;               /* calls that release the GIL, or run code of others, with the memory in their hands */
     PyObject *nothing, *elsewhere;
 } Core;
@@ -235,7 +237,14 @@ static inline unsigned long begin_use(Core *self)
 {
     unsigned long before = self->user;
     self->user = PyThread_get_thread_ident();
+    self->hushed = self->quiet;
     return before;
+}
+
+static inline void end_use(Core *self, unsigned long before)
+{
+    self->user = before;
+    self->hushed = 0;
 }
 
 static inline void count_turn(Core *self, Py_ssize_t messages, uint64_t now)
@@ -245,6 +254,10 @@ static inline void count_turn(Core *self, Py_ssize_t messages, uint64_t now)
 
 static void notify(Core *self)
 {
+    if (self->hushed) {
+        self->owes = 1;
+        return;
+    }
     if (self->on_parked == Py_None)
         return;
     PyObject *on_parked = Py_XNewRef(self->on_parked), *done = call(on_parked, NULL);
@@ -507,7 +520,7 @@ static PyObject *writer_send(Core *self, PyObject *obj)
         return passed < 0 ? NULL : Py_NewRef(Py_False);
     unsigned long before = begin_use(self);
     PyObject *answer = send_passed(self, obj);
-    self->user = before;
+    end_use(self, before);
     return answer;
 }
 
@@ -628,19 +641,49 @@ static PyObject *copy_plain(Core *self)
     return PyBytes_FromStringAndSize((const char *)slot + SLOT_HEADER_BYTES, (Py_ssize_t)words[3]);
 }
 
+/* Whether the error that decoding ended in says nothing about the message: a signal's handler raised it. */
+static bool interrupted(void)
+{
+    if (!PyErr_ExceptionMatches(PyExc_Exception))
+        return true;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    PyObject *module = PyImport_ImportModule("aioshm.interrupts"), *answer = NULL;
+    if (module != NULL)
+        answer = PyObject_CallMethod(module, "from_handler", "O", error);
+    Py_XDECREF(module);
+    bool yes = answer == NULL || answer == Py_True;  /* where that cannot be said, another one has just interrupted it */
+    PyErr_Clear();
+    Py_XDECREF(answer);
+    PyErr_Restore(type, error, traceback);
+    return yes;
+}
+
 static PyObject *take(Core *self)
 {
-    PyObject *message = copy_plain(self);
-    if (message == NULL)
+    PyObject *obj = copy_plain(self);
+    if (obj == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(self->elsewhere);
+    if (!self->raw) {
+        PyObject *message = obj;
+        self->in_use++;
+        obj = call(self->code, message);
+        self->in_use--;
+        Py_DECREF(message);
+        if (obj == NULL && interrupted())
+            return NULL;  /* the next call returns the same message */
+    }
     finish(self);
     count_turn(self, 1, now_ns());
-    if (writer_parked(self))
+    if (writer_parked(self)) {
+        PyObject *type, *error, *traceback;
+        PyErr_Fetch(&type, &error, &traceback);
         notify(self);
-    if (self->raw)
-        return message;
-    PyObject *obj = call(self->code, message);
-    Py_DECREF(message);
+        PyErr_Restore(type, error, traceback);
+    }
     return obj;
 }
 
@@ -671,7 +714,7 @@ static PyObject *reader_receive(Core *self, PyObject *Py_UNUSED(ignored))
         return passed < 0 ? NULL : Py_NewRef(self->nothing);
     unsigned long before = begin_use(self);
     PyObject *answer = receive_passed(self);
-    self->user = before;
+    end_use(self, before);
     return answer;
 }
 
@@ -695,7 +738,7 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
             obj = call(self->code, message);
             Py_DECREF(message);
             if (obj == NULL) {
-                if (n == 0)
+                if (n == 0 && !interrupted())
                     finish(self);  /* the next call returns the message behind it */
                 break;
             }
@@ -918,6 +961,16 @@ static PyMethodDef reader_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *reader_next(Core *self, void *Py_UNUSED(closure))
+{
+    return reader_receive(self, NULL);
+}
+
+static PyGetSetDef reader_attributes[] = {
+    {"next", (getter)reader_next, NULL, "What receive() returns: taken without a call, so that nothing can come in between.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyMemberDef members[] = {
     {"seq", T_ULONGLONG, offsetof(Core, seq), READONLY, "Sequence number of the next message."},
     {"published_ns", T_ULONGLONG, offsetof(Core, published_ns), 0, "When the latest message was published."},
@@ -925,6 +978,8 @@ static PyMemberDef members[] = {
     {"turn", T_LONGLONG, offsetof(Core, turn), 0, "Messages that may still pass before the loop has its turn."},
     {"turn_ends_ns", T_LONGLONG, offsetof(Core, turn_ends_ns), 0, "When the turn ends at the latest."},
     {"user", T_ULONG, offsetof(Core, user), 0, "The thread that uses this end, if any thread may; 0: none."},
+    {"quiet", T_BOOL, offsetof(Core, quiet), 0, "Whether send and receive set `owes` instead of telling a parked end."},
+    {"owes", T_BOOL, offsetof(Core, owes), 0, "Whether the other end has to be told that it may go on."},
     {"spin_ns", T_LONGLONG, offsetof(Core, spin_ns), 0, "How long send and receive spin where they cannot go on."},
     {"spins", T_ULONGLONG, offsetof(Core, spins), READONLY, "Spins so far."},
     {"hits", T_ULONGLONG, offsetof(Core, hits), READONLY, "Spins that ended with what was waited for."},
@@ -950,6 +1005,7 @@ static PyType_Slot reader_slots[] = {
     {Py_tp_traverse, core_traverse},
     {Py_tp_clear, core_clear},
     {Py_tp_methods, reader_methods},
+    {Py_tp_getset, reader_attributes},
     {Py_tp_members, members},
     {0, NULL},
 };

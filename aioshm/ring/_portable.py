@@ -23,6 +23,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Any, Final
 
+from aioshm.interrupts import from_handler
 from aioshm.ring import layout as at
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot
@@ -65,6 +66,9 @@ class _Core(ABC):
         turn: Messages that may still pass before the event loop has to have its turn.
         turn_ends_ns: When that is at the latest.
         user: The thread that is using an end that any thread may use, 0 if none is; see ``queue/turns.py``.
+        quiet: Whether `send` and `receive` set ``owes`` instead of telling a parked end, which a signal's handler could
+            interrupt halfway.
+        owes: Whether the other end has to be told that it may go on.
         spin_ns: How long `send` and `receive` spin where they cannot go on at once.
         spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
     """
@@ -101,6 +105,7 @@ class _Core(ABC):
         with view[line : line + at.LINE].cast("Q") as words:
             self._count = words[at.COUNT : at.COUNT + 1]
         self._in_use = 0
+        self.quiet = self._hushed = self.owes = False
 
     def bind(self, code: Callable[[Any], Any], what: int, raw: bool, on_parked: Callable[[], object] | None, /) -> None:
         """Say how messages are coded, and whom to tell that the other end sleeps.
@@ -183,6 +188,9 @@ class _Core(ABC):
         self.turn = self.turn - messages if now_ns < self.turn_ends_ns and messages < self.turn else 0
 
     def _notify(self) -> None:
+        if self._hushed:
+            self.owes = True
+            return
         if self._on_parked is None:
             return
         try:
@@ -318,6 +326,7 @@ class WriterCore(_Core):
         if not self._lets_pass(me):
             return False
         before, self.user = self.user, me  # without a call since it passed: other threads run only where one is
+        self._hushed = self.quiet
         try:
             message = obj if self._raw and type(obj) is bytes else self._code(obj)
             if type(message) is not bytes or not self.put(message):
@@ -325,6 +334,7 @@ class WriterCore(_Core):
             return None
         finally:
             self.user = before
+            self._hushed = False
 
     def evict(self, reader: int, /) -> None:
         """Count a reader that is gone as having read everything, now and from now on."""
@@ -410,8 +420,8 @@ class ReaderCore(_Core):
     def take(self) -> Any:
         """Return the next message, `NOTHING`, or `ELSEWHERE`.
 
-        The message is finished with before it is decoded, so whatever decoding does or raises, the next call returns
-        the one behind it.
+        It is finished with once it is decoded, or cannot be: the next call returns the one behind it. But where
+        decoding was interrupted by a signal's handler, or by what is no `Exception`, the next call returns it.
         """
         slot = self.peek()
         if slot is None:
@@ -419,10 +429,29 @@ class ReaderCore(_Core):
         message = self._copy_plain(slot)
         if message is None:
             return ELSEWHERE
+        obj: Any = message
+        failure: Exception | None = None
+        if not self._raw:
+            self._in_use += 1
+            try:
+                obj = self._code(message)
+            except Exception as error:
+                if from_handler(error):
+                    raise
+                failure = error
+            finally:
+                self._in_use -= 1
         self.turn = self.turn - 1 if monotonic_ns() < self.turn_ends_ns and self.turn > 1 else 0
         if self.release():
             self._notify()
-        return message if self._raw else self._code(message)
+        if failure is not None:
+            raise failure
+        return obj
+
+    @property
+    def next(self) -> Any:
+        """What `receive` returns; the native core's is taken without a call, so that nothing comes in between."""
+        return self.receive()
 
     def receive(self) -> Any:
         """Take the next message, if the gate lets this thread pass; else `NOTHING`."""
@@ -430,6 +459,7 @@ class ReaderCore(_Core):
         if not self._lets_pass(me):
             return NOTHING
         before, self.user = self.user, me  # as in `send`
+        self._hushed = self.quiet
         try:
             flags = self._slot.flags
             if (flags[self._flag] or not flags[0]) and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
@@ -437,6 +467,7 @@ class ReaderCore(_Core):
             return self.take()
         finally:
             self.user = before
+            self._hushed = False
 
     def take_many(self, most: int, /) -> list[Any]:
         """Return the next messages with one fence: at most so many, at most for the rest of the turn.
@@ -459,7 +490,7 @@ class ReaderCore(_Core):
                     if batch and isinstance(error, Exception):
                         break  # it is the next call's, which meets the same message again
                     failure = error
-                    if not batch:
+                    if not batch and isinstance(error, Exception) and not from_handler(error):
                         self._finish()
                     break
                 self._finish()

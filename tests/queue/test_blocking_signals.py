@@ -45,7 +45,7 @@ def test_ctrl_c_ends_a_readers_wait_and_loses_nothing(how: str, wait: str) -> No
 def test_ctrl_c_while_a_wait_begins() -> None:
     """It comes when it raises no error any more, and there is nothing yet that it could cancel."""
     private = PrivateLoop(lambda: "somebody")
-    private.run(asyncio.sleep(0))
+    private.run(lambda: asyncio.sleep(0))
     loop = private._loop
     assert loop is not None
     create_task = loop.create_task
@@ -56,9 +56,9 @@ def test_ctrl_c_while_a_wait_begins() -> None:
 
     loop.create_task = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        private.run(asyncio.sleep(60))
+        private.run(lambda: asyncio.sleep(60))
     loop.create_task = create_task  # type: ignore[method-assign]
-    private.run(asyncio.sleep(0))
+    private.run(lambda: asyncio.sleep(0))
     private.close()
 
 

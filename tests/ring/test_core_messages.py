@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import struct
 import sys
 from collections.abc import Callable
@@ -157,19 +158,62 @@ class TestTake:
     def test_decoding_that_takes_closes_and_binds(self, new_pair: NewPair) -> None:
         pair = new_pair()
         pair.writer.put(b"1")
-        pair.writer.put(b"2")
 
         def code(message: bytes) -> object:
-            if message == b"1":
-                return message, pair.reader.take()
+            with pytest.raises(RuntimeError, match="in use"):
+                pair.reader.take()
+            with pytest.raises(BufferError, match="in use"):
+                pair.reader.close()
             pair.reader.bind(bytes, 1, False, None)
-            pair.reader.close()
             return message
 
         pair.reader.bind(code, PLAIN, False, None)
-        assert pair.reader.take() == (b"1", b"2")
-        with pytest.raises(ValueError, match=r"closed|released"):
-            pair.reader.take()
+        assert pair.reader.take() == b"1"
+        assert pair.reader.take() is pair.cores.module.NOTHING
+
+    @pytest.mark.parametrize("way", ["take", "receive", "next"])
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError])
+    def test_what_interrupts_decoding_takes_nothing(
+        self, new_pair: NewPair, way: str, error: type[BaseException]
+    ) -> None:
+        pair = new_pair()
+        pair.writer.put(b"1")
+
+        def handle(_number: int, _frame: object) -> None:
+            raise error
+
+        def code(message: bytes) -> object:
+            signal.raise_signal(signal.SIGUSR1)
+            return message
+
+        def receive() -> object:
+            got = getattr(pair.reader, way)
+            return got if way == "next" else got()
+
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            pair.reader.bind(code, PLAIN, False, None)
+            for _ in range(3):
+                with pytest.raises(error):
+                    receive()
+                assert pair.reader.seq == 0
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        pair.reader.bind(decode, PLAIN, True, None)
+        assert receive() == b"1"
+
+    def test_a_quiet_core_owes(self, new_pair: NewPair) -> None:
+        pair, notes = new_pair(1, 4), Notes()
+        pair.ring.view[128] = pair.ring.view[192] = 1
+        for core in (pair.writer, pair.reader):
+            core.bind(bytes, PLAIN, True, notes.noting("parked"))
+            core.quiet = True
+        assert pair.writer.send(b"1") is None
+        assert pair.reader.next == b"1"
+        assert (pair.writer.owes, pair.reader.owes, notes) == (True, True, [])
+        assert pair.writer.put(b"2")
+        assert pair.reader.take() == b"2"
+        assert notes == ["parked"] * 2, "these are for who is asked to wait, and tells at once"
 
     def test_a_copy_of_its_own(self, new_pair: NewPair) -> None:
         pair = new_pair()
@@ -217,7 +261,7 @@ class TestTakeMany:
         with pytest.raises(KeyboardInterrupt):
             pair.reader.take_many(9)
         pair.reader.bind(bytes, PLAIN, True, None)
-        assert pair.reader.take_many(9) == ([b"b"] if first else [b"exit"])
+        assert pair.reader.take_many(9) == ([b"exit", b"b"] if first else [b"exit"])
 
     def test_ends_before_what_is_not_ordinary(self, new_pair: NewPair) -> None:
         pair = new_pair(1, 4)

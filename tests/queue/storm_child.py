@@ -1,0 +1,215 @@
+"""One end in a storm of signals whose handlers raise: ``python storm_child.py END HOW CODEC REMOTE SIGNALS``.
+
+The main thread uses it, another thread the other end; numbered messages tell what was lost, doubled or swapped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from aioshm import Options, QueueClosed, QueueEmpty, QueueFull, register_codec
+from aioshm.blocking import MessageQueue
+
+
+class Alarm(Exception):
+    pass
+
+
+class Slow:
+    """A codec in Python: signals come while it works."""
+
+    name, code = "slow", 99
+
+    def encode(self, obj: Any) -> bytes:
+        return bytes(int(digit) for digit in obj)
+
+    def decode(self, main: Any, buffers: Any) -> Any:
+        return bytes(byte for byte in bytes(main))
+
+
+register_codec("slow", Slow)
+
+
+def message(number: int, codec: str) -> Any:
+    head = b"%08d" % number
+    size = 9000 if number % 29 == 7 else number % 40
+    if codec in ("raw", "slow"):
+        return head + bytes(size)
+    return {"n": number, "body": bytes(size), **({"a": np.full(300, number % 100)} if number % 5 == 0 else {})}
+
+
+def number_of(obj: Any, codec: str) -> int:
+    if codec in ("raw", "slow"):
+        return int(bytes(obj[:8]))
+    assert obj["body"] == bytes(len(obj["body"]))
+    if "a" in obj:
+        assert (obj["a"] == obj["n"] % 100).all()
+    return int(obj["n"])
+
+
+def storm(signals: int, over: threading.Event) -> int:
+    """Send signals until the end, at the latest so many."""
+    rng, sent = random.Random(signals), 0
+    while not over.is_set() and sent < signals:
+        os.kill(os.getpid(), rng.choice((signal.SIGINT, signal.SIGUSR1, signal.SIGALRM)))
+        sent += 1
+        time.sleep(rng.choice((0.0001, 0.0004, 0.001)))
+    return sent
+
+
+armed = False
+"""Whether handlers raise. Switching it takes no call, so nothing is raised between that and the call under test."""
+
+
+def handle(number: int, _frame: object) -> None:
+    if armed:
+        raise KeyboardInterrupt if number == signal.SIGINT else Alarm
+
+
+def main(end: str, how: str, codec: str, remote: str, signals: str) -> None:
+    over, ready = threading.Event(), threading.Event()
+    options = Options(remote_window=8) if remote == "remote" else Options()
+    n_local = 0 if remote == "remote" else 1
+    writer = MessageQueue(
+        1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=8, codec=codec, options=options
+    )
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    result: list[Any] = []
+    body = reading if end == "reader" else writing
+
+    def other() -> None:
+        try:
+            if end == "reader":
+                writer.wait_until_ready(20)
+                ready.set()
+                for number in itertools.count():
+                    if over.is_set():
+                        break
+                    writer.enqueue(message(number, codec), 20)
+                    result[:] = [number + 1]
+                    if number % 50 == 0:
+                        time.sleep(0.002)
+                writer.close()
+            else:
+                reader.wait_until_ready(20)
+                ready.set()
+                for number, obj in enumerate(reader):
+                    assert number_of(obj, codec) == number, f"{number_of(obj, codec)} came instead of {number}"
+                    result[:] = [number + 1]
+                    if number % 50 == 0:
+                        time.sleep(0.002)
+                reader.close()
+        except BaseException as error:
+            result[:] = [repr(error)]
+            over.set()
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    (reader if end == "reader" else writer).wait_until_ready(20)
+    ready.wait(20)
+
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
+        signal.signal(number, handle)
+    storming = threading.Thread(target=lambda: (storm(int(signals), over), over.set()))
+    storming.start()
+    done, interrupts = body(reader if end == "reader" else writer, how, codec, over)
+    storming.join()
+    (reader if end == "reader" else writer).close()
+    thread.join(20)
+    assert result == [done], f"{done} here, {result} there"
+    print(done, interrupts, flush=True)
+
+
+def reading(reader: MessageQueue, how: str, codec: str, over: threading.Event) -> tuple[int, int]:
+    global armed
+    expected = interrupts = 0
+    choose = random.Random(5)
+    kinds = ("dequeue", "many", "nowait", "lease", "read", "broadcast", "next")
+    while True:
+        kind = choose.choice(kinds) if how == "mixed" else how
+        obj = batch = None
+        try:
+            armed = True
+            if kind == "dequeue":
+                obj = reader.dequeue(20)
+            elif kind == "broadcast":
+                obj = reader.broadcast_object()
+            elif kind == "nowait":
+                obj = reader.dequeue_nowait()
+            elif kind == "many":
+                batch = reader.dequeue_many(5, 20)
+            elif kind == "next":
+                for obj in reader:  # noqa: B007
+                    break
+            elif kind == "lease":
+                with reader.lease(20) as obj:
+                    pass
+            else:
+                with reader.acquire_read(20) as view:
+                    obj = view[:8].tobytes()
+            armed = False
+        except QueueEmpty:
+            armed = False
+            continue
+        except (KeyboardInterrupt, Alarm):
+            armed = False
+            interrupts += 1
+        except QueueClosed:
+            armed = False
+            break
+        else:
+            if kind == "next" and obj is None:
+                break
+        if batch is None and obj is not None:
+            batch = [obj]
+        for each in batch or ():
+            if kind != "read" or codec in ("raw", "slow"):
+                number = number_of(each, codec)
+                assert number == expected, f"{number} came instead of {expected} ({kind})"
+            expected += 1
+    assert reader.messages == expected, f"{reader.messages} were received, {expected} noted"
+    return expected, interrupts
+
+
+def writing(writer: MessageQueue, how: str, codec: str, over: threading.Event) -> tuple[int, int]:
+    global armed
+    interrupts = 0
+    choose = random.Random(5)
+    kinds = ("enqueue", "many", "nowait", "broadcast", *(("block",) if codec == "raw" else ()))
+    while not over.is_set():
+        number = writer.messages
+        kind = choose.choice(kinds) if how == "mixed" else how
+        messages = [message(number + ahead, codec) for ahead in range(3)]
+        try:
+            armed = True
+            if kind == "enqueue":
+                writer.enqueue(messages[0], 20)
+            elif kind == "broadcast":
+                writer.broadcast_object(messages[0])
+            elif kind == "many":
+                writer.enqueue_many(messages, 20)
+            elif kind == "nowait":
+                writer.enqueue_nowait(messages[0])
+            else:
+                with writer.acquire_write(20) as chunk:
+                    chunk[:8] = messages[0][:8]
+            armed = False
+        except QueueFull:
+            armed = False
+        except (KeyboardInterrupt, Alarm):
+            armed = False
+            interrupts += 1
+    return writer.messages, interrupts
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
