@@ -26,6 +26,7 @@ from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.codec.walk import find_refused, substitute
 from aioshm.errors import CodecError
+from aioshm.guard import built
 from aioshm.interrupts import find_raised
 
 _BYTES, _ARRAY, _TENSOR = 101, 102, 103
@@ -71,10 +72,10 @@ class MsgpackCodec:
         self._enc_hook = enc_hook
         self._dec_hook = dec_hook
         self._pack = msgspec.msgpack.Encoder(enc_hook=self._stand_in).encode
-        self._unpack = msgspec.msgpack.Decoder(ext_hook=self._arrive).decode
+        self._unpack = built(lambda: msgspec.msgpack.Decoder(ext_hook=self._arrive)).decode
         self.loads: Callable[[bytes | memoryview], Any] = self._unpack
         if type is not None:
-            self.loads = msgspec.msgpack.Decoder(type, ext_hook=self._arrive, dec_hook=dec_hook).decode
+            self.loads = built(lambda: msgspec.msgpack.Decoder(type, ext_hook=self._arrive, dec_hook=dec_hook)).decode
         self._leaving: list[memoryview] = []
         self._arriving: list[memoryview | None] = []
         self._show = False

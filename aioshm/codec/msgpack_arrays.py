@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from aioshm.codec.arrays import Array, Memory, memory_of
+from aioshm.guard import built
 
 # What dtype.str can be for elements without Python objects: more would let a sender choose what np.dtype() does.
 _PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUVmM]\d{1,9}(\[\w{1,20}\])?")
@@ -18,7 +19,7 @@ Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # NumPy gives -1 a meani
 
 # element type, shape, whether column-major
 _encode_head = msgspec.msgpack.Encoder().encode
-_decode_head = msgspec.msgpack.Decoder(tuple[Any, tuple[Length, ...], bool]).decode
+_decode_head = built(lambda: msgspec.msgpack.Decoder(tuple[Any, tuple[Length, ...], bool])).decode
 
 
 def pack_array(array: Array) -> tuple[bytes, Memory]:

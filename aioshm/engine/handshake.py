@@ -26,6 +26,7 @@ from aioshm.engine.addresses import (
 )
 from aioshm.engine.parallel import balanced_outside, parallel_settings
 from aioshm.errors import HandshakeError
+from aioshm.guard import built
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """Of an engine's message, which is some hundred bytes."""
@@ -50,7 +51,7 @@ class _FromEngine(msgspec.Struct):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_map_decoder: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any])
+_map_decoder: msgspec.msgpack.Decoder[dict[str, Any]] = built(lambda: msgspec.msgpack.Decoder(dict[str, Any]))
 
 
 class FrontEndHandshake:

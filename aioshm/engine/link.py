@@ -27,6 +27,7 @@ from aioshm.engine.registrations import Registrations
 from aioshm.engine.security import Protection, over_tcp
 from aioshm.engine.streams import Inbox
 from aioshm.errors import CodecError, EngineDead, QueueClosed, RoleError
+from aioshm.guard import built
 from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.engine")
@@ -35,7 +36,7 @@ _LOG_INTERVAL_S = 10.0
 _ABORT = EngineCoreRequestType.ABORT.value
 
 _encode_plain = msgspec.msgpack.Encoder().encode
-_decode_counts = msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool]).decode
+_decode_counts = built(lambda: msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool])).decode
 
 
 class EngineLink:

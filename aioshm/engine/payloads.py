@@ -17,6 +17,7 @@ from msgspec.msgpack import Ext
 
 from aioshm.codec.buffers import is_loaded, own_copy
 from aioshm.errors import CodecError, MessageTooLarge
+from aioshm.guard import built
 
 Frame: TypeAlias = "bytes | memoryview"
 
@@ -116,8 +117,12 @@ class PayloadDecoder:
     """
 
     def __init__(self, type: Any = None) -> None:  # noqa: A002  # the name that msgspec gives it
-        self._typed = msgspec.msgpack.Decoder(
-            Any if type is None else type, ext_hook=self._arrive, dec_hook=self._rebuild_as
+        self._typed = built(
+            lambda: built(
+                lambda: msgspec.msgpack.Decoder(
+                    Any if type is None else type, ext_hook=self._arrive, dec_hook=self._rebuild_as
+                )
+            )
         ).decode
         self._frames: Sequence[Frame] = ()
         self._saw_raw = False

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from aioshm.engine.addresses import identity
+from aioshm.guard import built
 
 MAX_REGISTRATION_BYTES = 1 << 20
 
-_decode_map = msgspec.msgpack.Decoder(dict[str, Any]).decode
+_decode_map = built(lambda: msgspec.msgpack.Decoder(dict[str, Any])).decode
 
 
 class Registrations:

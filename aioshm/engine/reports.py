@@ -9,6 +9,7 @@ import msgspec
 from aioshm.engine.addresses import MAX_INDEX
 from aioshm.engine.messages import EngineCoreRequestType, SchedulerStats, StartWave
 from aioshm.engine.waves import Published
+from aioshm.guard import built
 
 UNSUBSCRIBED = b"\x00"
 """What the end of a subscription to everything looks like to an XPUB socket."""
@@ -40,8 +41,8 @@ class Wake(msgspec.Struct, array_like=True, frozen=True):
     wave: _Number
 
 
-_report = msgspec.msgpack.Decoder(Report)
-_front_end = msgspec.msgpack.Decoder(tuple[Any, _Number])
+_report = built(lambda: msgspec.msgpack.Decoder(Report))
+_front_end = built(lambda: msgspec.msgpack.Decoder(tuple[Any, _Number]))
 _encoder = msgspec.msgpack.Encoder()
 
 

@@ -23,6 +23,7 @@ from aioshm.events.messages import (
     KVEventBatch,
     UnknownEvent,
 )
+from aioshm.guard import built
 
 # What msgspec raises for bytes from strangers; the last four for strings, nesting and map keys.
 _BAD_BYTES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError, OverflowError)
@@ -95,9 +96,9 @@ class _AnyBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 _T = TypeVar("_T")
-_array_event = msgspec.msgpack.Decoder(_ArrayEvent)
-_map_event = msgspec.msgpack.Decoder(_MapEvent)
-_first_event = msgspec.msgpack.Decoder(_FirstStored | _FirstRemoved)
+_array_event = built(lambda: msgspec.msgpack.Decoder(_ArrayEvent))
+_map_event = built(lambda: msgspec.msgpack.Decoder(_MapEvent))
+_first_event = built(lambda: msgspec.msgpack.Decoder(_FirstStored | _FirstRemoved))
 _FIRST_LENGTHS = {"BlockStored": 6, "BlockRemoved": 2}  # tag included
 
 
@@ -105,9 +106,9 @@ class BatchDecoder:
     """Turns payloads into batches; remembers which encoding came last and tries it first."""
 
     def __init__(self) -> None:
-        self._array = msgspec.msgpack.Decoder(_ArrayBatch)
-        self._map = msgspec.msgpack.Decoder(_MapBatch)
-        self._any = msgspec.msgpack.Decoder(_AnyBatch)
+        self._array = built(lambda: msgspec.msgpack.Decoder(_ArrayBatch))
+        self._map = built(lambda: msgspec.msgpack.Decoder(_MapBatch))
+        self._any = built(lambda: msgspec.msgpack.Decoder(_AnyBatch))
         self._maps_first = False
 
     @property

@@ -12,6 +12,7 @@ from typing import BinaryIO
 import msgspec
 
 from aioshm.errors import CodecError
+from aioshm.guard import built
 
 MAGIC = b"aioshm events 1\n"
 _LENGTH_BYTES = 4
@@ -59,7 +60,7 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
     """
     if file.read(len(MAGIC)) != MAGIC:
         raise CodecError("not a recording of events: the first line is missing")
-    decode = msgspec.msgpack.Decoder(Record).decode
+    decode = built(lambda: msgspec.msgpack.Decoder(Record)).decode
     number = 0
     while header := file.read(_LENGTH_BYTES):
         size = int.from_bytes(header, "big")

@@ -12,6 +12,7 @@ import msgspec
 
 from aioshm.config import Options
 from aioshm.errors import HandleError
+from aioshm.guard import built
 from aioshm.limits import is_out_of_descriptors, out_of_descriptors
 from aioshm.ring.layout import VERSION, Layout
 
@@ -154,7 +155,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
 
 
 # Made once: msgspec 0.22 was seen to crash where several threads made the first one for a type at the same time.
-_decoder = msgspec.json.Decoder(Handle)
+_decoder = built(lambda: msgspec.json.Decoder(Handle))
 
 
 def as_handle(handle: Handle | str | bytes) -> Handle:

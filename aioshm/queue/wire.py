@@ -22,6 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, RAW
+from aioshm.guard import built
 
 SECRET_BYTES = 16
 EVERYONE = 2**32 - 1
@@ -229,8 +230,8 @@ FromReader = Hello | Proven | Acknowledge | Resend | Finished | Leave
 FromWriter = Welcome | Refused | Go | Tick | Lost | Left | Closing
 
 _encoder = msgspec.msgpack.Encoder()
-_from_reader: msgspec.msgpack.Decoder[FromReader] = msgspec.msgpack.Decoder(FromReader)
-_from_writer: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(FromWriter)
+_from_reader: msgspec.msgpack.Decoder[FromReader] = built(lambda: msgspec.msgpack.Decoder(FromReader))
+_from_writer: msgspec.msgpack.Decoder[FromWriter] = built(lambda: msgspec.msgpack.Decoder(FromWriter))
 _T = TypeVar("_T")
 
 

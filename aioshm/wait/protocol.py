@@ -20,6 +20,7 @@ import struct
 import msgspec
 
 from aioshm.errors import HandleError
+from aioshm.guard import built
 
 MAX_GREETING_BYTES = 4096
 
@@ -69,8 +70,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 _encode = msgspec.msgpack.encode
-_hello_decoder = msgspec.msgpack.Decoder(Hello)
-_answer_decoder: msgspec.msgpack.Decoder[Welcome | Refusal] = msgspec.msgpack.Decoder(Welcome | Refusal)
+_hello_decoder = built(lambda: msgspec.msgpack.Decoder(Hello))
+_answer_decoder: msgspec.msgpack.Decoder[Welcome | Refusal] = built(lambda: msgspec.msgpack.Decoder(Welcome | Refusal))
 
 # What msgspec raises on arbitrary bytes: besides its own errors, those of UTF-8 and of nesting without end.
 _GARBAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

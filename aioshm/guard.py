@@ -9,7 +9,9 @@ from collections.abc import Callable
 from threading import get_ident
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _NUMBERS = tuple(sorted(map(int, signal.valid_signals())))
 _getsignal: Callable[[int], Any] = _signal.getsignal
@@ -83,3 +85,19 @@ class Guard:
                     self.on_error()
             elif monotonic() - self._since > PATIENCE_S:
                 raise
+
+
+def built(make: Callable[[], T]) -> T:
+    """Return what a function makes; what a signal's handler raises meanwhile, this raises afterwards.
+
+    For msgspec's decoders: CPython can crash where a handler raises while msgspec 0.22 looks at the types of one.
+    """
+    guard = Guard()
+    try:
+        guard.begin()
+        return make()
+    finally:
+        guard.end()
+        error = guard.take_error()
+        if error is not None:
+            raise error
