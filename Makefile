@@ -4,7 +4,7 @@ BIN := .venv/bin
 ARGS ?=
 NATIVE := aioshm/events/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test test-all lint types bench bench-rivals sanitize clean
+.PHONY: demo test test-all lint types bench bench-rivals vllm sanitize clean
 
 demo: .venv/.ready        ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
@@ -41,6 +41,9 @@ bench: .venv/.ready       ## every benchmark against its rivals, one after the o
 
 bench-rivals: .venv-rivals/.ready   ## aioshm against its rivals, in an environment of their own; fetches a wheel of 340 MB
 	.venv-rivals/bin/python -m benchmarks.compare $(ARGS)
+
+vllm: .venv-vllm/.ready   ## vLLM's executor on its own queue and on this one; fetches the same wheel, and what it imports
+	.venv-vllm/bin/python -m benchmarks.vllm_executor $(ARGS)
 
 # A copy of the tree with its own build of the native parts, so that what is installed stays as it is. The copy is where
 # Python looks first because it is started there. What Python itself never frees is no leak of theirs: the tests count
@@ -79,6 +82,18 @@ RIVALS := benchmarks/compare/constraints-rivals.txt
 	.venv-rivals/bin/python benchmarks/compare/install_vllm.py
 	touch $@
 
+# What vLLM's executor imports, of the many packages that vLLM depends on.
+VLLM_IMPORTS := transformers cloudpickle cachetools regex tqdm openai prometheus_client pillow tiktoken blake3 py-cpuinfo \
+	pybase64 cbor2 einops partial-json-parser fastapi setproctitle aiohttp openai-harmony xgrammar llguidance
+VLLM_VERSIONS := benchmarks/compare/constraints-vllm.txt
+
+.venv-vllm/.ready: pyproject.toml constraints.txt $(NATIVE) $(RIVALS) $(VLLM_VERSIONS) benchmarks/compare/install_vllm.py
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check -c constraints.txt -c $(RIVALS) -c $(VLLM_VERSIONS) \
+		-e '.[torch,uvloop,vllm]' $(VLLM_IMPORTS)
+	.venv-vllm/bin/python benchmarks/compare/install_vllm.py --executor
+	touch $@
+
 clean:                    ## remove the environment and every cache
-	rm -rf .venv .venv-rivals results build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-rivals .venv-vllm results build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,6 +12,7 @@
 | `AIOSHM_NATIVE`          |                   | `0` runs the Python twins although the native parts were built        |
 | `AIOSHM_ENGINE_READY_TIMEOUT_S` |            | seconds without progress after which a startup of engines has failed  |
 | `AIOSHM_ENGINE_KEYS`     |                   | the file with the keys of a front end, or of one engine               |
+| `AIOSHM_VLLM`            |                   | `1` puts this queue in the place of vLLM's own, in vLLM's processes   |
 | `AIOSHM_USAGE_STATS`    |                   | the file that usage reports are appended to; without, there are none  |
 """
 
@@ -185,6 +186,41 @@ def native_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     if text not in {"", "0", "1"}:
         raise ValueError(f"AIOSHM_NATIVE={shown(text)}: it must be 0 or 1")
     return text != "0"
+
+
+def vllm_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether vLLM is to use this library's queue: if ``AIOSHM_VLLM`` is ``1``.
+
+    Raises:
+        ValueError: It is neither ``0`` nor ``1``.
+    """
+    text = environ.get("AIOSHM_VLLM", "")
+    if text not in {"", "0", "1"}:
+        raise ValueError(f"AIOSHM_VLLM={text!r}: it must be 0 or 1")
+    return text == "1"
+
+
+def vllm_options(max_spin_cpu: float, environ: Mapping[str, str] = os.environ) -> Options:
+    """Return the options of a queue that vLLM uses: `Options.from_env`, and below that vLLM's own interval of warnings.
+
+    Args:
+        max_spin_cpu: Where ``AIOSHM_MAX_SPIN_CPU`` does not say otherwise.
+        environ: With ``VLLM_RINGBUFFER_WARNING_INTERVAL``, which holds where ``AIOSHM_STALL_WARNING_S`` is not set.
+
+    Raises:
+        ValueError: A variable has a value that cannot be used; the text names the variable.
+    """
+    options = Options.from_env(environ)
+    changes: dict[str, float] = {}
+    if not environ.get("AIOSHM_MAX_SPIN_CPU"):
+        changes["max_spin_cpu"] = max_spin_cpu
+    text = environ.get("VLLM_RINGBUFFER_WARNING_INTERVAL")
+    if text and not environ.get("AIOSHM_STALL_WARNING_S"):
+        try:
+            changes["stall_warning_s"] = check_seconds("the interval", float(text))
+        except ValueError as error:
+            raise ValueError(f"VLLM_RINGBUFFER_WARNING_INTERVAL={text!r}: {error}") from None
+    return msgspec.structs.replace(options, **changes)
 
 
 def engine_ready_timeout(environ: Mapping[str, str] = os.environ) -> float:

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeAlias
 from benchmarks.waiting import readable
 
 REPLY_TIMEOUT_S = 120.0
-EXIT_TIMEOUT_S = 5.0
+EXIT_TIMEOUT_S = 20.0
 
 Role: TypeAlias = Callable[..., Coroutine[Any, Any, None] | None]
 """``async def role(boss, *args)``, importable by its name; a plain ``def`` plays without an event loop."""
@@ -98,11 +98,11 @@ class Crew:
         self._context = multiprocessing.get_context("spawn")
         self._hands: list[Hand] = []
 
-    def start(self, name: str, role: Role, *args: Any) -> Hand:
-        """Start a process that plays a role."""
+    def start(self, name: str, role: Role, *args: Any, has_children: bool = False) -> Hand:
+        """Start a process that plays a role; one that is to have children must end them when it loses this one."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
-            target=_play, args=(theirs, self._loop_factory, role, args), name=name, daemon=True
+            target=_play, args=(theirs, self._loop_factory, role, args), name=name, daemon=not has_children
         )
         process.start()
         theirs.close()

@@ -50,6 +50,11 @@ class BlockingLoop(asyncio.SelectorEventLoop):
         heapq.heappush(self._timers, when)
         return super().call_at(when, callback, *args, context=context)
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is something that it would do at once."""
+        return bool(self._ready)  # type: ignore[attr-defined]  # what all of asyncio's own loops have
+
     def due(self, now: float) -> float | None:
         """Return when the next timer is due, as far as that is not past; one that was cancelled counts too."""
         timers = self._timers
@@ -129,6 +134,9 @@ class BlockingPoller(Poller):
                     return False
                 now = monotonic()
                 wait.check(now)
+                if self._private.busy:  # what was due has led to more that is
+                    await asyncio.sleep(0)
+                    continue
                 self.stats.parks += 1
                 ready = self._private.sleep(self._timeout(wait, now))
                 others = not ready  # a timer

@@ -127,6 +127,17 @@ class TestSleeping:
         end.loop.call_later(0.01, lambda: setattr(end, "ready", True))
         end.wait()
 
+    def test_what_a_timer_leads_to_is_done_before_it_sleeps_again(self, end: End) -> None:
+        async def steps() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0.002)
+                await asyncio.gather(asyncio.sleep(0), asyncio.sleep(0.001))
+            end.ready = True
+
+        task = end.loop.create_task(steps())
+        end.wait(deadline=time.monotonic() + LONG_S)
+        end.loop.run_until_complete(task)
+
     def test_what_the_loop_was_to_do_is_done_first(self, end: End) -> None:
         end.loop.call_soon(lambda: setattr(end, "ready", True))
         end.wait()

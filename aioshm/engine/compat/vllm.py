@@ -1,0 +1,319 @@
+"""vLLM 0.33's ``MessageQueue``, on this library's queue: the same names, arguments and results, for blocking callers.
+
+With ``AIOSHM_VLLM=1`` it takes the place of vLLM's own in all of its processes; see `vllm_plugin`. What differs:
+
+* Readers sleep between messages instead of spinning for a second after each; steady steps are met by a timer.
+* When a process dies, or closes its end, the waiting calls of the others end with an error that names it (`PeerDied`,
+  `QueueClosed`); with vLLM's own they wait on.
+* Remote readers are encrypted, and their messages acknowledged and retransmitted.
+* ``enable_shm_tensor_arena`` changes nothing: tensors of any size travel through shared memory beside the pickle, with
+  one copy into it and one out of it, and are the receiver's own.
+* After `shutdown`, all calls raise ``RuntimeError("cancelled")``, those that send too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from aioshm.config import Options, vllm_options
+from aioshm.engine.compat.vllm_handle import Handle, as_queue_handle
+from aioshm.errors import AioshmError, QueueCancelled, QueueClosed
+from aioshm.queue import base, blocking, groups
+from aioshm.queue.reader_end import ReaderEnd
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from aioshm.queue.process_group import ObjectGroup
+
+__all__ = ["Handle", "MessageQueue"]
+
+MAX_CHUNK_BYTES = 24 * 1024 * 1024
+MAX_CHUNKS = 10
+MAX_SPIN_CPU = 0.03
+"""A worker's share of a core for meeting steady steps; with the steps themselves, it stays below 6% at 20 ms."""
+
+
+class MessageQueue:
+    """A queue from one writer to many readers, with vLLM's interface.
+
+    Any threads may use an end, one at a time, and `shutdown` it. An end that is dropped closes itself.
+
+    Args:
+        n_reader: Readers in all.
+        n_local_reader: Readers on this host, which read the ring; the others connect over TCP.
+        local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
+        max_chunk_bytes: Room for one message in the ring; larger ones travel beside it. vLLM's executor passes
+            ``VLLM_MQ_MAX_CHUNK_BYTES_MB``.
+        max_chunks: Messages that the ring holds before the writer waits for the slowest reader.
+        connect_ip: The address of this host that remote readers connect to.
+        enable_shm_tensor_arena: Taken for vLLM's sake; see the module's docstring.
+
+    Attributes:
+        n_local_reader, n_remote_reader: How many there are; a reader knows them too.
+        local_reader_rank: A local reader's place among them; -1 elsewhere.
+        shutting_down: Whether `shutdown` was called.
+        tensor_arena: None.
+    """
+
+    def __init__(
+        self,
+        n_reader: int,
+        n_local_reader: int,
+        local_reader_ranks: list[int] | None = None,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunks: int = MAX_CHUNKS,
+        connect_ip: str | None = None,
+        enable_shm_tensor_arena: bool = False,
+    ) -> None:
+        self._write(
+            blocking.MessageQueue(
+                n_reader,
+                n_local_reader,
+                local_reader_ranks,
+                max_chunk_bytes,
+                max_chunks,
+                connect_ip or None,
+                options=_options(),
+            )
+        )
+
+    @staticmethod
+    def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
+        """Make a reader's end.
+
+        Args:
+            handle: What the writer's `export_handle` returned.
+            rank: Which reader this is; the only remote one may say -1.
+
+        Raises:
+            HandleError: The handle is of vLLM's own queue, or of another host or user, or its queue is gone.
+            TypeError, ValueError: It is no handle, or no reader has this rank.
+        """
+        handle = as_queue_handle(handle)
+        rank = handle.rank_of(rank)
+        self = MessageQueue.__new__(MessageQueue)
+        self._read(blocking.MessageQueue.create_from_handle(handle.queue, rank), handle, rank)
+        return self
+
+    @staticmethod
+    def create_from_process_group(
+        pg: ProcessGroup | ObjectGroup,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | None = None,
+        blocking: bool = True,
+    ) -> MessageQueue:
+        """Make a queue from one rank of a process group to all the others; every rank calls this.
+
+        Args:
+            pg: A ``torch.distributed`` group with a backend for the CPU, or vLLM's ``StatelessProcessGroup``.
+            max_chunk_bytes: As for the class.
+            max_chunks: As for the class.
+            writer_rank: Who writes, by rank in the group.
+            external_writer_handle: The handle of a queue whose writer is outside of the group, which all ranks read.
+            blocking: Whether to wait until everybody is attached.
+        """
+        external = None if external_writer_handle is None else as_queue_handle(external_writer_handle).queue
+        end = _run(
+            lambda: groups.create_from_process_group(
+                pg, max_chunk_bytes, max_chunks, writer_rank, external, False, options=_options()
+            )
+        )
+        self = _adopted(end)
+        if blocking:
+            self.wait_until_ready()
+        return self
+
+    @staticmethod
+    def create_from_process_group_single_reader(
+        pg: ProcessGroup,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        reader_rank: int = 0,
+        blocking: bool = False,
+    ) -> tuple[MessageQueue, list[Handle]]:
+        """Make a queue from every rank of a process group to one of them; every rank calls this.
+
+        Args:
+            pg: As for `create_from_process_group`.
+            max_chunk_bytes: As for the class.
+            max_chunks: As for the class.
+            reader_rank: Who reads, by its global rank, as vLLM counts here.
+            blocking: Whether to wait until the reader is attached to this rank's queue.
+
+        Returns:
+            This rank's writer; and at ``reader_rank`` the handles of all ranks' queues, elsewhere none.
+        """
+        rank = _rank_in_group(pg, reader_rank)
+        end, handles = _run(
+            lambda: groups.create_from_process_group_single_reader(
+                pg, max_chunk_bytes, max_chunks, rank, False, options=_options()
+            )
+        )
+        self = _adopted(end)
+        if blocking:
+            self.wait_until_ready()
+        return self, [Handle.of(handle) for handle in handles]
+
+    def export_handle(self) -> Handle:
+        """Return what readers need in order to attach."""
+        return self.handle
+
+    def wait_until_ready(self) -> None:
+        """Wait until every reader is attached; every end calls this."""
+        with self._translated():
+            self._queue.wait_until_ready()
+
+    # Messages
+
+    def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+        """Send an object to every reader.
+
+        Raises:
+            TimeoutError: No slot became free in time.
+            RuntimeError: "cancelled": this end was shut down.
+            PeerDied: A reader died.
+            QueueClosed: Every reader has left.
+        """
+        try:
+            self._queue.enqueue(obj, timeout if timeout is None or timeout > 0 else 0)
+        except AioshmError as error:
+            self._translate(error)
+
+    def dequeue(
+        self, timeout: float | None = None, indefinite: bool = False, *, cancel: threading.Event | None = None
+    ) -> Any:
+        """Receive the next message.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+            indefinite: Report nothing however long this takes.
+            cancel: Ends the wait once set, as in earlier versions of vLLM.
+
+        Raises:
+            TimeoutError: Nothing arrived in time.
+            RuntimeError: "cancelled": this end was shut down, or ``cancel`` is set.
+            PeerDied, QueueClosed: The writer died, or has closed the queue, and everything it sent has been read.
+        """
+        try:
+            return self._queue.dequeue(timeout if timeout is None or timeout > 0 else 0, cancel, indefinite)
+        except AioshmError as error:
+            self._translate(error)
+
+    @contextlib.contextmanager
+    def acquire_write(self, timeout: float | None = None) -> Iterator[memoryview]:
+        """Give the next free slot's chunk to the block to fill; its end publishes it."""
+        with self._translated(), self._queue.acquire_write(timeout) as chunk:
+            yield chunk
+
+    @contextlib.contextmanager
+    def acquire_read(self, timeout: float | None = None, indefinite: bool = False) -> Iterator[memoryview]:
+        """Give the next message's bytes to the block, undecoded."""
+        with self._translated(), self._queue.acquire_read(timeout, None, indefinite) as chunk:
+            yield chunk
+
+    def broadcast_object(self, obj: Any = None) -> Any:
+        """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""
+        if self._is_writer:
+            self.enqueue(obj)
+            return obj
+        return self.dequeue()
+
+    # Closing
+
+    def shutdown(self) -> None:
+        """Close this end, from any thread: calls that wait raise ``RuntimeError("cancelled")``. Idempotent."""
+        self.shutting_down = True
+        self._close()
+
+    def _translate(self, error: AioshmError) -> None:
+        """Raise what vLLM's callers expect."""
+        if isinstance(error, QueueCancelled) or (isinstance(error, QueueClosed) and self.shutting_down):
+            raise RuntimeError("cancelled") from None
+        raise error
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except AioshmError as error:
+            self._translate(error)
+
+    # Making
+
+    def _write(self, queue: blocking.MessageQueue) -> None:
+        self._own(queue, Handle.of(queue.export_handle()))
+        self._is_writer = True
+        self._is_local_reader = self._is_remote_reader = False
+        self.local_reader_rank = -1
+
+    def _read(self, queue: blocking.MessageQueue, handle: Handle, rank: int) -> None:
+        self._own(queue, handle)
+        self._is_writer = False
+        self._is_local_reader = rank in handle.local_reader_ranks
+        self._is_remote_reader = not self._is_local_reader
+        self.local_reader_rank = handle.local_reader_ranks.index(rank) if self._is_local_reader else -1
+
+    def _own(self, queue: blocking.MessageQueue, handle: Handle) -> None:
+        self._queue = queue
+        self.handle = handle
+        self.n_local_reader = len(handle.local_reader_ranks)
+        self.n_remote_reader = handle.queue.n_reader - self.n_local_reader
+        self.shutting_down = False
+        self.tensor_arena = None
+        self._close = weakref.finalize(self, _close, queue, os.getpid())
+
+    def __repr__(self) -> str:
+        return f"<vLLM's face of {self._queue!r}>"
+
+
+def _close(queue: blocking.MessageQueue, pid: int) -> None:
+    """Close an end wherever this is called: by a thread with an event loop too, and by the garbage collector."""
+    if os.getpid() != pid:  # a forked child's copy, of which the queue itself has let go
+        return
+    if asyncio._get_running_loop() is None:
+        queue.close()
+        return
+    # This thread's loop may be anybody's; it waits no longer than it would without.
+    closing = threading.Thread(target=queue.close, name="aioshm-shutdown")
+    closing.start()
+    closing.join()
+
+
+def _adopted(end: base.MessageQueue) -> MessageQueue:
+    """Return vLLM's face of an end that no loop has used."""
+    queue = blocking.MessageQueue.__new__(blocking.MessageQueue)
+    queue._adopt(end)
+    self = MessageQueue.__new__(MessageQueue)
+    if isinstance(end, ReaderEnd):
+        self._read(queue, Handle.of(end._handle), end._rank)
+    else:
+        self._write(queue)
+    return self
+
+
+def _run(make: Callable[[], Any]) -> Any:
+    """Run what is made for an event loop, in a thread that has none."""
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        return runner.run(make())
+
+
+def _rank_in_group(pg: Any, rank: int) -> int:
+    """Return the rank in a group of whoever has this global one."""
+    if hasattr(pg, "broadcast_obj"):
+        return rank
+    import torch.distributed as dist
+
+    return dist.get_group_rank(pg, rank)
+
+
+def _options() -> Options:
+    return vllm_options(MAX_SPIN_CPU)

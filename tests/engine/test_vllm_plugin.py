@@ -1,0 +1,105 @@
+"""The plugin puts the queue in the place of vLLM's own in modules that have the names of vLLM's."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from aioshm.engine.compat import vllm_plugin
+from aioshm.engine.compat.vllm import MessageQueue
+from aioshm.engine.compat.vllm_plugin import QUEUE_MODULE, SIGNATURES, described
+
+STATIC = [name for name in SIGNATURES if not SIGNATURES[name].startswith("self")]
+METHODS = "\n".join(
+    f"    {'@staticmethod' if name in STATIC else ''}\n    def {name}({parameters}): ..."
+    for name, parameters in SIGNATURES.items()
+)
+
+
+def a_class(source: str = METHODS) -> Any:
+    """Return a class with vLLM's methods, as far as their parameters go."""
+    names: dict[str, Any] = {}
+    exec(f"class MessageQueue:\n{source}", names)
+    return names["MessageQueue"]
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Put modules in place that have the names of vLLM's, and the queue that its own has."""
+    made: dict[str, Any] = {}
+    for name in [QUEUE_MODULE, "vllm.v1.executor.multiproc_executor", "another.plugin"]:
+        module: Any = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        made[name] = module
+    own = a_class()
+    for module in made.values():
+        module.MessageQueue = own
+    monkeypatch.setenv("AIOSHM_VLLM", "1")
+    return made
+
+
+def test_every_module_that_has_imported_it_gets_the_new_one(modules: dict[str, Any]) -> None:
+    vllm_plugin.register()
+    assert all(module.MessageQueue is MessageQueue for module in modules.values())
+    vllm_plugin.register()  # as vLLM may do
+    assert all(module.MessageQueue is MessageQueue for module in modules.values())
+
+
+def test_other_classes_of_the_name_stay(modules: dict[str, Any]) -> None:
+    other = modules["another.plugin"].MessageQueue = a_class()
+    vllm_plugin.register()
+    assert modules["another.plugin"].MessageQueue is other
+
+
+@pytest.mark.parametrize("value", ["", "0", None])
+def test_it_does_nothing_unasked(modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    own = modules[QUEUE_MODULE].MessageQueue
+    monkeypatch.delenv("AIOSHM_VLLM") if value is None else monkeypatch.setenv("AIOSHM_VLLM", value)
+    vllm_plugin.register()
+    assert all(module.MessageQueue is own for module in modules.values())
+
+
+def test_a_variable_that_says_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHM_VLLM", "yes")
+    with pytest.raises(ValueError, match="AIOSHM_VLLM='yes'"):
+        vllm_plugin.register()
+
+
+def test_a_vllm_with_another_interface_keeps_its_own(modules: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    own = a_class(METHODS.replace("obj, timeout=None", "obj, timeout=None, priority=0"))
+    for module in modules.values():
+        module.MessageQueue = own
+    with caplog.at_level(logging.ERROR, "aioshm.engine"):
+        vllm_plugin.register()
+    assert all(module.MessageQueue is own for module in modules.values())
+    assert "enqueue: (self, obj, timeout=None, priority=0) instead of" in caplog.text
+
+
+def test_modules_that_import_lazily_are_left_alone(modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def lazily(name: str) -> Any:
+        raise AssertionError(f"{name} was imported")
+
+    lazy: Any = ModuleType("lazy")
+    lazy.__getattr__ = lazily
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    vllm_plugin.register()
+
+
+def test_vllm_finds_it() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["aioshm"].partition(":")
+    assert getattr(importlib.import_module(module), name) is vllm_plugin.register
+    assert project["optional-dependencies"]["vllm"] == []
+
+
+def test_what_a_method_takes() -> None:
+    def method(self: object, n_reader: int, timeout: float | None = None, *, cancel: object = None) -> None: ...
+
+    assert described(method) == "self, n_reader, timeout=None"
