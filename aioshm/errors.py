@@ -135,6 +135,10 @@ class SharedMemoryError(AioshmError, OSError):
     """Shared memory could not be created or mapped; the text says what was asked for, what is free, what to do."""
 
 
+class EndpointError(AioshmError, OSError):
+    """A ZeroMQ socket cannot be made for an endpoint, bound to it or connected to it; the text says what to do."""
+
+
 class LimitReached(AioshmError):
     """This process may not have more of something; the text says of what, what the limit is, and what to do.
 

@@ -41,7 +41,8 @@ class EngineClient:
 
     Args:
         addresses: Where to bind, one input and output for each client; the rest is used as it is when the engines are
-            ready. What is bound is written back here: with port 0 that is a port that the kernel has chosen.
+            ready. What is bound is written back here, in a form that engines can connect to: with port 0 that is a port
+            that the kernel has chosen, and in the place of a wildcard (``tcp://*:0``) this host's own address.
         engines: The engines, or how many there are, with the ranks from 0 on.
         client_index: Which of the addresses' inputs and outputs are this client's.
         request_type: What requests have to be; None: anything that MessagePack can say, and arrays and tensors.

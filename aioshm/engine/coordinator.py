@@ -19,6 +19,7 @@ from aioshm.engine.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.engine.waves import Waves
 from aioshm.errors import EngineStartupError
 from aioshm.limits import naming_limits
+from aioshm.wait.address import connectable
 from aioshm.wait.background import in_thread
 from aioshm.zeromq import BoundFile
 
@@ -27,7 +28,6 @@ START_TIMEOUT_S = 60.0
 """How long its process may take until it is bound."""
 
 _END_S = 2.0  # from the end of its pipe to its own
-_WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 
 
 class DPCoordinator(ProcessManager):
@@ -47,7 +47,8 @@ class DPCoordinator(ProcessManager):
 
     Args:
         n_engines: How many engines there are. A front end may change that with ``("SCALE_ELASTIC_EP", n)``.
-        host: This host's address, where not everybody is on this host; no wildcard, since it is passed on.
+        host: This host's address, where not everybody is on this host; ``"*"`` binds all of them, and the others are
+            told the one that this host's packets come from.
         local_engines: Whether all engines are on this host, and so meet it at ``ipc://`` addresses.
         local_front_ends: The same of the front ends.
         enable_wave_coordination: Whether engines work in lockstep and so in waves, as those of mixtures of experts do.
@@ -84,8 +85,6 @@ class DPCoordinator(ProcessManager):
         if n_engines > MAX_INDEX + 1:
             raise ValueError(f"n_engines must be at most {MAX_INDEX + 1}, not {n_engines}")
         check_seconds("timeout", timeout)
-        if host in _WILDCARDS:
-            raise ValueError(f"host must be an address that the others can connect to, not {host!r}")
         wanted = CoordinatorAddresses(
             get_engine_client_zmq_addr(local_front_ends, host),
             get_engine_client_zmq_addr(local_engines, host),
@@ -142,7 +141,7 @@ class DPCoordinator(ProcessManager):
     def _await_addresses(self, told: Connection, timeout: float) -> CoordinatorAddresses:
         try:
             if told.poll(timeout):
-                return CoordinatorAddresses(*told.recv())
+                return CoordinatorAddresses(*map(connectable, told.recv()))
         except EOFError:
             self.proc.join(_END_S)
         ended = Ended(self.proc.name, self.proc.pid, self.proc.exitcode)

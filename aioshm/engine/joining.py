@@ -17,7 +17,7 @@ from aioshm.engine.handshake import MAX_INIT_BYTES, EngineHandshake
 from aioshm.engine.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.queue.sockets import Sockets
 from aioshm.wait.background import give_back
-from aioshm.zeromq import Monitor, Watch, attach, open_socket
+from aioshm.zeromq import Monitor, Watch, attach, check_endpoint, open_socket
 
 INIT_TIMEOUT_S = 300.0
 LINGER_MS = 5000
@@ -76,7 +76,9 @@ async def shake_hands(
     async with AsyncExitStack() as stack:
 
         async def greet(address: str, local: bool) -> tuple[_FrontEnd, EngineHandshakeMetadata]:
-            credentials = keys_for_engine(index, keys) if secure and address.startswith("tcp://") else None
+            credentials = (
+                keys_for_engine(index, keys) if secure and check_endpoint(address).startswith("tcp://") else None
+            )
             front_end = _FrontEnd(address, EngineHandshake(index, local=local, headless=headless), credentials)
             stack.callback(front_end.close)
             return front_end, await front_end.greet(timeout)

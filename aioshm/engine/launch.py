@@ -163,7 +163,8 @@ async def launch_core_engines(
         parallel_config_hash: See `EngineStartupCoordinator`.
         backend: ``"mp"``, processes of this host, or ``"ray"``, actors, which are also told ``local_client``.
         manager_options: For `CoreEngineProcManager` or `CoreEngineActorManager`.
-        host: This host's address, for engines on other hosts; None: the one that its packets to others come from.
+        host: This host's address, for engines on other hosts; ``"*"`` binds all of them; None: the one that its packets
+            to others come from.
         handshake_address: Where engines say HELLO; None: at a socket file, or with engines on other hosts at a port of
             ``host``. With ``start_index`` it is the head node's.
         addresses: Where this process, or its API servers, meet the engines; None: chosen in the same way.

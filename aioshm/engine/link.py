@@ -28,6 +28,7 @@ from aioshm.engine.security import Protection, over_tcp
 from aioshm.engine.streams import Inbox
 from aioshm.errors import CodecError, EngineDead, QueueClosed, RoleError
 from aioshm.guard import built
+from aioshm.wait.address import connectable
 from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.engine")
@@ -111,8 +112,8 @@ class EngineLink:
             max_bytes=self.options.max_message_bytes,
             silence_s=self.options.remote_timeout,
         )
-        self.addresses.inputs[self.index] = self.sockets.input_address
-        self.addresses.outputs[self.index] = self.sockets.output_address
+        self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
+        self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
         self.liveness = Liveness(lambda error: this._die(error))
 
     async def aclose(self) -> None:

@@ -18,7 +18,7 @@ from aioshm.engine.addresses import MAX_INDEX, identity
 from aioshm.engine.doorkeeper import Doorkeeper
 from aioshm.engine.keys import EngineKeys, keys_for_front_end
 from aioshm.queue.sockets import Socket, Sockets
-from aioshm.zeromq import CurveKeys, open_socket
+from aioshm.zeromq import CurveKeys, check_endpoint, open_socket
 
 HANDSHAKE_MS = 5_000
 """How long somebody who connects may take to prove who they are."""
@@ -122,7 +122,7 @@ class Protection:
 
 def over_tcp(addresses: Iterable[str | None]) -> bool:
     """Tell whether any of these addresses is on the network."""
-    return any(address is not None and address.startswith("tcp://") for address in addresses)
+    return any(address is not None and check_endpoint(address).startswith("tcp://") for address in addresses)
 
 
 def is_loopback(address: str) -> bool:

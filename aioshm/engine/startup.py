@@ -22,6 +22,7 @@ from aioshm.engine.router import HandshakeRouter
 from aioshm.engine.supervision import Supervision, completed
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
 from aioshm.queue.sockets import Socket
+from aioshm.wait.address import connectable
 from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.engine")
@@ -132,9 +133,9 @@ class EngineStartupCoordinator:
 
     @property
     def handshake_address(self) -> str:
-        """Where engines say HELLO: what was really bound, once it is."""
+        """Where engines say HELLO: what was really bound, once it is, with this host's address for a wildcard."""
         if self._router is not None:
-            return self._router.address
+            return connectable(self._router.address)
         return self._place if isinstance(self._place, str) else "a socket"
 
     @property

@@ -21,6 +21,10 @@ _YOUNG_S = 10.0  # a socket file this new may belong to somebody between bind an
 _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # macOS: sys/un.h
 
 
+WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]", "::", "[*]")
+"""How an endpoint names all addresses of a host."""
+
+
 def new_address(options: Options, queue_id: bytes, kind: str) -> str:
     """Return the address of one of a queue's sockets: ``@name`` for an abstract one, else a path.
 
@@ -65,6 +69,20 @@ def own_address() -> str:
         except OSError:
             continue
     return "127.0.0.1"
+
+
+def connectable(endpoint: str) -> str:
+    """Return the form of a bound endpoint that can be passed on to those who connect.
+
+    Where all addresses of this host are bound (``tcp://*:5557``, ``tcp://0.0.0.0:5557``, ``tcp://[::]:5557``), that is
+    the host's own address with the same port; any other endpoint is returned as it is.
+    """
+    transport, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    if transport != "tcp" or host not in WILDCARD_HOSTS:
+        return endpoint
+    own = own_address()
+    return f"tcp://[{own}]:{port}" if ":" in own else f"tcp://{own}:{port}"
 
 
 def check_ip(address: object) -> str | None:

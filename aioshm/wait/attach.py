@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 
 from aioshm.errors import HandleError, PeerDied
-from aioshm.limits import naming_limits, shortage
+from aioshm.limits import naming_limits, out_of_descriptors, shortage
 from aioshm.wait import protocol
 from aioshm.wait.address import peer_credentials, sockaddr
 from aioshm.wait.bell import Bell
@@ -137,7 +137,7 @@ class Lifeline:
     def _readable(self) -> None:
         while self._sock.fileno() >= 0:  # until nothing is left: see _Connection.read
             try:
-                data, fds = _receive(self._sock)
+                data, fds, _ = _receive(self._sock)
             except BlockingIOError:
                 return
             except OSError:
@@ -236,19 +236,20 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
         while (body := protocol.take_frame(received)) is None:
             await _until_readable(loop, sock)
             try:
-                data, new_fds = _receive(sock)
+                data, new_fds, cut = _receive(sock)
             except BlockingIOError:
                 continue
             except ConnectionResetError:
-                data, new_fds = b"", []
+                data, new_fds, cut = b"", [], False
             fds += new_fds
             received += data
+            if cut:  # those for which the table of open files has no room do not come
+                raise out_of_descriptors(f"a reader of the queue at {address}")
             if not data:
                 raise PeerDied(-1, pid, "writer", "while this reader was attaching")
         welcome = protocol.unpack_answer(body)
         expected = welcome.segment + 2 * welcome.bells
         if len(fds) != expected:
-            # Those for which the table of open files has no room do not come, recv(2) says only that some are missing.
             raise shortage(f"a reader of the queue at {address}") or HandleError(
                 f"the writer sent {len(fds)} descriptors instead of {expected}"
             )
@@ -260,16 +261,17 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
     return Lifeline(loop, sock, welcome, fds, bytes(received), pid)
 
 
-def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+    """Return what came: bytes, descriptors, and whether there were more of these than this process may have."""
     # socket.recv_fds ignores its flags (seen in CPython 3.11), and would hand out inheritable descriptors.
-    data, ancillary, _flags, _address = sock.recvmsg(
+    data, ancillary, flags, _address = sock.recvmsg(
         protocol.MAX_GREETING_BYTES, socket.CMSG_SPACE(_MAX_FDS * 4), _RECV_FLAGS
     )
     fds = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, list(fds)
+    return data, list(fds), bool(flags & socket.MSG_CTRUNC)
 
 
 async def _until_readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:

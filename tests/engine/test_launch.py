@@ -31,6 +31,7 @@ from aioshm.engine import (
 )
 from aioshm.engine import launch as launching
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
+from aioshm.wait.address import own_address
 
 ANY = "tcp://127.0.0.1:0"
 
@@ -97,6 +98,22 @@ class TestServing:
                 assert address.startswith("tcp://127.0.0.1:")
                 assert not address.endswith(":0")
             assert len(await collected(launch.client.submit(ask("a")))) == 3
+
+    async def test_all_addresses_of_the_host(self) -> None:
+        """What is bound with a wildcard is told with an address that others can connect to."""
+        addresses = EngineZmqAddresses(["tcp://*:0"], ["tcp://0.0.0.0:0"])
+        async with launch_core_engines(
+            targets.serve, 2, 1, host="*", addresses=addresses, handshake_address="tcp://*:0", wait=False
+        ) as launch:
+            told = [launch.handshake_address, *addresses.inputs, *addresses.outputs]
+            told += [addresses.coordinator_input or "", addresses.coordinator_output or ""]
+            for address in told:
+                assert address.startswith(f"tcp://{own_address()}:")
+                assert int(address.rpartition(":")[2]) > 0
+            there = CoreEngineProcManager(targets.serve_over_there, 1, 1, handshake_address=launch.handshake_address)
+            async with there:
+                await launch.wait_until_ready(60)
+                assert len(await collected(launch.client.submit(ask("a"), engine=1))) == 3
 
     @pytest.mark.parametrize("secure", [True, False])
     async def test_strangers_stay_outside(self, secure: bool) -> None:
@@ -303,7 +320,6 @@ class TestArguments:
                 "coordinator must be the head node's",
             ),
             ({"start_index": 1, "handshake_address": ANY}, ValueError, "2 from rank 1 on, not 2"),
-            ({"host": "*", "local_engine_count": 1}, ValueError, r"host must be an address .* not '\*'"),
             ({"progress_timeout": 0}, ValueError, "progress_timeout"),
         ],
     )

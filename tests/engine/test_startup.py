@@ -26,6 +26,7 @@ from aioshm.engine import (
     wait_for_engine_startup,
 )
 from aioshm.errors import EngineStartupError, RoleError
+from aioshm.wait.address import own_address
 
 ANY = "tcp://127.0.0.1:0"
 
@@ -117,6 +118,12 @@ class TestSuccess:
         async with tasks(engine(path, 0)):
             await asyncio.sleep(0.1)
             async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+                await startup.wait(20)
+
+    async def test_a_wildcard_is_told_as_an_address(self) -> None:
+        async with EngineStartupCoordinator("tcp://*:0", [CoreEngine(0)], addresses()) as startup:
+            assert startup.handshake_address.startswith(f"tcp://{own_address()}:")
+            async with tasks(engine(startup.handshake_address, 0)):
                 await startup.wait(20)
 
     async def test_engines_may_be_started_inside(self) -> None:

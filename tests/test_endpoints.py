@@ -1,0 +1,98 @@
+"""Endpoints and keys that no ZeroMQ socket can have: typed errors that name them and say what to do."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from aioshm import EndpointError
+from aioshm.engine import CoreEngine, EngineClient, EngineStartupCoordinator, EngineZmqAddresses, run_engine_core
+from aioshm.events import EventSubscriber, ThreadedEventPublisher, ZmqEventPublisher
+from aioshm.zeromq import CurveKeys
+
+FREE = "tcp://127.0.0.1:*"
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """An endpoint that somebody else has."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+
+
+async def enter(made: Any) -> None:
+    if isinstance(made, AbstractAsyncContextManager):
+        async with made:
+            pass
+    elif isinstance(made, Awaitable):
+        await made
+    else:
+        made.close()
+
+
+Make = Callable[..., Any]
+
+BINDS: dict[str, Make] = {
+    "publisher": lambda endpoint: ZmqEventPublisher(0, endpoint),
+    "replay of a publisher": lambda endpoint: ZmqEventPublisher(0, FREE, endpoint),
+    "threaded publisher": lambda endpoint: ThreadedEventPublisher(0, endpoint),
+    "requests": lambda endpoint: EngineClient(EngineZmqAddresses([endpoint], [FREE]), 1),
+    "outputs": lambda endpoint: EngineClient(EngineZmqAddresses([FREE], [endpoint]), 1),
+    "handshake": lambda endpoint: EngineStartupCoordinator(
+        endpoint, [CoreEngine(0)], EngineZmqAddresses([FREE], [FREE])
+    ),
+}
+CONNECTS: dict[str, Make] = {
+    "subscriber": EventSubscriber,
+    "engine": lambda endpoint: run_engine_core(None, endpoint, 0),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("make", BINDS.values(), ids=BINDS)
+async def test_one_that_cannot_be_bound(make: Make, taken: str) -> None:
+    bound = taken.replace("127.0.0.1", "*") if make in (BINDS["publisher"], BINDS["threaded publisher"]) else taken
+    for endpoint, number, remedy in (
+        (bound, errno.EADDRINUSE, "port * for a free one"),
+        ("ipc:///nowhere/at/all", errno.ENOENT, "make its directory"),
+        ("ipc:///tmp/" + "x" * 300, errno.ENAMETOOLONG, "a shorter directory"),
+    ):
+        with pytest.raises(EndpointError, match="cannot bind") as caught:
+            await enter(make(endpoint))
+        assert caught.value.errno == number
+        assert endpoint in str(caught.value)
+        assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [*BINDS.values(), *CONNECTS.values()], ids=[*BINDS, *CONNECTS])
+@pytest.mark.parametrize(
+    "endpoint", [5, 1.5, b"tcp://127.0.0.1:5", "ipc:///tmp/a\0b", "ipc:///tmp/\udc80", "foo", "tcp://"]
+)
+async def test_one_that_is_none(make: Make, endpoint: Any) -> None:
+    with pytest.raises((TypeError, ValueError, EndpointError), match=r"endpoint|address|iterable"):
+        await enter(make(endpoint))
+
+
+@pytest.mark.parametrize("make", [ZmqEventPublisher, ThreadedEventPublisher, EventSubscriber])
+async def test_keys(make: Any) -> None:
+    good = CurveKeys.generate(CurveKeys.generate().public)
+    place = (FREE.replace("*", "5"),) if make is EventSubscriber else (0, FREE)
+    secret = b"0123456789"
+    for bad, name in (
+        (CurveKeys(public=b"x", secret=good.secret, server=good.server), "curve.public"),
+        (CurveKeys(public=good.public, secret=secret, server=good.server), "curve.secret"),
+        (CurveKeys(public="x", secret=good.secret, server=good.server), "curve.public"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=name) as caught:
+            await enter(make(*place, curve=bad))
+        assert secret.decode() not in str(caught.value)
+    for nonsense in (5, "keys", object()):
+        with pytest.raises(TypeError, match="curve must be CurveKeys or None"):
+            await enter(make(*place, curve=nonsense))
