@@ -1,5 +1,6 @@
 """The queue for plain threads: ``from aioshm.blocking import MessageQueue``."""
 
 from aioshm.queue.blocking import MessageQueue
+from aioshm.queue.blocking_merge import Merged, merge
 
-__all__ = ["MessageQueue"]
+__all__ = ["Merged", "MessageQueue", "merge"]

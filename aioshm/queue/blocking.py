@@ -15,23 +15,29 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from aioshm.codec import Codec, cannot_decode
 from aioshm.codec.frames import body_bytes, write_body
 from aioshm.config import Options, check_int, shown
-from aioshm.errors import AioshmError, QueueClosed, QueueEmpty, QueueFull
+from aioshm.errors import AioshmError, QueueClosed, QueueEmpty, QueueFull, RoleError
 from aioshm.queue import base
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.blocks import Block
 from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
+from aioshm.queue.local_slots import LocalSlots
 from aioshm.queue.private_loop import PrivateLoop
 from aioshm.queue.reader_end import ReaderEnd
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.turns import Turns
 from aioshm.queue.writer import Writer
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, native_core
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from aioshm.queue.process_group import ObjectGroup
 
 T = TypeVar("T")
 
@@ -125,9 +131,97 @@ class MessageQueue:
         # What was received for a call that a signal's handler ended: the next one's. Looking at it and taking something
         # off takes no call: nothing comes in between, nor on the way back to the caller.
         self._kept: list[Any] = []
+        self.late = False
         # What usually is all that a call needs; until the end is ready, both say that they cannot.
         self._sending: Any = _NotAtOnce
         self._reading: Any = _NotAtOnce
+
+    @classmethod
+    def _around(cls, end: base.MessageQueue) -> Self:
+        queue = cls.__new__(cls)
+        queue._adopt(end)
+        return queue
+
+    @classmethod
+    def create_from_process_group(
+        cls,
+        pg: ProcessGroup | ObjectGroup,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | str | bytes | None = None,
+        blocking: bool = True,
+        *,
+        options: Options | None = None,
+        codec: str | Codec = "pickle",
+        connect_ip: str | None = None,
+    ) -> Self:
+        """Make a queue from one rank of a process group to all the others; every rank calls this.
+
+        As `aioshm.MessageQueue.create_from_process_group`; the ranks may use either face. What a signal's handler
+        raises takes effect as cancelling that does.
+        """
+        from aioshm.queue.groups import create_from_process_group
+
+        end = _made(
+            lambda: create_from_process_group(
+                pg,
+                max_chunk_bytes,
+                max_chunks,
+                writer_rank,
+                external_writer_handle,
+                blocking=False,
+                options=options,
+                codec=codec,
+                connect_ip=connect_ip,
+            ),
+            lambda end: end,
+        )
+        return cls._around(end)._become_ready(blocking)
+
+    @classmethod
+    def create_from_process_group_single_reader(
+        cls,
+        pg: ProcessGroup | ObjectGroup,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        reader_rank: int = 0,
+        blocking: bool = False,
+        *,
+        options: Options | None = None,
+        codec: str | Codec = "pickle",
+        connect_ip: str | None = None,
+    ) -> tuple[Self, list[Handle]]:
+        """Make a queue from every rank of a process group to one of them; every rank calls this.
+
+        As `aioshm.MessageQueue.create_from_process_group_single_reader`.
+        """
+        from aioshm.queue.groups import create_from_process_group_single_reader
+        from aioshm.queue.process_group import as_group
+
+        end, handles = _made(
+            lambda: create_from_process_group_single_reader(
+                pg,
+                max_chunk_bytes,
+                max_chunks,
+                reader_rank,
+                blocking=False,
+                options=options,
+                codec=codec,
+                connect_ip=connect_ip,
+            ),
+            lambda made: made[0],
+        )
+        return cls._around(end)._become_ready(blocking and as_group(pg).rank != reader_rank), handles
+
+    def _become_ready(self, wait: bool) -> Self:
+        try:
+            if wait:
+                self.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
 
     # Attaching
 
@@ -213,6 +307,10 @@ class MessageQueue:
             if obj is NOTHING or obj is ELSEWHERE:
                 self._receive(lambda event, left: self._end.dequeue(left, event, indefinite), timeout, cancel)
             elif core.owes:
+                end = cast(LocalSlots, self._end)
+                if end._waking and core.seq < end._wake_at:  # the writer is to be woken later: no need to go there
+                    core.owes = False
+                    return obj
                 self._kept = [obj]
                 obj = None
                 self._tell()
@@ -475,6 +573,51 @@ class MessageQueue:
 
         self._run(make, timeout, first=receive)
 
+    def poll(self) -> None:
+        """Let the loop have a turn, and receive what is there, for the next call to return; for `merge`.
+
+        Sets ``late``: whether there is a message of which something has not arrived yet.
+
+        Raises:
+            QueueEmpty: Another thread has its turn.
+            AioshmError: As `dequeue_nowait`.
+        """
+        end = cast(ReaderEnd, self._end)
+        if self._block is not None and end._core.user == get_ident() and not self._block.gone():
+            raise RoleError(f"{end!r}: called inside of a block that has its slot, and so would wait for itself")
+
+        async def look() -> None:
+            if end._ready:
+                await asyncio.sleep(0)
+            else:
+                end._start_attaching()
+                await asyncio.sleep(0)
+                end.check_refusal()
+                if not end._ready:
+                    if end._writer_gone is not None:
+                        raise end._writer_gone()
+                    return
+            end.check_refusal()
+            end._new_turn()
+            end._reopen()
+            gone = end._writer_gone  # before looking: what was published before the writer went is then seen
+            obj = end._poll()
+            self.late = obj is ELSEWHERE
+            if obj is not NOTHING and not self.late:
+                self._kept.append(obj)
+            elif gone is not None:
+                raise end._annex_lost() if self.late else gone()
+
+        self._run(lambda _: look(), busy=QueueEmpty)
+
+    def end_turn(self) -> None:
+        """End this thread's turn, and do what was left to its end."""
+        self._turns.lasting = False
+        self._end._core.user = 0
+        self._turns.wake()
+        if self._to_close:
+            self.close()
+
     # Blocks
 
     def _new_block(
@@ -552,6 +695,24 @@ class MessageQueue:
         body = bytearray(body_bytes(sum(map(len, parts)), [len(buffer) for buffer in buffers]))
         write_body(memoryview(body), parts, buffers)
         return memoryview(body).toreadonly()
+
+
+def _made(make: Callable[[], Coroutine[Any, Any, T]], end_of: Callable[[T], base.MessageQueue]) -> T:
+    """Return what is made by awaiting something, on a loop of its own; close it if a signal's handler raises."""
+    loop, made = PrivateLoop(lambda: "the making of a queue"), []
+
+    async def keep() -> None:
+        made.append(await make())
+
+    try:
+        loop.run(keep)
+        return made[0]
+    except BaseException:
+        if made:
+            loop.run(end_of(made[0]).aclose, whole=True)
+        raise
+    finally:
+        loop.run_now(loop.close)
 
 
 async def _called(call: Callable[..., T], *args: Any) -> T:

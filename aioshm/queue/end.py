@@ -129,6 +129,10 @@ class End(MessageQueue, ABC):
     async def _finish(self) -> None:
         """Do what closing needs that takes time."""
 
+    def _own_ring_or_none(self) -> RingReader | None:
+        """Return the ring that this end reads, if it reads one by now."""
+        return None
+
     def tell_parked(self) -> None:
         """Wake the ends that are parked and can go on; may be interrupted, and then has to be called again."""
 

@@ -128,6 +128,9 @@ class LocalEnd(ReaderEnd, ABC):
     def _own_ring(self) -> RingReader:
         return self._ring
 
+    def _own_ring_or_none(self) -> RingReader | None:
+        return None if self._attachment is None or self._dismantled else self._ring
+
     def _other_ends(self) -> list[int]:
         others = self._ring.reader_pids()
         others[self._ring.reader] = self._lifeline.writer_pid  # in its place: this end is no other

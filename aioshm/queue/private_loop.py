@@ -27,7 +27,7 @@ class PrivateLoop:
 
     def __init__(self, owner: Callable[[], str]) -> None:
         self._owner = owner
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: BlockingLoop | None = None
         self._pid = -1
         self._guard = Guard()
 
@@ -122,6 +122,11 @@ class PrivateLoop:
             if left and asyncio._get_running_loop() is None:
                 loop.run_until_complete(asyncio.wait(left))
         loop.close()
+
+    @property
+    def private(self) -> BlockingLoop | None:
+        """The loop, once there is one."""
+        return self._loop
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Let the call that runs, or the next one, call back first; from any thread."""

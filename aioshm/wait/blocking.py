@@ -62,6 +62,10 @@ class BlockingLoop(asyncio.SelectorEventLoop):
             heapq.heappop(timers)
         return timers[0] if timers else None
 
+    def watched(self) -> list[tuple[int, int]]:
+        """Return the descriptors that it watches, each with the events."""
+        return [(key.fd, key.events) for key in self._polled.get_map().values()]
+
     def sleep(self, timeout: float | None) -> list[int]:
         """Block until one of the loop's descriptors is ready; return those that are."""
         return [key.fd for key, _ in self._polled.select(timeout)]

@@ -1,0 +1,113 @@
+"""Queues between the ranks of a process group, made and used by threads without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+from faces import Thread
+from members import meet
+
+from aioshm import HandleError, MessageQueue, blocking
+
+
+def at_every_rank(members: list[Any], call: Any) -> list[Any]:
+    threads = [Thread(call, member) for member in members]
+    return [thread.result(30) for thread in threads]
+
+
+@pytest.mark.parametrize(("world_size", "writer"), [(2, 0), (3, 2)])
+def test_one_rank_writes_to_all_others(world_size: int, writer: int) -> None:
+    def call(member: Any) -> Any:
+        make = blocking.MessageQueue.create_from_process_group
+        with make(member, 4096, 4, writer_rank=writer, codec="msgpack") as queue:
+            assert isinstance(queue, blocking.MessageQueue)
+            return [queue.broadcast_object(number if member.rank == writer else None) for number in range(50)]
+
+    assert at_every_rank(meet(world_size), call) == [list(range(50))] * world_size
+
+
+def test_the_ranks_may_use_either_face() -> None:
+    def call(member: Any) -> Any:
+        if member.rank:
+            with blocking.MessageQueue.create_from_process_group(member, 4096, 4) as queue:
+                return queue.dequeue(20)
+
+        async def write() -> Any:
+            async with await MessageQueue.create_from_process_group(member, 4096, 4) as queue:
+                return await queue.broadcast_object("from the loop")
+
+        return asyncio.run(write())
+
+    assert at_every_rank(meet(2), call) == ["from the loop"] * 2
+
+
+def test_without_blocking_nobody_waits() -> None:
+    def call(member: Any) -> Any:
+        queue = blocking.MessageQueue.create_from_process_group(member, 4096, 4, blocking=False)
+        ready = queue.stats().ready
+        with queue:
+            queue.wait_until_ready(20)
+            return ready
+
+    assert at_every_rank(meet(3), call) == [False] * 3
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_every_rank_writes_to_one(blocks: bool) -> None:
+    def call(member: Any) -> Any:
+        make = blocking.MessageQueue.create_from_process_group_single_reader
+        writer, handles = make(member, 4096, 4, reader_rank=1, blocking=blocks)
+        with writer:
+            if member.rank != 1:
+                assert handles == []
+                assert writer.stats().ready is blocks
+                writer.enqueue(member.rank, 20)
+                return None
+            readers = {
+                rank: blocking.MessageQueue.create_from_handle(handle, 0)
+                for rank, handle in enumerate(handles)
+                if rank != 1
+            }
+            received = sorted(blocking.merge(readers))
+            for reader in readers.values():
+                reader.close()
+            return received
+
+    if blocks:  # the readers have to be there for the others to go on
+
+        def read(member: Any) -> Any:
+            return call(member)
+
+        assert at_every_rank(meet(3), read)[1] == [(0, 0), (2, 2)]
+    else:
+        assert at_every_rank(meet(3), call)[1] == [(0, 0), (2, 2)]
+
+
+def test_an_error_of_one_rank_reaches_all() -> None:
+    def call(member: Any) -> Any:
+        with pytest.raises((ValueError, HandleError)) as caught:
+            blocking.MessageQueue.create_from_process_group(member, 4096, -1 if member.rank == 0 else 4)
+        return type(caught.value)
+
+    assert at_every_rank(meet(2), call) == [ValueError, HandleError]
+
+
+def test_what_a_handler_raises_takes_effect_at_once() -> None:
+    def handle(*_: object) -> None:
+        raise InterruptedError("by a signal")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    here, late = meet(2)
+    here.before = lambda number: os.kill(os.getpid(), signal.SIGUSR1) if number == 0 else None
+    try:
+        with pytest.raises(InterruptedError, match="by a signal"):
+            blocking.MessageQueue.create_from_process_group(here, 4096, 4)
+        other = Thread(blocking.MessageQueue.create_from_process_group, late, 4096, 4)
+        with pytest.raises(HandleError, match="the call was cancelled there"):
+            other.result(30)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

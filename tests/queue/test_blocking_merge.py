@@ -1,0 +1,219 @@
+"""Many queues as one stream, for threads without an event loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from faces import Thread, child
+from support import eventually
+
+from aioshm import CodecError, Options, PeerDied, RoleError, blocking
+from aioshm.blocking import Merged, MessageQueue, merge
+
+
+@contextmanager
+def queues(
+    n_local: int = 3, n_remote: int = 0, *, ready: bool = True, **arguments: Any
+) -> Iterator[tuple[list[MessageQueue], dict[int, MessageQueue]]]:
+    """Give writers to the block and, by numbers from 0 on, the one reader of each; the last ones are remote."""
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                MessageQueue(1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=8, **arguments)
+            )
+            for n_local in [1] * n_local + [0] * n_remote
+        ]
+        readers = {
+            number: stack.enter_context(MessageQueue.create_from_handle(writer.export_handle(), 0))
+            for number, writer in enumerate(writers)
+        }
+        if ready:
+            waiting = [Thread(end.wait_until_ready, 20) for end in [*writers, *readers.values()]]
+            for thread in waiting:
+                thread.result()
+        yield writers, readers
+
+
+def take(merged: Merged, count: int) -> list[tuple[int, Any]]:
+    return [next(merged) for _ in range(count)]
+
+
+def asleep(readers: dict[int, MessageQueue]) -> None:
+    """Return once all of them are waited for."""
+    eventually(lambda: all(reader._turns.lasting for reader in readers.values()), "a sleep")
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize(("n_local", "n_remote"), [(3, 0), (2, 1), (0, 2)])
+def test_everything_comes_in_each_queues_order(n_local: int, n_remote: int, ready: bool) -> None:
+    def write(writer: MessageQueue) -> None:
+        writer.wait_until_ready(20)
+        for number in range(300):
+            writer.enqueue((number, bytes(9000 if number % 50 == 7 else 20)), 20)
+        writer.close()
+
+    with queues(n_local, n_remote, ready=ready) as (writers, readers):
+        threads = [Thread(write, writer) for writer in writers]
+        received: dict[int, list[int]] = {rank: [] for rank in readers}
+        merged = merge(readers)
+        for rank, (number, _) in merged:
+            received[rank].append(number)
+        for thread in threads:
+            thread.result()
+        assert received == {rank: list(range(300)) for rank in readers}
+        assert merged.failed == {}
+
+
+def test_each_has_its_turn() -> None:
+    with queues(3) as (writers, readers):
+        for writer in writers:
+            writer.enqueue_many(range(4), 20)
+        with merge(readers) as merged:
+            ranks = [rank for rank, _ in take(merged, 12)]
+        assert all(sorted(ranks[start : start + 3]) == [0, 1, 2] for start in range(0, 12, 3))
+
+
+def test_what_was_kept_and_what_is_left_are_the_readers() -> None:
+    with queues(2) as (writers, readers):
+        writers[0].enqueue_many(["a", "b"], 20)
+        merged = merge(readers)
+        assert next(merged) == (0, "a")
+        assert readers[0].dequeue(20) == "b"
+        writers[1].enqueue("c", 20)
+        assert next(merged) == (1, "c")
+
+
+def test_a_message_wakes_it() -> None:
+    with queues(2, 1) as (writers, readers):
+        merged = merge(readers)
+        for rank, writer in enumerate(writers):
+            waiting = Thread(next, merged)
+            asleep(readers)
+            writer.enqueue("x", 20)
+            assert waiting.result() == (rank, "x")
+
+
+def test_one_that_closes_drops_out_and_one_that_dies_is_told() -> None:
+    with queues(2) as (writers, readers), child("write", "2", "0") as dying:
+        readers[7] = MessageQueue.create_from_handle(dying.says('{"type"'), 0)
+        with readers[7]:
+            merged = merge(readers)
+            assert take(merged, 2) == [(7, (0, b"")), (7, (1, b""))]
+            waiting = Thread(next, merged)
+            asleep(readers)
+            writers[0].close()
+            writers[1].enqueue("on", 20)
+            assert waiting.result() == (1, "on")
+            dying.process.kill()
+            rank, error = next(merged)
+            assert (rank, type(error)) == (7, PeerDied)
+            assert merged.failed == {7: error}
+            writers[1].close()
+            assert list(merged) == []
+
+
+def test_a_damaged_message_is_told_and_its_queue_goes_on() -> None:
+    with queues(1, codec="pickle") as (writers, readers):
+        with writers[0].acquire_write(20) as chunk:
+            chunk[:2] = b"ok"
+        writers[0].enqueue(Unloadable(), 20)
+        writers[0].enqueue("after", 20)
+        merged = merge(readers)
+        (_, raw), (rank, error), last = take(merged, 3)
+        assert (bytes(raw[:2]), rank, type(error), last) == (b"ok", 0, CodecError, (0, "after"))
+        assert merged.failed == {}
+
+
+class Unloadable:
+    def __reduce__(self) -> Any:
+        return _fail, ()
+
+
+def _fail() -> None:
+    raise ArithmeticError("not to be loaded")
+
+
+def test_closing_ends_a_wait_in_another_thread_and_leaves_the_readers() -> None:
+    with queues(2, 1) as (writers, readers):
+        merged = merge(readers)
+        waiting = [Thread(list, merged) for _ in range(2)]
+        asleep(readers)
+        merged.close()
+        merged.close()
+        assert [thread.result() for thread in waiting] == [[], []]
+        writers[0].enqueue("still", 20)
+        assert readers[0].dequeue(20) == "still"
+
+
+def test_a_reader_that_is_closed_elsewhere_drops_out() -> None:
+    with queues(2) as (_, readers):
+        merged = merge(readers)
+        waiting = Thread(list, merged)
+        asleep(readers)
+        readers[0].close()
+        eventually(lambda: len(merged._running) == 1, "the first to drop out")
+        readers[1].close()
+        assert waiting.result() == []
+
+
+def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
+    def handle(*_: object) -> None:
+        raise InterruptedError("by a signal")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with queues(2) as (writers, readers):
+            merged = merge(readers)
+
+            def interrupt() -> None:
+                asleep(readers)
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+            for number in range(20):
+                interrupting = Thread(interrupt)
+                with pytest.raises(InterruptedError, match="by a signal"):
+                    next(merged)
+                interrupting.result()
+                writers[number % 2].enqueue(number, 20)
+                assert next(merged) == (number % 2, number)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_idle_merge_burns_no_cpu() -> None:
+    with queues(3) as (writers, readers):
+        waiting = Thread(next, merge(readers))
+        asleep(readers)
+        before = time.process_time()
+        time.sleep(0.5)  # what is measured
+        assert time.process_time() - before < 0.1
+        writers[2].enqueue("x", 20)
+        assert waiting.result() == (2, "x")
+
+
+def test_arguments() -> None:
+    with queues(1) as (writers, readers):
+        for wrong, error, text in (
+            ([], TypeError, "must be a mapping"),
+            ({"0": readers[0]}, TypeError, "must be ints"),
+            ({0: readers[0]._end}, TypeError, r"must be an aioshm\.blocking\.MessageQueue"),
+            ({0: writers[0]}, RoleError, "this is a writer"),
+            ({0: readers[0], 1: readers[0]}, ValueError, "must not be the same reader"),
+        ):
+            with pytest.raises(error, match=text):
+                merge(wrong)  # type: ignore[arg-type]
+        assert list(merge({})) == []
+        writers[0].enqueue("leased", 20)
+        with readers[0].lease(20), pytest.raises(RoleError, match="inside of a block"):
+            next(merge(readers))
+        assert repr(merge(readers)) == "<blocking Merged of 1 queues>"
+    assert blocking.merge is merge
+    assert threading.active_count() >= 1
+    assert Options().wait == "adaptive"
