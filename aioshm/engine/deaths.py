@@ -90,6 +90,7 @@ class DeathWatch:
         self._next_look: asyncio.Handle | None = None
         self._delay, self._until = _FIRST_RETRY_S, 0.0
         self._stopped = False
+        self._pid = os.getpid()
         try:
             if manager is not None:
                 for sentinel in manager.sentinels():
@@ -123,8 +124,10 @@ class DeathWatch:
         return list(found.values())
 
     def stop(self) -> None:
-        """Watch no more. Idempotent; safe on a closed loop."""
+        """Watch no more. Idempotent; safe on a closed loop, and in a forked child, whose parent goes on watching."""
         self._stopped = True
+        if self._pid != os.getpid():
+            return
         if self._next_look is not None:
             self._next_look.cancel()
         for descriptor in list(self._descriptors):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
@@ -66,6 +67,7 @@ class ProcessManager:
         capture_stderr: bool = True,
     ) -> None:
         self.processes: list[Child] = []
+        self._pid = os.getpid()
         self._shutdown_timeout = shutdown_timeout
         what = type(self).__name__
         self._relay: StderrRelay | None = None
@@ -141,6 +143,8 @@ class ProcessManager:
 
     def close(self) -> None:
         """Stop the processes, see `shutdown`. Idempotent; blocks."""
+        if self._pid != os.getpid():  # a forked child's copy: the processes are the parent's
+            return
         if not self._closed:
             shutdown(self.processes, self._shutdown_timeout)
             if self._relay is not None:
@@ -159,7 +163,7 @@ class ProcessManager:
 
     async def aclose(self) -> None:
         """Stop the processes, see `ashutdown`. Idempotent; cancelling this kills them, and nothing is left."""
-        if self._closed:
+        if self._closed or self._pid != os.getpid():
             return
         try:
             await ashutdown(self.processes, self._shutdown_timeout)

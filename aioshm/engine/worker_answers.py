@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aioshm.config import Options
-from aioshm.errors import RemoteFailure, SharedMemoryError
+from aioshm.errors import LimitReached, OutOfDescriptors, RemoteFailure, SharedMemoryError
 from aioshm.queue import Merged, MessageQueue, merge
 
 
@@ -52,6 +52,7 @@ class WorkerAnswers:
 
         Raises:
             WorkerLost: A queue has ended.
+            LimitReached: A queue cannot be attached to, for want of descriptors here.
         """
         if self._merged is None:
             self._merged = merge(self._readers)
@@ -61,9 +62,12 @@ class WorkerAnswers:
         errors: dict[int, RemoteFailure] = {}
         async for rank, answer in self._merged:
             if rank in failed:
-                raise WorkerLost(rank)
+                error = failed[rank]
+                raise error if isinstance(error, LimitReached) else WorkerLost(rank)
             number = answered[rank]
-            if isinstance(answer, SharedMemoryError):  # it stays where it is: it is late when there is room for it
+            if isinstance(
+                answer, (SharedMemoryError, OutOfDescriptors)
+            ):  # it stays where it is: it is late when there is room for it
                 number = call
             else:
                 answered[rank] = number + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
@@ -97,6 +98,7 @@ class WorkerGroup:
         self._failure: Callable[[], AioshmError] | None = None
         self._failed = asyncio.Event()
         self._closed = False
+        self._pid = os.getpid()
 
     @property
     def pids(self) -> list[int]:
@@ -272,6 +274,8 @@ class WorkerGroup:
         Cancelling this stops them at once, and nothing is left. If one has died, the others are not waited for either:
         they may be waiting for it.
         """
+        if self._pid != os.getpid():  # a forked child's copy: the workers are the parent's
+            self._closed = True
         if not self._closed:
             await self._stop(0 if self._failure is not None else self._shutdown_timeout)
 

@@ -167,7 +167,7 @@ class AnnexReader:
 
         Raises:
             CorruptSlot: It is smaller than that, or can never be read here.
-            SharedMemoryError: There is no room for it now; it can be tried again.
+            SharedMemoryError, OutOfDescriptors: There is no room for it now; it can be tried again.
         """
         if number >= len(self._annexes):
             return None
@@ -177,9 +177,10 @@ class AnnexReader:
         try:
             view = annex.view(size)
         except OSError as error:
-            why = out_of_descriptors("mapping it") if is_out_of_descriptors(error) else error
+            if is_out_of_descriptors(error):
+                raise out_of_descriptors(f"message {seq} of {size} bytes", error.errno) from None
             raise SharedMemoryError(
-                error.errno, f"message {seq} of {size} bytes cannot be mapped: {why.strerror}"
+                error.errno, f"message {seq} of {size} bytes cannot be mapped: {error.strerror}"
             ) from None
         if view is None:
             raise CorruptSlot(seq, seq, f"its annex has fewer bytes than {size}")

@@ -133,7 +133,8 @@ class MessageQueue:
 
         See `aioshm.queue.groups.create_from_process_group`, which this is.
         """
-        from aioshm.queue.groups import create_from_process_group
+        with naming_limits("a reader or a writer"):
+            from aioshm.queue.groups import create_from_process_group
 
         return await create_from_process_group(
             pg,

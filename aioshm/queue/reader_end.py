@@ -54,7 +54,7 @@ class ReaderEnd(End, ABC):
 
         Raises:
             CorruptSlot, CodecError, MessagesLost: The message was damaged; the next call returns the one behind it.
-            SharedMemoryError: There is no room for it now; the next call tries again.
+            SharedMemoryError, OutOfDescriptors: There is no room for it now; the next call tries again.
         """
 
     @abstractmethod

@@ -17,6 +17,9 @@ from aioshm.limits import naming_limits
 
 T = TypeVar("T")
 
+LOOK_S = 1.0
+"""How late a result may be found on a loop that other threads cannot wake any more."""
+
 
 async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | None = None) -> T:
     """Run ``function`` in a thread, without blocking the loop.
@@ -60,10 +63,14 @@ async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | 
     with naming_limits("work apart from the event loop"):
         threading.Thread(target=work, name="aioshm-background", daemon=True).start()
     try:
-        return await done
+        while not done.done():
+            # A forked child that has closed its copy of the loop leaves asyncio's deaf to other threads: see epoll(7).
+            await asyncio.wait({done}, timeout=LOOK_S)
+        return done.result()
     except asyncio.CancelledError:
         if done.done() and not done.cancelled() and done.exception() is None:  # it came together with the cancellation
             _discard_apart(unclaimed, done.result())
+        done.cancel()  # what comes later is nobody's
         raise
 
 

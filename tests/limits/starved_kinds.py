@@ -115,16 +115,22 @@ class Reading:
         with subject.starving():
             reader = MessageQueue.create_from_handle(handle, 0)
             await reader.wait_until_ready(SOON_S)
-            await self.receive(reader, SOON_S)
+            await self.receive(subject, reader, SOON_S)
+            subject.done = True
+        if reader is not None and subject.received:  # there was no room for the large one only
+            subject.done = True
+            assert await reader.dequeue(LATER_S) == LARGE
         if reader is not None:
             await reader.aclose()
-        if subject.errors:
+        if not subject.done:
             async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await self.receive(reader, LATER_S)
+                await self.receive(subject, reader, LATER_S)
 
-    async def receive(self, reader: MessageQueue, within_s: float) -> None:
+    async def receive(self, subject: Subject, reader: MessageQueue, within_s: float) -> None:
         assert await reader.dequeue(within_s) == "small"
+        subject.received = True
         assert await reader.dequeue(within_s) == LARGE
+        subject.received = False
 
     async def peer(self, pipe: Connection) -> None:
         async with writer_of(self.remote) as writer:
@@ -139,11 +145,9 @@ class Reading:
 class Blocking:
     """The faces for threads, in a thread that was there before."""
 
-    def __init__(
-        self, work: Callable[[Subject], None], peer: Callable[[Connection], Coroutine[Any, Any, None]]
-    ) -> None:
+    def __init__(self, work: Callable[[Subject], None], beside: Reading | Writing) -> None:
         self.work = work
-        self.peer = peer
+        self.peer = beside.peer
 
     async def subject(self, subject: Subject) -> None:
         errors: list[BaseException] = []
@@ -191,10 +195,15 @@ def read_blocking(subject: Subject) -> None:
     with subject.starving():
         reader = aioshm.blocking.MessageQueue.create_from_handle(handle, 0)
         assert reader.dequeue(SOON_S) == "small"
+        subject.received = True
         assert reader.dequeue(SOON_S) == LARGE
+        subject.done = True
+    if reader is not None and subject.received and not subject.done:
+        subject.done = True
+        assert reader.dequeue(LATER_S) == LARGE
     if reader is not None:
         reader.close()
-    if subject.errors:
+    if not subject.done:
         with aioshm.blocking.MessageQueue.create_from_handle(handle, 0) as reader:
             assert reader.dequeue(LATER_S) == "small"
             assert reader.dequeue(LATER_S) == LARGE
@@ -259,6 +268,7 @@ class PipeGroup:
 
     def __init__(self, pipe: Connection, rank: int) -> None:
         self.pipe, self.rank = pipe, rank
+        self.begun_again = False
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
         self.pipe.send(obj)
@@ -267,6 +277,9 @@ class PipeGroup:
             assert time.monotonic() < deadline
             time.sleep(0.002)
         other = self.pipe.recv()
+        if isinstance(other, str) and other == "again":
+            self.begun_again = True
+            raise ConnectionResetError("the other rank has given up")
         return [obj, other] if self.rank == 0 else [other, obj]
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
@@ -279,8 +292,8 @@ class Grouping:
     def __init__(self, writer_rank: int) -> None:
         self.writer_rank = writer_rank
 
-    async def make(self, pipe: Connection, rank: int) -> None:
-        group = PipeGroup(pipe, rank)
+    async def make(self, group: PipeGroup) -> None:
+        rank = group.rank
         queue = await MessageQueue.create_from_process_group(group, 4096, 4, self.writer_rank, blocking=False)
         try:
             await queue.wait_until_ready(SOON_S)
@@ -292,24 +305,25 @@ class Grouping:
             await queue.aclose()
 
     async def subject(self, subject: Subject) -> None:
+        from aioshm.queue import groups  # noqa: F401  -- else it would be read before the first collective
+
         with subject.starving():
-            await self.make(subject.pipe, 0)
+            await self.make(PipeGroup(subject.pipe, 0))
         if subject.errors:
             subject.pipe.send("again")
             while (await subject.hear()) != "again":
                 pass  # what the first attempt has left in the pipe
-            await self.make(subject.pipe, 0)
+            await self.make(PipeGroup(subject.pipe, 0))
 
     async def peer(self, pipe: Connection) -> None:
-        try:
-            await self.make(pipe, 1)
-        except (AioshmError, TimeoutError, AssertionError):
-            pass
+        group = PipeGroup(pipe, 1)
+        with suppress(AioshmError, TimeoutError, AssertionError, ConnectionError):
+            await self.make(group)
         with suppress(EOFError):
-            while (await hear(pipe)) != "again":
+            while not group.begun_again and (await hear(pipe)) != "again":
                 pass
             pipe.send("again")
-            await self.make(pipe, 1)
+            await self.make(PipeGroup(pipe, 1))
 
 
 BATCHES = [KVEventBatch(float(number), []) for number in range(3)]

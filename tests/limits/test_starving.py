@@ -1,0 +1,88 @@
+"""Every number of free descriptors and of free threads, for every kind of end; see ``starving.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starved_kinds import KINDS
+
+HERE = Path(__file__).parent
+STARTED = {"coordinator", "manager", "worker-group"}
+"""Kinds that start processes, which may lack descriptors, too, and take a second."""
+
+NAMED_S = 8.0  # most of it is the limit for the start of processes; the others have a timeout of a second
+
+
+def starve(kind: str, resource: str, *numbers: int) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "starving.py"), kind, resource, *map(str, numbers)],
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    for line in lines:
+        assert "ended" not in line, f"{line}\n{done.stderr[-4000:]}"
+        assert not line["behind"], line
+        assert line["slow"] < NAMED_S, line
+        for error in line["errors"]:
+            # Where a process that was started lacks something, that one says so, in its standard error.
+            assert "LimitReached" in error or (kind in STARTED and "AioshmError" in error), line
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("local-writer", 6),
+        ("local-writer", 7),
+        ("local-reader", 3),
+        ("remote-reader", 8),
+        ("remote-reader", 9),
+        ("remote-writer", 14),
+        ("publisher", 9),
+        ("subscriber", 4),
+        ("front-end", 12),
+        ("manager", 9),
+    ],
+)
+def test_few_descriptors(kind: str, number: int) -> None:
+    (line,) = starve(kind, "descriptors", number, number)
+    assert line["errors"]
+    assert "RLIMIT_NOFILE" in line["errors"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_of_descriptors(kind: str) -> None:
+    lines = starve(kind, "descriptors", 0, 40, 4 if kind in STARTED else 1)
+    assert lines[0]["errors"], "nothing was lacking"
+    assert not lines[-1]["errors"], "it was never enough"
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="the limit of threads is a user's: another one is needed")
+
+
+@needs_root
+@pytest.mark.parametrize("number", [0, 2])
+def test_few_threads(number: int) -> None:
+    (line,) = starve("remote-writer", "threads", number, number)
+    assert line["errors"]
+    assert "needs another thread" in line["errors"][0]
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in STARTED])
+def test_every_number_of_threads(kind: str) -> None:
+    lines = starve(kind, "threads", 0, 12)
+    assert not lines[-1]["errors"], "it was never enough"
