@@ -143,9 +143,13 @@ class GuardedMonitor(Monitor):
         """Note that a message of so many bytes was delivered, which came over ``fd`` (``zmq.SRCFD`` of its frame)."""
         with self._lock:
             peer = self._peers.get(fd)
-            if peer is not None:
-                peer.credit = min(peer.credit + nbytes, self._limits.burst_bytes)
-                self._settle(peer)
+            if peer is None:
+                return
+            peer.credit += nbytes
+            if peer.credit > self._limits.burst_bytes:  # the thread is late: what it would count is counted here
+                self._count(peer)
+                peer.credit = min(peer.credit, self._limits.burst_bytes)
+            self._settle(peer)
 
     def cut(self, fd: int, why: str) -> None:
         """Hang up on the peer behind ``fd``; nothing happens where it is gone, or its connection is not guarded."""

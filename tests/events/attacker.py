@@ -1,6 +1,6 @@
 """A stranger in a process of its own: a TCP client that speaks as much ZMTP as it needs to do harm.
 
-``python attacker.py PORT SOCKET_TYPE ATTACK SECONDS [CONNECTIONS]``; prints the bytes it sent, and how often it was cut off.
+``python attacker.py PORT SOCKET_TYPE ATTACK SECONDS [CONNECTIONS]``; prints bytes sent, and how often it was cut off.
 https://rfc.zeromq.org/spec/23/
 """
 
