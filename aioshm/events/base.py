@@ -45,5 +45,8 @@ class NullEventPublisher(EventPublisher):
     def publish(self, events: EventBatch) -> None:
         """Do nothing."""
 
+    async def apublish(self, events: EventBatch, timeout: float | None = None) -> None:
+        """Do nothing."""
+
     def shutdown(self) -> None:
         """Do nothing."""

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from aioshm.errors import QueueFull
+from aioshm.events.base import PublisherClosed
 from aioshm.events.messages import EventBatch
 
-Overflow: TypeAlias = Literal["drop", "raise"]
-OVERFLOWS = ("drop", "raise")
+Overflow: TypeAlias = Literal["block", "drop", "raise"]
+OVERFLOWS = ("block", "drop", "raise")
+
+# How often a thread that waits for room looks whether there is still somebody to make any.
+_LOOK_S = 0.5
 
 # The sender is at work: no number of batches needs to wake it.
 _NEVER = sys.maxsize
@@ -31,6 +37,7 @@ class Outbox:
         published: Numbers given out.
         last_sent: The number that went out last, or -1; for the sender to set.
         waiting: Batches and their numbers, in order; only the sender takes any away.
+        blocked: Threads that wait for room.
     """
 
     def __init__(self, max_size: int, overflow: Overflow = "drop") -> None:
@@ -43,10 +50,18 @@ class Outbox:
         self.published = 0
         self.last_sent = -1
         self._max_size = max_size
-        self._raises = overflow == "raise"
+        self._overflow = overflow
+        self._closed = False
+        self.blocked = 0
         self.waiting: deque[tuple[int, EventBatch]] = deque()
         self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
         self._wake_at = 1
+
+    @property
+    def room(self) -> int:
+        """How many batches more can wait."""
+        return self._max_size - len(self.waiting)
 
     def waiting_before(self, seq: int) -> int:
         """Return how many batches with a number below ``seq`` wait; dropped ones may count."""
@@ -59,9 +74,12 @@ class Outbox:
         """Give ``batch`` the next number and keep it if there is room; True if the sender must be woken.
 
         Raises:
-            QueueFull: No room, and ``overflow`` is ``"raise"``; no number was given.
+            PublisherClosed: The outbox was closed.
+            QueueFull: No room, and ``overflow`` is not ``"drop"``; no number was given.
         """
         with self._lock:
+            if self._closed:
+                raise PublisherClosed("this event publisher is closed")
             seq = self.published
             if len(self.waiting) < self._max_size:
                 self.waiting.append((seq, batch))
@@ -73,8 +91,50 @@ class Outbox:
             self._wake_at = _NEVER
             return True
 
+    def wait_for_room(self, wake: Callable[[], None], timeout: float | None) -> bool:
+        """Block this thread until there is room; whoever is quick may take it.
+
+        Args:
+            wake: Sees to it that the sender is at work; raises if there is none any more.
+            timeout: Seconds to wait; None waits as long as it takes.
+
+        Returns:
+            False if the time is over.
+
+        Raises:
+            PublisherClosed: The outbox was closed, before or meanwhile.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            wake()
+            with self._room:
+                if self._closed:
+                    raise PublisherClosed("this event publisher was closed before there was room for the batch")
+                if self.room > 0:
+                    return True
+                left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+                if left <= 0:
+                    return False
+                self.blocked += 1
+                try:
+                    self._room.wait(left)
+                finally:
+                    self.blocked -= 1
+
+    def make_room(self) -> None:
+        """Wake the threads that wait for room, if there is any."""
+        with self._room:
+            if self.room > 0:
+                self._room.notify_all()
+
+    def close(self) -> None:
+        """Take no more batches; whoever waits for room hears of it. Idempotent."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
+
     def _has_no_room(self, seq: int) -> None:
-        if self._raises:
+        if self._overflow != "drop":
             raise QueueFull(f"{len(self.waiting)} event batches wait to be sent, max_queue_size allows no more")
         self.dropped += 1
         if self.first_dropped is None:

@@ -29,6 +29,7 @@ from aioshm.events.replay_buffer import ReplayBuffer
 from aioshm.events.replay_server import ReplayServer
 from aioshm.events.sender import Sender
 from aioshm.events.stats import PublisherStats
+from aioshm.events.waits import SenderWaits
 from aioshm.limits import abandon_when_forked
 from aioshm.zeromq import CurveKeys
 
@@ -49,6 +50,8 @@ _LISTEN_S = 0.05
 class ZmqEventPublisher(EventPublisher):
     """Publishes on the running event loop; ``publish`` costs about a microsecond and never waits.
 
+    ``await apublish(batch)`` waits while the queue is full, so nothing is dropped.
+
     Sockets are bound when it is made, also outside a loop; sending and replay begin on the loop that runs
     then, or else at the first call from one. All calls must come from that loop's thread; callers without a
     loop, or in many threads, take ``ThreadedEventPublisher``.
@@ -58,9 +61,9 @@ class ZmqEventPublisher(EventPublisher):
     A batch belongs to the publisher once it is published: it is encoded later, when the caller's step is
     over, so changing it afterwards changes what is sent.
 
-    A queue that is full (``max_queue_size``) drops the new batch: its number is used up, the drop is counted
-    and logged once, and subscribers see the hole. With ``overflow="raise"`` ``publish`` raises ``QueueFull``
-    instead and gives no number. A batch that cannot be encoded leaves such a hole, too.
+    Where the queue is full (``max_queue_size``), ``publish`` drops the new batch: its number is used up, the drop is
+    counted and logged once, and subscribers see the hole. With ``overflow="raise"`` it raises ``QueueFull`` instead and
+    gives no number. A batch that cannot be encoded leaves such a hole, too.
 
     Args:
         data_parallel_rank: Written into batches that name no rank; also moves the endpoints (``for_rank``).
@@ -75,7 +78,7 @@ class ZmqEventPublisher(EventPublisher):
             bind.
         encoding: ``"array"`` or ``"map"``.
         replay_format: ``"topic"``, or ``"legacy"`` for subscribers that expect no topic frame in replies.
-        overflow: ``"drop"`` or ``"raise"``.
+        overflow: ``"drop"`` or ``"raise"``: what ``publish`` does where the queue is full.
         curve: Keys for an encrypted connection.
 
     Raises:
@@ -83,6 +86,8 @@ class ZmqEventPublisher(EventPublisher):
         OutOfDescriptors, OutOfThreads: This process cannot have what ZeroMQ needs.
         ValueError: An argument makes no sense; the text names it.
     """
+
+    _overflows: tuple[str, ...] = ("drop", "raise")
 
     def __init__(
         self,
@@ -107,6 +112,9 @@ class ZmqEventPublisher(EventPublisher):
             raise ValueError(f"replay_format must be one of {wire.REPLAY_FORMATS}, not {replay_format!r}")
         if hwm < 0:
             raise ValueError(f"hwm must not be negative, not {hwm}")
+        if overflow not in self._overflows:
+            hint = ": it would stop the loop that makes room; await apublish instead" if overflow == "block" else ""
+            raise ValueError(f"overflow must be one of {self._overflows}, not {overflow!r}{hint}")
         encoder = BatchEncoder(encoding)
         self._outbox = Outbox(max_queue_size, overflow)
         buffer = ReplayBuffer(buffer_steps)
@@ -114,7 +122,7 @@ class ZmqEventPublisher(EventPublisher):
         self._abandoned_from = wire.MAX_SEQ
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
-        self._turns: list[asyncio.Future[None]] = []
+        self._waits = SenderWaits(self._outbox)
         self._drained_at = 0.0
         self._listened_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -155,6 +163,29 @@ class ZmqEventPublisher(EventPublisher):
     def get_publisher_config(self) -> KVEventsConfig:
         """Return the configuration with the endpoints that are really in use."""
         return self._config
+
+    async def apublish(self, events: EventBatch, timeout: float | None = None) -> None:
+        """Number the batch and queue it; wait while the queue is full.
+
+        Those who wait are served in turn. Cancelled, or out of time, a call has sent nothing and used no number.
+
+        Args:
+            events: The batch.
+            timeout: Seconds to wait for room; None waits as long as it takes.
+
+        Raises:
+            TimeoutError: There was no room in time.
+            PublisherClosed: The publisher was closed, before or meanwhile.
+            RoleError: Called in another loop than the publisher's.
+            TypeError: Not an ``EventBatch``.
+        """
+        if not isinstance(events, EventBatch):
+            raise TypeError(f"apublish takes an EventBatch, not {type(events).__name__}")
+        if not self._closed:
+            self._attach_to_loop(required=True)
+            if self._waits.for_room or self._outbox.room <= 0:
+                await self._waits.room(timeout)
+        self.publish(events)
 
     def publish(self, events: EventBatch) -> None:
         """Number the batch and queue it; it is encoded and sent on a later turn of the loop.
@@ -209,7 +240,7 @@ class ZmqEventPublisher(EventPublisher):
         linger = 0.0
         try:
             self._attach_to_loop(required=True)
-            self._closed = True
+            self._close_outbox()
             with suppress(TimeoutError):  # ``_stop`` says what is left
                 await self._wait_sent(timeout)
             if self._server is not None:
@@ -227,7 +258,7 @@ class ZmqEventPublisher(EventPublisher):
         """
         if self._closed:
             return
-        self._closed = True
+        self._close_outbox()
         self._sender.send_until(time.perf_counter() + CLOSE_TIMEOUT_S)
         self._stop(CLOSE_TIMEOUT_S)
 
@@ -291,37 +322,22 @@ class ZmqEventPublisher(EventPublisher):
             self._outbox.gather(_TOGETHER)
             if self._timer is None:
                 self._timer = self._loop.call_later(_GATHER_S, self._drain_late)
-        if self._turns:
-            self._end_turns()
+        if self._waits.pending:
+            self._waits.turn()
+        if self._outbox.blocked:
+            self._outbox.make_room()
 
     def _drain_late(self) -> None:
         """Send what was gathered, if there are not enough to be sent together."""
         self._timer = None
         self._drain()
 
-    def _end_turns(self) -> None:
-        """Let everybody who waits for progress look again."""
-        turns, self._turns = self._turns, []
-        for turn in turns:
-            if not turn.done() and not turn.get_loop().is_closed():
-                turn.set_result(None)
-
     async def _wait_sent(self, timeout: float | None) -> None:
         assert self._loop is not None
         if self._outbox.waiting:
             self._loop.call_soon(self._drain)  # it may be gathering
         target = self._outbox.published
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (waiting := self._outbox.waiting_before(target)) > 0:
-            turn: asyncio.Future[None] = self._loop.create_future()
-            self._turns.append(turn)
-            try:
-                # Not ``wait_for``: before 3.12 it swallows a cancellation that comes together with the
-                # result.
-                async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
-                    await turn
-            except TimeoutError:
-                raise TimeoutError(f"{waiting} event batches still wait to be sent after {timeout} s") from None
+        await self._waits.sent(target, timeout)
         if self._stopped and self._abandoned_from < target:
             raise PublisherClosed(f"closed before batch {self._abandoned_from} and later ones were sent")
 
@@ -358,14 +374,21 @@ class ZmqEventPublisher(EventPublisher):
         elif self._loop is not loop:
             raise RoleError("this event publisher belongs to another event loop")
 
+    def _close_outbox(self) -> None:
+        """Take no more batches; those who wait for room hear of it."""
+        self._closed = True
+        self._outbox.close()
+        self._waits.close()
+
     def _stop(self, linger: float) -> asyncio.Future[None] | None:
         """Close everything and say what was not sent."""
-        self._closed = self._stopped = True
+        self._close_outbox()
+        self._stopped = True
         left = self._outbox.abandon()
         if left is not None:
             self._abandoned_from = left[0]
             logger.warning("publisher %s closed before batches %d to %d were sent", self.endpoint, *left)
         if self._server is not None:
             self._server.close()
-        self._end_turns()
+        self._waits.turn()
         return self._ends.close(linger)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 import warnings
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from aioshm.errors import RoleError
+from aioshm.errors import QueueFull, RoleError
 from aioshm.events.base import EventPublisher, PublisherClosed
 from aioshm.events.config import (
     CLOSE_TIMEOUT_S,
@@ -22,7 +23,7 @@ from aioshm.events.config import (
 )
 from aioshm.events.encoding import Encoding
 from aioshm.events.messages import EventBatch
-from aioshm.events.outbox import Overflow
+from aioshm.events.outbox import OVERFLOWS, Overflow
 from aioshm.events.publisher import ZmqEventPublisher
 from aioshm.events.stats import PublisherStats
 from aioshm.events.wire import ReplayFormat
@@ -40,13 +41,28 @@ _GRACE_S = 2.0
 class _HostedPublisher(ZmqEventPublisher):
     """A ``ZmqEventPublisher`` whose ``enqueue`` may be called from any thread."""
 
+    _overflows = OVERFLOWS
+
     def enqueue(self, batch: EventBatch) -> None:
         if self._outbox.put(batch):
             self._wake()
 
+    def wait_for_room(self, timeout: float | None) -> bool:
+        """Block the calling thread until there is room; False if there is none in time."""
+        if threading.get_ident() == self._thread_id:
+            raise RoleError("publish would wait for its own thread to make room: call it from another one")
+        return self._outbox.wait_for_room(self._wake, timeout)
+
+    def refuse(self) -> None:
+        """Take no more batches; in any thread."""
+        self._outbox.close()
+
     def _wake(self) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._drain)
+        try:
+            self._loop.call_soon_threadsafe(self._drain)
+        except RuntimeError:
+            raise PublisherClosed("the thread of this event publisher has ended") from None
 
 
 class ThreadedEventPublisher(EventPublisher):
@@ -54,6 +70,9 @@ class ThreadedEventPublisher(EventPublisher):
 
     Encoding and sending happen in the publisher's thread. Batches of one thread go out in the order in which
     it published them.
+
+    Where the queue is full (``max_queue_size``), ``publish`` waits until there is room, as that of vLLM does, so
+    nothing is dropped. ``overflow="drop"`` and ``"raise"`` never wait, see ``ZmqEventPublisher``.
     """
 
     def __init__(
@@ -69,7 +88,7 @@ class ThreadedEventPublisher(EventPublisher):
         bind: bool | None = None,
         encoding: Encoding = "array",
         replay_format: ReplayFormat = "topic",
-        overflow: Overflow = "drop",
+        overflow: Overflow = "block",
         curve: CurveKeys | None = None,
     ) -> None:
         self._closed = True
@@ -92,6 +111,7 @@ class ThreadedEventPublisher(EventPublisher):
             )
 
         self._pid = os.getpid()
+        self._blocks = overflow == "block"
         self._lock = threading.Lock()
         what = f"a publisher of events at {endpoint}"
         check_descriptors(what, _LOOP_DESCRIPTORS)  # one that is made in part only is not given back
@@ -129,22 +149,38 @@ class ThreadedEventPublisher(EventPublisher):
         """Return what was done so far."""
         return self._publisher.stats()
 
-    def publish(self, events: EventBatch) -> None:
-        """Number the batch and queue it for the thread.
+    def publish(self, events: EventBatch, timeout: float | None = None) -> None:
+        """Number the batch and queue it for the thread; by default, wait while the queue is full.
+
+        Ctrl-C interrupts the wait; the batch has got no number then and is not sent.
+
+        Args:
+            events: The batch.
+            timeout: Seconds to wait for room; None waits as long as it takes.
 
         Raises:
-            PublisherClosed: The publisher was closed.
+            TimeoutError: There was no room in time; the batch was not taken.
+            PublisherClosed: The publisher was closed, before or meanwhile, or its thread has ended.
             QueueFull: No room, and ``overflow`` is ``"raise"``.
-            RoleError: Called in a forked child, where the thread does not exist.
+            RoleError: Called in a forked child, where the thread does not exist; or there is no room, and this is the
+                publisher's own thread.
             TypeError: Not an ``EventBatch``.
         """
         if not isinstance(events, EventBatch):
             raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
         self._check_process()
-        with self._lock:  # so that nothing slips in behind a shutdown
-            if self._closed:
-                raise PublisherClosed("this event publisher is closed")
+        if not self._blocks:
             self._publisher.enqueue(events)
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                self._publisher.enqueue(events)
+                return
+            except QueueFull:
+                left = None if deadline is None else deadline - time.monotonic()
+            if not self._publisher.wait_for_room(left):
+                raise TimeoutError(f"the queue of this event publisher was still full after {timeout} s")
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published so far has been handed to ZeroMQ.
@@ -170,6 +206,7 @@ class ThreadedEventPublisher(EventPublisher):
             if self._closed:
                 return
             self._closed = True
+        self._publisher.refuse()
         try:
             self._call(self._publisher.aclose(timeout), timeout)
         finally:

@@ -1,0 +1,309 @@
+"""Publishing that loses nothing: who is too quick waits until there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from aioshm.errors import QueueFull, RoleError
+from aioshm.events import (
+    EventPublisherFactory,
+    EventSubscriber,
+    KVEventsConfig,
+    NullEventPublisher,
+    PublisherClosed,
+    Received,
+    ThreadedEventPublisher,
+    ZmqEventPublisher,
+)
+
+from .helpers import ANY, PATIENCE_S, Ends, batch, take, within
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Held:
+    """A threaded publisher whose thread is busy with something else until the block ends, and its queue full."""
+
+    def __init__(self, publisher: ThreadedEventPublisher, room: int) -> None:
+        self._publisher, self._room = publisher, room
+        self._go_on = threading.Event()
+
+    def __enter__(self) -> None:
+        held = threading.Event()
+
+        def hold() -> None:
+            held.set()
+            self._go_on.wait(PATIENCE_S)
+
+        self._publisher._loop.call_soon_threadsafe(hold)
+        assert held.wait(PATIENCE_S)
+        for number in range(self._room):
+            self._publisher.publish(batch(number))
+
+    def __exit__(self, *_: object) -> None:
+        self._go_on.set()
+
+
+def read_all(publisher: ThreadedEventPublisher, count: int) -> list[int]:
+    async def read() -> list[int]:
+        async with EventSubscriber(
+            publisher.endpoint, publisher.replay_endpoint, replay_timeout=PATIENCE_S
+        ) as subscriber:
+            return [item.seq for item in await take(subscriber, count) if isinstance(item, Received)]
+
+    return asyncio.run(read())
+
+
+def fill(publisher: Any) -> None:
+    """Fill a queue of one; nothing is sent until somebody drains it."""
+    publisher._outbox.put(batch(0))
+
+
+class TestThreaded:
+    def test_a_thread_that_is_too_quick_waits(self) -> None:
+        with ThreadedEventPublisher(0, ANY, ANY, max_queue_size=100, bind=True) as publisher:
+            threads = [
+                threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(2500)]) for _ in range(2)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            publisher.flush(PATIENCE_S)
+            assert publisher.stats().dropped == 0
+            assert publisher.stats().sent == 5000
+            assert read_all(publisher, 5000) == list(range(5000))
+
+    @pytest.mark.slow
+    def test_three_hundred_thousand_batches(self) -> None:
+        count = 300_000
+        with ThreadedEventPublisher(0, ANY, ANY, buffer_steps=count, bind=True) as publisher:
+            for number in range(count):
+                publisher.publish(batch(number))
+            publisher.flush(PATIENCE_S)
+            assert (publisher.stats().dropped, publisher.stats().sent) == (0, count)
+            assert read_all(publisher, count) == list(range(count))
+
+    def test_vllms_callers_get_it(self) -> None:
+        config = KVEventsConfig(True, endpoint="inproc://lossless", max_queue_size=10)
+        publisher = EventPublisherFactory.create(config)
+        assert isinstance(publisher, ThreadedEventPublisher)
+        for number in range(1000):
+            publisher.publish(batch(number))
+        publisher.flush(PATIENCE_S)
+        assert publisher.stats().sent == 1000
+        publisher.shutdown()
+
+    def test_the_wait_has_an_end(self) -> None:
+        with ThreadedEventPublisher(0, ANY, max_queue_size=3, bind=True) as publisher:
+            with Held(publisher, 3):
+                with pytest.raises(TimeoutError, match=r"still full after 0\.01 s"):
+                    publisher.publish(batch(3), timeout=0.01)
+                with pytest.raises(TimeoutError):
+                    publisher.publish(batch(3), timeout=0)
+            publisher.publish(batch(3), timeout=PATIENCE_S)
+            publisher.flush(PATIENCE_S)
+            assert publisher.stats().published == 4, "who gave up used no number"
+
+    def test_closing_ends_the_wait(self) -> None:
+        publisher = ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True)
+        failures: list[BaseException] = []
+
+        def publish() -> None:
+            try:
+                publisher.publish(batch(1))
+            except PublisherClosed as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=publish) for _ in range(3)]
+        with Held(publisher, 1):
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: publisher._publisher._outbox.blocked == 3)
+            closing = threading.Thread(target=publisher.shutdown)
+            closing.start()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+        closing.join(PATIENCE_S)
+        assert len(failures) == 3
+        assert publisher.stats().sent == 1
+
+    def test_its_own_thread_does_not_wait_for_itself(self) -> None:
+        with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
+            found: list[BaseException] = []
+            done = threading.Event()
+
+            def publish_there() -> None:
+                try:
+                    for _ in range(2):
+                        publisher.publish(batch(0))
+                except RoleError as error:
+                    found.append(error)
+                done.set()
+
+            publisher._loop.call_soon_threadsafe(publish_there)
+            assert done.wait(PATIENCE_S)
+            assert "its own thread" in str(found[0])
+
+    def test_a_thread_that_has_ended_is_named(self) -> None:
+        publisher = ThreadedEventPublisher(0, ANY, max_queue_size=2, bind=True)
+        publisher._loop.call_soon_threadsafe(publisher._publisher.shutdown)
+        publisher._loop.call_soon_threadsafe(publisher._loop.stop)
+        publisher._thread.join(PATIENCE_S)
+        with pytest.raises(PublisherClosed):
+            publisher.publish(batch(0))
+        publisher._closed = True
+
+    def test_a_thread_that_ends_meanwhile(self) -> None:
+        publisher = ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True)
+        publisher._loop.call_soon_threadsafe(publisher._loop.stop)
+        publisher._thread.join(PATIENCE_S)
+        with pytest.raises(PublisherClosed, match="thread of this event publisher has ended"):
+            for _ in range(2):
+                publisher.publish(batch(0))
+        publisher._publisher.shutdown()
+        publisher._closed = True
+
+    def test_ctrl_c_interrupts_the_wait(self) -> None:
+        with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
+
+            def interrupt() -> None:
+                wait_until(lambda: publisher._publisher._outbox.blocked)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=interrupt)
+            with Held(publisher, 1):
+                thread.start()
+                with pytest.raises(KeyboardInterrupt):
+                    publisher.publish(batch(1))
+                thread.join(PATIENCE_S)
+            publisher.publish(batch(1))
+            publisher.flush(PATIENCE_S)
+            assert publisher.stats().sent == 2
+
+    @pytest.mark.parametrize("overflow", ["drop", "raise"])
+    def test_who_does_not_want_to_wait_need_not(self, overflow: Any) -> None:
+        with ThreadedEventPublisher(0, ANY, max_queue_size=2, overflow=overflow, bind=True) as publisher:
+            with Held(publisher, 2):
+                if overflow == "raise":
+                    with pytest.raises(QueueFull):
+                        publisher.publish(batch(2))
+                else:
+                    publisher.publish(batch(2))
+            assert publisher.stats().dropped == (overflow == "drop")
+
+
+class TestOnALoop:
+    async def test_backpressure(self, ends: Ends) -> None:
+        publisher = ends.publisher(max_queue_size=10)
+        subscriber = ends.subscriber(publisher)
+
+        async def publish(first: int) -> None:
+            for number in range(500):
+                await publisher.apublish(batch(first + number))
+
+        await within(asyncio.gather(*(publish(n * 500) for n in range(4))))
+        await publisher.flush()
+        assert publisher.stats().dropped == 0
+        received = [item for item in await take(subscriber, 2000) if isinstance(item, Received)]
+        assert [item.seq for item in received] == list(range(2000))
+        numbers = [int(item.batch.ts) for item in received]
+        for n in range(4):  # each task's in its order
+            of_task = [number for number in numbers if number // 500 == n]
+            assert of_task == list(range(n * 500, n * 500 + 500))
+
+    async def test_those_who_wait_are_served_in_turn(self, ends: Ends) -> None:
+        publisher = ends.publisher(max_queue_size=1)
+        order: list[int] = []
+
+        async def publish(number: int) -> None:
+            await publisher.apublish(batch(number))
+            order.append(number)
+
+        await within(asyncio.gather(*map(publish, range(20))))
+        assert order == list(range(20))
+
+    async def test_a_wait_that_is_cancelled_sends_nothing(self, ends: Ends) -> None:
+        publisher = ends.publisher(max_queue_size=1)
+        fill(publisher)
+        waiting = [asyncio.create_task(publisher.apublish(batch(n))) for n in range(1, 5)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        waiting[2].cancel()
+        publisher._drain()
+        await within(asyncio.gather(*waiting, return_exceptions=True))
+        await publisher.flush()
+        assert publisher.stats().sent == publisher.stats().published == 3
+        assert [task.cancelled() for task in waiting] == [True, False, True, False]
+
+    async def test_one_that_is_cancelled_when_its_turn_comes_leaves_it_to_the_next(self, ends: Ends) -> None:
+        publisher = ends.publisher(max_queue_size=1)
+        fill(publisher)
+        waiting = [asyncio.create_task(publisher.apublish(batch(n))) for n in range(1, 4)]
+        await asyncio.sleep(0)
+        publisher._drain()  # the first one's turn: cancelled before it runs
+        waiting[0].cancel()
+        await within(asyncio.gather(*waiting, return_exceptions=True))
+        await publisher.flush()
+        assert publisher.stats().sent == publisher.stats().published == 3
+        assert waiting[0].cancelled()
+
+    async def test_timeout(self, ends: Ends) -> None:
+        publisher = ends.publisher(max_queue_size=1)
+        fill(publisher)
+        with pytest.raises(TimeoutError, match="1 event batches still wait"):
+            await publisher.apublish(batch(1), timeout=0)
+        publisher._drain()
+        await publisher.apublish(batch(1), timeout=PATIENCE_S)
+        await publisher.flush()
+        assert publisher.stats().published == 2
+
+    @pytest.mark.parametrize("how", ["aclose", "shutdown"])
+    async def test_closing_ends_the_wait(self, ends: Ends, how: str) -> None:
+        publisher = ends.publisher(max_queue_size=1)
+        fill(publisher)
+        waiting = [asyncio.create_task(publisher.apublish(batch(n))) for n in range(1, 3)]
+        await asyncio.sleep(0)
+        if how == "aclose":
+            await publisher.aclose()
+        else:
+            publisher.shutdown()
+        results = await within(asyncio.gather(*waiting, return_exceptions=True))
+        assert [type(result) for result in results] == [PublisherClosed, PublisherClosed]
+        assert publisher.stats().sent == publisher.stats().published == 1
+        with pytest.raises(PublisherClosed):
+            await publisher.apublish(batch(3))
+
+    async def test_publish_between_two_that_wait(self, ends: Ends) -> None:
+        publisher = ends.publisher(max_queue_size=1)
+        fill(publisher)
+        waiting = asyncio.create_task(publisher.apublish(batch(1)))
+        await asyncio.sleep(0)
+        publisher._sender.send_until(time.perf_counter() + 1.0)
+        publisher._waits.turn()
+        publisher.publish(batch(2))  # takes the room that the other was told of
+        await within(waiting)
+        await publisher.flush()
+        assert (publisher.stats().sent, publisher.stats().dropped) == (3, 0)
+
+    async def test_bad_calls(self, ends: Ends) -> None:
+        with pytest.raises(ValueError, match="await apublish instead"):
+            ZmqEventPublisher(0, ANY, overflow="block", bind=True)
+        publisher = ends.publisher()
+        with pytest.raises(TypeError, match="apublish takes an EventBatch, not int"):
+            await publisher.apublish(1)
+        with pytest.raises(RoleError, match="event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(publisher.apublish(batch(0))))
+        await NullEventPublisher().apublish(batch(0))
