@@ -19,6 +19,10 @@ class QueueClosed(AioshmError):
     """This end was closed, or the other end said goodbye and everything it sent has been read."""
 
 
+class PublisherClosed(QueueClosed, RuntimeError):
+    """A batch was published after its publisher was closed, or waited for room when it was; it is not sent."""
+
+
 class QueueCancelled(AioshmError, RuntimeError):
     """The ``cancel`` event that was passed to a waiting call has been set; a `RuntimeError`, as in vLLM."""
 

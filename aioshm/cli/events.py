@@ -29,8 +29,8 @@ from aioshm.events import (
 )
 from aioshm.events.config import DEFAULT_MAX_QUEUE_SIZE
 from aioshm.events.decoding import BatchDecoder
-from aioshm.events.encoding import Encoding
 from aioshm.events.recording import Record, Recorder, read_records
+from aioshm.events.wire import WIRES, Encoding, Wire, resolve_wire
 
 Endpoints = Annotated[list[str], typer.Argument(help="Where publishers send, such as tcp://host:5557.")]
 ReplayEndpoints = Annotated[
@@ -132,7 +132,11 @@ def replay(
     speed: Annotated[float, typer.Option(min=0.0, help="1 is as recorded, 2 twice as fast, 0 at once.")] = 1.0,
     wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for subscribers first.")] = 0.5,
     hold: Annotated[float, typer.Option(min=0.0, help="Seconds to go on serving replay afterwards.")] = 0.0,
-    encoding: Annotated[str | None, typer.Option(help="array or map; as it was recorded, unless given.")] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(help=f"Write like {', '.join(WIRES)}; unless given, the newest that encodes as it was recorded."),
+    ] = None,
+    encoding: Annotated[str | None, typer.Option(help="array or map, where it is not that of the wire.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Publish a recording again, with new numbers, in the rhythm in which it was received."""
@@ -141,7 +145,8 @@ def replay(
         decoder = BatchDecoder()
         published = 0
         with recording.open("rb") as file, _progress("published") as show:
-            form = cast(Encoding, encoding or _encoding_of(file))  # the publisher says what is wrong with another
+            like = cast(Wire, wire or ("vllm-0.24+" if _encoding_of(file) == "map" else "vllm-0.9"))
+            form, _ = resolve_wire(like, cast(Encoding | None, encoding))
             records = read_records(file)
             async with ZmqEventPublisher(
                 0,
@@ -150,11 +155,12 @@ def replay(
                 max_queue_size=DEFAULT_MAX_QUEUE_SIZE,
                 topic=topic,
                 bind=bind,
+                wire=like,
                 encoding=form,
             ) as publisher:
                 where = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
                 _print(
-                    json.dumps(where | {"encoding": form})
+                    json.dumps(where | {"wire": like, "encoding": form})
                     if as_json
                     else f"publishing {form}s at {publisher.endpoint}, replay at {publisher.replay_endpoint}"
                 )

@@ -1,10 +1,10 @@
-"""KV-cache events: published, subscribed to and replayed, in the wire format of the field."""
+"""KV-cache events: published, subscribed to and replayed, in the wire format of vLLM."""
 
+from aioshm.errors import PublisherClosed
 from aioshm.events.aggregator import KVEventAggregator
-from aioshm.events.base import EventPublisher, NullEventPublisher, PublisherClosed
+from aioshm.events.base import EventPublisher, NullEventPublisher
 from aioshm.events.config import KVEventsConfig
 from aioshm.events.deliveries import Delivery, Lost, PublisherRestarted, Received, Restarted, Source
-from aioshm.events.encoding import Encoding
 from aioshm.events.factory import EventPublisherFactory
 from aioshm.events.index import BlockIndex, Shelf, follow
 from aioshm.events.messages import (
@@ -25,6 +25,7 @@ from aioshm.events.publisher import ZmqEventPublisher
 from aioshm.events.stats import PublisherStats, SubscriberStats
 from aioshm.events.subscriber import EventSubscriber
 from aioshm.events.threaded import ThreadedEventPublisher
+from aioshm.events.wire import Encoding, ReplayFormat, Wire
 from aioshm.zeromq import CurveKeys
 
 __all__ = [
@@ -54,12 +55,14 @@ __all__ = [
     "PublisherRestarted",
     "PublisherStats",
     "Received",
+    "ReplayFormat",
     "Restarted",
     "Shelf",
     "Source",
     "SubscriberStats",
     "ThreadedEventPublisher",
     "UnknownEvent",
+    "Wire",
     "ZmqEventPublisher",
     "follow",
 ]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
-from aioshm.errors import QueueClosed
-from aioshm.events.config import KVEventsConfig
+from aioshm.events.config import CLOSE_TIMEOUT_S, KVEventsConfig
+from aioshm.events.endpoints import for_rank
 from aioshm.events.messages import EventBatch
-
-
-class PublisherClosed(QueueClosed, RuntimeError):
-    """``publish`` was called after the publisher was closed."""
+from aioshm.events.wire import END_SEQ
 
 
 class EventPublisher(ABC):
@@ -25,6 +23,21 @@ class EventPublisher(ABC):
         if data_parallel_rank < 0:
             raise ValueError(f"data_parallel_rank must not be negative, not {data_parallel_rank}")
         self._data_parallel_rank = data_parallel_rank
+
+    END_SEQ: ClassVar[bytes] = END_SEQ
+    """What stands for the number in the frame that ends a replay."""
+
+    SHUTDOWN_TIMEOUT: ClassVar[float] = CLOSE_TIMEOUT_S
+    """How long ``shutdown`` lets go out what is queued."""
+
+    @staticmethod
+    def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
+        """Return the endpoint of one rank: the port moves up by it, and names get a suffix; None stays None.
+
+        Raises:
+            ValueError: The endpoint cannot be one, or the port would lie above 65535.
+        """
+        return for_rank(endpoint, data_parallel_rank) if endpoint else endpoint
 
     @abstractmethod
     def publish(self, events: EventBatch) -> None:

@@ -13,7 +13,6 @@ import msgspec
 from msgspec.structs import astuple
 
 from aioshm.errors import CodecError
-from aioshm.events.encoding import Encoding
 from aioshm.events.messages import (
     AllBlocksCleared,
     BlockHash,
@@ -23,6 +22,7 @@ from aioshm.events.messages import (
     KVEventBatch,
     UnknownEvent,
 )
+from aioshm.events.wire import Encoding
 from aioshm.guard import built
 
 # What msgspec raises for bytes from strangers; the last four for strings, nesting and map keys.
@@ -109,11 +109,11 @@ class BatchDecoder:
         self._array = built(lambda: msgspec.msgpack.Decoder(_ArrayBatch))
         self._map = built(lambda: msgspec.msgpack.Decoder(_MapBatch))
         self._any = built(lambda: msgspec.msgpack.Decoder(_AnyBatch))
-        self._maps_first = False
+        self._maps_first = True
 
     @property
     def encoding(self) -> Encoding:
-        """How the last batch that held events, all of one encoding, was encoded; ``"array"`` before the first."""
+        """How the last batch that held events, all of one encoding, was encoded; ``"map"`` before the first."""
         return "map" if self._maps_first else "array"
 
     def decode(self, payload: bytes) -> KVEventBatch:

@@ -1,4 +1,4 @@
-"""Batches to bytes, in either of the two encodings that the field reads.
+"""Batches to bytes, in either of the two encodings that consumers of vLLM's events read.
 
 ``"array"``: an event is ``[tag, field, field, ...]``; the fields that the first consumers knew always, later
 ones up to the last that is set. ``"map"``: an event is ``{"type": tag, name: field, ...}`` with unset fields
@@ -11,7 +11,7 @@ here, which also says what is wrong with a batch that nobody can encode.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import astuple
@@ -26,12 +26,11 @@ from aioshm.events.messages import (
     KVEventBatch,
     UnknownEvent,
 )
+from aioshm.events.wire import ENCODINGS, Encoding
 
 if TYPE_CHECKING:
     from aioshm.events._encoder import EventEncoder
 
-Encoding: TypeAlias = Literal["array", "map"]
-ENCODINGS = ("array", "map")
 
 # How many of an event's fields are written although they are None.
 _ALWAYS: dict[Encoding, dict[type[msgspec.Struct], int]] = {
@@ -108,7 +107,7 @@ class BatchEncoder:
         native: Use the native encoder, where there is one; the bytes are the same.
     """
 
-    def __init__(self, encoding: Encoding = "array", *, native: bool = True) -> None:
+    def __init__(self, encoding: Encoding = "map", *, native: bool = True) -> None:
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding must be one of {ENCODINGS}, not {encoding!r}")
         self._native = _native_encoder(encoding) if native else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from aioshm.wait.address import WILDCARD_HOSTS, connectable
+
 _TRANSPORTS = ("tcp", "ipc", "inproc")
 _LAST_PORT = 65535
 
@@ -67,4 +69,12 @@ def is_wildcard(endpoint: str) -> bool:
     if not endpoint.startswith("tcp://"):
         return False
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-    return host in ("*", "0.0.0.0", "[::]", "::", "[*]")
+    return host in WILDCARD_HOSTS
+
+
+def passed_on(asked: str, bound: str) -> str:
+    """Return what a configuration says of an endpoint that was asked for and bound: others may connect to it.
+
+    As in vLLM, that is this host's own address where both address and port were left to the system.
+    """
+    return connectable(bound) if asked.endswith((":0", ":*")) else bound

@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from aioshm.errors import QueueFull
-from aioshm.events.base import PublisherClosed
+from aioshm.errors import PublisherClosed, QueueFull
 from aioshm.events.messages import EventBatch
 
 Overflow: TypeAlias = Literal["block", "drop", "raise"]

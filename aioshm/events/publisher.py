@@ -10,9 +10,8 @@ from contextlib import suppress
 from threading import get_ident
 from types import TracebackType
 
-from aioshm.errors import RoleError
-from aioshm.events import wire
-from aioshm.events.base import EventPublisher, PublisherClosed
+from aioshm.errors import PublisherClosed, RoleError
+from aioshm.events.base import EventPublisher
 from aioshm.events.config import (
     CLOSE_TIMEOUT_S,
     DEFAULT_BUFFER_STEPS,
@@ -21,7 +20,8 @@ from aioshm.events.config import (
     DEFAULT_MAX_QUEUE_SIZE,
     KVEventsConfig,
 )
-from aioshm.events.encoding import BatchEncoder, Encoding
+from aioshm.events.encoding import BatchEncoder
+from aioshm.events.endpoints import passed_on
 from aioshm.events.ends import PublisherEnds
 from aioshm.events.messages import EventBatch
 from aioshm.events.outbox import Outbox, Overflow
@@ -30,7 +30,9 @@ from aioshm.events.replay_server import ReplayServer
 from aioshm.events.sender import Sender
 from aioshm.events.stats import PublisherStats
 from aioshm.events.waits import SenderWaits
+from aioshm.events.wire import DEFAULT_WIRE, MAX_SEQ, Encoding, ReplayFormat, Wire, resolve_wire
 from aioshm.limits import abandon_when_forked
+from aioshm.wait.address import connectable
 from aioshm.zeromq import CurveKeys
 
 logger = logging.getLogger("aioshm.events")
@@ -76,8 +78,10 @@ class ZmqEventPublisher(EventPublisher):
         topic: The first frame of every message.
         bind: Bind the endpoint, or connect to it; None is the field's rule: wildcards, ``::``, ipc and inproc
             bind.
-        encoding: ``"array"`` or ``"map"``.
-        replay_format: ``"topic"``, or ``"legacy"`` for subscribers that expect no topic frame in replies.
+        wire: Which releases of vLLM to write like, for consumers that were made for them: ``"vllm-0.24+"`` (maps, and
+            the topic in replies), ``"vllm-0.24"`` (maps, no topic) or ``"vllm-0.9"`` to 0.23 (arrays, no topic).
+        encoding: ``"array"`` or ``"map"``, where it is not that of ``wire``.
+        replay_format: ``"topic"`` or ``"legacy"`` (no topic frame in replies), where it is not that of ``wire``.
         overflow: ``"drop"`` or ``"raise"``: what ``publish`` does where the queue is full.
         curve: Keys for an encrypted connection.
 
@@ -100,26 +104,26 @@ class ZmqEventPublisher(EventPublisher):
         topic: str = "",
         *,
         bind: bool | None = None,
-        encoding: Encoding = "array",
-        replay_format: wire.ReplayFormat = "topic",
+        wire: Wire = DEFAULT_WIRE,
+        encoding: Encoding | None = None,
+        replay_format: ReplayFormat | None = None,
         overflow: Overflow = "drop",
         curve: CurveKeys | None = None,
     ) -> None:
         self._closed = self._stopped = True  # until everything below has worked
         self._inherited = False
         super().__init__(data_parallel_rank)
-        if replay_format not in wire.REPLAY_FORMATS:
-            raise ValueError(f"replay_format must be one of {wire.REPLAY_FORMATS}, not {replay_format!r}")
+        form, reply_form = resolve_wire(wire, encoding, replay_format)
         if hwm < 0:
             raise ValueError(f"hwm must not be negative, not {hwm}")
         if overflow not in self._overflows:
             hint = ": it would stop the loop that makes room; await apublish instead" if overflow == "block" else ""
             raise ValueError(f"overflow must be one of {self._overflows}, not {overflow!r}{hint}")
-        encoder = BatchEncoder(encoding)
+        encoder = BatchEncoder(form)
         self._outbox = Outbox(max_queue_size, overflow)
         buffer = ReplayBuffer(buffer_steps)
         topic_frame = topic.encode()
-        self._abandoned_from = wire.MAX_SEQ
+        self._abandoned_from = MAX_SEQ
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
         self._waits = SenderWaits(self._outbox)
@@ -131,7 +135,7 @@ class ZmqEventPublisher(EventPublisher):
         if self._ends.replay is not None:
             where = self._ends.replay_endpoint or ""
             self._server = ReplayServer(
-                self._ends.replay, buffer, topic_frame, replay_format, where, self._ends.replay_monitor
+                self._ends.replay, buffer, topic_frame, reply_form, where, self._ends.replay_monitor
             )
         # Without a server nobody can ask for what the buffer would hold.
         kept = buffer if self._server is not None else None
@@ -139,8 +143,8 @@ class ZmqEventPublisher(EventPublisher):
         self._config = KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
-            endpoint=self.endpoint,
-            replay_endpoint=self.replay_endpoint,
+            endpoint=passed_on(endpoint, self.endpoint),
+            replay_endpoint=passed_on(replay_endpoint or "", self.replay_endpoint) if self.replay_endpoint else None,
             buffer_steps=buffer_steps,
             hwm=hwm,
             max_queue_size=max_queue_size,
@@ -156,9 +160,19 @@ class ZmqEventPublisher(EventPublisher):
         return self._ends.endpoint
 
     @property
+    def connect_endpoint(self) -> str:
+        """What to pass on to subscribers: ``endpoint``, with this host's own address where all of them are bound."""
+        return connectable(self._ends.endpoint)
+
+    @property
     def replay_endpoint(self) -> str | None:
         """Where replay requests are really served, or None."""
         return self._ends.replay_endpoint
+
+    @property
+    def connect_replay_endpoint(self) -> str | None:
+        """What to pass on to those who replay, or None."""
+        return None if self._ends.replay_endpoint is None else connectable(self._ends.replay_endpoint)
 
     def get_publisher_config(self) -> KVEventsConfig:
         """Return the configuration with the endpoints that are really in use."""

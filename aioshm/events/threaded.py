@@ -11,8 +11,8 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from aioshm.errors import QueueFull, RoleError
-from aioshm.events.base import EventPublisher, PublisherClosed
+from aioshm.errors import PublisherClosed, QueueFull, RoleError
+from aioshm.events.base import EventPublisher
 from aioshm.events.config import (
     CLOSE_TIMEOUT_S,
     DEFAULT_BUFFER_STEPS,
@@ -21,12 +21,11 @@ from aioshm.events.config import (
     DEFAULT_MAX_QUEUE_SIZE,
     KVEventsConfig,
 )
-from aioshm.events.encoding import Encoding
 from aioshm.events.messages import EventBatch
 from aioshm.events.outbox import OVERFLOWS, Overflow
 from aioshm.events.publisher import ZmqEventPublisher
 from aioshm.events.stats import PublisherStats
-from aioshm.events.wire import ReplayFormat
+from aioshm.events.wire import DEFAULT_WIRE, Encoding, ReplayFormat, Wire
 from aioshm.limits import check_descriptors, naming_limits
 from aioshm.zeromq import CurveKeys
 
@@ -86,8 +85,9 @@ class ThreadedEventPublisher(EventPublisher):
         topic: str = "",
         *,
         bind: bool | None = None,
-        encoding: Encoding = "array",
-        replay_format: ReplayFormat = "topic",
+        wire: Wire = DEFAULT_WIRE,
+        encoding: Encoding | None = None,
+        replay_format: ReplayFormat | None = None,
         overflow: Overflow = "block",
         curve: CurveKeys | None = None,
     ) -> None:
@@ -104,6 +104,7 @@ class ThreadedEventPublisher(EventPublisher):
                 max_queue_size,
                 topic,
                 bind=bind,
+                wire=wire,
                 encoding=encoding,
                 replay_format=replay_format,
                 overflow=overflow,
@@ -140,6 +141,16 @@ class ThreadedEventPublisher(EventPublisher):
     def replay_endpoint(self) -> str | None:
         """Where replay requests are really served, or None."""
         return self._publisher.replay_endpoint
+
+    @property
+    def connect_endpoint(self) -> str:
+        """What to pass on to subscribers: ``endpoint``, with this host's own address where all of them are bound."""
+        return self._publisher.connect_endpoint
+
+    @property
+    def connect_replay_endpoint(self) -> str | None:
+        """What to pass on to those who replay, or None."""
+        return self._publisher.connect_replay_endpoint
 
     def get_publisher_config(self) -> KVEventsConfig:
         """Return the configuration with the endpoints that are really in use."""

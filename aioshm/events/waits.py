@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 
-from aioshm.events.base import PublisherClosed
+from aioshm.errors import PublisherClosed
 from aioshm.events.outbox import Outbox
 
 

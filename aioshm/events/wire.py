@@ -16,12 +16,44 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from aioshm.errors import CodecError
 
+Encoding: TypeAlias = Literal["array", "map"]
+ENCODINGS = ("array", "map")
+
 ReplayFormat: TypeAlias = Literal["topic", "legacy"]
 REPLAY_FORMATS = ("topic", "legacy")
+
+Wire: TypeAlias = Literal["vllm-0.24+", "vllm-0.24", "vllm-0.9"]
+DEFAULT_WIRE: Wire = "vllm-0.24+"
+WIRES: dict[Wire, tuple[Encoding, ReplayFormat]] = {
+    "vllm-0.24+": ("map", "topic"),
+    "vllm-0.24": ("map", "legacy"),
+    "vllm-0.9": ("array", "legacy"),
+}
+"""How events are encoded and replay is framed, by the releases of vLLM that do so. Live frames are the same in all.
+
+0.9 to 0.23 wrote arrays, 0.24 and newer write maps; 0.24 itself still answered without the topic, 0.33 answers with it.
+"""
 
 SEQ_BYTES = 8
 END_SEQ = b"\xff" * SEQ_BYTES
 MAX_SEQ = 2**64 - 2
+
+
+def resolve_wire(
+    wire: Wire = DEFAULT_WIRE, encoding: Encoding | None = None, replay_format: ReplayFormat | None = None
+) -> tuple[Encoding, ReplayFormat]:
+    """Return the encoding and the form of replies: those of ``wire``, where nothing else is asked for.
+
+    Raises:
+        ValueError: There is no such wire, encoding or form.
+    """
+    if wire not in WIRES:
+        raise ValueError(f"wire must be one of {tuple(WIRES)}, not {wire!r}")
+    if encoding is not None and encoding not in ENCODINGS:
+        raise ValueError(f"encoding must be one of {ENCODINGS}, not {encoding!r}")
+    if replay_format is not None and replay_format not in REPLAY_FORMATS:
+        raise ValueError(f"replay_format must be one of {REPLAY_FORMATS}, not {replay_format!r}")
+    return encoding or WIRES[wire][0], replay_format or WIRES[wire][1]
 
 
 class LiveFrames(NamedTuple):

@@ -20,6 +20,9 @@ _PATH_BYTES = 103 if sys.platform == "darwin" else 107  # sun_path without its f
 _YOUNG_S = 10.0  # a socket file this new may belong to somebody between bind and listen
 _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # macOS: sys/un.h
 
+WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]", "::", "[*]")
+"""How an endpoint names all addresses of a host."""
+
 
 WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]", "::", "[*]")
 """How an endpoint names all addresses of a host."""

@@ -145,7 +145,7 @@ def test_record_and_replay_speak_json(publisher: ThreadedEventPublisher, tmp_pat
     endpoint = f"ipc://{tmp_path}/x"
     result = invoke("replay", str(file), "--endpoint", endpoint, "--speed", "0", "--wait", "0", "--json")
     began, done = map(json.loads, result.output.splitlines())
-    assert began == {"endpoint": endpoint, "replay_endpoint": None, "encoding": "array"}
+    assert began == {"endpoint": endpoint, "replay_endpoint": None, "wire": "vllm-0.24+", "encoding": "map"}
     assert done == {"published": 3}
 
 
@@ -160,6 +160,8 @@ def test_replay_keeps_the_encoding(tmp_path: Path, form: Any) -> None:
     arguments = ["replay", str(file), "--endpoint", f"ipc://{tmp_path}/x", "--speed", "0", "--wait", "0"]
     assert f"publishing {form}s" in invoke(*arguments).output
     assert "publishing maps" in invoke(*arguments, "--encoding", "map").output
+    assert "publishing arrays" in invoke(*arguments, "--wire", "vllm-0.9").output
+    assert "wire must be one of" in invoke(*arguments, "--wire", "vllm-1").output
     wrong = invoke(*arguments, "--encoding", "json")
     assert (wrong.exit_code, "encoding must be one of" in wrong.output) == (2, True)
 

@@ -208,7 +208,7 @@ def test_deep_nesting_is_refused_or_unknown() -> None:
 )
 def test_what_cannot_be_encoded_says_so(bad: Any) -> None:
     with pytest.raises(CodecError, match="cannot encode"):
-        BatchEncoder().encode(EventBatch(1.0, [bad]), 0)
+        BatchEncoder("array").encode(EventBatch(1.0, [bad]), 0)
 
 
 def test_encoding_must_be_known() -> None:
@@ -227,6 +227,6 @@ def test_events_are_hashable_by_value() -> None:
 
 def test_an_unset_tail_reads_like_nils() -> None:
     long = pack([1.0, [["BlockStored", [1], None, [2], 1, None, "GPU", *[None] * 9]], 0])
-    short = BatchEncoder().encode(BatchDecoder().decode(long), None)
+    short = BatchEncoder("array").encode(BatchDecoder().decode(long), None)
     assert len(short) < len(long)
     assert BatchDecoder().decode(short) == BatchDecoder().decode(long)

@@ -148,7 +148,7 @@ def test_a_list_that_contains_itself(form: Any) -> None:
 
 
 def test_small_after_large() -> None:
-    native = BatchEncoder()
+    native = BatchEncoder("array")
     for tokens in (1, 1_000_000, 1, 50):
         batch = EventBatch(1.0, [stored(token_ids=[99_999] * tokens)])
         assert native.encode(batch, 0) == twin("array").encode(batch, 0)
@@ -184,7 +184,7 @@ def test_making_one_of_garbage(kinds: Any, maps: bool) -> None:
 
 
 def test_calling_one_with_garbage() -> None:
-    native = BatchEncoder()._native
+    native = BatchEncoder("array")._native
     assert native is not None
     for arguments in [(), (1.0, []), (1.0, [], 0, 0)]:
         with pytest.raises(TypeError, match="takes ts, events and rank"):
@@ -241,7 +241,7 @@ def test_a_list_that_others_change_meanwhile() -> None:
     thread = threading.Thread(target=change)
     thread.start()
     try:
-        native = BatchEncoder()
+        native = BatchEncoder("array")
         for _ in range(500):
             ts, events, rank = msgspec.msgpack.decode(native.encode(batch, 0))
             assert (ts, rank) == (1.0, 0)
@@ -259,7 +259,7 @@ def test_it_can_be_switched_off_or_missing(prelude: str, environ: str, expected:
     code = f"""{prelude}
 from aioshm.events import BlockRemoved, EventBatch
 from aioshm.events.encoding import BatchEncoder
-encoder = BatchEncoder()
+encoder = BatchEncoder("array")
 assert encoder.encode(EventBatch(1.0, [BlockRemoved([1], None)]), 0)
 print(encoder._native is not None)
 """
