@@ -9,17 +9,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import zmq
 
 from aioshm.errors import CodecError, OutOfDescriptors
 from aioshm.events import wire
-from aioshm.events.decoding import BatchDecoder
+from aioshm.events.decoding import BatchDecoder, Decoding
 from aioshm.events.deliveries import Delivery, Received
+from aioshm.events.live_ports import LivePort, OpenPort, SubPort
+from aioshm.events.messages import KVEventBatch
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.tracker import Message, SourceTracker, Start
 from aioshm.limits import SIGNAL_DESCRIPTORS, abandon_when_forked, check_descriptors
-from aioshm.zeromq import BoundFile, CurveKeys, LogLimiter, Monitor, Watch, attach, open_socket
+from aioshm.zeromq import CurveKeys, LogLimiter, Watch, attach, open_socket
 
 logger = logging.getLogger("aioshm.events")
 
@@ -31,11 +34,14 @@ CHECK_MAX_S = 30.0
 _REPLY_HWM = 64
 _SLICE_S = 0.002
 
+_Where: TypeAlias = Literal["live", "replay"]
+
 
 class EventSource:
     """Reads one endpoint on one loop and hands deliveries to ``deliver``.
 
     Args:
+        open_to_all: Whether anybody may connect to it, who is then held to limits.
         deliver: Called with each delivery; returns False to be left alone until ``resume``.
         fail: Called with what went wrong in here, should anything.
     """
@@ -50,6 +56,7 @@ class EventSource:
         topic: str,
         start: Start,
         bind: bool,
+        open_to_all: bool,
         hwm: int,
         curve: CurveKeys | None,
         replay_timeout: float,
@@ -67,7 +74,8 @@ class EventSource:
         self._check_interval = check_interval if replay_endpoint is not None else None
         self._deliver = deliver
         self._fail = fail
-        self._decoder = BatchDecoder()
+        self._decoder = BatchDecoder(max_bytes=max_payload_bytes)
+        self._unfinished: tuple[_Where, wire.LiveFrames | wire.ReplayFrames, Decoding] | None = None
         self._limiter = LogLimiter(10.0)
         self._paused = False
         self._again = False
@@ -85,24 +93,17 @@ class EventSource:
 
         self._inherited = False
         self._lacking: OutOfDescriptors | None = None
-        self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve)
-        try:
-            self._sub.setsockopt(zmq.SUBSCRIBE, self._topic)
-            if bind:  # whoever connects would not be connected again after a message that is too large
-                self._sub.setsockopt(zmq.MAXMSGSIZE, max_payload_bytes)
-            self._monitor = Monitor(self._sub)
-            try:
-                self.endpoint = attach(self._sub, endpoint, bind=bind)
-            except BaseException:
-                self._monitor.close()
-                raise
-        except BaseException:
-            self._sub.close()
-            raise
-        self._file = BoundFile(self.endpoint) if bind else None
+        self._port: LivePort
+        if open_to_all:
+            self._port = OpenPort(context, endpoint, self._topic, max_bytes=max_payload_bytes)
+        else:
+            self._port = SubPort(
+                context, endpoint, self._topic, bind=bind, hwm=hwm, curve=curve, max_bytes=max_payload_bytes
+            )
+        self.endpoint = self._port.endpoint
+        self._closed = False
         self._tracker = SourceTracker(self.endpoint, start, can_replay=replay_endpoint is not None)
-        self._sub_watch = Watch(loop, self._sub, self._run)
-        self._monitor_watch = Watch(loop, self._monitor.pair, self._run)
+        self._sub_watch, self._monitor_watch = self._port.watch(loop, self._run)
         abandon_when_forked(self)
 
     def stats(self) -> SubscriberStats:
@@ -115,10 +116,11 @@ class EventSource:
             gaps=tracker.gaps,
             lost=tracker.lost,
             restarts=tracker.restarts,
-            reconnects=self._monitor.reconnects,
+            reconnects=self._port.reconnects,
             garbage=self._garbage + tracker.unconfirmed,
             replay_failures=self._replay_failures,
-            handshake_failures=self._monitor.handshake_failures,
+            handshake_failures=self._port.handshake_failures,
+            cut_off=self._port.cut_off,
         )
 
     def resume(self) -> None:
@@ -126,21 +128,21 @@ class EventSource:
         if self._paused:
             self._paused = False
             self._asked_at = self._loop.time()  # the publisher could not have sent while nobody read
-            self._monitor_watch.resume()
+            if self._monitor_watch is not None:
+                self._monitor_watch.resume()
             self._sub_watch.resume()
             if self._dealer_watch is not None:
                 self._dealer_watch.resume()
 
     def close(self) -> None:
         """Close the sockets and forget what was not delivered."""
-        if self._inherited or self._sub.closed:
+        if self._inherited or self._closed:
             return
+        self._closed = True
         self._pause()
         self._end_request()
-        self._monitor.close()
-        self._sub.close(linger=0)
-        if self._file is not None:
-            self._file.remove()
+        self._unfinished = None
+        self._port.close()
 
     def abandon_in_child(self) -> None:
         """Do nothing any more: the sockets, and what the loop waits by, are the parent's."""
@@ -151,7 +153,8 @@ class EventSource:
         self._paused = True
         self._set_timer(None)
         self._sub_watch.pause()
-        self._monitor_watch.pause()
+        if self._monitor_watch is not None:
+            self._monitor_watch.pause()
         if self._dealer_watch is not None:
             self._dealer_watch.pause()
 
@@ -159,7 +162,7 @@ class EventSource:
 
     def _run(self) -> None:
         """Work for one slice of time, or until there is nothing to do."""
-        if self._paused or self._sub.closed:
+        if self._paused or self._closed:
             return
         try:
             deadline = time.perf_counter() + _SLICE_S
@@ -187,6 +190,9 @@ class EventSource:
         """Take one message, live or replayed; False if there is none."""
         if self._hand_out():
             return True
+        if self._unfinished is not None:
+            self._go_on(*self._unfinished)
+            return True
         self._read_monitor()
         if self._tracker.asking is None:
             self._sub_watch.resume()
@@ -212,29 +218,61 @@ class EventSource:
     # Live
 
     def _read_live(self) -> bool:
-        try:
-            frames = self._sub.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+        frames = self._port.receive()
+        if frames is None:
             return False
-        self._quiet_checks = 0
-        # What the monitor says now happened before this message was received, or soon after: both are safe.
+        # What is said of connections now happened before this message was received, or soon after: both are safe.
         self._read_monitor()
-        try:
-            topic, seq, payload = wire.parse_live(frames)
-            message = Message(topic, seq, self._decoder.decode(payload), payload)
-        except CodecError as error:
-            self._complain("live", error)
-            return True
-        self._tracker.live(message)
+        if frames:
+            self._quiet_checks = 0
+            try:
+                live = wire.parse_live(frames)
+            except CodecError as error:
+                self._complain("live", error)
+            else:
+                self._take("live", live)
         return True
 
     def _read_monitor(self) -> None:
-        came_back, failed = self._monitor.read()
+        came_back, refused = self._port.read()
         if came_back:
             logger.debug("subscriber %s: connected again", self.endpoint)
             self._tracker.reconnected()
-        if failed:
-            self._complain("live", ConnectionError(f"the handshake at {failed[-1]} failed: not ZeroMQ, or wrong keys"))
+        for one in refused:
+            self._complain("live", ConnectionError(one))
+
+    # Payloads
+
+    def _take(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames) -> None:
+        """Decode a batch; one that takes long is gone on with in the next steps."""
+        try:
+            found = self._decoder.begin(frames.payload)
+        except CodecError as error:
+            self._complain(where, error)
+            return
+        if isinstance(found, Decoding):
+            self._unfinished = where, frames, found
+        else:
+            self._accept(where, frames, found)
+
+    def _go_on(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, decoding: Decoding) -> None:
+        try:
+            batch = decoding.work(time.perf_counter() + _SLICE_S)
+        except CodecError as error:
+            self._unfinished = None
+            self._complain(where, error)
+            return
+        if batch is not None:
+            self._unfinished = None
+            self._asked_at = self._loop.time()
+            self._accept(where, frames, batch)
+
+    def _accept(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, batch: KVEventBatch) -> None:
+        message = Message(frames.topic, frames.seq, batch, frames.payload)
+        if where == "live":
+            self._tracker.live(message)
+        else:
+            self._tracker.replayed(message)
 
     # Replay
 
@@ -283,11 +321,10 @@ class EventSource:
                 return True
             if reply.topic is not None and not reply.topic.startswith(self._topic):
                 return True
-            message = Message(reply.topic, reply.seq, self._decoder.decode(reply.payload), reply.payload)
         except CodecError as error:
             self._complain("replay", error)
             return True
-        self._tracker.replayed(message)
+        self._take("replay", reply)
         return True
 
     def _replay_overdue(self) -> None:
@@ -334,6 +371,8 @@ class EventSource:
         self._timer = None
         if self._overdue is None or self._paused:
             return
+        if self._unfinished is not None:  # the answer is here; it is being read
+            self._overdue = self._loop.time() + self._replay_timeout
         if self._loop.time() < self._overdue:
             self._set_timer(self._overdue)
             return

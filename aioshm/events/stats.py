@@ -52,6 +52,7 @@ class SubscriberStats:
         garbage: Messages that could not be understood, or that the publisher's own replay does not confirm.
         replay_failures: Replay requests that were not answered to the end in time.
         handshake_failures: Connections that did not speak ZeroMQ, or not with the right keys.
+        cut_off: Connections that sent more than they may and were hung up on.
     """
 
     delivered: int = 0
@@ -64,3 +65,4 @@ class SubscriberStats:
     garbage: int = 0
     replay_failures: int = 0
     handshake_failures: int = 0
+    cut_off: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +15,7 @@ import zmq
 from aioshm.errors import QueueClosed, RoleError
 from aioshm.events.config import DEFAULT_HWM
 from aioshm.events.deliveries import Delivery, Received
-from aioshm.events.endpoints import check_endpoint, subscriber_binds
+from aioshm.events.endpoints import check_endpoint, is_loopback, subscriber_binds
 from aioshm.events.messages import KVEventBatch
 from aioshm.events.source import EventSource
 from aioshm.events.stats import SubscriberStats
@@ -23,14 +24,20 @@ from aioshm.events.wire import MAX_SEQ
 from aioshm.limits import abandon_when_forked
 from aioshm.zeromq import CurveKeys, shared_context
 
+logger = logging.getLogger("aioshm.events")
+
 # How long a replay may be silent before it is asked for again.
 REPLAY_TIMEOUT_S = 5.0
 # How long a publisher may be silent before it is asked whether its last messages were lost on the way.
 CHECK_INTERVAL_S = 1.0
 # Deliveries that may wait for the consumer; beyond that the sockets are not read.
 DEFAULT_MAX_WAITING = 1024
-# Some thousand times what a step's batch has: what a stranger could make a bound subscriber hold.
-DEFAULT_MAX_PAYLOAD_BYTES = 1 << 26
+# A hundred times what a step's batch has, a quarter of a million tokens: what a stranger may make an open port decode.
+OPEN_MAX_PAYLOAD_BYTES = 1 << 21
+# The same of publishers that one has chosen.
+MAX_PAYLOAD_BYTES = 1 << 24
+# Payloads that may wait for the consumer together; decoded, they take up to 14 times as much.
+MAX_WAITING_BYTES = 1 << 20
 
 _YIELD_EVERY = 64
 
@@ -65,9 +72,9 @@ class EventSubscriber:
         replay_timeout: Seconds that a replay may be silent. After three such silences a gap counts as lost.
         check_interval: Seconds of silence after which a publisher's replay endpoint is asked whether
             something was missed; doubled up to 30 s as long as it stays silent. None never asks.
-        max_waiting: Deliveries that may wait for the consumer.
-        max_payload_bytes: The largest frame that an endpoint takes which this subscriber binds. ZeroMQ hangs up
-            on whoever sends a larger one.
+        max_waiting: Deliveries that may wait for the consumer, as long as their payloads have 1 MiB together.
+        max_payload_bytes: The largest payload that is taken; a publisher that connects and sends a larger one is hung
+            up on. None is 2 MiB where this subscriber binds without keys, so that anybody may connect, else 16 MiB.
 
     Raises:
         OSError: An endpoint cannot be bound or connected to; raised by the first wait.
@@ -88,7 +95,7 @@ class EventSubscriber:
         replay_timeout: float = REPLAY_TIMEOUT_S,
         check_interval: float | None = CHECK_INTERVAL_S,
         max_waiting: int = DEFAULT_MAX_WAITING,
-        max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
+        max_payload_bytes: int | None = None,
     ) -> None:
         self._sources: list[EventSource] = []
         self._final: SubscriberStats | None = None
@@ -102,7 +109,7 @@ class EventSubscriber:
             )
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, not {max_waiting}")
-        if max_payload_bytes < 1:
+        if max_payload_bytes is not None and max_payload_bytes < 1:
             raise ValueError(f"max_payload_bytes must be at least 1, not {max_payload_bytes}")
         self._topic = topic
         self._start = start
@@ -174,7 +181,7 @@ class EventSubscriber:
                     await inbox.arrival()
         if self._closed:
             raise QueueClosed("this event subscriber is closed")
-        delivery = inbox.waiting.popleft()
+        delivery = inbox.take()
         if inbox.has_room_again():
             for source in self._sources:
                 source.resume()
@@ -251,6 +258,13 @@ class EventSubscriber:
         endpoint: str,
         replay_endpoint: str | None,
     ) -> EventSource:
+        binds = subscriber_binds(endpoint) if self._bind is None else self._bind
+        open_to_all = binds and endpoint.startswith("tcp://") and self._curve is None
+        if open_to_all and not is_loopback(endpoint):
+            logger.warning(
+                "events are taken from anybody who reaches %s, unencrypted: pass curve=, or bind a loopback address",
+                endpoint,
+            )
         return EventSource(
             loop,
             context,
@@ -258,12 +272,13 @@ class EventSubscriber:
             replay_endpoint,
             topic=self._topic,
             start=self._start,
-            bind=subscriber_binds(endpoint) if self._bind is None else self._bind,
+            bind=binds,
+            open_to_all=open_to_all,
             hwm=self._hwm,
             curve=self._curve,
             replay_timeout=self._replay_timeout,
             check_interval=self._check_interval,
-            max_payload_bytes=self._max_payload_bytes,
+            max_payload_bytes=self._max_payload_bytes or (OPEN_MAX_PAYLOAD_BYTES if open_to_all else MAX_PAYLOAD_BYTES),
             deliver=self._inbox.put,
             fail=self._inbox.fail,
         )
@@ -286,20 +301,30 @@ class _Inbox:
         self.waiting: deque[Delivery] = deque()
         self._room = room
         self._full = False
+        self._bytes = 0
         self._failure: BaseException | None = None
         self._arrived = asyncio.Event()
 
     def put(self, delivery: Delivery) -> bool:
         """Keep a delivery; False if that was the last one with room."""
         self.waiting.append(delivery)
+        if isinstance(delivery, Received):
+            self._bytes += len(delivery.payload)
         self._arrived.set()
-        if len(self.waiting) >= self._room:
+        if len(self.waiting) >= self._room or self._bytes >= MAX_WAITING_BYTES:
             self._full = True
         return not self._full
 
+    def take(self) -> Delivery:
+        """Remove the next delivery and return it."""
+        delivery = self.waiting.popleft()
+        if isinstance(delivery, Received):
+            self._bytes -= len(delivery.payload)
+        return delivery
+
     def has_room_again(self) -> bool:
         """Tell once, when half of what filled it has been taken."""
-        if self._full and len(self.waiting) <= self._room // 2:
+        if self._full and len(self.waiting) <= self._room // 2 and self._bytes <= MAX_WAITING_BYTES // 2:
             self._full = False
             return True
         return False

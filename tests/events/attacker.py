@@ -19,6 +19,14 @@ def frame(body: bytes, flags: int = 0) -> bytes:
     return bytes([flags | 2]) + len(body).to_bytes(8, "big") + body
 
 
+def array(length: int) -> bytes:
+    return b"\xdd" + length.to_bytes(4, "big")
+
+
+# An event in the form of an array, up to its tokens.
+STORED = b"\x97\xabBlockStored\x91\x01\xc0"
+
+
 def ready(kind: bytes) -> bytes:
     return frame(b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind, 4)
 
@@ -48,6 +56,20 @@ def chunk_of(attack: str, number: int) -> bytes:
     if attack == "trickle":
         time.sleep(0.02)
         return b"".join(frame(b"\x01%08d" % (number * 8 + one)) for one in range(8))
+    payload = b"\x93\xcb" + bytes(8) + payload_of(attack) + b"\x07"
+    return frame(b"", 1) + frame(number.to_bytes(8, "big"), 1) + frame(payload)
+
+
+def payload_of(attack: str) -> bytes:
+    """Return the events of a batch that is hard to decode."""
+    if attack == "nils":
+        return array(2_000_000) + b"\xc0" * 2_000_000
+    if attack == "legal-nils":
+        return array(65_536) + b"\xc0" * 65_536
+    if attack == "tokens":
+        return array(1) + STORED + array(650_000) + b"\xcd\x7f\xff" * 650_000 + b"\x01\xc0\xc0"
+    if attack == "nested":
+        return array(1) + b"\x99" + STORED[1:] + b"\x90\x01\xc0\xc0\xc0\x91" + array(2_000_000) + b"\x90" * 2_000_000
     raise ValueError(attack)
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import zmq
 
-from aioshm.events import EventBatch, EventSubscriber, Lost, Received, ZmqEventPublisher, wire
+from aioshm.events import CurveKeys, EventBatch, EventSubscriber, Lost, Received, ZmqEventPublisher, wire
 from aioshm.events.encoding import BatchEncoder
 
+from .attacker import GREETING, frame
 from .helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
+from .strain import Strain, attack, cuts
 
 
 @pytest_asyncio.fixture
@@ -116,7 +119,66 @@ async def test_a_stranger_who_sends_too_much_is_cut_off(nothing_left: None, stra
             monitor.close()
         async with ZmqEventPublisher(0, endpoint) as publisher:
             assert isinstance(await publish_until_delivery(publisher, subscriber), Received)
-        assert subscriber.stats().garbage == 0
+        assert subscriber.stats().cut_off == 1
+
+
+@pytest.mark.parametrize("name", ["parts", "large-parts", "nils", "legal-nils", "tokens", "nested"])
+async def test_an_attack_on_an_open_port_costs_little(nothing_left: None, name: str) -> None:
+    async with EventSubscriber("tcp://127.0.0.1:0", bind=True) as subscriber:
+        (endpoint,) = subscriber.endpoints
+        async with ZmqEventPublisher(0, endpoint) as publisher:
+            expected = 0
+            assert isinstance(await publish_until_delivery(publisher, subscriber), Received)
+            strain = Strain()
+            async with attack(endpoint, "PUB", name) as stranger:
+                done = asyncio.create_task(cuts(stranger))
+                async with strain:
+                    while not done.done():
+                        publisher.publish(batch(1))
+                        with suppress(TimeoutError):
+                            item = await subscriber.receive(0.001)
+                            if item.source.rank == 0 and isinstance(item, Received):
+                                assert item.seq >= expected
+                                expected = item.seq
+            assert expected > 10, "a true peer was disturbed"
+            strain.check()
+            if "parts" in name:
+                assert await done == 3
+                assert subscriber.stats().cut_off == 3
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(100),
+        b"\xff" + bytes(8) + b"\x7f\x01" + bytes(53),
+        GREETING + frame(b"\x05READY", 4),
+    ],
+)
+async def test_who_is_no_publisher_is_refused(nothing_left: None, said: bytes) -> None:
+    async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True) as subscriber:
+        (endpoint,) = subscriber.endpoints
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        writer.write(said)
+        async with asyncio.timeout(PATIENCE_S):
+            with suppress(ConnectionError):
+                while await reader.read(1000):
+                    pass
+        writer.close()
+        assert subscriber.stats().handshake_failures == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "curve", "warns"),
+    [("tcp://*:*", False, True), ("tcp://*:*", True, False), ("tcp://127.0.0.1:*", False, False)],
+)
+async def test_an_open_port_is_told_of(
+    nothing_left: None, caplog: pytest.LogCaptureFixture, endpoint: str, curve: bool, warns: bool
+) -> None:
+    keys = CurveKeys.generate() if curve else None
+    async with EventSubscriber(endpoint, bind=True, curve=keys):
+        assert ("events are taken from anybody" in caplog.text) is warns
 
 
 async def test_a_silent_replay_port_ends_in_a_loss_that_names_it(ends: Ends, stranger: Any) -> None:
