@@ -197,8 +197,8 @@ class OpenPort:
         peer.messages.clear()
         while self._held > MAX_HELD_BYTES:
             most = max(self._peers, key=lambda one: self._peers[one].held)
-            reason = f"of too many bytes of unfinished messages it has sent {self._peers[most].held}, the most of all"
-            self._refuse(most, chunk if most == identity else None, reason, True)
+            text = f"of too many bytes of unfinished messages it has sent {self._peers[most].held}, the most of all"
+            self._refuse(most, chunk if most == identity else None, text, True)
 
     def _welcome(self, identity: bytes) -> None:
         now = time.monotonic()

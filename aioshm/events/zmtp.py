@@ -99,7 +99,7 @@ class SubPeer:
 
     def _check_greeting(self) -> None:
         buffer = self._buffer
-        if buffer[:1] not in (b"", b"\xff") or (len(buffer) >= _SIGNATURE_END and not buffer[9] & 1):
+        if (buffer and buffer[0] != 0xFF) or (len(buffer) >= _SIGNATURE_END and not buffer[9] & 1):
             raise Refused("not ZeroMQ")
         if len(buffer) > _SIGNATURE_END and buffer[_SIGNATURE_END] < 3:
             raise Refused("a version of ZeroMQ before 4.0")
