@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import launch_targets as targets
+import psutil
 import pytest
 import uvloop
 from managed import gone, open_things
@@ -91,9 +92,14 @@ def tokens(stream: OutputStream[Any]) -> list[int]:
     return [output["token"] for output in stream]
 
 
-def interrupt_within(seconds: float) -> None:
-    """Press Ctrl-C in a moment."""
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+def interrupt_when(condition: Callable[[], object], number: int = signal.SIGINT) -> None:
+    """Press Ctrl-C, or send another signal, when something holds."""
+
+    def wait() -> None:
+        eventually(condition)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait).start()
 
 
 class TestStreams:
@@ -209,12 +215,12 @@ class TestInterrupts:
             thread.start()
             stream = client.submit(ask("a", None))
             assert next(stream)["token"] == 0
-            interrupt_within(0.1)
+            interrupt_when(stream._turn.locked)
             with pytest.raises(KeyboardInterrupt):
                 next(stream)
             with pytest.raises(StopIteration):
                 next(stream)
-            interrupt_within(0.1)
+            interrupt_when(lambda: client._client._link.pending.calls)
             with pytest.raises(KeyboardInterrupt):
                 client.call("never", engine=0)
             assert client.call("report", engine=0)["aborted"] == ["a"]
@@ -230,7 +236,7 @@ class TestInterrupts:
             with served() as client:
                 stream = client.submit(ask("a", None))
                 next(stream)
-                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                interrupt_when(stream._turn.locked, signal.SIGALRM)
                 with pytest.raises(LookupError):
                     next(stream)
                 eventually(lambda: client.call("report", engine=0)["open"] == [], "the abortion")
@@ -409,7 +415,8 @@ class TestLaunch:
 
     def test_an_interrupt_while_they_start(self) -> None:
         started: list[CoreEngineLaunch] = []
-        interrupt_within(0.7)
+        before = set(psutil.Process().children())
+        interrupt_when(lambda: set(psutil.Process().children()) - before)
         with pytest.raises(KeyboardInterrupt):
             with launch_core_engines(targets.fail, kwargs={"how": {0: "hangs"}}) as launch:
                 started.append(launch)
