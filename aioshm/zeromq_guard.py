@@ -382,8 +382,8 @@ class _Sentry:
                 del self._monitors[fd]
                 self._unregister(fd)
             if not self._monitors:
+                os.eventfd_write(self._bell, 1)  # first: after the next line the thread may have closed it
                 type(self)._current = None
-                os.eventfd_write(self._bell, 1)
 
     def watch(self, fd: int, monitor: GuardedMonitor) -> None:
         """Have ``monitor.check`` called after every arrival of bytes at ``fd``."""

@@ -10,7 +10,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from aioshm.engine.doorkeeper import Doorkeeper
-from aioshm.engine.payloads import MAX_FRAMES, Frame
+from aioshm.engine.guard import STRANGE_BYTES, Guard, heartbeat_rate
+from aioshm.engine.payloads import MAX_FRAMES, MAX_STRANGE_FRAMES, Frame
 from aioshm.engine.reading import TURN_FRAMES, MessageReader, sender_of, user_of
 from aioshm.engine.security import Protection, over_tcp
 from aioshm.queue.sockets import BURST, Socket, Sockets, watched_by_heartbeats
@@ -21,6 +22,7 @@ LINGER_MS = 500
 """How long the last aborts may take to leave; it takes no time unless an engine is stuck."""
 
 _UNBOUNDED = 0  # what is in flight is bounded by the requests that are open, not by ZeroMQ
+_DECODED_SHIFT = 8  # so many bytes that are to be decoded take as long as a frame
 _REGISTRATION_FRAMES = 2  # that are kept: it should be one
 _OF_STRANGERS = 1000  # unless it may be anybody's
 
@@ -95,6 +97,11 @@ class ClientSockets:
         if over_tcp([output_address]):
             self._origin = "User-Id" if protection.encrypts(output_address) else "Peer-Address"
         self._doorkeeper: Doorkeeper | None = None
+        open_to_all = over_tcp([output_address]) and not protection.encrypts(output_address)
+        self._kept = MAX_STRANGE_FRAMES if open_to_all else MAX_FRAMES
+        self._guards: list[Guard] = []
+        self._guard: Guard | None = None  # of the ROUTER, over TCP; elsewhere there is
+        self._monitor: Socket | None = None
         try:
             self._doorkeeper = protection.doorkeeper(self._sockets)
             self._router = self._open(zmq.ROUTER, input_address, max_bytes)
@@ -102,14 +109,23 @@ class ClientSockets:
             if input_address.startswith("tcp://"):
                 watched_by_heartbeats(self._router, int(silence_s * 1000))
             # Before anybody can connect, so that no end of a connection is missed.
-            self._monitor = self._sockets.add(self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+            if over_tcp([input_address]):
+                rate = heartbeat_rate(silence_s)
+                encrypted = protection.encrypts(input_address)
+                self._guard = Guard(self._router, encrypted=encrypted, on_end=listener.disconnected, rate=rate)
+                self._guards.append(self._guard)
+            else:
+                self._monitor = self._sockets.add(self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
             self.input_address = self._bind(self._router, input_address)
             self._pull = self._open(zmq.PULL, output_address, max_bytes)
+            if protection.encrypts(output_address):  # of others' outputs nobody knows how much they may be
+                self._guards.append(Guard(self._pull, encrypted=True))
             self.output_address = self._bind(self._pull, output_address)
             self._registrations = MessageReader(self._router, 1 + _REGISTRATION_FRAMES)
             self._watch(self._router, self._read_registrations)
             self._watch(self._pull, self.read_outputs)
-            self._watch(self._monitor, self._read_monitor)
+            if self._monitor is not None:
+                self._watch(self._monitor, self._read_monitor)
         except BaseException:
             self._release()
             self._sockets.close()
@@ -153,15 +169,18 @@ class ClientSockets:
             except zmq.ZMQError:
                 return
             while pull.getsockopt(zmq.RCVMORE):
-                if not room:
+                if room <= 0:
                     self._partial = frames, origin
                     self._loop.call_soon(self.read_outputs)
                     return
                 room -= 1
                 frame = pull.recv(noblock, copy=False)
-                if len(frames) <= MAX_FRAMES:  # one more than may be, which is refused
+                if len(frames) <= self._kept:  # one more than may be, which is refused
                     frames.append(frame.buffer)
+            room -= len(frames[0]) >> _DECODED_SHIFT
             listener.output(frames, origin)
+            if room <= 0:
+                break
         self._loop.call_soon(self.read_outputs)
 
     async def aclose(self) -> None:
@@ -181,6 +200,8 @@ class ClientSockets:
             watch.pause()
         for file in self._files:
             file.remove()
+        for guard in self._guards:
+            guard.close()
         if self._doorkeeper is not None:
             self._doorkeeper.close()
 
@@ -188,7 +209,7 @@ class ClientSockets:
         open_to_all = over_tcp([address]) and not self._protection.encrypts(address)
         hwm = _OF_STRANGERS if kind == zmq.PULL and open_to_all else _UNBOUNDED
         socket = self._protection.open(self._sockets, kind, address, hwm=hwm)
-        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        socket.setsockopt(zmq.MAXMSGSIZE, STRANGE_BYTES // 2 if kind == zmq.ROUTER and open_to_all else max_bytes)
         return socket
 
     def _bind(self, socket: Socket, address: str) -> str:
@@ -211,11 +232,17 @@ class ClientSockets:
                     self._loop.call_soon(self._read_registrations)
                 return
             sender, (name, *frames) = message
-            self._read_monitor()  # the number of a connection that has ended may be this one's now
+            # The number of a connection that has ended may be this one's now.
+            if self._guard is None:
+                self._read_monitor()
+            else:
+                self._guard.look()
+                self._guard.credit(sender, frames)
             user = user_of(sender) if self._protection.encrypts(self.input_address) else ""
             self._listener.registered(name, frames, int(sender.get(zmq.SRCFD)), sender_of(sender), user)
 
     def _read_monitor(self) -> None:
+        assert self._monitor is not None
         while not self._closed:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))

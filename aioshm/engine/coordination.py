@@ -13,18 +13,18 @@ from typing import NamedTuple, Self, TypeAlias
 import zmq
 
 from aioshm.engine.doorkeeper import Doorkeeper
+from aioshm.engine.guard import STRANGE_BYTES, Guard
 from aioshm.engine.keys import EngineKeys
 from aioshm.engine.messages import COORDINATOR_READY, SUBSCRIBE_TO_ALL, StartWave
 from aioshm.engine.reading import MessageReader, user_of
 from aioshm.engine.reports import (
-    MAX_REPORT_BYTES,
     UNSUBSCRIBED,
     decode_from_front_end,
     decode_report,
     encode_published,
     encode_start,
 )
-from aioshm.engine.security import ENGINES, FRONT_ENDS, Protection
+from aioshm.engine.security import ENGINES, FRONT_ENDS, Protection, over_tcp
 from aioshm.engine.waves import Published, Waves
 from aioshm.queue.sockets import BURST, Socket, Sockets
 from aioshm.zeromq import BoundFile, LogLimiter, Watch, attach
@@ -36,7 +36,8 @@ REMINDER_S = 60.0
 # An XPUB socket drops what is more. What front ends miss is published again, but what engines miss is not.
 _FRONT_END_HWM, _ENGINE_HWM = 1_000, 100_000
 _FRAMES = 2  # of a message, that are kept: there should be one
-_OVERSIZED = 16 * MAX_REPORT_BYTES  # ZeroMQ hangs up on who sends that, without a word; less is refused by name
+_OVERSIZED = 16 << 20  # ZeroMQ hangs up on who sends that, without a word; less is refused by name
+_RATE = 4096.0  # front ends say when they wake engines, some bytes for each wave, and nobody knows from where
 
 _Source: TypeAlias = "tuple[MessageReader, Callable[[list[bytes], zmq.Frame], None]]"
 
@@ -95,6 +96,7 @@ class Coordination:
         own = None if keys is None else keys.coordinator
         self._protection = Protection(keys, own, range(waves.n_engines), secure=secure, more=True)
         self._doorkeeper: Doorkeeper | None = None
+        self._guards: dict[Socket, Guard] = {}
         try:
             self._doorkeeper = self._protection.doorkeeper(self._sockets)
             self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM, FRONT_ENDS)
@@ -123,6 +125,8 @@ class Coordination:
             self._publishing.cancel()
         for file in self._files:
             file.remove()
+        for guard in self._guards.values():
+            guard.close()
         if self._doorkeeper is not None:
             self._doorkeeper.close()
         self._sockets.close()
@@ -137,9 +141,11 @@ class Coordination:
 
     def _bind(self, kind: int, address: str, hwm: int, domain: str = ENGINES) -> tuple[Socket, str]:
         socket = self._protection.open(self._sockets, kind, address, hwm=hwm, domain=domain)
-        socket.setsockopt(zmq.MAXMSGSIZE, _OVERSIZED)
+        socket.setsockopt(zmq.MAXMSGSIZE, min(_OVERSIZED, STRANGE_BYTES // 2) if over_tcp([address]) else _OVERSIZED)
         if kind == zmq.XPUB:
             socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription, not only the first, and each end of one
+        if over_tcp([address]):
+            self._guards[socket] = Guard(socket, encrypted=self._protection.encrypts(address), rate=_RATE)
         bound = attach(socket, address, bind=True)
         self._files.append(BoundFile(bound))
         return socket, bound
@@ -212,6 +218,8 @@ class Coordination:
                 self._start(self._waves.wake(message.exclude, message.wave))
 
     def _from_report(self, frames: list[bytes], sender: zmq.Frame) -> None:
+        if (guard := self._guards.get(self._reports)) is not None:
+            guard.credit(sender, frames)
         report = decode_report(frames)
         engine = report.engine_index
         if self._recognises and user_of(sender) != str(engine):

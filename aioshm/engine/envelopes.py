@@ -53,11 +53,13 @@ class EnvelopeDecoder:
             CodecError: The envelope itself cannot be read.
         """
         envelope = self._raw.decode(frames)
+        parts = list(frames)
         readable: list[Any] = []
         failures: list[Failure] = []
         for raw, plain in zip(envelope.outputs, self._any.decode(frames).outputs, strict=True):
             try:
-                readable.append(self._one.decode([bytes(raw), *frames[1:]]))
+                parts[0] = bytes(raw)
+                readable.append(self._one.decode(parts))
             except CodecError as error:
                 try:
                     request_id = request_id_of(plain)

@@ -21,7 +21,7 @@ from aioshm.engine.envelopes import EnvelopeDecoder
 from aioshm.engine.keys import EngineKeys, keys_for_front_end
 from aioshm.engine.liveness import Liveness
 from aioshm.engine.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
-from aioshm.engine.payloads import Frame
+from aioshm.engine.payloads import Frame, check_stranger
 from aioshm.engine.pending import Pending
 from aioshm.engine.registrations import Registrations
 from aioshm.engine.security import Protection, over_tcp
@@ -104,6 +104,7 @@ class EngineLink:
         self.engines.identities = [protection.name(rank, addresses[0]) for rank in self.engines.ranks]
         # Where engines are recognised by their keys, they speak for nobody else.
         self._recognised = protection.encrypts(addresses[0]), protection.encrypts(addresses[1])
+        self._open_to_all = over_tcp(addresses[1:]) and not self._recognised[1]
         this: EngineLink = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten client shall end
         self.sockets = ClientSockets(
             *addresses,
@@ -184,6 +185,8 @@ class EngineLink:
             self._said_dead(origin)
             return
         try:
+            if self._open_to_all:
+                check_stranger(frames)
             unwanted = self.pending.take(frames, int(origin) if self._recognised[1] else None)
         except CodecError as error:
             self._complain("a message from an engine is dropped: %s", error)

@@ -25,7 +25,14 @@ INLINE_BYTES = 256
 """From this size on, an array's memory is a frame of its own."""
 
 MAX_FRAMES = 1 << 16
+MAX_DIMENSIONS = 64
+"""Of an array, as in NumPy."""
 
+MAX_STRANGE_FRAMES = 1 << 12
+MAX_STRANGE_OBJECTS = 50_000
+"""What the MessagePack of a payload may hold that may be a stranger's: decoding so many takes some milliseconds."""
+
+_UNCOUNTED_BYTES = 1 << 15
 _RAW_VIEW = 3
 # What dtype.str can be without Python objects and fields: more would let a sender choose what np.dtype() does.
 _PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\w{1,20}\])?")
@@ -125,6 +132,7 @@ class PayloadDecoder:
             )
         ).decode
         self._frames: Sequence[Frame] = ()
+        self._taken: set[int] = set()
         self._saw_raw = False
 
     def decode(self, frames: Sequence[Frame]) -> Any:
@@ -136,6 +144,7 @@ class PayloadDecoder:
         if len(frames) > MAX_FRAMES:
             raise CodecError(f"a message of {len(frames)} frames, more than {MAX_FRAMES}")
         self._frames, self._saw_raw = frames, False
+        self._taken.clear()
         try:
             payload = self._typed(frames[0])
             return self._revived(payload) if self._saw_raw or len(frames) > 1 else payload
@@ -191,15 +200,61 @@ class PayloadDecoder:
         if isinstance(where, _Raw):
             memory: Any = bytearray(where.memory)
         elif 0 < where < len(self._frames):
+            if where in self._taken:  # a few bytes would stand for as many copies as there are references
+                raise CodecError(f"two arrays have the same memory, frame {where}")
             memory = memoryview(self._frames[where])
         else:
             return None
         try:
-            if _PLAIN_DTYPE.fullmatch(dtype):
-                return _numpy_array(dtype, shape, memory)
-            return _tensor(dtype, shape, memory)
+            make = _numpy_array if _PLAIN_DTYPE.fullmatch(dtype) else _tensor
+            found = make(dtype, shape, memory)
+            if found is not None and not isinstance(where, _Raw):
+                self._taken.add(where)
+            return found
         except ModuleNotFoundError as error:
             raise CodecError(f"a message with arrays needs {error.name}: pip install 'aioshm[torch]'") from None
+
+
+def check_stranger(frames: Sequence[Frame]) -> None:
+    """Make sure that a payload has few frames, and its MessagePack not very many objects, without decoding it.
+
+    Raises:
+        CodecError: It has more.
+    """
+    if len(frames) > MAX_STRANGE_FRAMES:
+        raise CodecError(f"a message of more than {MAX_STRANGE_FRAMES} frames, from whoever can reach the port")
+    main = frames[0]
+    at, count, end = 0, 0, len(main)
+    if end <= _UNCOUNTED_BYTES:
+        return
+    while at < end:
+        count += 1
+        if count > MAX_STRANGE_OBJECTS:
+            raise CodecError(f"a message of more than {MAX_STRANGE_OBJECTS} objects, from whoever can reach the port")
+        kind = main[at]
+        width = _LENGTH_BYTES.get(kind)
+        if width is None:
+            at += _BYTES_OF[kind]
+        else:
+            at += 1 + width + (0xC7 <= kind <= 0xC9) + int.from_bytes(main[at + 1 : at + 1 + width], "big")
+
+
+def _sizes() -> list[int]:
+    """Return how many bytes each kind of MessagePack object takes, without the items of arrays and maps."""
+    sizes = [1] * 256
+    for kind in range(0xA0, 0xC0):  # short strings
+        sizes[kind] += kind - 0xA0
+    # float, double; unsigned and signed; the smallest extensions; arrays and maps with 2 and 4 bytes of length
+    fixed = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+    fixed |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+    for kind, more in fixed.items():
+        sizes[kind] += more
+    return sizes
+
+
+# bin, ext and str with lengths of 1, 2 and 4 bytes
+_LENGTH_BYTES = {first + n: 1 << n for first in (0xC4, 0xC7, 0xD9) for n in range(3)}
+_BYTES_OF = _sizes()
 
 
 def _looks_like_array(payload: Any) -> bool:
@@ -209,6 +264,7 @@ def _looks_like_array(payload: Any) -> bool:
     return (
         type(dtype) is str
         and type(shape) is list
+        and len(shape) <= MAX_DIMENSIONS
         and all(type(length) is int and length >= 0 for length in shape)
         and (type(where) is int or type(where) is _Raw)
     )

@@ -6,7 +6,7 @@ import zmq
 
 from aioshm.queue.sockets import Socket
 
-TURN_FRAMES = 4096
+TURN_FRAMES = 1024
 """Frames that are read before the loop's other callbacks have their turn."""
 
 

@@ -13,8 +13,10 @@ from aioshm.guard import built
 
 UNSUBSCRIBED = b"\x00"
 """What the end of a subscription to everything looks like to an XPUB socket."""
-MAX_REPORT_BYTES = 1 << 20
+MAX_REPORT_BYTES = 1 << 16
 """Above any report: the coordinator gets counts, never outputs."""
+
+_NO_OUTPUTS, _NIL = b"\x90", b"\xc0"
 
 T = TypeVar("T")
 _Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
@@ -25,11 +27,11 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     """What an engine sends: the envelope that is `EngineCoreOutputs` elsewhere, as far as the coordinator takes it."""
 
     engine_index: _Index = 0
-    outputs: list[msgspec.Raw] = []
+    outputs: msgspec.Raw = msgspec.Raw(_NO_OUTPUTS)
     scheduler_stats: SchedulerStats | None = None
     timestamp: float = 0.0
-    utility_output: Any = None
-    finished_requests: Any = None
+    utility_output: msgspec.Raw = msgspec.Raw(_NIL)
+    finished_requests: msgspec.Raw = msgspec.Raw(_NIL)
     wave_complete: _Number | None = None
     start_wave: _Number | None = None
 
@@ -53,7 +55,7 @@ def decode_report(frames: list[bytes]) -> Report:
         ValueError: No engine sends this to a coordinator; the text says why.
     """
     report = _decode(_report, frames)
-    if report.outputs or report.utility_output is not None:
+    if bytes(report.outputs) != _NO_OUTPUTS or bytes(report.utility_output) != _NIL:
         raise ValueError(f"engine {report.engine_index} has sent outputs, which are for front ends")
     if report.scheduler_stats is not None and not report.scheduler_stats.kv_cache_usage >= 0:  # or no number at all
         raise ValueError(f"engine {report.engine_index} uses {report.scheduler_stats.kv_cache_usage} of its KV cache")

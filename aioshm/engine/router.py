@@ -10,6 +10,7 @@ import zmq
 
 from aioshm.engine.addresses import identity
 from aioshm.engine.doorkeeper import Doorkeeper
+from aioshm.engine.guard import STRANGE_BYTES, Guard
 from aioshm.engine.keys import EngineKeys
 from aioshm.engine.reading import MessageReader, sender_of, user_of
 from aioshm.engine.security import Protection, over_tcp, warn_of_strangers
@@ -19,8 +20,6 @@ from aioshm.zeromq import BoundFile, Watch, attach
 MAX_FRAME_BYTES = 16 << 20
 """ZeroMQ hangs up on whoever sends more, without a word; what is too much below that can be refused by name."""
 
-MAX_STRANGE_BYTES = 1 << 16
-"""The same where anybody may be there."""
 
 _HWM = 1000
 _FRAMES = 2  # of a payload, that are kept: it should be one
@@ -62,6 +61,7 @@ class HandshakeRouter:
         self._descriptor: int | None = None
         self._file: BoundFile | None = None
         self._doorkeeper: Doorkeeper | None = None
+        self._guard: Guard | None = None
         self.address = ""
         self.trusted = False
         self._protection: Protection | None = None  # where engines are recognised by their keys
@@ -92,11 +92,13 @@ class HandshakeRouter:
         if self.trusted:
             self._doorkeeper = protection.doorkeeper(self._sockets) or Doorkeeper(self._sockets)
         self._router = protection.open(self._sockets, zmq.ROUTER, address, hwm=_HWM)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES if self.trusted else MAX_STRANGE_BYTES)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES if self.trusted else STRANGE_BYTES // 2)
         if self._doorkeeper is not None:
             self._doorkeeper.admit_one_by_one(self._router)
         if encrypts:
             self._protection = protection
+        if over_tcp([address]):
+            self._guard = Guard(self._router, encrypted=encrypts)
 
     def _share(self, router: Socket) -> None:
         if router.getsockopt(zmq.TYPE) != zmq.ROUTER:
@@ -124,6 +126,8 @@ class HandshakeRouter:
                     break
                 return
             sender, (_, *frames) = message
+            if self._guard is not None:
+                self._guard.credit(sender, frames)
             if not self._on_message(self._rank_of(sender), frames, sender_of(sender)):
                 self._watch.pause()
         self._loop.call_soon(self.look)
@@ -155,6 +159,8 @@ class HandshakeRouter:
         self._release()
 
     def _release(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
         if self._doorkeeper is not None:
             self._doorkeeper.close()
         if self._descriptor is not None:

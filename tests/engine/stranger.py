@@ -1,0 +1,152 @@
+"""Attacks on the ports of front ends and coordinators: ``python stranger.py ATTACK ADDRESS...``
+
+Each is what anybody can do who reaches a port and knows no keys. It says ``done`` when it has tried.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import zmq
+
+SECONDS = 1.0
+RANK_0 = b"\0\0"
+_NULL = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+_CURVE = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+_READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH\x08Identity\x00\x00\x00\x00"
+_MIB = bytes(1 << 20)
+
+pack = msgspec.msgpack.encode
+
+
+def _say(kind: int, address: str, *messages: list[bytes], identity: bytes = b"") -> list[bytes]:
+    """Send messages as often as there is time; return what comes back."""
+    heard: list[bytes] = []
+    with zmq.Context() as context, context.socket(kind) as peer:
+        peer.linger = 0
+        if identity:
+            peer.routing_id = identity
+        peer.connect(address)
+        ends = time.monotonic() + SECONDS
+        while time.monotonic() < ends:
+            for message in messages:
+                with suppress(zmq.Again):
+                    peer.send_multipart(message, zmq.NOBLOCK)
+            if kind in (zmq.DEALER, zmq.XSUB) and peer.poll(20):
+                heard += peer.recv_multipart()
+            time.sleep(0.02)
+    return heard
+
+
+def _stream(address: str, head: bytes, parts: bytes) -> None:
+    """Send bytes without an end."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    ends = time.monotonic() + SECONDS
+    while time.monotonic() < ends:
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), 1) as peer:
+            peer.settimeout(0.5)
+            peer.sendall(head)
+            while time.monotonic() < ends:
+                peer.sendall(parts)
+        time.sleep(0.05)
+
+
+def dead(inputs: str, outputs: str, *_: str) -> object:
+    """Say that the engine is dead."""
+    return _say(zmq.PUSH, outputs, [b"ENGINE_CORE_DEAD"])
+
+
+def tokens(inputs: str, outputs: str, *_: str) -> object:
+    """Put tokens into a request, and end it."""
+    return _say(zmq.PUSH, outputs, [pack([0, [{"request_id": "r", "token": 666, "finished": True}]])])
+
+
+def rank(inputs: str, outputs: str, *_: str) -> object:
+    """Be rank 0, and get the prompts."""
+    return _say(zmq.DEALER, inputs, [b""], identity=RANK_0)
+
+
+def hello(inputs: str, outputs: str, handshake: str, *_: str) -> object:
+    """Say HELLO for a rank."""
+    return _say(zmq.DEALER, handshake, [pack({"status": "HELLO", "local": True})], identity=RANK_0)
+
+
+def garbage(inputs: str, outputs: str, handshake: str, *_: str) -> object:
+    """Say what nobody says."""
+    return _say(zmq.DEALER, handshake, [b"\xc1"], [b"\xc1", b"", b""], identity=b"\x09\0")
+
+
+def empties(inputs: str, outputs: str, *_: str) -> object:
+    """Send 16 MB of empty arrays, which take 60 times as much."""
+    count = 16 << 20
+    return _say(zmq.PUSH, outputs, [b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count])
+
+
+def frames(inputs: str, outputs: str, *_: str) -> object:
+    """Send 20 messages of 60,000 frames."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as peer:
+        peer.linger = int(SECONDS * 1000)
+        peer.connect(outputs)
+        for _number in range(20):
+            with suppress(zmq.Again):
+                peer.send_multipart([b"\x90"] * 60_000, zmq.NOBLOCK)
+        time.sleep(SECONDS)
+    return []
+
+
+def handshake_frame(inputs: str, outputs: str, *others: str) -> object:
+    """Stream a command of many gigabytes before any keys were shown."""
+    for address in (inputs, outputs, *others):
+        _stream(address, _CURVE + b"\x06" + (1 << 40).to_bytes(8, "big"), _MIB)
+    return []
+
+
+def endless_output(inputs: str, outputs: str, *_: str) -> object:
+    """Send parts without an end to the address of outputs."""
+    return _stream(outputs, _NULL + _READY, b"\x01\x00" * (1 << 16))
+
+
+def endless(inputs: str, outputs: str, *others: str) -> object:
+    """Send parts without an end to all addresses but that of outputs."""
+    for address in (inputs, *others):
+        _stream(address, _NULL + _READY.replace(b"PUSH", b"XSUB"), b"\x01\x00" * (1 << 16))
+    return []
+
+
+def wave(inputs: str, outputs: str, handshake: str, reports: str, *_: str) -> object:
+    """Report the end of a wave beyond all numbers."""
+    return _say(zmq.PUSH, reports, [pack([0, [], None, 0.0, None, None, 2**63 - 1, None])])
+
+
+def subscribe(inputs: str, outputs: str, handshake: str, reports: str, engines: str, *_: str) -> object:
+    """Subscribe in the place of engines."""
+    return _say(zmq.XSUB, engines, [b"\x01"])
+
+
+ATTACKS: dict[str, Callable[..., object]] = {
+    each.__name__: each
+    for each in (
+        dead,
+        tokens,
+        rank,
+        hello,
+        garbage,
+        empties,
+        frames,
+        handshake_frame,
+        endless_output,
+        endless,
+        wave,
+        subscribe,
+    )
+}
+
+if __name__ == "__main__":
+    heard: Any = ATTACKS[sys.argv[1]](*sys.argv[2:])
+    print("done", b"".join(heard or []).hex(), flush=True)

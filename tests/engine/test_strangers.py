@@ -1,0 +1,313 @@
+"""What strangers at the ports do harms nobody: with keys, and, as far as it is promised, without."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+from peers import Peers, complete, published, start, starts
+from served_engine import Engine, Serving, ask, collected, served
+from startups import engine
+
+from aioshm.engine import (
+    CoreEngine,
+    DPCoordinator,
+    EngineClient,
+    EngineKeys,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+)
+from aioshm.engine.coordination import CoordinatorAddresses
+from aioshm.errors import EngineDead, EngineStartupError
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+LOOPBACK = "tcp://127.0.0.1:0"
+MOST_S, MOST_BYTES = 0.05, 64 << 20
+AT_DATA = ("dead", "tokens", "rank", "empties", "frames", "handshake_frame", "endless_output", "endless")
+
+
+async def attack(name: str, *addresses: str) -> bytes:
+    """Let a stranger do it; return what it was told."""
+    script = Path(__file__).with_name("stranger.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), name, *addresses, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    word, _, heard = output.decode().strip().partition(" ")
+    assert word == "done"
+    return bytes.fromhex(heard)
+
+
+class Watcher:
+    """Finds out for how long a turn of the loop holds the processor, and what memory is taken."""
+
+    async def __aenter__(self) -> Watcher:
+        gc.collect()
+        self.before = self.most = psutil.Process().memory_info().rss
+        self.longest = 0.0
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _watch(self) -> None:
+        """Measure the thread's own time: others that want the processor are not the loop's fault."""
+        used, process = time.thread_time(), psutil.Process()
+        while True:
+            await asyncio.sleep(0)
+            now = time.thread_time()
+            self.longest, used = max(self.longest, now - used), now
+            self.most = max(self.most, process.memory_info().rss)
+            await asyncio.sleep(0.001)
+            used = time.thread_time()
+
+    @property
+    def grown(self) -> int:
+        return self.most - self.before
+
+
+@asynccontextmanager
+async def over_tcp(secure: bool) -> AsyncIterator[tuple[Serving, list[str]]]:
+    addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
+    async with served(Engine(), addresses=addresses, handshake=LOOPBACK, secure=secure) as serving:
+        yield serving, [addresses.inputs[0], addresses.outputs[0]]
+
+
+class TestSecure:
+    @pytest.mark.parametrize("name", AT_DATA)
+    async def test_a_client(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
+        async with over_tcp(True) as (serving, ports):
+            stream = serving.client.submit(ask("r", None))
+            assert (await anext(stream))["token"] == 0
+            async with Watcher() as watcher:
+                assert await attack(name, *ports) == b""
+            assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
+            assert serving.client.in_flight == 1  # untouched
+            await stream.aclose()
+        assert watcher.longest < MOST_S
+        assert watcher.grown < MOST_BYTES
+        assert len(caplog.records) <= 4
+
+    @pytest.mark.parametrize("name", ["hello", "garbage", "handshake_frame", "endless"])
+    async def test_a_startup(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
+        where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
+        async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where) as startup:
+            place = startup.handshake_address
+            ports = [place] * 2 if name in ("handshake_frame", "endless") else [place] * 3
+            async with Watcher() as watcher:
+                assert await attack(name, *ports) == b""
+            joining = asyncio.ensure_future(engine(place, 0))
+            assert (await startup.wait(20)).num_gpu_blocks == 100
+            await joining
+        assert watcher.longest < MOST_S
+        assert watcher.grown < MOST_BYTES
+        assert len(caplog.records) <= 4
+
+    async def test_an_engine_that_comes_late_gets_its_rank(self) -> None:
+        addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
+        async with EngineClient(addresses, 1) as client:
+            stranger = asyncio.create_task(attack("rank", addresses.inputs[0], addresses.outputs[0]))
+            await asyncio.sleep(0.3)
+            async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], addresses) as startup:
+                from aioshm.engine import run_engine_core
+
+                running = asyncio.ensure_future(run_engine_core(Engine(), startup.handshake_address, 0))
+                await startup.wait(20)
+                await client.wait_until_ready(20)
+            assert len(await collected(client.submit(ask("r")))) == 3
+            assert await stranger == b""
+            running.cancel()
+            await asyncio.wait([running])
+
+    async def test_an_engine_cannot_be_another_one(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Engine 1's keys are no use for rank 0: not under its name, and not in what is said."""
+        keys = EngineKeys.generate()
+        addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
+        async with EngineClient(addresses, 2, keys=keys) as client:
+            with zmq.Context() as context:
+                mine = keys.for_engine(1).to_front_end()
+                for identity in (keys.name(0), b"\0\0"):
+                    with curved(context, zmq.DEALER, addresses.inputs[0], mine, identity) as dealer:
+                        dealer.send(b"")
+                        await until_logged(
+                            caplog, "keys of engine 1" if identity != b"\0\0" else "unknown engine", client
+                        )
+            assert client.ready == {}
+        async with served(
+            Engine(), Engine(), addresses=EngineZmqAddresses([LOOPBACK], [LOOPBACK]), keys=keys
+        ) as serving:
+            stream = serving.client.submit(ask("r", None), engine=0)
+            await anext(stream)
+            with zmq.Context() as context:
+                with curved(context, zmq.PUSH, serving.client.addresses.outputs[0], mine) as push:
+                    from peers import pack
+
+                    push.send(pack([0, [{"request_id": "r", "token": 666, "finished": True}]]))
+                    push.send(pack([1, [{"request_id": "r", "token": 666, "finished": True}], None, 0.0, None, ["r"]]))
+                    await until_logged(caplog, "engine 1 speaks for engine 0", serving.client)
+            await asyncio.sleep(0.05)
+            assert serving.client.in_flight == 1
+            await stream.aclose()
+
+    @pytest.mark.parametrize("name", ["wave", "subscribe", "handshake_frame", "endless"])
+    async def test_a_coordinator(self, name: str) -> None:
+        keys = EngineKeys.generate()
+        async with await DPCoordinator.start(2, local_engines=False, local_front_ends=False, keys=keys) as coordinator:
+            await self.survives(coordinator, name, keys)
+
+    async def survives(self, coordinator: DPCoordinator, name: str, keys: EngineKeys | None) -> None:
+        stats, (engines_at, reports_at) = (
+            coordinator.get_stats_publish_address(),
+            coordinator.get_engine_socket_addresses(),
+        )
+        with Peers(CoordinatorAddresses(stats, engines_at, reports_at), keys) as peers:
+            if name == "subscribe":
+                await attack(name, "", "", "", reports_at, engines_at)
+                lonely = await peers.subscriber(engines_at, 0)
+                assert not await lonely.poll(300)  # READY would have come
+                second = await peers.subscriber(engines_at, 1)
+                assert await second.recv() == b"READY"
+                engines = [lonely, second]
+                await lonely.recv()
+            else:
+                engines = await peers.engines(2)
+            front_end, reporter = await peers.front_end(), peers.reporter(0)
+            await published(front_end)
+            process = psutil.Process(coordinator.proc.pid)
+            before = process.memory_info().rss
+            if name == "wave":
+                await attack(name, "", "", "", reports_at)
+            elif name != "subscribe":
+                await attack(name, engines_at, reports_at, stats)
+            assert process.memory_info().rss - before < MOST_BYTES
+            await reporter.send(start(0, 0))
+            assert [(await starts(each))[0] for each in engines] == [0, 0]
+            await reporter.send(complete(0, 0))
+            async with asyncio.timeout(10):
+                while (await published(front_end))[1] != 1:
+                    pass
+
+
+class TestInsecure:
+    """With ``secure=False`` on the loopback: what is promised all the same; SECURITY.md lists what is not."""
+
+    @pytest.mark.parametrize("name", ["rank", "empties", "frames", "handshake_frame", "endless"])
+    async def test_a_client(self, name: str) -> None:
+        async with over_tcp(False) as (serving, ports):
+            async with Watcher() as watcher:
+                await attack(name, ports[0], "" if name == "endless" else ports[1]) if name != "handshake_frame" else (
+                    await attack("endless", ports[0], "")
+                )
+            assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
+        assert watcher.longest < MOST_S
+        assert watcher.grown < MOST_BYTES * (4 if name in ("empties", "frames") else 1)  # what is on its way
+
+    @pytest.mark.parametrize("name", ["garbage", "endless"])
+    async def test_a_startup_goes_on(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
+        where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
+        async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where, secure=False) as startup:
+            place = startup.handshake_address
+            async with Watcher() as watcher:
+                assert await attack(name, place, place, place) == b""
+            joining = asyncio.ensure_future(engine(place, 0, secure=False))
+            assert (await startup.wait(20)).num_gpu_blocks == 100
+            await joining
+        assert watcher.longest < MOST_S
+        assert watcher.grown < MOST_BYTES
+        assert len(caplog.records) <= 4
+
+    async def test_a_second_hello_gets_nothing(self) -> None:
+        where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
+        async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where, secure=False) as startup:
+            place, told = startup.handshake_address, asyncio.Event()
+            go_on = asyncio.Event()
+
+            async def initialize(_metadata: object) -> dict[str, Any]:
+                told.set()
+                await go_on.wait()
+                return {}
+
+            joining = asyncio.ensure_future(engine(place, 0, secure=False, initialize=initialize))
+            await told.wait()
+            assert await attack("hello", place, place, place) == b""
+            go_on.set()
+            await startup.wait(20)
+            await joining
+
+    async def test_what_was_ignored_is_told_in_the_end(self) -> None:
+        where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
+        async with EngineStartupCoordinator(
+            LOOPBACK, [CoreEngine(0)], where, secure=False, progress_timeout=4
+        ) as startup:
+            waiting = asyncio.ensure_future(startup.wait(30))
+            joining = asyncio.ensure_future(engine(startup.handshake_address, 5, secure=False))
+            with pytest.raises(EngineStartupError, match=r"the last message that was ignored: engine 5 .*127\.0\.0\.1"):
+                await waiting
+            joining.cancel()
+            await asyncio.wait([joining])
+
+    async def test_the_word_of_a_host_without_engines_does_not_count(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with over_tcp(False) as (serving, _):
+            serving.client._link.output([b"ENGINE_CORE_DEAD"], "192.0.2.1")
+            assert "192.0.2.1 says that an engine ends, and no engine is there" in caplog.text
+            assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
+            serving.client._link.output([b"ENGINE_CORE_DEAD"], "127.0.0.1")
+            with pytest.raises(EngineDead):
+                await collected(serving.client.submit(ask("t", None)))
+
+    @pytest.mark.parametrize("name", ["wave", "endless"])
+    async def test_a_coordinator(self, name: str) -> None:
+        async with await DPCoordinator.start(
+            2, local_engines=False, local_front_ends=False, secure=False
+        ) as coordinator:
+            await TestSecure().survives(coordinator, name, None)
+
+
+class TestWarning:
+    def test_one_for_addresses_that_others_reach(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        from aioshm.engine import security
+
+        monkeypatch.setattr(security, "_warned", False)
+        security.warn_of_strangers(["ipc:///x", "tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://localhost:5"])
+        assert not caplog.records
+        for _ in range(2):
+            security.warn_of_strangers(["tcp://0.0.0.0:5", "tcp://node-3:1"])
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "tcp://0.0.0.0:5 is open to whoever reaches it" in caplog.text
+
+
+def curved(context: Any, kind: int, address: str, keys: Any, identity: bytes = b"") -> Any:
+    peer = context.socket(kind)
+    peer.linger = 0
+    peer.curve_publickey, peer.curve_secretkey, peer.curve_serverkey = keys.public, keys.secret, keys.server
+    if identity:
+        peer.routing_id = identity
+    peer.connect(address)
+    return peer
+
+
+async def until_logged(caplog: pytest.LogCaptureFixture, text: str, client: EngineClient) -> None:
+    async with asyncio.timeout(10):
+        while text not in caplog.text:
+            await asyncio.sleep(0.005)
+    caplog.clear()
+    client._link._limiter._next = 0.0  # the next one shall be logged, too
