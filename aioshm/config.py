@@ -7,7 +7,7 @@
 | `AIOSHM_RUNTIME_DIR`     | `runtime_dir`     | the directory of `lifeline="directory"`                               |
 | `AIOSHM_WAIT`            | `wait`            | `adaptive`, `spin` or `park`                                          |
 | `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core that waiting for periodic messages may spin away      |
-| `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before one warning is logged                 |
+| `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before a report, and between reports         |
 | `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the other end of a connection is dead  |
 | `AIOSHM_NATIVE`          |                   | `0` runs the Python twins although the native parts were built        |
 | `AIOSHM_ENGINE_READY_TIMEOUT_S` |            | seconds without progress after which a startup of engines has failed  |
@@ -85,7 +85,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         wait: ``"adaptive"`` spins while that is cheaper than sleeping, ``"spin"`` never sleeps, ``"park"`` always.
         max_spin_cpu: Share of a core (0 to 1) that an end may spend on spinning for messages that come with a steady
             period; the hot streams of ``"adaptive"`` are not counted.
-        stall_warning_s: Seconds without movement before one warning names who holds the queue up.
+        stall_warning_s: Seconds without movement before a report says who holds the queue up, and between two reports.
         on_reader_death: ``"raise"`` lets every ``enqueue`` raise `PeerDied`; ``"evict"`` goes on with the others.
         max_message_bytes: Encoded messages above this raise `MessageTooLarge`.
         remote_timeout: Seconds of silence after which the other end of a network connection is dead.

@@ -22,8 +22,9 @@ from aioshm.wait.bell import Bell
 from aioshm.wait.blocking import BlockingLoop, BlockingPoller
 from aioshm.wait.cpus import usable_cpus
 from aioshm.wait.line import Line
-from aioshm.wait.poller import Poller, Stall, WaitStats
+from aioshm.wait.poller import Poller, WaitStats
 from aioshm.wait.predictor import Predictor
+from aioshm.wait.stall import Stall
 
 if TYPE_CHECKING:
     from aioshm.ring import RingReader, RingWriter
@@ -362,7 +363,7 @@ class End(MessageQueue, ABC):
         if self._watcher is not None:
             self._watcher()
 
-    def _stall(self, report: Callable[[], None]) -> Stall:
+    def _stall(self, report: Callable[[float], float | None]) -> Stall:
         return Stall(self._options.stall_warning_s, report)
 
     # Telling about itself

@@ -14,6 +14,7 @@ from aioshm.config import Options
 from aioshm.errors import HandleError
 from aioshm.guard import built
 from aioshm.limits import is_out_of_descriptors, out_of_descriptors
+from aioshm.queue.inquiry import Answers
 from aioshm.ring.layout import VERSION, Layout
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         connect_ip: The address that remote readers connect to, as the writer was told.
         remote: Where they connect; None where all readers are local.
         options: The writer's, which hold for its readers too.
+        answers: When the writer answers whether its event loop runs.
     """
 
     version: int
@@ -105,6 +107,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
     connect_ip: str | None
     remote: RemoteAddress | None
     options: Options
+    answers: Answers = "unknown"
 
     @property
     def layout(self) -> Layout:

@@ -19,14 +19,18 @@ from aioshm.queue.annexes import AnnexReader
 from aioshm.queue.attachment import Attachment
 from aioshm.queue.end import NotAttached, deadline_after
 from aioshm.queue.handle import Handle
+from aioshm.queue.inquiry import findings
 from aioshm.queue.reader_end import ReaderEnd
+from aioshm.queue.report import SUSPECT_STATES, process_state
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import ReaderCore
 from aioshm.ring.layout import VERSION
+from aioshm.wait.address import peer_credentials
 from aioshm.wait.attach import Lifeline, dial, hang_up
 from aioshm.wait.line import settle
 from aioshm.wait.protocol import Hello
+from aioshm.wait.stall import seconds
 
 logger = logging.getLogger("aioshm.queue")
 
@@ -47,10 +51,13 @@ class LocalEnd(ReaderEnd, ABC):
         self._news: asyncio.Future[None] | None = None  # what a message that waits for its annex listens to
         self._attachment: Attachment | None = None
         self._sock: socket.socket | None = None
+        self._dialled_pid = 0  # the process that listens, as this one sees it
         super().__init__(handle, rank, codec, options)
         self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid())
         try:
             self._sock = dial(handle.lifeline, self._hello)
+            if self._sock is not None:
+                self._dialled_pid = peer_credentials(self._sock)[0]
         except BaseException:
             self._dismantled = True
             raise
@@ -74,7 +81,7 @@ class LocalEnd(ReaderEnd, ABC):
         self._start_attaching()
         assert self._going is not None
         try:
-            await settle(self._going, deadline=deadline, cancel=cancel, stall=self._stall(self._report_not_ready))
+            await settle(self._going, deadline=deadline, cancel=cancel, stall=self._inquiry())
         except TimeoutError:
             raise TimeoutError(f"{self!r}: {self._why_not_ready()}") from None
         if not self._ready:
@@ -161,8 +168,30 @@ class LocalEnd(ReaderEnd, ABC):
             return "the writer does not answer: does its event loop run, in wait_until_ready()?"
         return "other readers are missing"
 
-    def _report_not_ready(self) -> None:
-        logger.warning("%r: waited %g s: %s", self, self._options.stall_warning_s, self._why_not_ready())
+    # What is known of the writer
+
+    def _progress(self) -> int:
+        return self._core.seq
+
+    def _ask_writer(self) -> bool:
+        if self._attachment is None or process_state(self._lifeline.writer_pid) in SUSPECT_STATES:
+            return False
+        self._lifeline.ask()
+        return True
+
+    def _findings(self) -> tuple[int, str]:
+        """Return at which level to log what is known of the writer, and the words."""
+        lifeline = self._lifeline
+        who, state = f"the writer (pid {lifeline.welcome.pid})", process_state(lifeline.writer_pid)
+        return findings(who, state, lifeline.silent_s, self._handle.answers)
+
+    def _report_not_ready(self, waited_s: float) -> None:
+        about = ""
+        if self._attachment is not None:
+            about = f"; {self._findings()[1]}"
+        elif self._dialled_pid:
+            about = f" (it has pid {self._dialled_pid} and is {process_state(self._dialled_pid)})"
+        logger.warning("%r: waited %s: %s%s", self, seconds(waited_s), self._why_not_ready(), about)
 
     # Telling about itself
 

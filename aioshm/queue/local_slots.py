@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from abc import ABC
+from collections.abc import Sequence
 from time import monotonic_ns
 
 from aioshm.codec import Codec
@@ -15,9 +16,9 @@ from aioshm.queue.annexes import unpack_marker
 from aioshm.queue.handle import Handle
 from aioshm.queue.leases import Leases
 from aioshm.queue.local_end import LocalEnd
-from aioshm.queue.report import SUSPECT_STATES, process_state
 from aioshm.ring.slot import Slot
 from aioshm.wait.line import settle
+from aioshm.wait.stall import seconds
 
 logger = logging.getLogger("aioshm.queue")
 
@@ -71,7 +72,7 @@ class LocalSlots(LocalEnd, ABC):
                 return slot
             if gone is not None:
                 raise gone()
-            stall = None if indefinite else self._stall(self._report_writer)
+            stall = None if indefinite else self._stall_of_reading()
             try:
                 if await self._poller.wait(
                     self._may_go_on,
@@ -85,6 +86,8 @@ class LocalSlots(LocalEnd, ABC):
             except TimeoutError:
                 raise TimeoutError(f"{self!r}: message {self._seq} did not come in time") from None
             finally:
+                if stall is not None:
+                    stall.pause()
                 self._core.spin_ns, self.linger_ns = self._poller.inline_spin_ns, self._poller.linger_ns
 
     def linger(self) -> bool:
@@ -141,7 +144,7 @@ class LocalSlots(LocalEnd, ABC):
             raise self._annex_lost()
         assert self._loop is not None
         self._news = news = self._loop.create_future()
-        stall = None if indefinite else self._stall(self._report_annex)
+        stall = None if indefinite else self._inquiry()
         try:
             await settle(news, deadline=deadline, cancel=cancel, stall=stall)
         except TimeoutError:
@@ -200,35 +203,20 @@ class LocalSlots(LocalEnd, ABC):
 
     # Reporting
 
-    def _report_waiting(self) -> None:
+    def _report_waiting(self, waited_s: float) -> None:
         if not self._ready:
-            self._report_not_ready()
-        elif self._ring.ready():
-            self._report_annex()
-        else:
-            self._report_writer()
-
-    def _report_writer(self) -> None:
-        # Nothing to read is no news; a writer that cannot write is.
-        state = process_state(self._lifeline.writer_pid)
-        if state in SUSPECT_STATES:
-            logger.warning(
-                "%r, rank %d: waited %g s for message %d: the writer (pid %d) is %s",
-                self,
-                self._rank,
-                self._options.stall_warning_s,
-                self._seq,
-                self._lifeline.welcome.pid,
-                state,
-            )
-
-    def _report_annex(self) -> None:
-        logger.warning(
-            "%r, rank %d: waited %g s for the annex of message %d from the writer (pid %d, %s)",
-            self,
-            self._rank,
-            self._options.stall_warning_s,
-            self._seq,
-            self._lifeline.welcome.pid,
-            process_state(self._lifeline.writer_pid),
+            self._report_not_ready(waited_s)
+            return
+        level, about = self._findings()
+        what = "message"
+        if self._ring.ready():
+            level, what = logging.WARNING, "the annex of message"  # which was sent before
+        elif level < logging.WARNING and self._ring.writer_parked[0] and (others := self._ring.laggards()):
+            level, about = logging.WARNING, f"{about}, because the writer waits for {self._named(others)}"
+        logger.log(
+            level, "%r, rank %d: waited %s for %s %d: %s", self, self._rank, seconds(waited_s), what, self._seq, about
         )
+
+    def _named(self, readers: Sequence[int]) -> str:
+        pids, ranks = self._ring.reader_pids(), self._handle.local_reader_ranks
+        return ", ".join(f"rank {ranks[reader]} (pid {pids[reader]})" for reader in readers) + " to read"

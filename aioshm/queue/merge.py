@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import cycle
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,12 +19,14 @@ from aioshm.config import Options
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.queue.base import MessageQueue
 from aioshm.queue.end import TURN_MESSAGES, TURN_NS, End, predictor_among
+from aioshm.queue.inquiry import answer_within
 from aioshm.queue.places import Place, SharedSleep
 from aioshm.queue.reader_end import ReaderEnd
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.line import Line
-from aioshm.wait.poller import Poller, Stall
+from aioshm.wait.poller import Poller
 from aioshm.wait.predictor import Predictor
+from aioshm.wait.stall import MIN_PAUSE_S, Stall
 
 
 def merge(readers: Mapping[int, MessageQueue]) -> Merged:
@@ -89,6 +91,8 @@ class Merged(AsyncIterator[tuple[int, Any]]):
         self._line = Line()
         self._past = 0  # messages of the rings that have dropped out
         self._newest_ns = 0
+        self._asked: list[Place] = []
+        self._watch_silence()
 
     # Receiving
 
@@ -184,6 +188,7 @@ class Merged(AsyncIterator[tuple[int, Any]]):
             for place in running:
                 await place.enter()
                 reached.append(place)
+            self._check_silence()
             entered = sorted((place for place in running if place.entered), key=lambda place: not place.hidden)
             while True:
                 self._note_ready(entered)
@@ -214,7 +219,7 @@ class Merged(AsyncIterator[tuple[int, Any]]):
         if poller is None:
             shared.poller = poller = self._new_poller(self._loop)
         shared.rings = rings
-        stall = Stall(self._options.stall_warning_s, self._report)
+        stall = Stall(self._look_at - monotonic(), self._look_at_silence)
         try:
             if await poller.wait(self._may_go_on, count, self._newest_ns, stall=stall):
                 self._new_turn()
@@ -249,9 +254,43 @@ class Merged(AsyncIterator[tuple[int, Any]]):
                 place.now_ready()
                 self._shared.close()  # there are others to wait for than before
 
-    def _report(self) -> None:
+    # Reporting, queue by queue: that others have messages does not keep the silence of one from being told
+
+    def _watch_silence(self) -> None:
+        """Count from here how long each queue is silent."""
+        now = monotonic()
+        self._look_at, self._asked = now + self._options.stall_warning_s, []
         for place in self._running:
-            place.reader._report_waiting()
+            place.progress, place.silent_since = place.reader._progress(), now
+
+    def _check_silence(self) -> None:
+        """Report, if it is due; but nothing of the time in which nobody iterated."""
+        overdue_s = monotonic() - self._look_at
+        if overdue_s > self._options.stall_warning_s:
+            self._watch_silence()
+        elif overdue_s >= 0:
+            self._look_at_silence(0)
+
+    def _look_at_silence(self, _waited_s: float) -> float:
+        """Ask the writers whose queues have been silent since the last time, or report; return when to come again."""
+        now, after_s = monotonic(), self._options.stall_warning_s
+        again_s, answer_s = after_s, answer_within(after_s)
+        if self._asked:
+            asked, self._asked = self._asked, []
+            for place in asked:
+                if place.running and place.entered and not place.moved(now):
+                    place.reader._report_waiting(now - place.silent_since)
+            again_s = max(MIN_PAUSE_S, after_s - answer_s)
+        else:
+            for place in self._running:
+                if place.entered and not place.moved(now):
+                    if place.reader._ask_writer():
+                        self._asked.append(place)
+                        again_s = answer_s
+                    else:
+                        place.reader._report_waiting(now - place.silent_since)
+        self._look_at = now + again_s
+        return again_s
 
     # Taking
 

@@ -66,6 +66,8 @@ class Place:
         hidden: Whether the quick way could not see, before its line was joined, what there is; then it goes first.
         failure: Why attaching could not even begin.
         running: Whether the queue has not ended.
+        progress: How many messages the reader had finished with when that was looked at last.
+        silent_since: When they were found to be so many, by ``time.monotonic()``.
     """
 
     __slots__ = (
@@ -74,12 +76,14 @@ class Place:
         "failure",
         "hidden",
         "late",
+        "progress",
         "quick",
         "rank",
         "reader",
         "receive",
         "ring",
         "running",
+        "silent_since",
     )
 
     def __init__(self, rank: int, reader: ReaderEnd, shared: SharedSleep) -> None:
@@ -93,6 +97,8 @@ class Place:
         self.hidden = False
         self.failure: AioshmError | None = None
         self.running = True
+        self.progress = 0
+        self.silent_since = 0.0
         self._shared = shared
 
     def now_ready(self) -> None:
@@ -124,6 +130,14 @@ class Place:
         if self.entered:
             self.entered = False
             reader._leave()
+
+    def moved(self, now: float) -> bool:
+        """Return whether the reader has finished with messages since this was asked last."""
+        progress = self.reader._progress()
+        if progress == self.progress:
+            return False
+        self.progress, self.silent_since = progress, now
+        return True
 
     def may_go_on(self) -> bool:
         """Return whether there is anything to do."""

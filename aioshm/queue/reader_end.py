@@ -11,8 +11,10 @@ from aioshm.config import Options, check_int
 from aioshm.errors import AioshmError, HandleError
 from aioshm.queue.end import End
 from aioshm.queue.handle import Handle
+from aioshm.queue.inquiry import Inquiry
 from aioshm.queue.wire import MAX_RANK
 from aioshm.ring import RingReader
+from aioshm.wait.stall import Stall
 
 
 class ReaderEnd(End, ABC):
@@ -33,6 +35,8 @@ class ReaderEnd(End, ABC):
         self._rank = rank
         # Set once the writer is gone: what to raise when everything it published has been read.
         self._writer_gone: Callable[[], AioshmError] | None = None
+        self._reading: Stall | None = None
+        self._reading_at = -1
         super().__init__(handle.queue_id, handle.options if options is None else options)
 
     def _check_rank(self, handle: Handle, rank: int) -> None:
@@ -58,8 +62,29 @@ class ReaderEnd(End, ABC):
         """
 
     @abstractmethod
-    def _report_waiting(self) -> None:
-        """Report what this end has been waiting for, if that should not take so long."""
+    def _progress(self) -> int:
+        """Return how many messages this end has finished with."""
+
+    @abstractmethod
+    def _ask_writer(self) -> bool:
+        """Ask whether the writer's event loop runs; return whether there is an answer to be waited for."""
+
+    @abstractmethod
+    def _report_waiting(self, waited_s: float) -> None:
+        """Report what this end has been waiting for, and for how many seconds, with what is known of the writer."""
+
+    def _inquiry(self) -> Stall:
+        """Return what asks about the writer, and reports, while a wait lasts."""
+        return self._stall(Inquiry(self._options.stall_warning_s, self._ask_writer, self._report_waiting))
+
+    def _stall_of_reading(self) -> Stall:
+        """Return what reports that the next message does not come; it goes on from an earlier call that gave up."""
+        progress = self._progress()
+        if self._reading is not None and self._reading_at == progress:
+            self._reading.resume()
+        else:
+            self._reading, self._reading_at = self._inquiry(), progress
+        return self._reading
 
     def _quick_receive(self) -> Callable[[], Any]:
         """Return what is `receive`, if possible without a look at sockets; asked of an end that is ready."""

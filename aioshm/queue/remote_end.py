@@ -22,6 +22,7 @@ from aioshm.queue import wire
 from aioshm.queue.delivery import ReceiveWindow
 from aioshm.queue.end import NotAttached, deadline_after
 from aioshm.queue.handle import Handle, RemoteAddress
+from aioshm.queue.inquiry import findings
 from aioshm.queue.reader_end import ReaderEnd
 from aioshm.queue.reader_sockets import ReaderSockets
 from aioshm.queue.stats import QueueStats
@@ -31,6 +32,7 @@ from aioshm.ring.layout import VERSION
 from aioshm.wait.line import settle
 from aioshm.wait.poller import Poller
 from aioshm.wait.predictor import Predictor
+from aioshm.wait.stall import seconds
 from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.queue")
@@ -66,6 +68,7 @@ class RemoteEnd(ReaderEnd, ABC):
         self._proven = False
         self._refused: str | None = None
         self._heard = 0.0
+        self._asked = 0.0
         self._connections = 0
         self._twice = 0
         self._limiter = LogLimiter(COMPLAINT_S)
@@ -102,7 +105,7 @@ class RemoteEnd(ReaderEnd, ABC):
 
     async def _become_ready(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
         self._start_attaching()
-        stall = self._stall(self._report_not_ready)
+        stall = self._inquiry()
         try:
             while not self._ready and self._writer_gone is None:
                 if self._going is None or self._going.done():
@@ -152,15 +155,17 @@ class RemoteEnd(ReaderEnd, ABC):
             self._introducing.cancel()
             self._introducing = None
         self._window.ask_again()
-        handle = self._handle
-        hello = wire.Hello(
-            VERSION, handle.queue_id, handle.token, self._rank, os.getpid(), platform.node(), self._proven
-        )
-        if self._tell(hello):
+        if self._tell(self._hello()):
             self._acknowledge()
             self._ask()
             if self._goodbye is not None:
                 self._tell(wire.Leave())
+
+    def _hello(self) -> wire.Hello:
+        handle = self._handle
+        return wire.Hello(
+            VERSION, handle.queue_id, handle.token, self._rank, os.getpid(), platform.node(), self._proven
+        )
 
     def _tell(self, message: wire.Control) -> bool:
         """Send a control message; where that cannot be done now, everything is said again a little later."""
@@ -351,8 +356,36 @@ class RemoteEnd(ReaderEnd, ABC):
             return f"nothing comes from {remote.data}: is the port open?"
         return "other readers are missing"
 
-    def _report_not_ready(self) -> None:
-        logger.warning("%r: waited %g s: %s", self, self._options.stall_warning_s, self._why_not_ready())
+    # What is known of the writer
+
+    def _progress(self) -> int:
+        return self._window.taken
+
+    def _ask_writer(self) -> bool:
+        """Greet the writer once more: its event loop answers each greeting."""
+        sockets = self._sockets
+        if self._welcome is None or sockets is None or not sockets.control_connection.up:
+            return False
+        if self._heard >= self._asked:
+            self._asked = monotonic()
+            self._tell(self._hello())
+        return True
+
+    def _findings(self) -> tuple[int, str]:
+        """Return at which level to log what is known of the writer, and the words."""
+        welcome, sockets, now = self._welcome, self._sockets, monotonic()
+        heard = f", last heard of {seconds(now - self._heard)} ago"
+        if welcome is None or sockets is None:
+            return logging.WARNING, self._why_not_ready()
+        who = f"the writer (pid {welcome.pid} on {welcome.host}{heard})"
+        if not (sockets.control_connection.up and sockets.data_connection.up):
+            return logging.WARNING, f"no connection to the writer at {self._remote.control}{heard}"
+        silent_s = None if self._heard >= self._asked else now - self._asked
+        return findings(who, "", silent_s, self._handle.answers)
+
+    def _report_not_ready(self, waited_s: float) -> None:
+        about = "" if self._welcome is None else f"; {self._findings()[1]}"
+        logger.warning("%r: waited %s: %s%s", self, seconds(waited_s), self._why_not_ready(), about)
 
     # Telling about itself
 

@@ -21,6 +21,7 @@ from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.remote_end import RemoteEnd
 from aioshm.ring.atomics import NOTHING
+from aioshm.wait.stall import seconds
 
 COPY_BYTES = 16 * 1024
 """Longer messages are decoded where they lie."""
@@ -180,7 +181,7 @@ class RemoteReader(RemoteEnd):
                 return message
             if gone is not None:
                 raise gone()
-            stall = None if indefinite else self._stall(self._report_writer)
+            stall = None if indefinite else self._stall_of_reading()
             try:
                 if await self._poller.wait(
                     self._may_go_on, self._window.taken, 0, deadline=deadline, cancel=cancel, stall=stall
@@ -188,28 +189,22 @@ class RemoteReader(RemoteEnd):
                     self._new_turn()
             except TimeoutError:
                 raise TimeoutError(f"{self!r}: message {self._window.taken} did not come in time") from None
+            finally:
+                if stall is not None:
+                    stall.pause()
 
     def _may_go_on(self) -> bool:
         return self._refusal is not None or self._writer_gone is not None or bool(self._window.ready)
 
-    def _report_waiting(self) -> None:
-        if self._ready:
-            self._report_writer()
-        else:
-            self._report_not_ready()
-
-    def _report_writer(self) -> None:
-        # Nothing to read is no news; a connection that is down is.
-        assert self._sockets is not None
-        if not (self._sockets.control_connection.up and self._sockets.data_connection.up):
-            logger.warning(
-                "%r, rank %d: waited %g s for message %d: no connection to the writer at %s",
-                self,
-                self._rank,
-                self._options.stall_warning_s,
-                self._window.taken,
-                self._remote.control,
-            )
+    def _report_waiting(self, waited_s: float) -> None:
+        if not self._ready:
+            self._report_not_ready(waited_s)
+            return
+        level, about = self._findings()
+        taken = self._window.taken
+        logger.log(
+            level, "%r, rank %d: waited %s for message %d: %s", self, self._rank, seconds(waited_s), taken, about
+        )
 
     # Taking
 

@@ -115,7 +115,7 @@ class WideWriter(Writer):
 
     async def _wait_for_window(self, look: Callable[[], bool], deadline: float | None) -> None:
         """Wait until the remote readers have finished with enough."""
-        stall = self._stall(lambda: self._report_laggards(1))
+        stall = self._stall_of_writing(1)
         assert self._loop is not None
         try:
             while self._refusal is None and not look():
@@ -128,9 +128,13 @@ class WideWriter(Writer):
                 finally:
                     if timer is not None:
                         timer.cancel()
-        except TimeoutError:
+        except BaseException as error:
+            stall.pause()
+            if not isinstance(error, TimeoutError):
+                raise
             laggards = ", ".join(self._remote.laggards())
             raise TimeoutError(f"{self!r}: the window of the remote readers is full: {laggards}") from None
+        stall.pause()
         self._new_turn()
 
     def _claim_checked(self) -> Slot | None:

@@ -145,19 +145,21 @@ class Writer(WriterEnd):
         free, core = self._ring.free, self._core
         core.spin_for(wanted)
         self._ring.want(wanted)
+        stall = self._stall_of_writing(wanted)
         try:
             if await poller.wait(
                 lambda: self._refusal is not None or free(wanted),
                 core.seq,
                 core.published_ns,
                 deadline=deadline,
-                stall=self._stall(lambda: self._report_laggards(wanted)),
+                stall=stall,
             ):
                 self._new_turn()
         except TimeoutError:
             what = "no slot became free" if wanted == 1 else f"{wanted} slots did not become free"
             raise TimeoutError(f"{self!r}: {what}: {self._laggards(wanted)}") from None
         finally:
+            stall.pause()
             if not self._dismantled:
                 core.spin_for(1)
                 self._ring.want(1)

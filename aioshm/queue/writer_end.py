@@ -30,8 +30,8 @@ from aioshm.ring.layout import VERSION
 from aioshm.wait.address import check_ip, new_address
 from aioshm.wait.lifeline import LifelineListener
 from aioshm.wait.line import settle
-from aioshm.wait.poller import Stall
 from aioshm.wait.protocol import Welcome
+from aioshm.wait.stall import Stall, seconds
 
 logger = logging.getLogger("aioshm.queue")
 
@@ -92,6 +92,9 @@ class WriterEnd(End, ABC):
         self.send = self._core.send
         self._annexes = Annexes(self._ring, self._roster.hand_over)
         self._listening = False
+        self._wanted = 1  # slots, by the call that waits
+        self._writing: Stall | None = None
+        self._writing_seq = -1
         self._change: asyncio.Future[None] | None = None
         super().__init__(queue_id, options)
         try:
@@ -124,6 +127,7 @@ class WriterEnd(End, ABC):
             connect_ip=self._connect_ip,
             remote=self._remote_address(),
             options=self._options,
+            answers="in calls" if self._blocks else "always",
         )
 
     def _remote_address(self) -> RemoteAddress | None:
@@ -245,22 +249,31 @@ class WriterEnd(End, ABC):
 
     # Reporting
 
-    def _report_missing(self) -> None:
+    def _report_missing(self, waited_s: float) -> None:
         logger.warning(
-            "%r: waited %g s for readers to attach: %s",
+            "%r: waited %s for readers to attach: %s",
             self,
-            self._options.stall_warning_s,
+            seconds(waited_s),
             ", ".join(self._missing()),
         )
 
-    def _report_laggards(self, wanted: int) -> None:
+    def _report_laggards(self, waited_s: float) -> None:
         logger.warning(
-            "%r: waited %g s to write message %d: not read by %s",
+            "%r: waited %s to write message %d: not read by %s",
             self,
-            self._options.stall_warning_s,
+            seconds(waited_s),
             self._ring.seq,
-            self._laggards(wanted),
+            self._laggards(self._wanted),
         )
+
+    def _stall_of_writing(self, wanted: int) -> Stall:
+        """Return what reports that the next message cannot be written; it goes on from an earlier call that gave up."""
+        self._wanted = wanted
+        if self._writing is not None and self._writing_seq == self._ring.seq:
+            self._writing.resume()
+        else:
+            self._writing, self._writing_seq = self._stall(self._report_laggards), self._ring.seq
+        return self._writing
 
     def _current_stats(self) -> QueueStats:
         return self._stats(self._ring, -1, self._roster.backlog(), self._alive())

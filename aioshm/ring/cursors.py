@@ -125,6 +125,11 @@ class RingReader(_Cursor):
         flags = self.slots[last % self.layout.max_chunks].flags
         return flags == self._read_by_all or not flags[0]
 
+    def laggards(self) -> list[int]:
+        """Return the readers that keep the next message from being written."""
+        flags = self.slots[self.seq % self.layout.max_chunks].flags
+        return [reader for reader, read in enumerate(flags[1:]) if flags[0] and not read]
+
     def reader_pids(self) -> list[int]:
         """Return the readers' process ids as they saw themselves; 0 for one that was never attached."""
         lines = [self.layout.reader_line(reader) + at.PID for reader in range(self.layout.n_reader)]

@@ -7,13 +7,14 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from time import monotonic
 
 from aioshm.errors import HandleError, PeerDied
 from aioshm.limits import naming_limits, out_of_descriptors, shortage
 from aioshm.wait import protocol
 from aioshm.wait.address import peer_credentials, sockaddr
 from aioshm.wait.bell import Bell
-from aioshm.wait.protocol import ANNEX, BYE, GO, PROVEN, WAKE, Hello, Welcome
+from aioshm.wait.protocol import ANNEX, BYE, GO, PING, PONG, PROVEN, WAKE, Hello, Welcome
 
 _RETRY_S = 0.01  # while the writer's backlog is full
 _MAX_FDS = 3
@@ -44,6 +45,8 @@ class Lifeline:
         self.welcome = welcome
         self.writer_pid = writer_pid
         self.said_goodbye = False
+        self._asked: float | None = None  # since when an answer is owed
+        self._asking = False  # whether the question is on its way
         fds = list(fds)
         self._segment_fd = fds.pop(0) if welcome.segment else None
         self._own_bell = Bell(fds.pop(0)) if welcome.bells else None
@@ -94,6 +97,18 @@ class Lifeline:
         else:
             self._send(WAKE)
 
+    def ask(self) -> None:
+        """Ask whether the writer's event loop runs, unless it owes that answer already."""
+        if self._asked is None:
+            self._asked = monotonic()
+        if not self._asking:
+            self._asking = self._send(PING)  # a socket that is full is one that nobody reads
+
+    @property
+    def silent_s(self) -> float | None:
+        """For how many seconds the writer owes an answer; None: it owes none."""
+        return None if self._asked is None else monotonic() - self._asked
+
     def close(self) -> None:
         """Say goodbye and hang up. Idempotent."""
         self._hang_up(goodbye=True)
@@ -119,11 +134,12 @@ class Lifeline:
             self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
 
-    def _send(self, signal: bytes) -> None:
+    def _send(self, signal: bytes) -> bool:
         try:
             self._sock.send(signal)
         except OSError:
-            pass  # the writer is gone, and its end of file says so
+            return False  # the writer is gone, and its end of file says so
+        return True
 
     def _rung(self) -> None:
         assert self._own_bell is not None
@@ -155,6 +171,8 @@ class Lifeline:
     def _signals(self, data: bytes) -> None:
         if GO in data:
             self._on_go()
+        if PONG in data:
+            self._asked, self._asking = None, False
         if BYE in data:
             self.said_goodbye = True
         if WAKE in data:

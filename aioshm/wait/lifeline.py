@@ -22,7 +22,7 @@ from aioshm.ring.layout import VERSION
 from aioshm.wait import protocol
 from aioshm.wait.address import peer_credentials, remove, sockaddr
 from aioshm.wait.bell import HAVE_EVENTFD, Bell
-from aioshm.wait.protocol import ANNEX, BYE, GO, PROVEN, WAKE, Hello, Welcome
+from aioshm.wait.protocol import ANNEX, BYE, GO, PING, PONG, PROVEN, WAKE, Hello, Welcome
 
 logger = logging.getLogger("aioshm.lifeline")
 
@@ -369,6 +369,8 @@ class _Connection:
         return True
 
     def _signals(self, peer: Peer, data: bytes) -> None:
+        if PING in data:  # one answer to all of them
+            peer.send(PONG)
         for signal in (data[i : i + 1] for i in range(len(data))):
             if signal == PROVEN:
                 self._host.proven(peer)

@@ -8,7 +8,7 @@ from time import monotonic
 from typing import TypeVar
 
 from aioshm.errors import QueueCancelled
-from aioshm.wait.poller import Stall
+from aioshm.wait.stall import Stall
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ async def settle(
             if stall is not None:
                 stall.check(now)
             due = [] if deadline is None else [deadline]
-            if stall is not None and not stall.made:
+            if stall is not None:
                 due.append(stall.at)
             await asyncio.wait(awaited, timeout=min(due) - now if due else None, return_when=asyncio.FIRST_COMPLETED)
     finally:

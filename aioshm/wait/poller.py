@@ -21,6 +21,7 @@ from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, memory_fence
 from aioshm.wait.alarm import Alarm
 from aioshm.wait.apart import move_away
 from aioshm.wait.predictor import NAPS, Predictor
+from aioshm.wait.stall import Stall
 
 INLINE_SPIN_NS = 20_000
 """How long a spin holds the event loop before it lets other tasks run."""
@@ -67,21 +68,6 @@ class Flags(Protocol):
     def __setitem__(self, index: int, value: int, /) -> None: ...
 
 
-class Stall:
-    """A report that is due when one wait has lasted for ``after_s`` seconds; made once per wait."""
-
-    def __init__(self, after_s: float, report: Callable[[], None]) -> None:
-        self.at = monotonic() + after_s
-        self._report = report
-        self.made = False
-
-    def check(self, now: float) -> None:
-        """Report, if it is time and has not been done."""
-        if not self.made and now >= self.at:
-            self.made = True
-            self._report()
-
-
 class Waiting:
     """One wait: what it is for, and what else may end it."""
 
@@ -108,9 +94,9 @@ class Waiting:
             self.stall.check(now)
 
     def due(self, now: float) -> float | None:
-        """Return when it must be looked after; an idle end has nothing due and sets no timer."""
+        """Return when it must be looked after; an idle end that reports nothing has nothing due and sets no timer."""
         due = self.deadline
-        if self.stall is not None and not self.stall.made:
+        if self.stall is not None:
             due = self.stall.at if due is None else min(due, self.stall.at)
         if not FULL_FENCE:
             due = now + RECHECK_S if due is None else min(due, now + RECHECK_S)

@@ -7,7 +7,11 @@
                                             <-   GO: every reader is attached and proven
                                             <-   ANNEX (+ a descriptor), again and again
       WAKE (where there is no eventfd)     <->   WAKE
+      PING: does your event loop run?       ->
+                                            <-   PONG, by that loop
       BYE: leaving on purpose              <->   BYE
+
+Either end ignores signals that it does not know: they are a newer release's.
 
 A greeting is a 4-byte big-endian length and that many bytes of msgpack.
 """
@@ -25,6 +29,7 @@ from aioshm.guard import built
 MAX_GREETING_BYTES = 4096
 
 PROVEN, GO, ANNEX, WAKE, BYE = b"P", b"G", b"A", b"W", b"B"
+PING, PONG = b"?", b"!"
 
 _LENGTH = struct.Struct("!I")
 

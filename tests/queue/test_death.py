@@ -229,7 +229,7 @@ async def test_a_stopped_reader_is_reported_by_name(caplog: pytest.LogCaptureFix
                 for number in range(20):
                     await writer.enqueue((number, b""), 1.5)
             reports = [text for record in caplog.records if "to write message" in (text := record.getMessage())]
-            assert len(reports) == 1, "one wait, one report"
+            assert 2 <= len(reports) <= 5, "one after every interval"
             assert f"rank 1 (pid {stopped.pid}, stopped)" in reports[0]
             assert "rank 0" not in reports[0]
             assert f"rank 1 (pid {stopped.pid}, stopped)" in str(caught.value)
@@ -250,7 +250,9 @@ async def test_a_stopped_writer_is_reported_and_an_idle_one_is_not(caplog: pytes
             assert caplog.records == []
             with pytest.raises(TimeoutError):
                 await reader.dequeue(0.5)
-            assert [f"the writer (pid {writer.pid}) is stopped" in r.getMessage() for r in caplog.records] == [True]
+            reports = [record.getMessage() for record in caplog.records]
+            assert reports
+            assert all(f"the writer (pid {writer.pid}) is stopped" in report for report in reports)
             writer.signal(signal.SIGCONT)
 
 

@@ -207,8 +207,9 @@ class TestEnds:
                 with caplog.at_level(logging.WARNING, "aioshm"):
                     waiting = await asleep(merge({**readers, 1: reader}))
                     await until(lambda: caplog.records)
-                    await asyncio.sleep(0.3)
-                assert [f"the writer (pid {writer.pid}) is stopped" in r.getMessage() for r in caplog.records] == [True]
+                    await until(lambda: len(caplog.records) == 2, "the next")
+                for record in caplog.records:
+                    assert f"the writer (pid {writer.pid}) is stopped" in record.getMessage()
                 await writers[0].enqueue("on")
                 assert await waiting == (0, "on")
                 writer.signal(signal.SIGCONT)

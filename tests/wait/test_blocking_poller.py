@@ -14,9 +14,9 @@ import pytest
 from aioshm.errors import QueueCancelled
 from aioshm.wait.bell import HAVE_EVENTFD, Bell
 from aioshm.wait.blocking import BlockingLoop, BlockingPoller
-from aioshm.wait.poller import Stall
 from aioshm.wait.predictor import FAILURES, YIELDING_GAP_NS, Predictor
 from aioshm.wait.rhythm import PARK
+from aioshm.wait.stall import Stall
 
 LONG_S = 30.0
 MS = 1_000_000
@@ -165,7 +165,7 @@ class TestSleeping:
     def test_a_stall_is_reported_once(self, end: End) -> None:
         reports: list[None] = []
         end.loop.call_later(0.05, end.publish)
-        end.wait(stall=Stall(0.01, lambda: reports.append(None)))
+        end.wait(stall=Stall(0.01, lambda _: reports.append(None)))
         assert reports == [None]
 
     def test_cancelling_the_call_ends_it(self, end: End) -> None:

@@ -23,7 +23,7 @@ from aioshm.errors import HandleError
 from aioshm.ring.layout import VERSION
 from aioshm.wait import lifeline as listening
 from aioshm.wait.attach import attach, dial
-from aioshm.wait.protocol import BYE, PROVEN, WAKE, pack
+from aioshm.wait.protocol import BYE, PING, PONG, PROVEN, WAKE, pack
 
 
 @pytest.fixture(params=[True, False], ids=["eventfd", "socket"])
@@ -201,6 +201,42 @@ class TestSignals:
             sock.send(BYE)
             sock.close()
             await until(lambda: door.log[-1] == ("left", 5), "the goodbye")
+
+    async def test_that_ask_whether_the_loop_runs(self, address: str, bells: bool) -> None:
+        async with opened(address):
+            reader = await Reader.admitted(address)
+            lifeline = reader.lifeline
+            assert lifeline.silent_s is None
+            for _ in range(3):
+                lifeline.ask()
+                lifeline.ask()
+                assert lifeline.silent_s is not None
+                await until(lambda: lifeline.silent_s is None, "the answer")
+            lifeline.close()
+
+    async def test_that_ask_again_and_again_get_an_answer_for_all(self, address: str, bells: bool) -> None:
+        async with opened(address) as door:
+            sock = knock(address)
+            sock.send(pack(hello()) + PING * 1000)
+            await until(lambda: door.log, "admission")
+            sock.send(PING * 3000)
+            sock.send(BYE)
+            await until(lambda: ("left", 0) in door.log or (sock.send(b"") == 0 and door.log[-1][0] == "attached"))
+            said = bytearray()
+            sock.shutdown(socket.SHUT_WR)
+            said += await until_hung_up(sock)
+            sock.close()
+            assert 1 <= said.count(PONG) <= 3
+
+    async def test_of_a_newer_release_are_ignored(self, address: str, bells: bool) -> None:
+        async with opened(address) as door:
+            reader = await Reader.admitted(address)
+            reader.lifeline._send(b"\x00~z")
+            door.peers[0].send(b"\x00~z" + PONG)
+            reader.lifeline.ask()
+            await until(lambda: reader.lifeline.silent_s is None, "the answer")
+            assert (reader.heard, door.wakes, door.log) == ([], 0, [("attached", 0)])
+            reader.lifeline.close()
 
     @pytest.mark.parametrize("segment", [True, False])
     async def test_that_come_together_with_the_answer(self, address: str, bells: bool, segment: bool) -> None:

@@ -16,7 +16,7 @@ from support import until
 
 from aioshm.errors import QueueCancelled
 from aioshm.wait.line import Line, settle
-from aioshm.wait.poller import Stall
+from aioshm.wait.stall import Stall
 
 
 def new_future() -> asyncio.Future[int]:
@@ -90,7 +90,7 @@ class TestSettle:
     async def test_a_stall_is_reported_once(self) -> None:
         future = new_future()
         reports: list[bool] = []
-        stall = Stall(0.005, lambda: reports.append(True))
+        stall = Stall(0.005, lambda _: reports.append(True))
         with pytest.raises(TimeoutError):
             await settle(future, deadline=monotonic() + 0.05, stall=stall)
         task = asyncio.ensure_future(settle(future, stall=stall))

@@ -18,9 +18,10 @@ from waiters import End, Told, pollers
 from aioshm.errors import QueueCancelled
 from aioshm.ring import memory_fence
 from aioshm.wait import apart
-from aioshm.wait.poller import INLINE_SPIN_NS, Stall
+from aioshm.wait.poller import INLINE_SPIN_NS
 from aioshm.wait.predictor import NAPS, Predictor
 from aioshm.wait.rhythm import Plan
+from aioshm.wait.stall import Stall
 
 __all__ = ["pollers"]  # a fixture
 
@@ -122,7 +123,7 @@ class TestWindows:
     async def test_reports_and_deadlines_are_kept(self) -> None:
         end, told = planned(window(5 * MS, LONG))
         reports: list[bool] = []
-        stall = Stall(0.001, lambda: reports.append(True))
+        stall = Stall(0.001, lambda _: reports.append(True))
         with pytest.raises(TimeoutError):
             await end.wait(stall=stall, deadline=monotonic() + 0.05)
         assert (reports, end.parked[0], end.loop.pending()) == ([True], 0, [])

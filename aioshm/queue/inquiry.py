@@ -1,0 +1,73 @@
+"""What a reader does that has waited for long: ask whether the writer's event loop runs, and report what is known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from aioshm.queue.report import SUSPECT_STATES
+from aioshm.wait.stall import seconds
+
+Answers = Literal["always", "in calls", "unknown"]
+"""When a writer answers whether its event loop runs: while it does, while a blocking call waits, or perhaps never."""
+
+ANSWER_S, MIN_ANSWER_S = 1.0, 0.25
+"""How long a writer may take to answer; less only where reports are wanted sooner."""
+
+
+class Inquiry:
+    """A report in two steps: ask, and some time later say what has come of it. Belongs to one wait.
+
+    Args:
+        after_s: How often to report, in seconds.
+        ask: Asks the writer; returns whether there is an answer to be waited for.
+        report: Says what is known; is told for how many seconds the wait has lasted.
+    """
+
+    def __init__(self, after_s: float, ask: Callable[[], bool], report: Callable[[float], None]) -> None:
+        self._after_s = after_s
+        self._ask = ask
+        self._report = report
+        self._asked = False
+
+    def __call__(self, waited_s: float) -> float | None:
+        """Take the next step; return in how many seconds the one after it is due."""
+        answer_s = answer_within(self._after_s)
+        if not self._asked and self._ask():
+            self._asked = True
+            return answer_s
+        self._report(waited_s)
+        if not self._asked:
+            return None
+        self._asked = False
+        return self._after_s - answer_s
+
+
+def answer_within(after_s: float) -> float:
+    """Return how long to wait for an answer where a report is wanted after so many seconds."""
+    return min(ANSWER_S, max(MIN_ANSWER_S, after_s))
+
+
+def findings(who: str, state: str, silent_s: float | None, answers: Answers) -> tuple[int, str]:
+    """Return what is known of a writer: at which level to log it, and the words.
+
+    Args:
+        who: Names the writer.
+        state: What the operating system says of its process; empty where it cannot be asked.
+        silent_s: For how many seconds it owes an answer; None: it owes none.
+        answers: When it answers.
+    """
+    is_ = f" is {state}" if state else ""
+    if state in SUSPECT_STATES:
+        return logging.WARNING, f"{who}{is_}"
+    also = f"{is_} and" if state else ""
+    if silent_s is None:
+        return logging.INFO, f"{who}{also} answers: its event loop runs, and there is nothing to read"
+    if answers == "always":
+        text = f"its event loop has not answered for {seconds(silent_s)}: it is blocked, or busy without a pause"
+        return logging.WARNING, f"{who}{is_}, but {text}" if state else f"{who}: {text}"
+    if answers == "in calls":
+        text = "answers only while one of its blocking calls waits, and none does: whether it hangs is not known here"
+        return logging.WARNING, f"{who}{also} {text}"
+    return logging.WARNING, f"{who}{also} has not answered whether its event loop runs; older releases never do"

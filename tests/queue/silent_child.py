@@ -1,0 +1,95 @@
+"""A writer that falls silent: ``python silent_child.py FACE HOW LOCAL REMOTE STALL_S``.
+
+It writes its handle, waits for its readers, sends "first", says "silent", and then is so in one of many ways. Where
+that ends, it sends "last".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from aioshm import MessageQueue, Options, blocking
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def arguments(local: str, remote: str, stall_s: str) -> dict[str, Any]:
+    return {
+        "n_reader": int(local) + int(remote),
+        "n_local_reader": int(local),
+        "max_chunk_bytes": 4096,
+        "max_chunks": 4,
+        "connect_ip": "127.0.0.1",
+        "options": Options(stall_warning_s=float(stall_s)),
+    }
+
+
+def fall_silent(how: str) -> None:
+    """Do what keeps the loop from running."""
+    if how == "sleeps":
+        time.sleep(1000)
+    elif how == "pauses":
+        time.sleep(2.5)
+    elif how == "spins":
+        while True:
+            pass
+    elif how == "is blocked":
+        threading.Event().wait()
+    elif how == "receives":
+        ours, theirs = socket.socketpair()
+        ours.recv(1)
+        theirs.close()
+
+
+async def asynchronous(how: str, *sizes: str) -> None:
+    if how == "never runs":
+        writer = MessageQueue(**arguments(*sizes))
+        say(writer.export_handle().to_json())
+        time.sleep(1000)
+    async with MessageQueue(**arguments(*sizes)) as writer:
+        say(writer.export_handle().to_json())
+        await writer.wait_until_ready(20)
+        await writer.enqueue("first")
+        say("silent")
+        if how == "awaits":
+            await asyncio.sleep(1000)
+        elif how == "is full":
+            for number in range(100):
+                await writer.enqueue(number)
+        fall_silent(how)
+        await writer.enqueue("last")
+        await asyncio.sleep(1000)
+
+
+def blocked(how: str, *sizes: str) -> None:
+    with blocking.MessageQueue(**arguments(*sizes)) as writer:
+        say(writer.export_handle().to_json())
+        writer.wait_until_ready(20)
+        writer.enqueue("first")
+        say("silent")
+        if how == "is full":
+            for number in range(100):
+                writer.enqueue(number)
+        fall_silent(how)
+        writer.enqueue("last")
+        time.sleep(1000)
+
+
+if __name__ == "__main__":
+    logging.disable()  # what is on standard error counts as a complaint
+    if sys.argv[1] == "asyncio":
+        asyncio.run(asynchronous(*sys.argv[2:]))
+    elif sys.argv[1] == "uvloop":
+        import uvloop
+
+        uvloop.run(asynchronous(*sys.argv[2:]))
+    else:
+        blocked(*sys.argv[2:])

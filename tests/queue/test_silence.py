@@ -1,0 +1,313 @@
+"""Writers that nothing comes from, in processes of their own: idle, hung, stopped; and what their readers report."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faces import Thread
+from merging import queues
+from pairs import attached
+from support import eventually, until
+from test_death import Child, child
+
+from aioshm import MessageQueue, Options, blocking, merge
+from aioshm.queue.inquiry import findings
+from aioshm.wait.attach import Lifeline
+
+SCRIPT = Path(__file__).with_name("silent_child.py")
+STALL_S = 0.4
+
+HUNG = "its event loop has not answered for"
+AWAY = "answers only while one of its blocking calls waits, and none does"
+IDLE = "answers: its event loop runs, and there is nothing to read"
+
+
+class Records(logging.Handler):
+    """What was logged; caplog has another list in each phase of a test."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.records: list[logging.LogRecord] = []
+        self.emit = self.records.append  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
+    caplog.set_level(logging.INFO, "aioshm.queue")
+    handler = Records()
+    logger = logging.getLogger("aioshm.queue")
+    logger.addHandler(handler)
+    yield handler.records
+    logger.removeHandler(handler)
+
+
+@asynccontextmanager
+async def silent(face: str, how: str, n_local: int = 1, n_remote: int = 0) -> AsyncIterator[tuple[Child, str]]:
+    """Give a writer that is about to fall silent to the block, and its handle."""
+    async with child(face, how, str(n_local), str(n_remote), str(STALL_S), script=SCRIPT) as writer:
+        yield writer, await writer.says("{")
+
+
+async def reports(reader: MessageQueue, log: list[logging.LogRecord], number: int = 2) -> list[tuple[int, str]]:
+    """Wait for a message that does not come until so many reports were made; return these."""
+    waiting = asyncio.ensure_future(reader.dequeue())
+    await until(lambda: len(log) >= number or waiting.done(), "the reports", 15)
+    waiting.cancel()
+    with suppress(asyncio.CancelledError):
+        pytest.fail(f"there was a message: {await waiting}")
+    return [(record.levelno, record.getMessage()) for record in log]
+
+
+WAYS = [
+    ("asyncio", "awaits", logging.INFO, IDLE),
+    ("uvloop", "awaits", logging.INFO, IDLE),
+    ("asyncio", "sleeps", logging.WARNING, HUNG),
+    ("uvloop", "spins", logging.WARNING, HUNG),
+    ("asyncio", "is blocked", logging.WARNING, HUNG),
+    ("asyncio", "receives", logging.WARNING, HUNG),
+    ("blocking", "sleeps", logging.WARNING, AWAY),
+    ("blocking", "spins", logging.WARNING, AWAY),
+]
+
+
+@pytest.mark.parametrize(
+    ("face", "how", "level", "finding"),
+    [way if number in (0, 2, 6) else pytest.param(*way, marks=pytest.mark.slow) for number, way in enumerate(WAYS)],
+    ids=lambda value: str(value)[:10],
+)
+async def test_a_silent_writer_is_reported(
+    face: str, how: str, level: int, finding: str, log: list[logging.LogRecord]
+) -> None:
+    async with silent(face, how) as (writer, handle), MessageQueue.create_from_handle(handle, 0) as reader:
+        assert await reader.dequeue(20) == "first"
+        await writer.says("silent")
+        made = await reports(reader, log)
+        state = "running" if how == "spins" else "sleeping"
+        for reported, text in made:
+            assert reported == level
+            assert f"the writer (pid {writer.pid}) is {state}" in text
+            assert "rank 0: waited" in text
+            assert "for message 1" in text
+            assert finding in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_remote", [0, 1], ids=["local", "remote"])
+async def test_an_asyncio_writer_that_goes_on_is_believed(n_remote: int, log: list[logging.LogRecord]) -> None:
+    async with silent("asyncio", "pauses", 1 - n_remote, n_remote) as (writer, handle):
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            assert await reader.dequeue(20) == "first"
+            await writer.says("silent")
+            assert await reader.dequeue(20) == "last"
+            assert log
+            assert all(HUNG in record.getMessage() for record in log)
+            log.clear()
+            for level, text in await reports(reader, log):
+                assert (level, IDLE in text) == (logging.INFO, True)
+
+
+@pytest.mark.slow
+async def test_a_stopped_writer_is_named_before_and_after_it_was_asked(log: list[logging.LogRecord]) -> None:
+    async with silent("asyncio", "awaits") as (writer, handle):
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            assert await reader.dequeue(20) == "first"
+            for number in range(2):
+                writer.signal(signal.SIGSTOP)
+                for level, text in await reports(reader, log):
+                    assert level == logging.WARNING
+                    assert f"the writer (pid {writer.pid}) is stopped" in text
+                writer.signal(signal.SIGCONT)
+                log.clear()
+                for level, text in await reports(reader, log, 1 + number):
+                    assert (level, IDLE in text) == (logging.INFO, True)
+                log.clear()
+
+
+@pytest.mark.slow
+async def test_short_waits_count_together(log: list[logging.LogRecord]) -> None:
+    async with silent("asyncio", "sleeps") as (writer, handle):
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            assert await reader.dequeue(20) == "first"
+            await writer.says("silent")
+            while len(log) < 2:
+                with pytest.raises(TimeoutError):
+                    await reader.dequeue(0.1)
+            assert all(HUNG in record.getMessage() for record in log)
+
+
+async def test_nobody_is_asked_before_the_time_has_come(
+    log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    ask = Lifeline.ask
+
+    def counted(lifeline: Lifeline) -> None:
+        nonlocal asked
+        asked += 1
+        ask(lifeline)
+
+    monkeypatch.setattr(Lifeline, "ask", counted)
+    async with attached(1, stall_warning_s=STALL_S) as (writer, (reader,)):
+        for number in range(100):
+            await asyncio.gather(writer.enqueue(number), reader.dequeue(10))
+        waiting = asyncio.ensure_future(reader.dequeue(indefinite=True))
+        await asyncio.sleep(2.5 * STALL_S)
+        assert (asked, log) == (0, [])
+        await writer.enqueue("on")
+        assert await waiting == "on"
+        await reports(reader, log)
+        assert asked == 2
+
+
+@pytest.mark.parametrize("face", ["asyncio", "blocking"])
+async def test_a_writer_that_waits_for_another_reader_names_that_one(face: str, log: list[logging.LogRecord]) -> None:
+    async with silent(face, "is full", 2) as (writer, handle):
+        async with (
+            MessageQueue.create_from_handle(handle, 0) as reader,
+            MessageQueue.create_from_handle(handle, 1) as laggard,
+        ):
+            await asyncio.gather(reader.wait_until_ready(20), laggard.wait_until_ready(20))
+            for expected in ["first", 0, 1, 2]:
+                assert await reader.dequeue(20) == expected
+            for level, text in await reports(reader, log):
+                assert level == logging.WARNING
+                assert f"the writer (pid {writer.pid})" in text
+                assert "because the writer waits for rank 1 (pid " in text
+
+
+@pytest.mark.parametrize(
+    ("face", "how", "level", "finding"),
+    [pytest.param(*WAYS[0], marks=pytest.mark.slow), WAYS[2], pytest.param(*WAYS[6], marks=pytest.mark.slow)],
+    ids=["idle", "hung", "away"],
+)
+async def test_a_blocking_reader_reports_too(
+    face: str, how: str, level: int, finding: str, log: list[logging.LogRecord]
+) -> None:
+    async with silent(face, how) as (writer, handle):
+
+        def read() -> None:
+            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+                assert reader.dequeue(20) == "first"
+                while len(log) < 2:
+                    with pytest.raises(TimeoutError):
+                        reader.dequeue(3)
+
+        await asyncio.to_thread(lambda: Thread(read).result(60))
+        for record in log:
+            assert record.levelno == level
+            assert f"the writer (pid {writer.pid})" in record.getMessage()
+            assert finding in record.getMessage()
+
+
+@pytest.mark.parametrize("flood", [pytest.param(False, marks=pytest.mark.slow), True])
+async def test_a_merged_queue_that_is_silent_is_reported(flood: bool, log: list[logging.LogRecord]) -> None:
+    """Also while others have messages all the time; those of them that are idle are said to be so."""
+    async with queues(2, stall_warning_s=STALL_S) as (writers, readers), silent("asyncio", "sleeps") as (hung, handle):
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            assert await reader.dequeue(20) == "first"
+            await hung.says("silent")
+            merged = merge({**readers, 7: reader})
+
+            async def read() -> None:
+                async for rank, _ in merged:
+                    assert rank == 0
+
+            async def write() -> None:
+                while flood:
+                    await writers[0].enqueue("flood")
+                    await asyncio.sleep(0)
+
+            tasks = [asyncio.ensure_future(read()), asyncio.ensure_future(write())]
+            blamed: list[str] = []
+            idle: list[str] = []
+
+            def enough() -> bool:
+                texts = [(record.levelno, record.getMessage()) for record in log]
+                blamed[:] = [text for level, text in texts if level == logging.WARNING]
+                idle[:] = [text for level, text in texts if level == logging.INFO]
+                return len(blamed) >= 2 and len(idle) >= 2
+
+            await until(enough, "the reports", 15)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            assert all(f"the writer (pid {hung.pid}) is sleeping, but {HUNG}" in text for text in blamed)
+            names = {0: repr(readers[0]), 1: repr(readers[1])}
+            assert all((IDLE in text and names[1] in text) or names[0] in text for text in idle)
+            if flood:
+                assert not any(names[0] in text for text in idle)
+
+
+@pytest.mark.parametrize(
+    ("face", "how", "level", "finding"),
+    [pytest.param(*WAYS[0], marks=pytest.mark.slow), WAYS[2], pytest.param(*WAYS[6], marks=pytest.mark.slow)],
+    ids=["idle", "hung", "away"],
+)
+async def test_a_silent_writer_on_another_host_is_reported(
+    face: str, how: str, level: int, finding: str, log: list[logging.LogRecord]
+) -> None:
+    async with silent(face, how, 0, 1) as (writer, handle), MessageQueue.create_from_handle(handle, 0) as reader:
+        assert await reader.dequeue(20) == "first"
+        await writer.says("silent")
+        for reported, text in await reports(reader, log):
+            assert reported == level
+            assert f"the writer (pid {writer.pid} on " in text
+            assert "last heard of" in text
+            assert finding in text
+
+
+@pytest.mark.parametrize("n_remote", [0, 1], ids=["local", "remote"])
+async def test_a_writer_that_admits_nobody_is_named(n_remote: int, log: list[logging.LogRecord]) -> None:
+    async with silent("asyncio", "never runs", 1 - n_remote, n_remote) as (writer, handle):
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            for level, text in await reports(reader, log):
+                assert level == logging.WARNING
+                assert "does not answer: does its event loop run, in wait_until_ready()?" in text
+                assert n_remote or f"(it has pid {writer.pid} and is sleeping)" in text
+
+
+@pytest.mark.slow
+async def test_a_writer_that_hangs_while_others_are_missing_is_named(log: list[logging.LogRecord]) -> None:
+    """This reader was admitted; the others' greetings wait for the writer's loop."""
+    async with child("write", "0", "0") as writer:
+        handle = await writer.says("{")
+        options = Options(stall_warning_s=STALL_S)
+        async with MessageQueue.create_from_handle(handle, 0, options=options) as reader:
+            writer.signal(signal.SIGSTOP)
+            waiting = asyncio.ensure_future(reader.wait_until_ready(60))
+            await until(lambda: len(log) >= 2, "the reports", 15)
+            for record in log:
+                assert f"(pid {writer.pid}) is stopped" in record.getMessage() or (
+                    f"(it has pid {writer.pid} and is stopped)" in record.getMessage()
+                ), "as it was admitted before or not"
+            writer.signal(signal.SIGCONT)
+            await waiting
+
+
+def test_a_writer_that_does_not_know_the_question_is_not_accused() -> None:
+    level, text = findings("the writer (pid 1)", "sleeping", 5.0, "unknown")
+    assert level == logging.WARNING
+    assert "older releases never do" in text
+    assert "blocked" not in text
+
+
+def test_handles_of_older_releases_are_read() -> None:
+    with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4) as writer:
+        handle = writer.export_handle()
+        assert handle.answers == "in calls"
+        text = handle.to_json().replace(',"answers":"in calls"', "")
+        assert "answers" not in text
+        older: Any = type(handle).from_json(text)
+        assert older.answers == "unknown"
+        with blocking.MessageQueue.create_from_handle(older, 0) as reader:
+            reading = Thread(reader.dequeue, 20)
+            writer.enqueue("hello", 20)
+            assert reading.result() == "hello"
+            eventually(lambda: not reading.running)

@@ -1,0 +1,73 @@
+"""Reports of waits that last."""
+
+from __future__ import annotations
+
+import pytest
+
+from aioshm.wait import stall as module
+from aioshm.wait.stall import MIN_PAUSE_S, Stall, seconds
+
+
+class Clock:
+    """A monotonic clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "monotonic", clock)
+    return clock
+
+
+class TestStall:
+    def test_reports_after_every_interval(self, clock: Clock) -> None:
+        reports: list[float] = []
+        stall = Stall(60, reports.append)
+        for now in range(1000, 1200, 5):
+            stall.check(now)
+        assert reports == [60, 120, 180]
+        assert stall.at == 1240
+
+    def test_comes_again_when_the_report_says_so(self, clock: Clock) -> None:
+        reports: list[float] = []
+
+        def report(waited: float) -> float | None:
+            reports.append(waited)
+            return 1.0 if len(reports) % 2 else 59.0
+
+        stall = Stall(60, report)
+        for tenths in range(10_000, 12_000):
+            stall.check(tenths / 10)
+        assert reports == [60, 61, 120, 121, 180, 181]
+
+    def test_counts_waits_that_follow_each_other_as_one(self, clock: Clock) -> None:
+        reports: list[float] = []
+        stall = Stall(60, reports.append)
+        for _ in range(5):  # 25 s of waiting, and 100 s of something else
+            clock.now += 25
+            stall.check(clock.now)
+            stall.pause()
+            clock.now += 100
+            stall.resume()
+        assert reports == [75]
+        assert stall.at - clock.now == 60 - 50
+
+    def test_floods_no_log(self, clock: Clock) -> None:
+        reports: list[float] = []
+        stall = Stall(1e-9, reports.append)
+        for thousandths in range(1_000_000, 1_001_000):
+            stall.check(thousandths / 1000)
+        assert len(reports) <= 1 / MIN_PAUSE_S
+
+
+@pytest.mark.parametrize(
+    ("duration", "text"), [(0.2, "0.2 s"), (0.26, "0.3 s"), (9.94, "9.9 s"), (10, "10 s"), (3600.4, "3600 s")]
+)
+def test_durations_are_for_people(duration: float, text: str) -> None:
+    assert seconds(duration) == text
