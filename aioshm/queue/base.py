@@ -252,10 +252,9 @@ class MessageQueue:
         Args:
             timeout: Seconds to wait; None waits for ever.
             cancel: Ends the wait once set.
-            indefinite: Report nothing however long this takes. Otherwise the log tells, in such intervals as
-                ``options.stall_warning_s``,
-                what is known of the writer: whether it is stopped, hung, or just has nothing to send. Waits for the
-                same message that time out, or are cancelled, count together.
+            indefinite: Report nothing however long this takes. Otherwise the log tells, every
+                ``options.stall_warning_s``, what is known of the writer: whether it is stopped, hung, or just has
+                nothing to send. Waits for the same message that time out, or are cancelled, count together.
 
         Raises:
             TimeoutError: Nothing arrived in time.
