@@ -24,10 +24,6 @@ WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]", "::", "[*]")
 """How an endpoint names all addresses of a host."""
 
 
-WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]", "::", "[*]")
-"""How an endpoint names all addresses of a host."""
-
-
 def new_address(options: Options, queue_id: bytes, kind: str) -> str:
     """Return the address of one of a queue's sockets: ``@name`` for an abstract one, else a path.
 
