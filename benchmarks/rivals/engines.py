@@ -1,6 +1,7 @@
 """Contestants that bring requests to an engine in another process, and its outputs back.
 
-All carry the same structs, encoded by msgspec, over a Unix socket, and the engine answers each request with one output.
+All carry the same structs, encoded by msgspec, over a Unix socket (TCP where a name says so),
+and the engine answers each request with one output.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -19,6 +21,8 @@ import zmq.asyncio
 from aioshm.engine import (
     CoreEngine,
     EngineClient,
+    EngineCredentials,
+    EngineKeys,
     EngineStartupCoordinator,
     EngineZmqAddresses,
     run_engine_core,
@@ -28,6 +32,8 @@ from benchmarks.crew import Boss, Crew, Hand
 from benchmarks.rivals.base import Line, Rival
 
 READY_S = 30.0
+
+_LOOPBACK = "tcp://127.0.0.1:0"
 
 
 class Request(msgspec.Struct):
@@ -92,9 +98,11 @@ class Echo:
         return outputs
 
 
-async def serve(boss: Boss, address: str) -> None:
-    """Role: an engine of aioshm's."""
-    serving = asyncio.create_task(run_engine_core(Echo(), address, 0, request_type=Request))
+async def serve(boss: Boss, address: str, keys: EngineCredentials | None = None) -> None:
+    """Role: an engine of aioshm's, with keys if it is to encrypt over TCP."""
+    serving = asyncio.create_task(
+        run_engine_core(Echo(), address, 0, request_type=Request, keys=keys, secure=keys is not None)
+    )
     ordering = asyncio.create_task(boss.order())
     await asyncio.wait([serving, ordering], return_when=asyncio.FIRST_COMPLETED)
     serving.cancel()
@@ -117,6 +125,24 @@ async def _client(crew: Crew) -> AsyncIterator[Ask]:
 
             yield ask
             await crew.dismiss([hand])
+
+
+@asynccontextmanager
+async def _client_over_tcp(crew: Crew, secure: bool) -> AsyncIterator[Ask]:
+    addresses, engines, keys = EngineZmqAddresses([_LOOPBACK], [_LOOPBACK]), [CoreEngine(0)], EngineKeys.generate()
+    async with EngineClient(addresses, 1, output_type=Output, keys=keys, secure=secure) as client:
+        async with EngineStartupCoordinator(_LOOPBACK, engines, addresses, keys=keys, secure=secure) as startup:
+            own = keys.for_engine(0) if secure else None
+            hand = crew.start("engine of aioshm", serve, startup.handshake_address, own)
+            await startup.wait(READY_S)
+        await client.wait_until_ready(READY_S)
+
+        async def ask(request: Request) -> Output:
+            output: Output = await anext(client.submit(request))
+            return output
+
+        yield ask
+        await crew.dismiss([hand])
 
 
 @asynccontextmanager
@@ -202,4 +228,6 @@ ENGINES = [
     EngineRival("aioshm", _no_line, False, _client),
     EngineRival("aioshm, blocking", _no_line, False, _blocking_client),
     EngineRival("zmq.asyncio", _no_line, False, _router),
+    EngineRival("aioshm, TCP, CURVE", _no_line, False, partial(_client_over_tcp, secure=True)),
+    EngineRival("aioshm, TCP, secure=False", _no_line, False, partial(_client_over_tcp, secure=False)),
 ]
