@@ -69,8 +69,16 @@ async def blocking(remote: bool) -> list[Any]:
         reader.wait_until_ready(10)
         return reader
 
-    reader, _ = await asyncio.gather(asyncio.to_thread(attach), asyncio.to_thread(writer.wait_until_ready, 10))
-    return [reader, writer]
+    readers: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: readers.append(attach())),
+        threading.Thread(target=writer.wait_until_ready, args=(10,)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [*readers, writer]
 
 
 async def check_blocking(ends: list[Any]) -> None:
