@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -61,6 +62,7 @@ class PrivateLoop:
         self.check_thread()
         guard = self._guard
         task: asyncio.Task[T] | None = None
+        cancel: Callable[[], object] | None = None
         try:
             guard.begin()
             if first is None or not first():
@@ -69,13 +71,14 @@ class PrivateLoop:
                 if not whole:
                     cancel = task.cancel
                     # Not at once: the task may be running, and a result that it is about to return would be lost.
-                    guard.on_error = lambda: loop.call_soon_threadsafe(cancel)
+                    guard.on_error = functools.partial(loop.call_soon_threadsafe, cancel)
                     if guard.error is not None:
                         task.cancel()
                 return self._finish(loop, task)
             return None
         finally:
-            task = guard.on_error = None  # an error that it has raised refers to this frame
+            # Before the handlers are back: the end of a task calls back, and what a handler raises there is lost.
+            task = cancel = guard.on_error = None
             guard.end()
             if guard.error is not None:
                 error = guard.take_error()
@@ -97,6 +100,7 @@ class PrivateLoop:
 
     def _finish(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[T] | None) -> T:
         assert task is not None
+        inner = None
         try:
             return loop.run_until_complete(task)
         except BaseException as error:
@@ -108,7 +112,7 @@ class PrivateLoop:
             inner = error.__traceback__ and error.__traceback__.tb_next
             raise error.with_traceback(inner and inner.tb_next) from None
         finally:
-            task = None
+            task = inner = None
 
     def close(self) -> None:
         """Cancel what is left and close the loop. Idempotent."""
