@@ -16,7 +16,7 @@ from aioshm.guard import Guard
 from aioshm.queue.blocking import MessageQueue
 from aioshm.queue.reader_end import ReaderEnd
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
-from aioshm.wait.poller import Stall
+from aioshm.wait.stall import Stall
 
 LINGER_NS = 100_000
 """How long a call looks again and again before it sleeps, if a message came within `HOT_NS`."""
@@ -170,7 +170,7 @@ class Merged(Iterator[tuple[int, Any]]):
         guard, poll, parked = Guard(), select.poll(), []
         taken: list[MessageQueue] = []
         now = monotonic()
-        due = [] if stall.made else [stall.at]
+        due = [stall.at]
         try:
             guard.begin()
             guard.on_error = self._wake
@@ -197,7 +197,7 @@ class Merged(Iterator[tuple[int, Any]]):
                 ring.parked[0] = 1
             memory_fence()
             if guard.error is None and running is self._running and not any(ring.ready() for ring in parked):
-                poll.poll(max(0.0, min(due) - now) * 1000 + 1 if due else None)
+                poll.poll(max(0.0, min(due) - now) * 1000 + 1)
         finally:
             for ring in parked:
                 ring.parked[0] = 0
@@ -212,11 +212,11 @@ class Merged(Iterator[tuple[int, Any]]):
         for _, queue in self._running:
             queue._loop.call_soon(_nothing)
 
-    def _report(self) -> None:
+    def _report(self, waited_s: float) -> None:
         for _, queue in self._running:
             reader = queue._end
             assert isinstance(reader, ReaderEnd)
-            reader._report_waiting()
+            reader._report_waiting(waited_s)
 
     # Closing
 
