@@ -80,7 +80,7 @@ def measured(report: Any) -> set[tuple[str, str, int]]:
 def test_engine_roundtrip(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("engine_roundtrip", loop_name)
     prompts = {"16 tokens", "4,000 tokens"}
-    names = ("aioshm", "aioshm, blocking", "zmq.asyncio")
+    names = ("aioshm", "aioshm, blocking", "zmq.asyncio", "aioshm, TCP, CURVE", "aioshm, TCP, secure=False")
     assert measured(report) == {(prompt, name, 1) for prompt in prompts for name in names}
     assert len(report["promises"]) == 2
 
