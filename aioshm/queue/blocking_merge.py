@@ -14,6 +14,7 @@ from aioshm.codec import cannot_decode
 from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerDied, QueueClosed, QueueEmpty, RoleError
 from aioshm.guard import Guard
 from aioshm.queue.blocking import MessageQueue
+from aioshm.queue.inquiry import Inquiry
 from aioshm.queue.reader_end import ReaderEnd
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
 from aioshm.wait.stall import Stall
@@ -118,7 +119,7 @@ class Merged(Iterator[tuple[int, Any]]):
                 found = found or bool(place[1]._kept)
             if not found and running is self._running:
                 if stall is None:
-                    stall = Stall(running[0][1]._end._options.stall_warning_s, self._report)
+                    stall = self._new_stall(running[0][1]._end._options.stall_warning_s)
                 stall.check(monotonic())
                 self._sleep(running, stall)
         raise StopIteration
@@ -197,7 +198,7 @@ class Merged(Iterator[tuple[int, Any]]):
                 ring.parked[0] = 1
             memory_fence()
             if guard.error is None and running is self._running and not any(ring.ready() for ring in parked):
-                poll.poll(max(0.0, min(due) - now) * 1000 + 1)
+                poll.poll(max(0.0, min(due) - now) * 1000 + 1 if due else None)
         finally:
             for ring in parked:
                 ring.parked[0] = 0
@@ -212,10 +213,19 @@ class Merged(Iterator[tuple[int, Any]]):
         for _, queue in self._running:
             queue._loop.call_soon(_nothing)
 
+    def _new_stall(self, after_s: float) -> Stall:
+        return Stall(after_s, Inquiry(after_s, self._ask_writers, self._report))
+
+    def _readers(self) -> list[ReaderEnd]:
+        return [queue._end for _, queue in self._running if isinstance(queue._end, ReaderEnd)]
+
+    def _ask_writers(self) -> bool:
+        """Ask all of them; return whether there is an answer to be waited for."""
+        asked = [reader._ask_writer() for reader in self._readers()]
+        return any(asked)
+
     def _report(self, waited_s: float) -> None:
-        for _, queue in self._running:
-            reader = queue._end
-            assert isinstance(reader, ReaderEnd)
+        for reader in self._readers():
             reader._report_waiting(waited_s)
 
     # Closing
