@@ -140,7 +140,7 @@ class TestOptions:
             remote_window_bytes=st.integers(1, 2**50),
             secure=st.booleans(),
             allow_insecure_pickle=st.booleans(),
-            runtime_dir=st.text(min_size=1, max_size=30),
+            runtime_dir=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=30),
         )
     )
     def test_pass_through_a_handle(self, encoding: str, options: Options) -> None:
