@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,10 @@ EXPECTED = {
 
 
 def _run(script: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / script], capture_output=True, text=True, timeout=90, check=True
-    )
+    # Unbuffered, a line and its end are written one after the other: another process's line may come in between.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, ROOT / "examples" / script]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90, check=True)
     assert done.stderr == ""
     return sorted(done.stdout.splitlines())
 
