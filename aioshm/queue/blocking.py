@@ -64,8 +64,9 @@ class MessageQueue:
 
     A block that is interrupted on the way in was never entered; on the way out it ends, at the latest with the next
     call of this end, and what it was to send is not sent. That much holds where a Python function calls the end
-    directly, without a trace function or a debugger: what goes through ``map()``, a ``functools.partial`` or, before
-    Python 3.12, a call with ``*args``, and a list that is made of an end, can lose what had been received for it.
+    directly. Under a trace function, a debugger or any other evaluator of frames than Python's own (``torch.compile``
+    sets one), through ``map()``, a ``functools.partial`` or, before Python 3.12, a call with ``*args``, and where a
+    list is made of an end, what had been received for a call can be lost.
 
     Any thread of the process that made it may use an end, one at a time: a call waits while another thread is in a call
     of the same end, or in a block that has its slot, and its ``timeout`` counts meanwhile. Messages are sent whole and

@@ -77,7 +77,10 @@ class PrivateLoop:
                 return self._finish(loop, task)
             return None
         finally:
-            # Before the handlers are back: the end of a task calls back, and what a handler raises there is lost.
+            # Before the handlers are back: a task that dies calls back, and what a handler raises there is lost. Nor
+            # does it do so later, when whoever still refers to it, such as an error's frames, lets go of it.
+            if task is not None and task.done():
+                asyncio._unregister_task(task)
             task = cancel = guard.on_error = None
             guard.end()
             if guard.error is not None:

@@ -11,10 +11,10 @@ import asyncio
 import heapq
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextvars import Context
 from time import monotonic, monotonic_ns
-from typing import TypeVarTuple
+from typing import Any, TypeVarTuple
 
 from aioshm.config import Wait
 from aioshm.ring.atomics import memory_fence
@@ -37,6 +37,9 @@ class BlockingLoop(asyncio.SelectorEventLoop):
 
     Not uvloop: it starts and stops slower, and does nothing better here. And no epoll: a forked child, which shares it,
     would take its descriptors out of it for the parent, too.
+
+    It keeps no weak set of its asynchronous generators: the set's callback runs in Python wherever one of them dies,
+    and what a signal's handler raises in such a callback is lost.
     """
 
     def __init__(self) -> None:
@@ -49,6 +52,8 @@ class BlockingLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         heapq.heappush(self._timers, when)
         return super().call_at(when, callback, *args, context=context)
+
+    def _asyncgen_firstiter_hook(self, agen: AsyncGenerator[Any, Any]) -> None: ...  # which asyncio's adds to the set
 
     @property
     def busy(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -60,6 +62,29 @@ def test_ctrl_c_while_a_wait_begins() -> None:
     loop.create_task = create_task  # type: ignore[method-assign]
     private.run(lambda: asyncio.sleep(0))
     private.close()
+
+
+@pytest.mark.parametrize("how", ["dequeue", "lease", "acquire_read"])
+def test_an_error_that_is_let_go_of_calls_nobody_back(how: str) -> None:
+    """Its frames refer to what a call was made of; what a handler raised in a callback of that would be lost."""
+    called: list[str] = []
+    with make_writer() as writer, blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+        waiting = Thread(writer.wait_until_ready, 20)
+        reader.wait_until_ready(20)
+        waiting.result()
+        with pytest.raises(TimeoutError) as raised:
+            if how == "dequeue":
+                reader.dequeue(0.01)
+            else:
+                with getattr(reader, how)(0.01):
+                    pytest.fail("there was a message")
+        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename) if event == "call" else None)
+        try:
+            del raised
+            gc.collect()
+        finally:
+            sys.setprofile(None)
+    assert [name for name in called if "weakref" in name] == []
 
 
 def test_ctrl_c_ends_wait_until_ready() -> None:

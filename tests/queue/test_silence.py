@@ -245,6 +245,37 @@ async def test_a_merged_queue_that_is_silent_is_reported(flood: bool, log: list[
                 assert not any(names[0] in text for text in idle)
 
 
+async def test_silent_queues_of_a_blocking_merge_are_reported(log: list[logging.LogRecord]) -> None:
+    """All of their writers are asked, and each is said to be what it is."""
+    async with silent("asyncio", "sleeps") as (hung, of_hung), silent("asyncio", "awaits") as (idle, of_idle):
+        iterations: list[blocking.Merged] = []
+
+        def read() -> list[tuple[int, Any]]:
+            with (
+                blocking.MessageQueue.create_from_handle(of_hung, 0) as first,
+                blocking.MessageQueue.create_from_handle(of_idle, 0) as second,
+                blocking.merge({3: first, 7: second}) as merged,
+            ):
+                iterations.append(merged)
+                return list(merged)
+
+        reading = Thread(read)
+        await until(lambda: len(log) >= 4 or not reading.running, "the reports", 15)
+        iterations[0].close()
+        await until(lambda: not reading.running, "the end of the iteration")
+        assert sorted(reading.result()) == [(3, "first"), (7, "first")]
+        told = [(record.levelno, record.getMessage()) for record in log]
+        for writer, level, text in (
+            (hung, logging.WARNING, f"is sleeping, but {HUNG}"),
+            (idle, logging.INFO, f"is sleeping and {IDLE}"),
+        ):
+            of_this = [each for each in told if f"the writer (pid {writer.pid}) " in each[1]]
+            assert len(of_this) >= 2
+            for reported, said in of_this:
+                assert (reported, text in said, "rank 0: waited" in said) == (level, True, True), said
+        assert all(f"(pid {hung.pid})" in said or f"(pid {idle.pid})" in said for _, said in told)
+
+
 @pytest.mark.parametrize(
     ("face", "how", "level", "finding"),
     [pytest.param(*WAYS[0], marks=pytest.mark.slow), WAYS[2], pytest.param(*WAYS[6], marks=pytest.mark.slow)],
