@@ -108,7 +108,7 @@ class LocalEnd(ReaderEnd, ABC):
         self._core = self._ring.core
         self._belong()
         self._begin()
-        self._lifeline.start(self._on_go, self._wake, self._on_writer_gone, self._on_annex)
+        self._lifeline.start(self._on_go, self._wake, self._on_writer_gone, self._on_annex, self._on_annex_held_back)
         self._lifeline.prove()
 
     def _attached(self, attaching: asyncio.Task[None]) -> None:
@@ -155,6 +155,10 @@ class LocalEnd(ReaderEnd, ABC):
     def _on_annex(self, fd: int | None) -> None:
         self._annexes.arrived(fd)
         self._wake()  # where bells are bytes on the same socket, this one may have left no room for them
+        self._going_changed()
+
+    def _on_annex_held_back(self) -> None:
+        self._wake()  # who waits for it, to say so
         self._going_changed()
 
     def _going_changed(self) -> None:

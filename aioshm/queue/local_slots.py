@@ -12,6 +12,7 @@ from time import monotonic_ns
 from aioshm.codec import Codec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, CorruptSlot, MessagesLost, PeerDied
+from aioshm.limits import out_of_descriptors, shortage
 from aioshm.queue.annexes import unpack_marker
 from aioshm.queue.handle import Handle
 from aioshm.queue.leases import Leases
@@ -112,7 +113,11 @@ class LocalSlots(LocalEnd, ABC):
         return seq == self._seq and unpack_marker(slot.header, self._lifeline.welcome.secret, seq) is not None
 
     def _annex_body(self, slot: Slot) -> memoryview | None:
-        """Return what lies in the annex that a marker names; None if that has not arrived yet."""
+        """Return what lies in the annex that a marker names; None if that has not arrived yet.
+
+        Raises:
+            OutOfDescriptors: There is no room for it now; the writer's passing it stays in the socket.
+        """
         marker = unpack_marker(slot.header, self._lifeline.welcome.secret, self._seq)
         if marker is None:  # damaged while this waited
             raise CorruptSlot(self._seq, self._seq)
@@ -121,6 +126,9 @@ class LocalSlots(LocalEnd, ABC):
         if body is None:
             self._lifeline.look()  # it was passed before the message was published
             body = self._annexes.body(number, size, self._seq)
+            if body is None and self._lifeline.holds_back:
+                what = f"message {self._seq} of {size} bytes"
+                raise shortage(what) or out_of_descriptors(what)
         if body is not None:
             self._overflows += 1
         return body

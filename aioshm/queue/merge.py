@@ -66,9 +66,9 @@ class Merged(AsyncIterator[tuple[int, Any]]):
     gives ``(rank, error)``: a `PeerDied`, a `HandleError`, or a `MessagesLost`. The iteration ends when all have ended.
 
     A message that is damaged or lost is given as ``(rank, error)``, too: a `CorruptSlot`, `CodecError` or
-    `MessagesLost`; so is, for each try, a `SharedMemoryError` while there is no room for a message. The queue goes on.
-    An exception that was sent as a message comes in the same way: `failed` tells whether it is its queue's end, but
-    nothing tells it from damage.
+    `MessagesLost`; so is, for each try, a `SharedMemoryError` or `OutOfDescriptors` while a message has no room.
+    The queue goes on. An exception that was sent as a message comes in the same way: `failed` tells whether it is its
+    queue's end, but nothing tells it from damage.
 
     Cancelling a wait loses nothing. Two tasks that iterate get different messages. While this waits, calls that other
     tasks make on one of the readers wait in line behind it, and go before it afterwards; between two messages the

@@ -5,7 +5,9 @@ from __future__ import annotations
 import array
 import asyncio
 import os
+import select
 import socket
+import sys
 from collections.abc import Callable
 from time import monotonic
 
@@ -19,6 +21,8 @@ from aioshm.wait.protocol import ANNEX, BYE, GO, PING, PONG, PROVEN, WAKE, Hello
 _RETRY_S = 0.01  # while the writer's backlog is full
 _MAX_FDS = 3
 _RECV_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # SCM_RIGHTS does not keep the flag by itself
+_PEEKS = sys.platform == "linux"  # whether MSG_PEEK hands out descriptors, too, and leaves them where they are
+_ROOM_PAUSE_S = 0.05  # between looks whether there is room for a descriptor
 
 
 class Lifeline:
@@ -47,6 +51,7 @@ class Lifeline:
         self.said_goodbye = False
         self._asked: float | None = None  # since when an answer is owed
         self._asking = False  # whether the question is on its way
+        self._held_back: asyncio.TimerHandle | None = None
         fds = list(fds)
         self._segment_fd = fds.pop(0) if welcome.segment else None
         self._own_bell = Bell(fds.pop(0)) if welcome.bells else None
@@ -58,6 +63,7 @@ class Lifeline:
         on_wake: Callable[[], None],
         on_gone: Callable[[bool], None],
         on_descriptor: Callable[[int | None], None],
+        on_held_back: Callable[[], None],
     ) -> None:
         """Begin to report.
 
@@ -66,9 +72,11 @@ class Lifeline:
             on_wake: The writer rang.
             on_gone: The writer left; True: it said goodbye.
             on_descriptor: The writer passed a descriptor, which is the callee's from here on; None: one that is lost,
-                because this process has too many open files.
+                because this process has too many open files, where the system cannot keep it in the socket.
+            on_held_back: There is a descriptor that this process has no room for; see `holds_back`.
         """
         self._on_go, self._on_wake, self._on_gone, self._on_descriptor = on_go, on_wake, on_gone, on_descriptor
+        self._on_held_back = on_held_back
         self._loop.add_reader(self._sock.fileno(), self._readable)
         if self._own_bell is not None:
             self._loop.add_reader(self._own_bell.fd, self._rung)
@@ -109,6 +117,11 @@ class Lifeline:
         """For how many seconds the writer owes an answer; None: it owes none."""
         return None if self._asked is None else monotonic() - self._asked
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether a descriptor waits in the socket, with all signals behind it, until this process has room for it."""
+        return self._held_back is not None
+
     def close(self) -> None:
         """Say goodbye and hang up. Idempotent."""
         self._hang_up(goodbye=True)
@@ -130,6 +143,9 @@ class Lifeline:
             return
         if goodbye:
             self._send(BYE)
+        if self._held_back is not None:
+            self._held_back.cancel()
+            self._held_back = None
         if not self._loop.is_closed():
             self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
@@ -151,22 +167,37 @@ class Lifeline:
         self._readable()
 
     def _readable(self) -> None:
+        if self._held_back is not None and self._sock.fileno() >= 0:
+            self._held_back.cancel()
+            self._held_back = None
+            self._loop.add_reader(self._sock.fileno(), self._readable)
         while self._sock.fileno() >= 0:  # until nothing is left: see _Connection.read
             try:
-                data, fds, _ = _receive(self._sock)
+                data, fds, without_room = _receive_next(self._sock)
             except BlockingIOError:
                 return
             except OSError:
-                data, fds = b"", []
+                data, fds, without_room = b"", [], False
             for fd in fds:
                 self._on_descriptor(fd)
             for _ in range(data.count(ANNEX) - len(fds)):  # each comes together with its byte, or not at all
                 self._on_descriptor(None)
             if data:
                 self._signals(data)
-            else:
+            if without_room:
+                self._hold_back()
+                return
+            if not data:
                 self._hang_up(goodbye=False)
                 self._on_gone(self.said_goodbye)
+
+    def _hold_back(self) -> None:
+        """Read on when there is room for the next descriptor: the socket stays readable, and nobody tells of room."""
+        self._loop.remove_reader(self._sock.fileno())
+        self._held_back = self._loop.call_later(_ROOM_PAUSE_S, self._readable)
+        if _has_hung_up(self._sock):  # its end of file is behind the descriptor
+            self._on_gone(self.said_goodbye)
+        self._on_held_back()
 
     def _signals(self, data: bytes) -> None:
         if GO in data:
@@ -279,17 +310,42 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
     return Lifeline(loop, sock, welcome, fds, bytes(received), pid)
 
 
-def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+def _receive_next(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+    """Return what came: bytes, descriptors, and whether one that this process has no room for is next.
+
+    That one stays in the socket. The kernel drops those that it has no room for (unix(7)), but not when they are only
+    looked at; and a look hands out those that it has room for.
+    """
+    if not _PEEKS:
+        data, fds, _ = _receive(sock)
+        return data, fds, False
+    data, fds, cut = _receive(sock, socket.MSG_PEEK)
+    cut = cut and ANNEX in data
+    if cut:
+        data = data[: data.index(ANNEX)]
+    if data:
+        sock.recv(len(data))  # as many: what comes with a descriptor is not read together with what follows
+    return data, fds, cut
+
+
+def _receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
     """Return what came: bytes, descriptors, and whether there were more of these than this process may have."""
     # socket.recv_fds ignores its flags (seen in CPython 3.11), and would hand out inheritable descriptors.
     data, ancillary, flags, _address = sock.recvmsg(
-        protocol.MAX_GREETING_BYTES, socket.CMSG_SPACE(_MAX_FDS * 4), _RECV_FLAGS
+        protocol.MAX_GREETING_BYTES, socket.CMSG_SPACE(_MAX_FDS * 4), _RECV_FLAGS | flags
     )
     fds = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     return data, list(fds), bool(flags & socket.MSG_CTRUNC)
+
+
+def _has_hung_up(sock: socket.socket) -> bool:
+    """Return whether the other end is closed, whatever is still to be read from it."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 async def _until_readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
