@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
@@ -33,7 +34,14 @@ from aioshm.zeromq import LogLimiter, Monitor
 logger = logging.getLogger("aioshm.zeromq")
 
 # How long the thread lets data gather before it looks again: what a peer can send in between is its head start.
-_TURN_S = 0.002
+_TURN_S = 0.0005
+# The least time between two hang-ups: after each, ZeroMQ walks through all that anybody has subscribed to, and many at
+# once would add up. Until its turn comes a peer is silenced.
+_HANG_UP_S = 0.1
+# ``struct sock_filter`` of BPF_RET | BPF_K: keep 0 bytes of a packet (linux/filter.h); and its socket option.
+_DROP_ALL = (ctypes.c_uint8 * 8)(0x06)
+_SO_ATTACH_FILTER = 26
+_FILTER = struct.Struct("@HP")
 # ``struct tcp_info``: bytes that the peer has acknowledged, and bytes received from it (linux/tcp.h, since 4.1).
 _BYTES = struct.Struct("=QQ")
 _BYTES_AT = 120
@@ -183,6 +191,12 @@ class GuardedMonitor(Monitor):
         if nudge is not None:
             nudge()
 
+    def hang_up(self, peer: _Peer) -> None:
+        """Hang up on a peer that was silenced."""
+        with self._lock, suppress(OSError), _Look(peer.fd) as look:
+            if look.inode == peer.inode:
+                look.hang_up()
+
     def check(self, fd: int) -> bool:
         """Count what the peer behind ``fd`` has sent; hang up on it, or on whoever has sent most, if that is too much.
 
@@ -268,9 +282,11 @@ class GuardedMonitor(Monitor):
             with _Look(peer.fd) as look:
                 if look.inode != peer.inode:
                     return
-                address = look.hang_up()
+                address = look.silence()
         except OSError:
             return
+        if self._sentry is not None:
+            self._sentry.condemn(peer, self)
         self.cut_off += 1
         held_back = self._limiter.admit()
         if held_back is not None:
@@ -308,13 +324,24 @@ class _Look:
         acknowledged, received = _BYTES.unpack_from(info, _BYTES_AT)
         return acknowledged, received
 
-    def hang_up(self) -> str:
-        """Reset the connection, and forget what lies in its buffers; return the peer's address."""
+    def silence(self) -> str:
+        """Let nothing more come in, not even the end, and forget what was not read yet; return the peer's address.
+
+        ZeroMQ notices nothing of it.
+        """
         host, port = self._socket.getpeername()[:2]
+        program = _FILTER.pack(1, ctypes.addressof(_DROP_ALL))
+        self._socket.setsockopt(sockets.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        with suppress(BlockingIOError):
+            while self._socket.recv(1 << 16, sockets.MSG_DONTWAIT):
+                pass
+        return f"{host}:{port}"
+
+    def hang_up(self) -> None:
+        """Reset the connection, and forget what lies in its buffers."""
         # connect(2): an address of no family dissolves the association. ``shutdown`` would leave ZeroMQ much to read.
         if _libc is None or _libc.connect(self._socket.fileno(), bytes(_ADDRESS_BYTES), _ADDRESS_BYTES) != 0:
             self._socket.shutdown(sockets.SHUT_RDWR)
-        return f"{host}:{port}"
 
     def __enter__(self) -> _Look:
         return self
@@ -339,6 +366,8 @@ class _Sentry:
             raise
         self._monitors: dict[int, GuardedMonitor] = {}  # by the descriptor of each one's own socket
         self._peers: dict[int, GuardedMonitor] = {}
+        self._condemned: deque[tuple[GuardedMonitor, _Peer]] = deque()
+        self._hung_up_at = 0.0
 
     @classmethod
     def join(cls, monitor: GuardedMonitor) -> _Sentry | None:
@@ -399,6 +428,19 @@ class _Sentry:
             del self._peers[fd]
             self._unregister(fd)
 
+    def condemn(self, peer: _Peer, monitor: GuardedMonitor) -> None:
+        """Have ``monitor.hang_up`` called for a peer, when its turn comes."""
+        self._condemned.append((monitor, peer))
+        with suppress(OSError):  # the thread has ended
+            os.eventfd_write(self._bell, 1)
+
+    def _hang_up(self) -> None:
+        now = time.monotonic()
+        if self._condemned and now - self._hung_up_at >= _HANG_UP_S:
+            self._hung_up_at = now
+            monitor, peer = self._condemned.popleft()
+            monitor.hang_up(peer)
+
     def _unregister(self, fd: int) -> None:
         try:
             self._epoll.unregister(fd)
@@ -408,12 +450,16 @@ class _Sentry:
     def _work(self) -> None:
         while type(self)._current is self:
             calm = True
-            for fd, _ in self._epoll.poll():
+            for fd, _ in self._epoll.poll(_HANG_UP_S if self._condemned else None):
+                if fd == self._bell:
+                    os.eventfd_read(self._bell)
+                    continue
                 monitor = self._monitors.get(fd)
                 if monitor is not None:
                     monitor.look()
                 elif (monitor := self._peers.get(fd)) is not None:
                     calm &= monitor.check(fd)
+            self._hang_up()
             if calm:
                 time.sleep(_TURN_S)
         self._end()

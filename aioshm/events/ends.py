@@ -29,7 +29,7 @@ _FREE_BYTES, _FREE_CURVE_BYTES = 256, 1024
 # What must stand before binding: connections take it from there.
 _PUB_OPTIONS: dict[int, int] = {zmq.MAXMSGSIZE: MAX_SUBSCRIPTION_BYTES}
 # Where strangers come, little may lie between them and the loop: what is not read yet cannot be refused.
-_XPUB_OPTIONS: dict[int, int] = _PUB_OPTIONS | {zmq.XPUB_VERBOSER: 1, zmq.RCVBUF: 1 << 12, zmq.RCVHWM: 64}
+_XPUB_OPTIONS: dict[int, int] = _PUB_OPTIONS | {zmq.XPUB_VERBOSER: 1, zmq.RCVBUF: 1 << 12, zmq.RCVHWM: 8}
 _REPLAY_OPTIONS: dict[int, int] = {
     zmq.MAXMSGSIZE: MAX_REQUEST_BYTES,
     zmq.SNDBUF: CLIENT_BUFFER_BYTES,

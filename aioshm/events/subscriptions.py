@@ -17,7 +17,7 @@ MAX_SUBSCRIPTIONS = 128
 # Of all subscribers together, each prefix counted once: what ZeroMQ walks through in a millisecond.
 MAX_TOTAL_BYTES = 1 << 16
 # How many are read in one turn of the loop.
-_TURN = 64
+_TURN = 16
 # What a subscription may have around its prefix on the wire: the name of a command, encryption.
 _FRAMING_BYTES = 64
 _SUBSCRIBE = 1

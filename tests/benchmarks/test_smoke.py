@@ -112,10 +112,12 @@ def test_workers(report_on: ReportOn, loop_name: str) -> None:
 @both_loops
 def test_events_publish(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("events_publish", loop_name)
-    loads = {"burst", "decode loop", "decode loop, 100 us"}
+    cases = {
+        f"{form}, {load}" for form in ("arrays", "maps") for load in ("burst", "decode loop", "decode loop, 100 us")
+    }
     contestants = {"ZmqEventPublisher", "ThreadedEventPublisher", "queue + thread + PUB", "the same, same bytes"}
-    assert measured(report) == {(load, name, 1) for load in loads for name in contestants}
-    assert len(report["promises"]) == 7
+    assert measured(report) == {(case, name, 1) for case in cases for name in contestants}
+    assert len(report["promises"]) == 14
 
 
 @both_loops

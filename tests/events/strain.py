@@ -61,12 +61,12 @@ class Strain:
 
 @asynccontextmanager
 async def attack(
-    endpoint: str, kind: str, name: str, seconds: float = 2.0
+    endpoint: str, kind: str, name: str, seconds: float = 2.0, connections: int = 1
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Attack the port of ``endpoint`` with a client of type ``kind``, from another process."""
+    """Attack the port of ``endpoint`` with clients of type ``kind``, from another process."""
     port = endpoint.rpartition(":")[2]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(ATTACKER), port, kind, name, str(seconds), stdout=asyncio.subprocess.PIPE
+        sys.executable, str(ATTACKER), port, kind, name, str(seconds), str(connections), stdout=asyncio.subprocess.PIPE
     )
     try:
         yield process

@@ -21,7 +21,7 @@ from .strain import Strain, attack, cuts
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bytes are counted by the kernel, on Linux")
 
 
-async def unharmed(ends: Ends, at: str, kind: str, name: str) -> int:
+async def unharmed(ends: Ends, at: str, kind: str, name: str, connections: int = 1) -> int:
     """Attack a publisher that has a subscriber; return how often the attacker was hung up on."""
     publisher = ends.publisher()
     subscriber = ends.subscriber(publisher)
@@ -29,7 +29,7 @@ async def unharmed(ends: Ends, at: str, kind: str, name: str) -> int:
     assert isinstance(first, Received)
     expected = first.seq + 1
     strain = Strain()
-    async with attack(getattr(publisher, at), kind, name) as stranger:
+    async with attack(getattr(publisher, at), kind, name, connections=connections) as stranger:
         done = asyncio.create_task(cuts(stranger))
         async with strain:
             while not done.done():
@@ -42,6 +42,7 @@ async def unharmed(ends: Ends, at: str, kind: str, name: str) -> int:
                 await asyncio.sleep(0.001)
     assert subscriber.stats().reconnects == 0, "a true peer was disturbed"
     strain.check()
+    assert connections == 1 or publisher.stats().cut_off >= connections
     return await done
 
 
@@ -59,6 +60,34 @@ async def unharmed(ends: Ends, at: str, kind: str, name: str) -> int:
 )
 async def test_an_attack_is_cut_off_and_costs_little(ends: Ends, at: str, kind: str, name: str) -> None:
     assert await unharmed(ends, at, kind, name) == 3, "the attacker was not hung up on each time that it came"
+
+
+@pytest.mark.parametrize("name", ["subscriptions", "parts"])
+@pytest.mark.parametrize("connections", [10, 50])
+async def test_many_connections_at_once_cost_no_more(ends: Ends, name: str, connections: int) -> None:
+    assert await unharmed(ends, "endpoint", "SUB", name, connections), "the attacker was never hung up on"
+
+
+async def test_hundreds_of_subscribers_come_at_once(ends: Ends) -> None:
+    publisher = ends.publisher(topic="kv@pod-7@model")
+    context: zmq.Context[Any] = zmq.Context.instance()
+    fleet = [context.socket(zmq.SUB) for _ in range(300)]
+    try:
+        for number, one in enumerate(fleet):
+            one.linger = 0
+            for prefix in ("kv@pod-7", f"kv@pod-{number}@model", f"routers/{number}"):
+                one.subscribe(prefix)
+            one.connect(publisher.endpoint)
+        waiting = set(fleet)
+        async with asyncio.timeout(PATIENCE_S):
+            while waiting:
+                publisher.publish(batch(0))
+                await asyncio.sleep(0.01)
+                waiting = {one for one in waiting if not one.poll(0)}
+    finally:
+        for one in fleet:
+            one.close()
+    assert publisher.stats().cut_off == 0
 
 
 async def test_who_is_hung_up_on_is_named(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
