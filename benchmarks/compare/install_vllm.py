@@ -1,4 +1,4 @@
-"""Gets vLLM's message queue, and nothing else of vLLM, into the environment of the Python that runs this.
+"""Gets vLLM's message queue and its events, and nothing else of vLLM, into the environment of the Python running this.
 
 The wheel is downloaded whole by pip, without its dependencies; a few files are taken out of it, and then it is
 deleted. With ``--executor`` all of its Python files are, which is enough for what vLLM runs on a CPU around a model; it
@@ -17,7 +17,7 @@ from pathlib import Path
 
 CONSTRAINTS = Path(__file__).with_name("constraints-rivals.txt")
 DEVICES = "vllm/distributed/device_communicators"
-WANTED = [f"{DEVICES}/shm_broadcast.py", f"{DEVICES}/shm_tensor_arena.py"]
+WANTED = [f"{DEVICES}/shm_broadcast.py", f"{DEVICES}/shm_tensor_arena.py", "vllm/distributed/kv_events.py"]
 METADATA = [".dist-info/METADATA", ".dist-info/licenses/LICENSE"]
 """Endings of the files that say which version this is, and on which terms."""
 
