@@ -163,7 +163,7 @@ class ClientSockets:
                     (frames, origin), self._partial = self._partial, None
                 elif self._origin:
                     head = pull.recv(noblock, copy=False)
-                    frames, origin = [head.bytes], str(head.get(self._origin))
+                    frames, origin = [head.buffer], str(head.get(self._origin))
                 else:
                     frames, origin = [pull.recv(noblock)], ""
             except zmq.ZMQError:

@@ -24,7 +24,7 @@ from aioshm.engine.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
 from aioshm.engine.payloads import Frame, check_stranger
 from aioshm.engine.pending import Pending
 from aioshm.engine.registrations import Registrations
-from aioshm.engine.security import Protection, over_tcp
+from aioshm.engine.security import Protection, host_of, over_tcp
 from aioshm.engine.streams import Inbox
 from aioshm.errors import CodecError, EngineDead, QueueClosed, RoleError
 from aioshm.guard import built
@@ -105,6 +105,8 @@ class EngineLink:
         # Where engines are recognised by their keys, they speak for nobody else.
         self._recognised = protection.encrypts(addresses[0]), protection.encrypts(addresses[1])
         self._open_to_all = over_tcp(addresses[1:]) and not self._recognised[1]
+        hosts = {host_of(address) for address in addresses}
+        self._same_route = len(hosts) == 1 and "" not in hosts  # an engine connects to both from one address
         this: EngineLink = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten client shall end
         self.sockets = ClientSockets(
             *addresses,
@@ -181,12 +183,13 @@ class EngineLink:
 
     def output(self, frames: list[Frame], origin: str) -> None:
         """Take what an engine has sent."""
-        if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
-            self._said_dead(origin)
-            return
         try:
             if self._open_to_all:
+                self._check_origin(origin)
                 check_stranger(frames)
+            if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
+                self.liveness.said_dead(int(origin) if self._recognised[1] else None)
+                return
             unwanted = self.pending.take(frames, int(origin) if self._recognised[1] else None)
         except CodecError as error:
             self._complain("a message from an engine is dropped: %s", error)
@@ -203,16 +206,12 @@ class EngineLink:
         except (ValueError, IndexError) as error:
             self._complain("counts from the coordinator are ignored: %s", error)
 
-    # The end of things
+    def _check_origin(self, origin: str) -> None:
+        """Make sure that it comes from a host that an engine has connected from, where strangers may send, too."""
+        if self._same_route and origin not in self.liveness.hosts:
+            raise CodecError(f"it comes from {origin}, and no engine does")
 
-    def _said_dead(self, origin: str) -> None:
-        """Take an engine's word that it ends; of strangers' hosts there is none whose word counts."""
-        if self._recognised[1]:
-            self.liveness.said_dead(int(origin))
-        elif not origin or origin in self.liveness.hosts:
-            self.liveness.said_dead()
-        else:
-            self._complain("%s says that an engine ends, and no engine is there: ignored", origin)
+    # The end of things
 
     def leave(self, request_id: str, inbox: Inbox) -> None:
         """Abort a request whose stream was left."""

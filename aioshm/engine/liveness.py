@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from aioshm.engine.deaths import DeathWatch, WatchedManager, WatchedProcess
 from aioshm.errors import EngineDead
@@ -23,6 +23,9 @@ class Liveness:
 
     Args:
         on_death: Called once, on the loop.
+
+    Attributes:
+        hosts: Where engines have connected from, by their IP addresses, if over TCP.
     """
 
     def __init__(self, on_death: Callable[[EngineDead], None]) -> None:
@@ -31,6 +34,7 @@ class Liveness:
         self._watches: list[DeathWatch] = []
         self._connections: dict[int, int] = {}  # engines' ranks
         self._senders: dict[int, str] = {}
+        self.hosts: set[str] = set()
         self._lost: int | None = None
         self._said_dead = False
         self._timer: asyncio.TimerHandle | None = None
@@ -49,6 +53,7 @@ class Liveness:
         """Note which connection is an engine's, and who that is, for people."""
         self._connections[connection] = engine
         self._senders[engine] = sender
+        self.hosts.add(sender)
 
     def disconnected(self, connection: int) -> None:
         """Note that a connection has ended; nothing happens if it is no engine's."""
@@ -61,11 +66,6 @@ class Liveness:
         if self._lost is None:
             self._lost = engine
             self._settle_within(NAME_WITHIN_S if self._watches else LAST_WORDS_S)
-
-    @property
-    def hosts(self) -> Collection[str]:
-        """Where the engines are, by their IP addresses, for those that are connected over TCP."""
-        return self._senders.values()
 
     def said_dead(self, engine: int | None = None) -> None:
         """Note that an engine says that it ends, and which one, if that is known."""

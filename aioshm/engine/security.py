@@ -125,9 +125,14 @@ def over_tcp(addresses: Iterable[str | None]) -> bool:
     return any(address is not None and check_endpoint(address).startswith("tcp://") for address in addresses)
 
 
+def host_of(address: str) -> str:
+    """Return the host of a ``tcp://`` address; of others nothing."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]") if over_tcp([address]) else ""
+
+
 def is_loopback(address: str) -> bool:
     """Tell whether a ``tcp://`` address can be reached from this host only."""
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    host = host_of(address)
     try:
         return ip_address(host).is_loopback
     except ValueError:  # a name or a wildcard

@@ -1,25 +1,27 @@
-"""Attacks on the ports of front ends and coordinators: ``python stranger.py ATTACK ADDRESS...``
+"""Attacks on the ports of front ends and coordinators: ``python stranger.py ATTACK UID ADDRESS...``
 
 Each is what anybody can do who reaches a port and knows no keys. It says ``done`` when it has tried.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import cycle
 from typing import Any
 
 import msgspec
 import zmq
 
-SECONDS = 1.0
+SECONDS = 0.6
 RANK_0 = b"\0\0"
 _NULL = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _CURVE = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-_READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH\x08Identity\x00\x00\x00\x00"
+EMPTIES = 100_000_000
 _MIB = bytes(1 << 20)
 
 pack = msgspec.msgpack.encode
@@ -44,17 +46,23 @@ def _say(kind: int, address: str, *messages: list[bytes], identity: bytes = b"")
     return heard
 
 
-def _stream(address: str, head: bytes, parts: bytes) -> None:
-    """Send bytes without an end."""
+def _ready(kind: bytes) -> bytes:
+    """Return what a peer without keys says in the end of its handshake, and which kind of socket it is."""
+    properties = b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind + b"\x08Identity" + bytes(4)
+    return b"\x04" + bytes([6 + len(properties)]) + b"\x05READY" + properties
+
+
+def _stream(address: str, heads: list[bytes], parts: bytes) -> None:
+    """Send bytes without an end; who is hung up on comes back, with the next beginning."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    ends = time.monotonic() + SECONDS
+    ends, begins = time.monotonic() + SECONDS, cycle(heads)
     while time.monotonic() < ends:
         with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), 1) as peer:
             peer.settimeout(0.5)
-            peer.sendall(head)
+            peer.sendall(next(begins))
             while time.monotonic() < ends:
                 peer.sendall(parts)
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def dead(inputs: str, outputs: str, *_: str) -> object:
@@ -83,39 +91,41 @@ def garbage(inputs: str, outputs: str, handshake: str, *_: str) -> object:
 
 
 def empties(inputs: str, outputs: str, *_: str) -> object:
-    """Send 16 MB of empty arrays, which take 60 times as much."""
-    count = 16 << 20
-    return _say(zmq.PUSH, outputs, [b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count])
+    """Send 100 MB of empty arrays as outputs, which take 70 times as much when they are decoded."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as peer:
+        peer.linger = 3000
+        peer.connect(outputs)
+        peer.send(b"\x92\x00\xdd" + EMPTIES.to_bytes(4, "big") + b"\x90" * EMPTIES, copy=False)
+    return []
 
 
 def frames(inputs: str, outputs: str, *_: str) -> object:
     """Send 20 messages of 60,000 frames."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as peer:
-        peer.linger = int(SECONDS * 1000)
+        peer.linger = 3000
         peer.connect(outputs)
         for _number in range(20):
             with suppress(zmq.Again):
                 peer.send_multipart([b"\x90"] * 60_000, zmq.NOBLOCK)
-        time.sleep(SECONDS)
     return []
 
 
 def handshake_frame(inputs: str, outputs: str, *others: str) -> object:
     """Stream a command of many gigabytes before any keys were shown."""
-    for address in (inputs, outputs, *others):
-        _stream(address, _CURVE + b"\x06" + (1 << 40).to_bytes(8, "big"), _MIB)
+    for address in filter(None, (inputs, outputs, *others)):
+        _stream(address, [_CURVE + b"\x06" + (1 << 40).to_bytes(8, "big")], _MIB)
     return []
 
 
 def endless_output(inputs: str, outputs: str, *_: str) -> object:
     """Send parts without an end to the address of outputs."""
-    return _stream(outputs, _NULL + _READY, b"\x01\x00" * (1 << 16))
+    return _stream(outputs, [_NULL + _ready(b"PUSH")], b"\x01\x00" * (1 << 16))
 
 
 def endless(inputs: str, outputs: str, *others: str) -> object:
     """Send parts without an end to all addresses but that of outputs."""
-    for address in (inputs, *others):
-        _stream(address, _NULL + _READY.replace(b"PUSH", b"XSUB"), b"\x01\x00" * (1 << 16))
+    for address in filter(None, (inputs, *others)):
+        _stream(address, [_NULL + _ready(kind) for kind in (b"DEALER", b"XSUB", b"PUSH")], b"\x01\x00" * (1 << 16))
     return []
 
 
@@ -148,5 +158,10 @@ ATTACKS: dict[str, Callable[..., object]] = {
 }
 
 if __name__ == "__main__":
-    heard: Any = ATTACKS[sys.argv[1]](*sys.argv[2:])
+    name, uid, *addresses = sys.argv[1:]
+    if int(uid) != os.geteuid():
+        os.setgroups([])
+        os.setgid(int(uid))
+        os.setuid(int(uid))
+    heard: Any = ATTACKS[name](*addresses)
     print("done", b"".join(heard or []).hex(), flush=True)
