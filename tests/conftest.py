@@ -25,8 +25,9 @@ from aioshm.ring.segment import orphans
 SLOW_COLLECTION_S = 0.01
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Hear Ctrl-C, which a shell has had ignored by what it runs in the background, and by its children."""
+    config.addinivalue_line("markers", "slow_on_uvloop: on uvloop left out by make test")
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -106,6 +107,8 @@ def _collect_garbage() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("slow_on_uvloop") and "uvloop" in item.name:
+            item.add_marker(pytest.mark.slow)
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = _leaving_no_task(item.obj)
 

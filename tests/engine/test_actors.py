@@ -26,6 +26,7 @@ from aioshm.engine import (
     CoreEngine,
     CoreEngineActorManager,
     EngineClient,
+    EngineKeys,
     EngineNeeds,
     EngineStartupCoordinator,
     EngineZmqAddresses,
@@ -215,11 +216,16 @@ class TestDeath:
 
 
 async def test_serve_requests_and_are_named_to_clients_when_they_die() -> None:
-    told = EngineZmqAddresses([ADDRESS], [ADDRESS])
+    """Over TCP, with keys that this test has made and the manager hands on: without them nobody could connect."""
+    told, keys = EngineZmqAddresses([ADDRESS], [ADDRESS]), EngineKeys.generate()
     engines = [CoreEngine(rank, local=rank < 1) for rank in range(2)]
-    async with EngineClient(told, engines) as client, EngineStartupCoordinator(ADDRESS, engines, told) as made:
+    async with (
+        EngineClient(told, engines, keys=keys) as client,
+        EngineStartupCoordinator(ADDRESS, engines, told, keys=keys) as made,
+    ):
         address = made.handshake_address
-        async with await CoreEngineActorManager.start(targets.serve, 2, 1, args=(address,)) as manager:
+        assert all(each.startswith("tcp://") for each in (address, *told.inputs, *told.outputs))
+        async with await CoreEngineActorManager.start(targets.serve, 2, 1, args=(address,), keys=keys) as manager:
             made.proc_manager = manager
             await made.wait(timeout=30)
             client.watch(manager)

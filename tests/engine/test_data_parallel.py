@@ -13,6 +13,7 @@ from startups import tasks
 from aioshm.engine import (
     CoreEngine,
     DPCoordinator,
+    EngineKeys,
     EngineStartupCoordinator,
     EngineZmqAddresses,
     get_engine_client_zmq_addr,
@@ -57,8 +58,8 @@ class Rank(Engine):
         return await self.agreement.reach(unfinished)
 
 
-def coordinated(coordinator: DPCoordinator) -> EngineZmqAddresses:
-    addresses = here_and_there()
+def coordinated(coordinator: DPCoordinator, addresses: EngineZmqAddresses | None = None) -> EngineZmqAddresses:
+    addresses = addresses or here_and_there()
     addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
     addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
     return addresses
@@ -87,6 +88,30 @@ async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None
                 paused = not running and counts == [[0, 0, 0.0] if kv_cache_usage else [0, 0]] * 3
             assert wave > 0
         assert not coordinator.last_lines("DPCoordinator")
+
+
+async def test_over_tcp_everybody_has_keys() -> None:
+    """The coordinator's sockets, too: engines subscribe and report with theirs, the client gets counts with its own."""
+    agreement, keys, loopback = Agreement(2), EngineKeys.generate(), "tcp://127.0.0.1:0"
+    async with AsyncExitStack() as stack:
+        coordinator = await stack.enter_async_context(
+            await DPCoordinator.start(2, local_engines=False, local_front_ends=False, keys=keys)
+        )
+        addresses = coordinated(coordinator, EngineZmqAddresses([loopback], [loopback]))
+        serving = await stack.enter_async_context(
+            served(Rank(agreement), Rank(agreement), addresses=addresses, handshake=loopback, keys=keys)
+        )
+        for number in range(4):  # each to one engine, while both are paused
+            async with asyncio.timeout(20):
+                assert len(await collected(serving.client.submit(ask(f"r{number}")))) == 3
+        await until(lambda: serving.client._link.balance._published == [0, 0])
+        await until(lambda: serving.client._link.wave > 0)
+        told = CoordinatorAddresses(coordinator.get_stats_publish_address(), *coordinator.get_engine_socket_addresses())
+        assert all(address.startswith("tcp://") for address in told)
+        with Peers(told) as strangers, Peers(told, EngineKeys.generate()) as others, Peers(told, keys) as friends:
+            unheard = [await peers.front_end() for peers in (strangers, others)]
+            await published(await friends.front_end())
+            assert not any([await socket.poll(200) for socket in unheard])
 
 
 class Caching(Engine):

@@ -30,9 +30,10 @@ from aioshm.engine import (
 from aioshm.engine.coordination import CoordinatorAddresses
 from aioshm.errors import EngineDead, EngineStartupError
 
-pytestmark = pytest.mark.usefixtures("runtime_dir")
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 LOOPBACK = "tcp://127.0.0.1:0"
+NOBODY = 65534
 MOST_S, MOST_BYTES = 0.05, 64 << 20
 AT_DATA = ("dead", "tokens", "rank", "empties", "frames", "handshake_frame", "endless_output", "endless")
 
@@ -110,7 +111,9 @@ class TestSecure:
         assert watcher.grown < MOST_BYTES
         assert len(caplog.records) <= 4
 
-    @pytest.mark.parametrize("name", ["hello", "garbage", "handshake_frame", "endless"])
+    @pytest.mark.parametrize(
+        "name", ["hello", "garbage", pytest.param("handshake_frame", marks=pytest.mark.slow), "endless"]
+    )
     async def test_a_startup(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
         where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
         async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where) as startup:
@@ -169,7 +172,9 @@ class TestSecure:
             assert serving.client.in_flight == 1
             await stream.aclose()
 
-    @pytest.mark.parametrize("name", ["wave", "subscribe", "handshake_frame", "endless"])
+    @pytest.mark.parametrize(
+        "name", ["wave", "subscribe", pytest.param("handshake_frame", marks=pytest.mark.slow), "endless"]
+    )
     async def test_a_coordinator(self, name: str) -> None:
         keys = EngineKeys.generate()
         async with await DPCoordinator.start(2, local_engines=False, local_front_ends=False, keys=keys) as coordinator:
@@ -224,7 +229,7 @@ class TestInsecure:
         on_its_way = {"empties": 100_000_000, "frames": 3 * MOST_BYTES}.get(name, 0)
         assert watcher.grown < MOST_BYTES + on_its_way
 
-    @pytest.mark.parametrize("name", ["garbage", "endless"])
+    @pytest.mark.parametrize("name", ["garbage", pytest.param("endless", marks=pytest.mark.slow)])
     async def test_a_startup_goes_on(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
         where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
         async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where, secure=False) as startup:
@@ -256,6 +261,7 @@ class TestInsecure:
             await startup.wait(20)
             await joining
 
+    @pytest.mark.slow
     async def test_what_was_ignored_is_told_in_the_end(self) -> None:
         where = EngineZmqAddresses(["ipc:///nowhere/1"], ["ipc:///nowhere/2"])
         async with EngineStartupCoordinator(
@@ -284,12 +290,95 @@ class TestInsecure:
             with pytest.raises(EngineDead):
                 await collected(serving.client.submit(ask("t", None)))
 
-    @pytest.mark.parametrize("name", ["wave", "endless"])
+    async def test_dead_ends_one_client(self) -> None:
+        """What can still be done, as SECURITY.md says: engines and other clients go on."""
+        addresses = EngineZmqAddresses([LOOPBACK] * 2, [LOOPBACK] * 2)
+        async with served(Engine(), n_clients=2, addresses=addresses, handshake=LOOPBACK, secure=False) as serving:
+            stream = serving.client.submit(ask("r", None))
+            await attack("dead", addresses.inputs[0], addresses.outputs[0])
+            with pytest.raises(EngineDead, match="an engine has said that it ends, and not which one"):
+                await collected(stream)
+            assert len(await collected(serving.clients[1].submit(ask("s", 5)))) == 5
+
+    async def test_tokens_reach_the_request_whose_id_is_known(self) -> None:
+        async with over_tcp(False) as (serving, ports):
+            stream, other = serving.client.submit(ask("r", None)), serving.client.submit(ask("secret", None))
+            assert [(await anext(each))["token"] for each in (stream, other)] == [0, 0]
+            await attack("tokens", *ports)
+            assert [output["token"] for output in await collected(stream)] == [666]
+            assert list(serving.client._link.pending.inboxes) == ["secret"]
+            assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
+            await other.aclose()
+
+    async def test_a_rank_is_whose_comes_first(self) -> None:
+        addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
+        async with EngineClient(addresses, 1, secure=False) as client:
+            stranger = asyncio.create_task(attack("rank", *addresses.inputs, *addresses.outputs))
+            await client.wait_until_ready(20)
+            stream = client.submit(ask("a prompt"))
+            assert b"a prompt" in await stranger
+            with pytest.raises(EngineDead, match=r"engine 0 \(127\.0\.0\.1\) is gone"):  # when it has left
+                await collected(stream)
+
+    async def test_addresses_are_told_to_whom_comes_first(self) -> None:
+        where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
+        async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where, secure=False) as startup:
+            place = startup.handshake_address
+            assert b"tcp://secret:1" in await attack("hello", place, place, place)
+            joining = asyncio.ensure_future(engine(place, 0, secure=False))
+            with pytest.raises(TimeoutError, match="waiting for engines 0"):
+                await startup.wait(1)
+            joining.cancel()
+            await asyncio.wait([joining])
+
+    async def test_subscriptions_count_as_engines(self) -> None:
+        async with await DPCoordinator.start(
+            2, local_engines=False, local_front_ends=False, secure=False
+        ) as coordinator:
+            engines_at, reports_at = coordinator.get_engine_socket_addresses()
+            heard = await attack("subscribe", "", "", "", reports_at, engines_at)
+            assert heard.startswith(b"READY")  # and no engine is there
+
+    async def test_an_endless_message_takes_memory_at_the_output_address(self) -> None:
+        async with over_tcp(False) as (serving, ports):
+            async with Watcher() as watcher:
+                await attack("endless_output", *ports)
+            assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
+        assert watcher.grown > MOST_BYTES  # as long as the stranger goes on
+        assert watcher.longest < MOST_S
+
+    @pytest.mark.parametrize("name", ["wave", pytest.param("endless", marks=pytest.mark.slow)])
     async def test_a_coordinator(self, name: str) -> None:
         async with await DPCoordinator.start(
             2, local_engines=False, local_front_ends=False, secure=False
         ) as coordinator:
             await TestSecure().survives(coordinator, name, None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root can be another user")
+class TestOtherUsers:
+    """At sockets with files."""
+
+    @pytest.mark.parametrize("secure", [True, False])
+    async def test_what_keeps_them_out(self, secure: bool, runtime_dir: Path) -> None:
+        """The directory does; and without it, unless ``secure=False``, the kernel's word on who connects."""
+        async with served(Engine(), secure=secure) as serving:
+            ports = serving.client.addresses.inputs[0], serving.client.addresses.outputs[0]
+            stream = serving.client.submit(ask("r", None))
+            await anext(stream)
+            await attack("dead", *ports, uid=NOBODY)
+            assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
+            for directory in (runtime_dir.parent, runtime_dir):
+                directory.chmod(0o711)
+            for port in ports:
+                Path(port.removeprefix("ipc://")).chmod(0o777)
+            await attack("dead", *ports, uid=NOBODY)
+            if secure:
+                assert len(await collected(serving.client.submit(ask("t", 5)))) == 5
+                await stream.aclose()
+            else:
+                with pytest.raises(EngineDead):
+                    await collected(stream)
 
 
 class TestWarning:
