@@ -26,7 +26,6 @@ from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.blocks import Block
 from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
-from aioshm.queue.local_slots import LocalSlots
 from aioshm.queue.private_loop import PrivateLoop
 from aioshm.queue.reader_end import ReaderEnd
 from aioshm.queue.stats import QueueStats
@@ -241,14 +240,15 @@ class MessageQueue:
         core = self._sending
         try:
             message = core.send(obj)
+            if message is None:
+                if core.owes:
+                    self._tell()
+                return
         except BaseException:
             if core.owes:  # it was sent
                 self._tell()
             raise
-        if message is not None:
-            self._enqueue_slowly(obj, message, timeout)
-        elif core.owes:
-            self._tell()
+        self._enqueue_slowly(obj, message, timeout)
 
     def _enqueue_slowly(self, obj: Any, message: Any, timeout: float | None) -> None:
         end = self._end
@@ -308,7 +308,7 @@ class MessageQueue:
             if obj is NOTHING or obj is ELSEWHERE:
                 self._receive(lambda event, left: self._end.dequeue(left, event, indefinite), timeout, cancel)
             elif core.owes:
-                end = cast(LocalSlots, self._end)
+                end: Any = self._end  # from here on no call until the message is kept: a handler could run in it
                 if end._waking and core.seq < end._wake_at:  # the writer is to be woken later: no need to go there
                     core.owes = False
                     return obj
@@ -483,8 +483,14 @@ class MessageQueue:
             taken = turns.take(deadline, busy)
             if deadline is not None:
                 timeout = max(0.0, deadline - monotonic())
+
+        def make() -> Coroutine[Any, Any, T]:
+            if self._end._ready:
+                self._tell_now()  # as a call that was interrupted before it did: the other end may be waiting for it
+            return call(timeout)
+
         try:
-            self._loop.run(lambda: call(timeout), first=first, whole=leaving)
+            self._loop.run(make, first=first, whole=leaving)
         finally:
             if taken and (block is None or block.opened is None):
                 turns.lasting = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import gc
 import os
@@ -62,6 +63,54 @@ def test_ctrl_c_while_a_wait_begins() -> None:
     loop.create_task = create_task  # type: ignore[method-assign]
     private.run(lambda: asyncio.sleep(0))
     private.close()
+
+
+class _Late(Exception):
+    pass
+
+
+class _Tripping:
+    """While it is decoded, a signal comes whose handler runs as soon as Python looks for signals again."""
+
+    def __reduce__(self) -> Any:
+        return _thread.interrupt_main, (signal.SIGUSR1,)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_signal_that_comes_while_the_core_decodes_loses_nothing(merged: bool) -> None:
+    """Also where the reader has to wake the writer, which waits for a free slot, before it returns the message."""
+
+    def handle(*_: object) -> None:
+        raise _Late
+
+    def write() -> None:
+        writer.wait_until_ready(20)
+        for number in range(100):
+            writer.enqueue((number, _Tripping()), 20)
+
+    with make_writer() as writer, blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+        writing = Thread(write)
+        reader.wait_until_ready(20)
+        received: list[int] = []
+        interrupted = 0
+        stream = blocking.merge({0: reader})
+        eventually(lambda: writer.stats().parks > 0, "the writer to sleep")
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            while len(received) < 100:
+                obj = None
+                try:
+                    obj = next(stream)[1] if merged else reader.dequeue(20)
+                    time.sleep(0)  # handlers run here at the latest
+                except _Late:
+                    interrupted += 1
+                if obj is not None:
+                    received.append(obj[0])
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        writing.result()
+    assert received == list(range(100))
+    assert interrupted == 100
 
 
 @pytest.mark.parametrize("how", ["dequeue", "lease", "acquire_read"])
