@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from aioshm.codec import Codec, cannot_decode
 from aioshm.codec.frames import body_bytes, write_body
-from aioshm.config import Options, check_int, shown
+from aioshm.config import Options, check_int
 from aioshm.errors import AioshmError, QueueClosed, QueueEmpty, QueueFull, RoleError
 from aioshm.queue import base
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
+from aioshm.queue.blocking_calls import NotAtOnce, called, cancellable, check_cancel, made
 from aioshm.queue.blocks import Block
 from aioshm.queue.end import deadline_after
 from aioshm.queue.handle import Handle
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from aioshm.queue.process_group import ObjectGroup
 
 T = TypeVar("T")
-
-CANCEL_POLL_S = 0.02
-"""How often a wait looks at a ``cancel`` event, of which a thread cannot be told otherwise."""
 
 
 class MessageQueue:
@@ -133,11 +131,12 @@ class MessageQueue:
         self._kept: list[Any] = []
         self.late = False
         # What usually is all that a call needs; until the end is ready, both say that they cannot.
-        self._sending: Any = _NotAtOnce
-        self._reading: Any = _NotAtOnce
+        self._sending: Any = NotAtOnce
+        self._reading: Any = NotAtOnce
 
     @classmethod
-    def _around(cls, end: base.MessageQueue) -> Self:
+    def around(cls, end: base.MessageQueue) -> Self:
+        """Make the blocking face of an end that no loop has used; for this package."""
         queue = cls.__new__(cls)
         queue._adopt(end)
         return queue
@@ -163,7 +162,7 @@ class MessageQueue:
         """
         from aioshm.queue.groups import create_from_process_group
 
-        end = _made(
+        end = made(
             lambda: create_from_process_group(
                 pg,
                 max_chunk_bytes,
@@ -177,7 +176,7 @@ class MessageQueue:
             ),
             lambda end: end,
         )
-        return cls._around(end)._become_ready(blocking)
+        return cls.around(end)._become_ready(blocking)
 
     @classmethod
     def create_from_process_group_single_reader(
@@ -199,7 +198,7 @@ class MessageQueue:
         from aioshm.queue.groups import create_from_process_group_single_reader
         from aioshm.queue.process_group import as_group
 
-        end, handles = _made(
+        end, handles = made(
             lambda: create_from_process_group_single_reader(
                 pg,
                 max_chunk_bytes,
@@ -212,7 +211,7 @@ class MessageQueue:
             ),
             lambda made: made[0],
         )
-        return cls._around(end)._become_ready(blocking and as_group(pg).rank != reader_rank), handles
+        return cls.around(end)._become_ready(blocking and as_group(pg).rank != reader_rank), handles
 
     def _become_ready(self, wait: bool) -> Self:
         try:
@@ -270,7 +269,7 @@ class MessageQueue:
 
     def enqueue_nowait(self, obj: Any) -> None:
         """Send an object to every reader now."""
-        self._run(lambda _: _called(self._end.enqueue_nowait, obj), busy=QueueFull)
+        self._run(lambda _: called(self._end.enqueue_nowait, obj), busy=QueueFull)
 
     def acquire_write(self, timeout: float | None = None) -> AbstractContextManager[memoryview]:
         """Give the next free slot's chunk to the block to fill."""
@@ -349,7 +348,7 @@ class MessageQueue:
                 obj = kept[0]
                 del kept[0]
                 return obj
-            self._run(lambda _: self._keep(lambda: _called(self._end.dequeue_nowait)), busy=QueueEmpty)
+            self._run(lambda _: self._keep(lambda: called(self._end.dequeue_nowait)), busy=QueueEmpty)
 
     def acquire_read(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
@@ -556,12 +555,12 @@ class MessageQueue:
         *,
         many: bool = False,
     ) -> None:
-        _check_cancel(cancel)
+        check_cancel(cancel)
 
         def make(left: float | None) -> Coroutine[Any, Any, None]:
             if cancel is None:
                 return self._keep(lambda: call(None, left), many=many)
-            return self._keep(lambda: _cancellable(cancel, lambda event: call(event, left)), many=many)
+            return self._keep(lambda: cancellable(cancel, lambda event: call(event, left)), many=many)
 
         def receive() -> bool:
             end = self._end
@@ -634,7 +633,7 @@ class MessageQueue:
         cancel: threading.Event | None = None,
         of_kept: Callable[[Any], Any] | None = None,
     ) -> Block:
-        _check_cancel(cancel)
+        check_cancel(cancel)
 
         async def open_block(event: asyncio.Event | None, left: float | None) -> None:
             opened = call(event, left)
@@ -644,7 +643,7 @@ class MessageQueue:
         def make(left: float | None) -> Coroutine[Any, Any, None]:
             if cancel is None:
                 return open_block(None, left)
-            return _cancellable(cancel, lambda event: open_block(event, left))
+            return cancellable(cancel, lambda event: open_block(event, left))
 
         def enter() -> None:
             if of_kept is not None and self._kept:
@@ -702,59 +701,3 @@ class MessageQueue:
         body = bytearray(body_bytes(sum(map(len, parts)), [len(buffer) for buffer in buffers]))
         write_body(memoryview(body), parts, buffers)
         return memoryview(body).toreadonly()
-
-
-def _made(make: Callable[[], Coroutine[Any, Any, T]], end_of: Callable[[T], base.MessageQueue]) -> T:
-    """Return what is made by awaiting something, on a loop of its own; close it if a signal's handler raises."""
-    loop, made = PrivateLoop(lambda: "the making of a queue"), []
-
-    async def keep() -> None:
-        made.append(await make())
-
-    try:
-        loop.run(keep)
-        return made[0]
-    except BaseException:
-        if made:
-            loop.run(end_of(made[0]).aclose, whole=True)
-        raise
-    finally:
-        loop.run_now(loop.close)
-
-
-async def _called(call: Callable[..., T], *args: Any) -> T:
-    await asyncio.sleep(0)  # what the loop has to tell comes first
-    return call(*args)
-
-
-async def _cancellable(cancel: threading.Event, call: Callable[[asyncio.Event | None], Coroutine[Any, Any, T]]) -> T:
-    event = asyncio.Event()
-
-    async def watch() -> None:
-        while not cancel.is_set():  # noqa: ASYNC110 - nothing else tells a loop of a thread's event
-            await asyncio.sleep(CANCEL_POLL_S)
-        event.set()
-
-    if cancel.is_set():
-        event.set()
-    watching = asyncio.ensure_future(watch())
-    try:
-        return await call(event)
-    finally:
-        watching.cancel()
-
-
-def _check_cancel(cancel: object) -> None:
-    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
-        raise TypeError(f"cancel must be a threading.Event or None, not {shown(cancel)}")
-
-
-class _NotAtOnce:
-    """Stands for a core that cannot do anything at once, or not in one piece."""
-
-    next = NOTHING
-    owes = False
-
-    @staticmethod
-    def send(_obj: Any) -> bool:
-        return False

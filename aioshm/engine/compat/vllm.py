@@ -290,8 +290,7 @@ def _close(queue: blocking.MessageQueue, pid: int) -> None:
 
 def _adopted(end: base.MessageQueue) -> MessageQueue:
     """Return vLLM's face of an end that no loop has used."""
-    queue = blocking.MessageQueue.__new__(blocking.MessageQueue)
-    queue._adopt(end)
+    queue = blocking.MessageQueue.around(end)
     self = MessageQueue.__new__(MessageQueue)
     if isinstance(end, ReaderEnd):
         self._read(queue, Handle.of(end._handle), end._rank)
