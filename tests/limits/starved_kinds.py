@@ -217,8 +217,9 @@ class Merging:
         readers: dict[int, MessageQueue] = {}
         with subject.starving():
             for number, handle in enumerate(handles):
-                readers[number] = MessageQueue.create_from_handle(handle, 0)
-            await self.receive(readers, SOON_S)
+                # After that time a remote one tells why it has no connection.
+                readers[number] = MessageQueue.create_from_handle(handle, 0, options=Options(remote_timeout=SOON_S))
+            await self.receive(readers, 3 * SOON_S)
         for reader in readers.values():
             await reader.aclose()
         if subject.errors:

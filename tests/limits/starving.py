@@ -15,12 +15,14 @@ import gc
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, resource_tracker
 from multiprocessing.connection import Connection
@@ -33,9 +35,9 @@ import zmq
 from zmq.utils import garbage
 
 HUNG_S = 20.0
-ENOUGH = 5  # numbers in a row with which nothing was lacking; what comes then is the same again
+LANES = 4  # so many numbers at the same time: most of the time is spent waiting for timeouts
 AGAIN = 3
-NOBODY = 54_321  # a user with no other processes, to whom the limit of threads applies
+NOBODY = 54_321  # this one and those that follow are users with no other processes; limits of threads are a user's
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,
@@ -169,6 +171,16 @@ def fork(work: Callable[[], None]) -> int:
     sys.exit(0)  # as any program: this is where a context that somebody has forgotten would wait for ever
 
 
+def become(user: int) -> None:
+    """Be another user, with a directory for its sockets that `main` removes."""
+    directory = os.path.join(os.environ["STARVING_DIR"], str(user))
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    os.chown(directory, user, user)
+    os.environ["AIOSHM_RUNTIME_DIR"] = directory
+    os.setgid(user)
+    os.setuid(user)
+
+
 def run_one(kind: Any, loop: str, kind_of_limit: str, left: int) -> list[dict[str, Any]]:
     """Return what came of it, and who did not end well."""
     ours, theirs = Pipe()
@@ -177,8 +189,7 @@ def run_one(kind: Any, loop: str, kind_of_limit: str, left: int) -> list[dict[st
     def subject() -> None:
         theirs.close()
         if kind_of_limit == "threads":
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            become(NOBODY + left)
         one = Subject(ours, kind_of_limit, left)
         with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
             behind = runner.run(be_subject(kind.subject, one))
@@ -190,8 +201,7 @@ def run_one(kind: Any, loop: str, kind_of_limit: str, left: int) -> list[dict[st
         ours.close()
         os.close(tell)
         if kind_of_limit == "threads":  # of the same user, who owns what the handle names
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            become(NOBODY + left)
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner, suppress(EOFError, BrokenPipeError):
             runner.run(kind.peer(theirs))
 
@@ -222,6 +232,17 @@ def run_one(kind: Any, loop: str, kind_of_limit: str, left: int) -> list[dict[st
     return said
 
 
+def sweep(kind: Any, kind_of_limit: str, numbers: Iterable[int], told: int) -> None:
+    for left in numbers:
+        loop = "uvloop" if left % 2 else "asyncio"
+        lines = run_one(kind, loop, kind_of_limit, left)
+        for _ in range(AGAIN if kind_of_limit == "threads" else 0):
+            # The limit is the user's: the peer may be faster with what the subject has just seen to be free.
+            if any("-6" in line.get("ended", "") for line in lines):
+                lines = run_one(kind, loop, kind_of_limit, left)
+        os.write(told, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
+
+
 def main(name: str, kind_of_limit: str, first: str = "0", last: str = "40", step: str = "1") -> None:
     from starved_kinds import KINDS
 
@@ -229,16 +250,26 @@ def main(name: str, kind_of_limit: str, first: str = "0", last: str = "40", step
     resource_tracker.ensure_running()  # one for all; it would last as long as each of the processes
     told = os.dup(1)
     os.dup2(2, 1)
-    enough = 0
-    for left in range(int(first), int(last) + 1, int(step)):
-        if enough < ENOUGH:
-            lines = run_one(KINDS[name], "uvloop" if left % 2 else "asyncio", kind_of_limit, left)
-            for _ in range(AGAIN if kind_of_limit == "threads" else 0):
-                # The limit is the user's: the peer may be faster with what the subject has just seen to be free.
-                if any("-6" in line.get("ended", "") for line in lines):
-                    lines = run_one(KINDS[name], "uvloop" if left % 2 else "asyncio", kind_of_limit, left)
-            os.write(told, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
-            enough = enough + 1 if lines[0].get("errors") == [] else 0
+    numbers = range(int(first), int(last) + 1, int(step))
+    gc.collect()
+    gc.freeze()  # what the imports made: each process would look through it, and so copy it, again and again
+    directory = os.environ["STARVING_DIR"] = tempfile.mkdtemp(prefix="aioshm-")
+    os.chmod(directory, 0o755)
+    lanes: list[int] = []
+    for lane in range(min(LANES, len(numbers))):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                sweep(KINDS[name], kind_of_limit, numbers[lane::LANES], told)
+            except Exception:
+                traceback.print_exc()
+                os._exit(3)
+            os._exit(0)
+        lanes.append(pid)
+    failed = [pid for pid in lanes if os.waitpid(pid, 0)[1]]
+    shutil.rmtree(directory)
+    if failed:
+        sys.exit(f"{len(failed)} of {len(lanes)} lanes failed")
 
 
 if __name__ == "__main__":

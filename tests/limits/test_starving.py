@@ -29,7 +29,7 @@ def starve(kind: str, resource: str, *numbers: int) -> list[dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda line: line["left"])
     for line in lines:
         assert "ended" not in line, f"{line}\n{done.stderr[-4000:]}"
         assert not line["behind"], line
@@ -67,6 +67,7 @@ def test_every_number_of_descriptors(kind: str) -> None:
     lines = starve(kind, "descriptors", 0, 40, 4 if kind in STARTED else 1)
     assert lines[0]["errors"], "nothing was lacking"
     assert not lines[-1]["errors"], "it was never enough"
+    assert {line["left"] for line in lines} == set(range(0, 41, 4 if kind in STARTED else 1))
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="the limit of threads is a user's: another one is needed")
