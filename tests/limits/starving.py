@@ -36,6 +36,7 @@ from zmq.utils import garbage
 
 HUNG_S = 20.0
 LANES = 4  # so many numbers at the same time: most of the time is spent waiting for timeouts
+LANES_OF_STARTED = 2  # of those that take steps: they start processes, which keeps a processor busy
 AGAIN = 3
 NOBODY = 54_321  # this one and those that follow are users with no other processes; limits of threads are a user's
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
@@ -256,11 +257,12 @@ def main(name: str, kind_of_limit: str, first: str = "0", last: str = "40", step
     directory = os.environ["STARVING_DIR"] = tempfile.mkdtemp(prefix="aioshm-")
     os.chmod(directory, 0o755)
     lanes: list[int] = []
-    for lane in range(min(LANES, len(numbers))):
+    count = min(LANES if numbers.step == 1 else LANES_OF_STARTED, len(numbers))
+    for lane in range(count):
         pid = os.fork()
         if pid == 0:
             try:
-                sweep(KINDS[name], kind_of_limit, numbers[lane::LANES], told)
+                sweep(KINDS[name], kind_of_limit, numbers[lane::count], told)
             except Exception:
                 traceback.print_exc()
                 os._exit(3)
