@@ -112,14 +112,16 @@ class ClientSockets:
             if over_tcp([input_address]):
                 rate = heartbeat_rate(silence_s)
                 encrypted = protection.encrypts(input_address)
-                self._guard = Guard(self._router, encrypted=encrypted, on_end=listener.disconnected, rate=rate)
+                self._guard = Guard(
+                    self._router, self._sockets, encrypted=encrypted, on_end=listener.disconnected, rate=rate
+                )
                 self._guards.append(self._guard)
             else:
                 self._monitor = self._sockets.add(self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
             self.input_address = self._bind(self._router, input_address)
             self._pull = self._open(zmq.PULL, output_address, max_bytes)
             if protection.encrypts(output_address):  # of others' outputs nobody knows how much they may be
-                self._guards.append(Guard(self._pull, encrypted=True))
+                self._guards.append(Guard(self._pull, self._sockets, encrypted=True))
             self.output_address = self._bind(self._pull, output_address)
             self._registrations = MessageReader(self._router, 1 + _REGISTRATION_FRAMES)
             self._watch(self._router, self._read_registrations)

@@ -145,7 +145,8 @@ class Coordination:
         if kind == zmq.XPUB:
             socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription, not only the first, and each end of one
         if over_tcp([address]):
-            self._guards[socket] = Guard(socket, encrypted=self._protection.encrypts(address), rate=_RATE)
+            encrypted = self._protection.encrypts(address)
+            self._guards[socket] = Guard(socket, self._sockets, encrypted=encrypted, rate=_RATE)
         bound = attach(socket, address, bind=True)
         self._files.append(BoundFile(bound))
         return socket, bound

@@ -143,6 +143,7 @@ class CoreSockets:
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.ROUTING_ID, self._identity if mine is None else mine.name)
             self._monitors.append(Monitor(socket))
+            self._sockets.add(self._monitors[-1].pair)
             if address.startswith("tcp://"):
                 watched_by_heartbeats(socket, self._silence_ms)
         attach(socket, address, bind=False)

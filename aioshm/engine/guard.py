@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import zmq
 
-from aioshm.queue.sockets import Socket
+from aioshm.queue.sockets import Socket, Sockets
 from aioshm.zeromq import LogLimiter, Watch
 from aioshm.zeromq_guard import GuardedMonitor, PeerLimits
 
@@ -29,6 +29,7 @@ class Guard:
 
     Args:
         socket: Not bound yet.
+        sockets: Whose it is: this is closed with them, if not before.
         encrypted: Whether peers are recognised by their keys: then they are only held to limits before that.
         on_end: Gets the descriptor of each connection that has ended, on the loop.
         rate: Bytes a second that a peer without keys may send, besides messages that are credited.
@@ -40,6 +41,7 @@ class Guard:
     def __init__(
         self,
         socket: Socket,
+        sockets: Sockets,
         *,
         encrypted: bool,
         on_end: Callable[[int], None] | None = None,
@@ -53,6 +55,7 @@ class Guard:
         limits = _BEFORE_KEYS if encrypted else PeerLimits(burst_bytes=STRANGE_BYTES, rate=rate)
         self._monitor = GuardedMonitor(socket, limits, name="engines", nudge=self._nudge)
         self._watch = Watch(self._loop, self._monitor.pair, self.look)
+        sockets.close_first(self.close)
 
     def credit(self, frame: zmq.Frame, frames: list[bytes]) -> None:
         """Note that a message was delivered: what it took does not count; ``frame`` is its first one."""

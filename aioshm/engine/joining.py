@@ -122,6 +122,7 @@ class _FrontEnd:
         self._monitor: Monitor | None = None
         try:
             self._monitor = Monitor(self._dealer)
+            self._sockets.add(self._monitor.pair)
             name = handshake.identity if credentials is None else credentials.name
             self._dealer.setsockopt(zmq.ROUTING_ID, name)
             self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_INIT_BYTES)

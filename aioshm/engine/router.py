@@ -98,7 +98,7 @@ class HandshakeRouter:
         if encrypts:
             self._protection = protection
         if over_tcp([address]):
-            self._guard = Guard(self._router, encrypted=encrypts)
+            self._guard = Guard(self._router, self._sockets, encrypted=encrypts)
 
     def _share(self, router: Socket) -> None:
         if router.getsockopt(zmq.TYPE) != zmq.ROUTER:

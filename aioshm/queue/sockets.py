@@ -62,6 +62,7 @@ class Sockets:
         self.closed = False
         self.context: zmq.Context[Socket] = new_context(what, sockets=count, connections=connections, threads=threads)
         self._sockets: list[Socket] = []
+        self._first: list[Callable[[], None]] = []
         _open.add(self)
         abandon_when_forked(self)
 
@@ -69,6 +70,10 @@ class Sockets:
         """Close this socket, too, and return it."""
         self._sockets.append(socket)
         return socket
+
+    def close_first(self, close: Callable[[], None]) -> None:
+        """Call this before the sockets are closed: for what a thread besides looks at, such as a guard's monitor."""
+        self._first.append(close)
 
     def read_messages(self, socket: Socket, n_frames: int, on_message: Callable[..., None]) -> bool:
         """Read some control messages of so many frames; return whether there may be more."""
@@ -90,6 +95,8 @@ class Sockets:
             return
         self.closed = True
         _open.discard(self)
+        for close in self._first:
+            close()
         for socket in self._sockets:
             socket.close(linger=linger_ms)
         self.context.term()
