@@ -411,8 +411,8 @@ class _Sentry:
                 del self._monitors[fd]
                 self._unregister(fd)
             if not self._monitors:
-                os.eventfd_write(self._bell, 1)  # first: after the next line the thread may have closed it
-                type(self)._current = None
+                type(self)._current = None  # first: the thread that is woken looks at it, maybe at once
+                os.eventfd_write(self._bell, 1)
 
     def watch(self, fd: int, monitor: GuardedMonitor) -> None:
         """Have ``monitor.check`` called after every arrival of bytes at ``fd``."""
@@ -462,7 +462,8 @@ class _Sentry:
             self._hang_up()
             if calm:
                 time.sleep(_TURN_S)
-        self._end()
+        with self._lock:  # whoever lets it end may have to ring yet
+            self._end()
 
     def _end(self) -> None:
         self._epoll.close()
