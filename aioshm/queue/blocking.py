@@ -33,6 +33,7 @@ from aioshm.queue.stats import QueueStats
 from aioshm.queue.turns import Turns
 from aioshm.queue.writer import Writer
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, native_core
+from aioshm.wait.blocking import WindowBegins
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -301,11 +302,17 @@ class MessageQueue:
                 and self._end.linger_ns
                 and core is self._end._core
                 and timeout != 0
-                and self._end.linger()
+                and self._end.linger(timeout)
             ):
                 continue
             if obj is NOTHING or obj is ELSEWHERE:
-                self._receive(lambda event, left: self._end.dequeue(left, event, indefinite), timeout, cancel)
+                began = monotonic()
+                try:
+                    self._receive(lambda event, left: self._dequeue(left, event, indefinite), timeout, cancel)
+                except WindowBegins:
+                    if timeout is not None:
+                        timeout = max(0.0, timeout - (monotonic() - began))
+                    self._end.watch(timeout)
             elif core.owes:
                 end: Any = self._end  # from here on no call until the message is kept: a handler could run in it
                 if end._waking and core.seq < end._wake_at:  # the writer is to be woken later: no need to go there
@@ -316,6 +323,15 @@ class MessageQueue:
                 self._tell()
             else:
                 return obj
+
+    async def _dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
+        """Receive the next message, or leave the loop when it is about to come."""
+        end = self._end
+        end.leaves = cancel is None and self._reading is end._core
+        try:
+            return await end.dequeue(timeout, cancel, indefinite)
+        finally:
+            end.leaves = False
 
     def dequeue_many(
         self,

@@ -76,9 +76,16 @@ class End(MessageQueue, ABC):
     linger_ns = 0
     """How long a blocking call that finds nothing should `linger` before it waits."""
 
-    def linger(self) -> bool:
-        """Wait for a message that comes soon, handing the CPU on after each look; return whether one did."""
+    def linger(self, _left: float | None) -> bool:
+        """Wait for a message that comes soon, handing the CPU on after each look; return whether one did.
+
+        Args:
+            _left: For so many seconds at most; not checked so far.
+        """
         return False
+
+    def watch(self, _left: float | None) -> None:
+        """Wait, outside of the loop, for the message that `WindowBegins` told of, for so many seconds at most."""
 
     def __init__(self, queue_id: bytes, options: Options) -> None:
         self._name = queue_id.hex()[:8]
@@ -98,6 +105,7 @@ class End(MessageQueue, ABC):
         self._dismantled = False
         self._inherited = False  # whether this is a forked child's copy
         self._overflows = 0
+        self.leaves = False  # whether the call that waits leaves the loop when a message is due (see `WindowBegins`)
         self.undo = False  # whether a block that is being left is to leave the message where it is
         abandon_when_forked(self)
 

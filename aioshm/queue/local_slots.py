@@ -18,6 +18,7 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.leases import Leases
 from aioshm.queue.local_end import LocalEnd
 from aioshm.ring.slot import Slot
+from aioshm.wait.blocking import ANSWER_LINGER_NS, ANSWER_SHARE, NEVER_NS, BlockingPoller
 from aioshm.wait.line import settle
 from aioshm.wait.stall import seconds
 
@@ -30,6 +31,7 @@ class LocalSlots(LocalEnd, ABC):
     def __init__(self, handle: Handle, rank: int, codec: str | Codec | None, options: Options | None) -> None:
         super().__init__(handle, rank, codec, options)
         self._leases: Leases | None = None
+        self._lingered_ns = monotonic_ns()
         self._waking = False
         self._wake_at = 0
 
@@ -74,6 +76,8 @@ class LocalSlots(LocalEnd, ABC):
             if gone is not None:
                 raise gone()
             stall = None if indefinite else self._stall_of_reading()
+            if isinstance(self._poller, BlockingPoller):
+                self._poller.leaves = self.leaves
             try:
                 if await self._poller.wait(
                     self._may_go_on,
@@ -91,18 +95,30 @@ class LocalSlots(LocalEnd, ABC):
                     stall.pause()
                 self._core.spin_ns, self.linger_ns = self._poller.inline_spin_ns, self._poller.linger_ns
 
-    def linger(self) -> bool:
+    def linger(self, left: float | None) -> bool:
         core = self._core
         if not core.passes():  # as it does now and then, so that the loop has its turn
             return False
         if self._waking:  # which the loop was to do
             self._wake_writer()
-        until_ns = monotonic_ns() + self.linger_ns
-        while core.open and monotonic_ns() < until_ns:
+        now = monotonic_ns()
+        until_ns: float = now + max(self.linger_ns, min((now - self._lingered_ns) // ANSWER_SHARE, ANSWER_LINGER_NS))
+        if isinstance(left, (int, float)):
+            until_ns = min(until_ns, now + left * 1e9)
+        while core.open and now < until_ns:
             os.sched_yield()
             if core.ready() or (core.spin_ns > 0 and core.spin(core.spin_ns)):
+                self._lingered_ns = now
                 return True
+            now = monotonic_ns()
+        self._lingered_ns = now
         return False
+
+    def watch(self, left: float | None) -> None:
+        poller, core = self._poller, self._core
+        assert isinstance(poller, BlockingPoller)
+        until_ns = NEVER_NS if left is None else monotonic_ns() + int(left * 1e9)
+        poller.watch(lambda: core.ready() or not core.open, until_ns)
 
     def _may_go_on(self) -> bool:
         return self._refusal is not None or self._writer_gone is not None or self._ring.ready()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import os
 import selectors
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -18,8 +19,9 @@ from typing import Any, TypeVarTuple
 
 from aioshm.config import Wait
 from aioshm.ring.atomics import memory_fence
+from aioshm.wait.apart import move_away
 from aioshm.wait.bell import Bell
-from aioshm.wait.poller import Flags, Poller, Waiting
+from aioshm.wait.poller import SHARED_CPU_NS, Flags, Poller, Waiting
 from aioshm.wait.predictor import NAPS, Predictor
 
 _Args = TypeVarTuple("_Args")
@@ -30,6 +32,23 @@ TURN_NS = 200_000
 
 LINGER_NS = 500_000
 """How long a call looks again and again before it runs its loop in order to wait."""
+
+ANSWER_LINGER_NS = 4_000_000
+"""The same, at most, for a caller that has not done it for long: who asks every 20 ms may wait for a slow answer so."""
+
+ANSWER_SHARE = 4
+"""It has not for so many times as long."""
+
+
+NEVER_NS = 1 << 63
+
+
+class WindowBegins(Exception):
+    """A message is expected soon: the call is to leave its loop and to `BlockingPoller.watch` for it.
+
+    Cold code is slow: after a sleep of some milliseconds, all that lies between a message and its receiver, the loop's
+    end included, takes a tenth of one and more. What can be done before the message comes is done before.
+    """
 
 
 class BlockingLoop(asyncio.SelectorEventLoop):
@@ -84,6 +103,10 @@ class BlockingPoller(Poller):
         parked, predictor, mode, spin: As `Poller`.
         bell: What the other end wakes this one by; None: something else that the loop knows of.
         crowded: Whether there are more ends than CPUs: a spin then hands its CPU on after each look.
+
+    Attributes:
+        leaves: Whether a wait whose window begins raises `WindowBegins` instead of spinning.
+        watch_until_ns: When the window ends that the call has left its loop for; 0: there is none.
     """
 
     def __init__(
@@ -101,14 +124,72 @@ class BlockingPoller(Poller):
         self._private = loop
         self._bell = bell
         self._turned_ns = 0
+        self.leaves = False
+        self.watch_until_ns = 0
+        self._due_ns = 0  # when this end was to be woken for its window
+        self._missed = -1  # how many messages had passed when nothing came in a window
+        self._count = 0
         if crowded:
             self._first_slice_ns = self.inline_spin_ns = 0
 
     async def _adapt(self, wait: Waiting, count: int, at_ns: int) -> None:
+        self._count, missed, self._missed = count, self._missed, -1
         try:
-            await super()._adapt(wait, count, at_ns)
+            if missed == count:  # as if it had spun here
+                await self._follow(wait, self._predictor.after_miss(monotonic_ns()))
+            else:
+                await super()._adapt(wait, count, at_ns)
         finally:
             self.linger_ns = LINGER_NS if self._predictor.hot else 0
+
+    def _woken(self, due_ns: int) -> None:
+        if self.leaves:
+            self._due_ns = due_ns  # to be learned once the loop is left
+        else:
+            super()._woken(due_ns)
+
+    async def _spin(self, wait: Waiting, until_ns: int, *, window: bool = False) -> bool:
+        if window and self.leaves:
+            self.watch_until_ns = until_ns
+            raise WindowBegins
+        return await super()._spin(wait, until_ns, window=window)
+
+    def watch(self, ready: Callable[[], object], until_ns: int) -> bool:
+        """Spin through the window that the loop was left for; return whether what is waited for came.
+
+        Args:
+            ready: Looks for it.
+            until_ns: When to stop, at the latest.
+        """
+        until_ns, self.watch_until_ns = min(until_ns, self.watch_until_ns), 0
+        began = now = monotonic_ns()
+        if self._due_ns:
+            self._predictor.woke(began - self._due_ns)
+            self._due_ns = 0
+        self.stats.spins += 1
+        self.stats.windows += 1
+        slice_ns, spin = self._first_slice_ns, self._spin_natively
+        apart = not slice_ns
+        hit = False
+        try:
+            while not (hit := bool(ready())) and now < until_ns:
+                if slice_ns and (hit := spin(min(slice_ns, until_ns - now))):
+                    break
+                turned = monotonic_ns()
+                os.sched_yield()
+                now = monotonic_ns()
+                if not apart and now - turned > SHARED_CPU_NS:
+                    apart = True
+                    move_away()
+        finally:
+            if hit:
+                self._unpaid = (began, began, max(began, now) + slice_ns, True)
+                self.stats.hits += 1
+                self.stats.window_hits += 1
+            else:
+                self._pay(True, now >= until_ns, now - began)
+                self._missed = self._count
+        return hit
 
     async def _between_slices(self, now_ns: int) -> int:
         if now_ns - self._turned_ns > TURN_NS:

@@ -21,6 +21,7 @@ from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, memory_fence
 from aioshm.wait.alarm import Alarm
 from aioshm.wait.apart import move_away
 from aioshm.wait.predictor import NAPS, Predictor
+from aioshm.wait.rhythm import Plan
 from aioshm.wait.stall import Stall
 
 INLINE_SPIN_NS = 20_000
@@ -212,18 +213,28 @@ class Poller:
             predictor.spun(hit)
             if hit:
                 return
+        await self._follow(wait, plan)
+
+    async def _follow(self, wait: Waiting, plan: Plan) -> None:
+        """Wait for the windows of a plan, one after the other; park where there is none any more."""
+        predictor = self._predictor
         while plan.wake_at_ns:
             if plan.wake_at_ns > monotonic_ns():
                 early = await self._sleep(wait, plan.wake_at_ns)
                 late_ns = monotonic_ns() - plan.wake_at_ns
-                if late_ns > 0:  # also if it was the message that woke it: such timers are the latest
-                    predictor.woke(late_ns)
                 if early:
+                    if late_ns > 0:  # such timers are the latest
+                        predictor.woke(late_ns)
                     return
+                self._woken(plan.wake_at_ns)
             if await self._spin(wait, plan.until_ns, window=True):
                 return
             plan = predictor.after_miss(monotonic_ns())
         await self._sleep(wait)
+
+    def _woken(self, due_ns: int) -> None:
+        """Learn how late this end is for its window, which comes next."""
+        self._predictor.woke(monotonic_ns() - due_ns)
 
     async def _spin(self, wait: Waiting, until_ns: int, *, window: bool = False) -> bool:
         """Return whether what is waited for came before a time; lets other tasks run in between.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 from faces import reading
+
+from aioshm.ring.atomics import native_core
+from aioshm.wait.rhythm import PARK
 
 LONG_NS = 30_000_000_000
 
@@ -58,3 +62,62 @@ def test_a_writer_that_waits_for_room_is_woken_first() -> None:
         for number in range(300):
             writer.enqueue(number, 10)
         assert thread.result() == 301
+
+
+def _expect_soon(reader: Any) -> None:
+    """Let the next wait sleep for a moment, and then expect a message within the next minute."""
+    now = time.monotonic_ns()
+    plan = PARK._replace(wake_at_ns=now + 2_000_000, until_ns=now + 2 * LONG_NS)
+    reader._end._poller._predictor.plan = lambda *_: plan
+
+
+@pytest.mark.skipif(not native_core, reason="without it, every message is received by the loop")
+def test_a_message_in_its_window_is_received_outside_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    watching = threading.Event()
+
+    def read(reader: Any) -> list[Any]:
+        received = [reader.dequeue(10)]
+        _expect_soon(reader)
+        watch = reader._end._poller.watch
+
+        def watched(*args: Any) -> bool:
+            monkeypatch.setattr(reader._loop, "run", _never)
+            watching.set()
+            return watch(*args)  # type: ignore[no-any-return]
+
+        reader._end._poller.watch = watched
+        received.append(reader.dequeue(30))
+        monkeypatch.undo()
+        return received
+
+    with reading(read) as (writer, thread):
+        writer.enqueue("first")
+        assert watching.wait(30)
+        writer.enqueue("second")
+        assert thread.result() == ["first", "second"]
+
+
+def test_a_window_does_not_outlast_the_timeout() -> None:
+    def read(reader: Any) -> list[Any]:
+        received = [reader.dequeue(10)]
+        _expect_soon(reader)
+        with pytest.raises(TimeoutError):
+            reader.dequeue(0.02)
+        return received
+
+    with reading(read) as (writer, thread):
+        writer.enqueue("only")
+        assert thread.result() == ["only"]
+
+
+def test_lingering_does_not_outlast_the_timeout() -> None:
+    def read(reader: Any) -> list[Any]:
+        received = [reader.dequeue(10)]
+        reader._end.linger_ns = LONG_NS
+        with pytest.raises(TimeoutError):
+            reader.dequeue(0.01)
+        return received
+
+    with reading(read) as (writer, thread):
+        writer.enqueue("only")
+        assert thread.result() == ["only"]

@@ -13,7 +13,7 @@ import pytest
 
 from aioshm.errors import QueueCancelled
 from aioshm.wait.bell import HAVE_EVENTFD, Bell
-from aioshm.wait.blocking import BlockingLoop, BlockingPoller
+from aioshm.wait.blocking import NEVER_NS, BlockingLoop, BlockingPoller, WindowBegins
 from aioshm.wait.predictor import FAILURES, YIELDING_GAP_NS, Predictor
 from aioshm.wait.rhythm import PARK
 from aioshm.wait.stall import Stall
@@ -184,6 +184,53 @@ class TestSleeping:
         it.loop.call_later(0.03, lambda: setattr(it, "ready", True))
         it.wait()
         assert it.poller.stats.window_hits == 1
+        close(it)
+
+
+class TestLeavingForAWindow:
+    """The call leaves its loop before the message comes, and not after."""
+
+    @staticmethod
+    def leave(it: End, lasts_ns: int) -> None:
+        due = time.monotonic_ns() + 2 * MS
+        it.predictor.plan = lambda *_: PARK._replace(wake_at_ns=due, until_ns=due + lasts_ns)  # type: ignore[method-assign]
+        it.poller.leaves = True
+        with pytest.raises(WindowBegins):
+            it.wait(deadline=time.monotonic() + LONG_S)
+
+    @pytest.mark.parametrize("crowded", [True, False])
+    def test_it_is_left_and_the_message_seen(self, crowded: bool) -> None:
+        it, woken, watched = End("adaptive", crowded=crowded), list[int](), list[tuple[bool, int]]()
+        it.predictor.woke = woken.append  # type: ignore[method-assign]
+        it.predictor.watched = lambda *told: watched.append(told)  # type: ignore[method-assign]
+        self.leave(it, 60_000 * MS)
+        assert (it.parked[0], woken, it.poller.stats.windows) == (0, [], 0)
+        looks = iter([False, False, True])
+        assert it.poller.watch(lambda: next(looks), NEVER_NS)
+        assert (it.poller.stats.windows, it.poller.stats.window_hits) == (1, 1)
+        assert len(woken) == 1  # how late it was includes the leaving
+        it.predictor.plan = lambda *_: PARK  # type: ignore[method-assign]
+        it.loop.call_later(0.01, it.publish)
+        it.loop.run_until_complete(it.poller.wait(lambda: it.ready, 1, time.monotonic_ns()))
+        assert [hit for hit, _ in watched] == [True]
+        close(it)
+
+    def test_a_window_in_vain_is_followed_by_what_follows_one(self) -> None:
+        it, asked = End("adaptive", crowded=True), list[int]()
+        self.leave(it, MS)
+        it.predictor.plan = lambda *_: pytest.fail("it began anew")  # type: ignore[method-assign]
+        it.predictor.after_miss = lambda now: asked.append(now) or PARK  # type: ignore[method-assign,func-returns-value]
+        assert not it.poller.watch(lambda: False, NEVER_NS)
+        it.loop.call_later(0.01, it.publish)
+        it.wait()
+        assert len(asked) == 1
+        assert it.poller.stats.window_hits == 0
+        close(it)
+
+    def test_a_window_ends_with_the_callers_time(self) -> None:
+        it = End("adaptive", crowded=True)
+        self.leave(it, 60_000 * MS)
+        assert not it.poller.watch(lambda: False, time.monotonic_ns() + MS)
         close(it)
 
 
