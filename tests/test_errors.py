@@ -31,6 +31,7 @@ from aioshm.errors import (
     OutOfThreads,
     PeerDied,
     ProcessDied,
+    PublisherClosed,
     QueueCancelled,
     QueueClosed,
     QueueEmpty,
@@ -52,6 +53,7 @@ def nothing_left_behind() -> None:
 
 PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     QueueClosed: (AioshmError,),
+    PublisherClosed: (QueueClosed, RuntimeError),
     QueueCancelled: (AioshmError, RuntimeError),
     QueueEmpty: (AioshmError, asyncio.QueueEmpty),
     QueueFull: (AioshmError, asyncio.QueueFull),

@@ -97,6 +97,7 @@ class Reader:
             lambda: self.heard.append("wake"),
             lambda said_goodbye: self.heard.append("closed" if said_goodbye else "died"),
             self.passed.append,
+            lambda: self.heard.append("held back"),
         )
 
     @classmethod
