@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from aioshm import AioshmError, MessageQueue
-from aioshm.queue import Handle
+from aioshm.queue import Handle, remote_end
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 from aioshm.ring.mapping import address_of
 
@@ -71,6 +71,12 @@ async def sleep_before_attaching(handle: str, rank: str) -> None:
     say("dialled")
     time.sleep(1000)
     await reader.aclose()
+
+
+async def attach_without_data(handle: str, rank: str) -> None:
+    """Attach to a queue of another host, but never say that data comes through: the queue does not get ready."""
+    remote_end.RemoteEnd._on_data = lambda *_: None  # type: ignore[method-assign]
+    await _reader(handle, rank)
 
 
 async def collect(handle: str, rank: str) -> None:
