@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
-NATIVE := aioshm/events/_encoder.c aioshm/ring/_native.c
+NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
 .PHONY: demo test test-all lint types bench bench-rivals vllm sanitize clean
 
@@ -63,7 +63,7 @@ sanitize: .venv/.ready    ## the native parts under the address and undefined be
 			$(SANITIZED)/$$source -o $(SANITIZED)/$${source%.c}.so || exit; \
 	done
 	$(SANITIZED_PYTHON) -c 'import os, aioshm.ring._native as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
-	$(SANITIZED_PYTHON) -c 'import os, aioshm.events._encoder as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
+	$(SANITIZED_PYTHON) -c 'import os, aioshm.events.protocol._encoder as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
 	$(SANITIZED_PYTHON) -m pytest -p no:cacheprovider --capture=sys tests/ring/test_core*.py \
 		tests/events/test_native_encoder.py tests/events/test_encoding.py $(ARGS)
 

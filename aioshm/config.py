@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from aioshm.limits import shortage
+from aioshm.process.limits import shortage
 
 Backing = Literal["memfd", "named"]
 Lifeline = Literal["abstract", "directory"]

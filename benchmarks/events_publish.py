@@ -36,8 +36,8 @@ import zmq
 from msgspec.structs import astuple
 
 from aioshm.events import BlockStored, EventBatch, ThreadedEventPublisher, ZmqEventPublisher
-from aioshm.events.encoding import BatchEncoder
-from aioshm.events.wire import DEFAULT_WIRE, Wire, resolve_wire
+from aioshm.events.protocol.encoding import BatchEncoder
+from aioshm.events.protocol.wire import DEFAULT_WIRE, Wire, resolve_wire
 from benchmarks.crew import BenchmarkError, Crew, Hand
 from benchmarks.harness import Settings, main, percentile, progress
 from benchmarks.report import Promise, Report

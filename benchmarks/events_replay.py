@@ -17,7 +17,8 @@ from statistics import median
 
 import zmq
 
-from aioshm.events import EventBatch, ZmqEventPublisher, wire
+from aioshm.events import EventBatch, ZmqEventPublisher
+from aioshm.events.protocol import wire
 from benchmarks.crew import BenchmarkError, Boss, Crew, Hand
 from benchmarks.events_publish import make_batch
 from benchmarks.harness import Settings, main, percentile, progress

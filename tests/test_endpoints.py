@@ -13,7 +13,7 @@ import pytest
 from aioshm import EndpointError
 from aioshm.engine import CoreEngine, EngineClient, EngineStartupCoordinator, EngineZmqAddresses, run_engine_core
 from aioshm.events import EventSubscriber, ThreadedEventPublisher, ZmqEventPublisher
-from aioshm.zeromq import CurveKeys
+from aioshm.zeromq.curve import CurveKeys
 
 FREE = "tcp://127.0.0.1:*"
 

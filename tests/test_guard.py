@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 import aioshm
-from aioshm.guard import Guard, built
+from aioshm.process.guard import Guard, built
 
 PACKAGE = Path(aioshm.__file__).parent
 
 BUILD = """
 import os, random, signal, sys, threading, time
 import msgspec
-from aioshm.guard import built
+from aioshm.process.guard import built
 
 class Late(Exception):
     pass

@@ -20,7 +20,7 @@ from rich.table import Table
 import aioshm
 from aioshm.cli.outcome import CommandFailed
 from aioshm.config import Options, native_wanted
-from aioshm.events.encoding import NativeEncoder
+from aioshm.events.protocol.encoding import NativeEncoder
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
 from aioshm.ring.layout import Layout

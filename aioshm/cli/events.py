@@ -28,9 +28,9 @@ from aioshm.events import (
     ZmqEventPublisher,
 )
 from aioshm.events.config import DEFAULT_MAX_QUEUE_SIZE
-from aioshm.events.decoding import BatchDecoder
+from aioshm.events.protocol.decoding import BatchDecoder
+from aioshm.events.protocol.wire import WIRES, Encoding, Wire, resolve_wire
 from aioshm.events.recording import Record, Recorder, read_records
-from aioshm.events.wire import WIRES, Encoding, Wire, resolve_wire
 
 Endpoints = Annotated[list[str], typer.Argument(help="Where publishers send, such as tcp://host:5557.")]
 ReplayEndpoints = Annotated[

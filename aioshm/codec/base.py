@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from aioshm.errors import CodecError
-from aioshm.interrupts import find_raised
+from aioshm.process.interrupts import find_raised
 
 Encoded: TypeAlias = bytes | tuple[Sequence[bytes | memoryview], Sequence[memoryview]]
 

@@ -26,8 +26,8 @@ from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.codec.walk import find_refused, substitute
 from aioshm.errors import CodecError
-from aioshm.guard import built
-from aioshm.interrupts import find_raised
+from aioshm.process.guard import built
+from aioshm.process.interrupts import find_raised
 
 _BYTES, _ARRAY, _TENSOR = 101, 102, 103
 _INDEX = struct.Struct("<I")

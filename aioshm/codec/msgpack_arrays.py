@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from aioshm.codec.arrays import Array, Memory, memory_of
-from aioshm.guard import built
+from aioshm.process.guard import built
 
 # What dtype.str can be for elements without Python objects: more would let a sender choose what np.dtype() does.
 _PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUVmM]\d{1,9}(\[\w{1,20}\])?")

@@ -11,7 +11,7 @@ import torch
 from aioshm.codec.arrays import Memory, memory_of
 from aioshm.codec.msgpack_arrays import Length
 from aioshm.codec.tensors import array_of, rebuild_tensor
-from aioshm.guard import built
+from aioshm.process.guard import built
 
 # dtype, shape, whether column-major, requires_grad, whether a Parameter, device or "" for the CPU
 _encode_head = msgspec.msgpack.Encoder().encode

@@ -15,7 +15,7 @@ from aioshm.codec.base import Encoded, cannot_decode
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.errors import CodecError
-from aioshm.interrupts import find_raised
+from aioshm.process.interrupts import find_raised
 
 _modules = sys.modules
 _loads = pickle.loads

@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from aioshm.engine import launch as launching
-from aioshm.engine.actors import CoreEngineActorManager
-from aioshm.engine.addresses import EngineZmqAddresses
-from aioshm.engine.blocking_client import EngineClient
-from aioshm.engine.blocking_streams import OutputStream
-from aioshm.engine.child import Child
-from aioshm.engine.coordinator import DPCoordinator
-from aioshm.engine.deaths import WatchedProcess
-from aioshm.engine.loop_thread import LoopThread
-from aioshm.engine.processes import CoreEngineProcManager
-from aioshm.engine.progress import StartupReport
+from aioshm.engine.client.blocking import EngineClient
+from aioshm.engine.client.blocking_streams import OutputStream
+from aioshm.engine.dp.coordinator import DPCoordinator
+from aioshm.engine.protocol.addresses import EngineZmqAddresses
+from aioshm.engine.protocol.progress import StartupReport
+from aioshm.engine.ray.manager import CoreEngineActorManager
+from aioshm.engine.startup import launch as launching
+from aioshm.engine.startup.deaths import WatchedProcess
+from aioshm.engine.startup.processes import CoreEngineProcManager
+from aioshm.process.child import Child
+from aioshm.process.loop_thread import LoopThread
 
 __all__ = ["CoreEngineLaunch", "EngineClient", "OutputStream", "launch_core_engines"]
 

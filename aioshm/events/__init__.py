@@ -1,13 +1,11 @@
 """KV-cache events: published, subscribed to and replayed, in the wire format of vLLM."""
 
 from aioshm.errors import PublisherClosed
-from aioshm.events.aggregator import KVEventAggregator
-from aioshm.events.base import EventPublisher, NullEventPublisher
 from aioshm.events.config import KVEventsConfig
-from aioshm.events.deliveries import Delivery, Lost, PublisherRestarted, Received, Restarted, Source
-from aioshm.events.factory import EventPublisherFactory
-from aioshm.events.index import BlockIndex, Shelf, follow
-from aioshm.events.messages import (
+from aioshm.events.protocol.aggregator import KVEventAggregator
+from aioshm.events.protocol.deliveries import Delivery, Lost, PublisherRestarted, Received, Restarted, Source
+from aioshm.events.protocol.index import BlockIndex, Shelf, follow
+from aioshm.events.protocol.messages import (
     MEDIUM_CPU,
     MEDIUM_GPU,
     MEDIUM_STORAGE,
@@ -21,12 +19,14 @@ from aioshm.events.messages import (
     KVEventBatch,
     UnknownEvent,
 )
-from aioshm.events.publisher import ZmqEventPublisher
+from aioshm.events.protocol.wire import Encoding, ReplayFormat, Wire
+from aioshm.events.publish.base import EventPublisher, NullEventPublisher
+from aioshm.events.publish.factory import EventPublisherFactory
+from aioshm.events.publish.publisher import ZmqEventPublisher
+from aioshm.events.publish.threaded import ThreadedEventPublisher
 from aioshm.events.stats import PublisherStats, SubscriberStats
-from aioshm.events.subscriber import EventSubscriber
-from aioshm.events.threaded import ThreadedEventPublisher
-from aioshm.events.wire import Encoding, ReplayFormat, Wire
-from aioshm.zeromq import CurveKeys
+from aioshm.events.subscribe.subscriber import EventSubscriber
+from aioshm.zeromq.curve import CurveKeys
 
 __all__ = [
     "MEDIUM_CPU",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aioshm.wait.address import WILDCARD_HOSTS, connectable
+from aioshm.lifeline.address import WILDCARD_HOSTS, connectable
 
 _TRANSPORTS = ("tcp", "ipc", "inproc")
 _LAST_PORT = 65535

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import msgspec
 
 from aioshm.errors import CodecError
-from aioshm.guard import built
+from aioshm.process.guard import built
 
 MAGIC = b"aioshm events 1\n"
 _LENGTH_BYTES = 4

@@ -19,7 +19,7 @@ from contextlib import suppress
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import DEFAULT_BACKING
 from aioshm.errors import CorruptSlot, SharedMemoryError
-from aioshm.limits import is_out_of_descriptors, out_of_descriptors
+from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import round_up
 from aioshm.ring.segment import Segment

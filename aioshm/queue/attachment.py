@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 
 from aioshm.errors import HandleError
+from aioshm.lifeline.dialer import Lifeline, attach
+from aioshm.lifeline.protocol import Hello
 from aioshm.queue.annexes import AnnexReader
 from aioshm.queue.handle import Handle
 from aioshm.ring import RingReader, ShmRingBuffer
-from aioshm.wait.attach import Lifeline, attach
-from aioshm.wait.protocol import Hello
 
 
 class Attachment:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from aioshm.config import Options
 from aioshm.errors import QueueClosed, RoleError
-from aioshm.limits import naming_limits
+from aioshm.process.limits import naming_limits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from aioshm.codec import cannot_decode
 from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerDied, QueueClosed, QueueEmpty, RoleError
-from aioshm.guard import Guard
+from aioshm.process.guard import Guard
 from aioshm.queue.blocking import MessageQueue
 from aioshm.queue.inquiry import Inquiry
 from aioshm.queue.reader_end import ReaderEnd

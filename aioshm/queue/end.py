@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from aioshm.config import Options, check_bool, check_timeout, shown
 from aioshm.errors import AioshmError, QueueClosed, RoleError
-from aioshm.limits import abandon_when_forked
+from aioshm.lifeline.bell import Bell
+from aioshm.process.limits import abandon_when_forked
 from aioshm.queue.base import MessageQueue
 from aioshm.queue.stats import QueueStats
-from aioshm.wait.bell import Bell
 from aioshm.wait.blocking import BlockingLoop, BlockingPoller
 from aioshm.wait.cpus import usable_cpus
 from aioshm.wait.line import Line

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from aioshm.codec import Codec
 from aioshm.config import Options
 from aioshm.errors import HandleError
+from aioshm.process.background import in_thread
 from aioshm.queue.base import MessageQueue
 from aioshm.queue.handle import Handle
 from aioshm.queue.process_group import ObjectGroup, as_group, check_rank, gather, tell
 from aioshm.queue.same_node import probe
 from aioshm.queue.writer_end import WriterEnd
-from aioshm.wait.background import in_thread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,13 +12,13 @@ import msgspec
 
 from aioshm.config import Options
 from aioshm.errors import HandleError
-from aioshm.guard import built
-from aioshm.limits import is_out_of_descriptors, out_of_descriptors
+from aioshm.process.guard import built
+from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors
 from aioshm.queue.inquiry import Answers
 from aioshm.ring.layout import VERSION, Layout
 
 if TYPE_CHECKING:
-    from aioshm.zeromq import CurveKeys
+    from aioshm.zeromq.curve import CurveKeys
 
 
 @functools.cache
@@ -60,7 +60,7 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def keys(self) -> CurveKeys | None:
         """A reader's keys, if the connections are encrypted."""
-        from aioshm.zeromq import CurveKeys  # here, because who has local readers only needs no ZeroMQ
+        from aioshm.zeromq.curve import CurveKeys  # here, because who has local readers only needs no ZeroMQ
 
         if self.server_key is None or self.client_public is None or self.client_secret is None:
             return None

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Literal
 
-from aioshm.queue.report import SUSPECT_STATES
+from aioshm.process.state import SUSPECT_STATES
 from aioshm.wait.stall import seconds
 
 Answers = Literal["always", "in calls", "unknown"]

@@ -14,22 +14,22 @@ from typing import cast
 from aioshm.codec import Codec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, PeerDied, QueueClosed
-from aioshm.limits import naming_limits
+from aioshm.lifeline.address import peer_credentials
+from aioshm.lifeline.dialer import Lifeline, dial, hang_up
+from aioshm.lifeline.protocol import Hello
+from aioshm.process.limits import naming_limits
+from aioshm.process.state import SUSPECT_STATES, process_state
 from aioshm.queue.annexes import AnnexReader
 from aioshm.queue.attachment import Attachment
 from aioshm.queue.end import NotAttached, deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import findings
 from aioshm.queue.reader_end import ReaderEnd
-from aioshm.queue.report import SUSPECT_STATES, process_state
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import ReaderCore
 from aioshm.ring.layout import VERSION
-from aioshm.wait.address import peer_credentials
-from aioshm.wait.attach import Lifeline, dial, hang_up
 from aioshm.wait.line import settle
-from aioshm.wait.protocol import Hello
 from aioshm.wait.stall import seconds
 
 logger = logging.getLogger("aioshm.queue")

@@ -12,7 +12,7 @@ from time import monotonic_ns
 from aioshm.codec import Codec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, CorruptSlot, MessagesLost, PeerDied
-from aioshm.limits import out_of_descriptors, shortage
+from aioshm.process.limits import out_of_descriptors, shortage
 from aioshm.queue.annexes import unpack_marker
 from aioshm.queue.handle import Handle
 from aioshm.queue.leases import Leases

@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from aioshm.errors import QueueClosed, RoleError
-from aioshm.guard import Guard
-from aioshm.limits import check_descriptors, naming_limits
+from aioshm.process.guard import Guard
+from aioshm.process.limits import check_descriptors, naming_limits
 from aioshm.wait.blocking import BlockingLoop
 
 T = TypeVar("T")

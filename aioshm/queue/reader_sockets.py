@@ -11,8 +11,11 @@ import zmq
 
 from aioshm.config import Options
 from aioshm.queue import wire
-from aioshm.queue.sockets import BURST, CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
-from aioshm.zeromq import CurveKeys, Monitor, Watch, attach, open_socket
+from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.sockets import BURST, CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
+from aioshm.zeromq.watch import Watch
 
 _NOTHING = memoryview(b"")
 

@@ -17,7 +17,8 @@ import msgspec
 from aioshm.codec import Codec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, OutOfDescriptors, PeerDied, QueueClosed
-from aioshm.limits import shortage
+from aioshm.logs import LogLimiter
+from aioshm.process.limits import shortage
 from aioshm.queue import wire
 from aioshm.queue.delivery import ReceiveWindow
 from aioshm.queue.end import NotAttached, deadline_after
@@ -33,7 +34,6 @@ from aioshm.wait.line import settle
 from aioshm.wait.poller import Poller
 from aioshm.wait.predictor import Predictor
 from aioshm.wait.stall import seconds
-from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.queue")
 

@@ -16,13 +16,13 @@ from time import monotonic
 from aioshm.codec.frames import HEADER
 from aioshm.config import Options
 from aioshm.errors import AioshmError, PeerDied
+from aioshm.logs import LogLimiter
 from aioshm.queue import wire
 from aioshm.queue.delivery import SendWindow
 from aioshm.queue.handle import RemoteAddress
 from aioshm.queue.outgoing import Outbox, Outgoing
 from aioshm.queue.writer_sockets import WriterSockets
 from aioshm.ring.layout import VERSION
-from aioshm.zeromq import LogLimiter
 
 logger = logging.getLogger("aioshm.queue")
 

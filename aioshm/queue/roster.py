@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 
 from aioshm.config import OnReaderDeath
 from aioshm.errors import AioshmError, HandleError, PeerDied
-from aioshm.queue.report import process_state
+from aioshm.lifeline.listener import Peer
+from aioshm.lifeline.protocol import Hello, Welcome
+from aioshm.process.state import process_state
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import ABSENT, ATTACHED, DIED, LEFT
-from aioshm.wait.lifeline import Peer
-from aioshm.wait.protocol import Hello, Welcome
 
 logger = logging.getLogger("aioshm.queue")
 

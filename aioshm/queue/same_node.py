@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from aioshm.config import Options
 from aioshm.errors import HandleError, LimitReached
-from aioshm.limits import check_descriptors, naming_limits
+from aioshm.lifeline.address import new_address
+from aioshm.lifeline.dialer import attach, dial
+from aioshm.lifeline.listener import LifelineListener, Peer
+from aioshm.lifeline.protocol import Hello, Welcome
+from aioshm.process.background import run_apart
+from aioshm.process.limits import check_descriptors, naming_limits
 from aioshm.queue.process_group import ObjectGroup, as_group, check_rank, gather, tell
 from aioshm.ring.layout import VERSION
 from aioshm.ring.segment import Segment
-from aioshm.wait.address import new_address
-from aioshm.wait.attach import attach, dial
-from aioshm.wait.background import run_apart
-from aioshm.wait.lifeline import LifelineListener, Peer
-from aioshm.wait.protocol import Hello, Welcome
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -132,7 +132,7 @@ class _Door:
         self._loop.close()
         self._segment.close()
 
-    # What the listener asks and tells (see `aioshm.wait.lifeline.Host`)
+    # What the listener asks and tells (see `aioshm.lifeline.listener.Host`)
 
     def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
         if not 0 <= hello.rank < self._world_size:

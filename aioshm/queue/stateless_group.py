@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aioshm.config import check_int, check_seconds
 from aioshm.errors import GroupBroken, RoleError
+from aioshm.process.background import run_apart
 from aioshm.queue.process_group import check_rank
-from aioshm.wait.background import run_apart
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

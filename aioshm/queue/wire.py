@@ -22,7 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, RAW
-from aioshm.guard import built
+from aioshm.process.guard import built
 
 SECRET_BYTES = 16
 EVERYONE = 2**32 - 1

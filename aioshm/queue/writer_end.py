@@ -16,7 +16,10 @@ from aioshm.codec.frames import plain
 from aioshm.codec.raw import RawCodec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, PeerDied, QueueClosed
-from aioshm.limits import naming_limits, shortage
+from aioshm.lifeline.address import check_ip, new_address
+from aioshm.lifeline.listener import LifelineListener
+from aioshm.lifeline.protocol import Welcome
+from aioshm.process.limits import naming_limits, shortage
 from aioshm.queue.annexes import SECRET_BYTES, Annexes
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.end import End, deadline_after
@@ -27,10 +30,7 @@ from aioshm.queue.stats import QueueStats
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.atomics import WriterCore
 from aioshm.ring.layout import VERSION
-from aioshm.wait.address import check_ip, new_address
-from aioshm.wait.lifeline import LifelineListener
 from aioshm.wait.line import settle
-from aioshm.wait.protocol import Welcome
 from aioshm.wait.stall import Stall, seconds
 
 logger = logging.getLogger("aioshm.queue")

@@ -12,9 +12,12 @@ from zmq.utils import z85
 
 from aioshm.config import Options
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
-from aioshm.limits import naming_limits
+from aioshm.lifeline.address import own_address
+from aioshm.process.limits import naming_limits
 from aioshm.queue import wire
-from aioshm.queue.sockets import (
+from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.sockets import (
     BURST,
     CONTROL_HWM,
     Socket,
@@ -23,8 +26,7 @@ from aioshm.queue.sockets import (
     watched_by_heartbeats,
     watched_by_tcp,
 )
-from aioshm.wait.address import own_address
-from aioshm.zeromq import CurveKeys, Watch, attach, open_socket
+from aioshm.zeromq.watch import Watch
 
 HANDSHAKE_MS = 10_000
 """How long somebody who connects may take to prove that they hold the handle."""

@@ -651,7 +651,7 @@ static bool interrupted(void)
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback != NULL)
         PyException_SetTraceback(error, traceback);
-    PyObject *module = PyImport_ImportModule("aioshm.interrupts"), *answer = NULL;
+    PyObject *module = PyImport_ImportModule("aioshm.process.interrupts"), *answer = NULL;
     if (module != NULL)
         answer = PyObject_CallMethod(module, "from_handler", "O", error);
     Py_XDECREF(module);

@@ -23,7 +23,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Any, Final
 
-from aioshm.interrupts import from_handler
+from aioshm.process.interrupts import from_handler
 from aioshm.ring import layout as at
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot

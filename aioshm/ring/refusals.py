@@ -10,7 +10,7 @@ import psutil
 
 from aioshm.config import Backing
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
-from aioshm.limits import is_out_of_descriptors, why_no_descriptor
+from aioshm.process.limits import is_out_of_descriptors, why_no_descriptor
 
 SHM_DIR = Path("/dev/shm")
 MIB = 1 << 20

@@ -18,9 +18,9 @@ from time import monotonic, monotonic_ns
 from typing import Any, TypeVarTuple
 
 from aioshm.config import Wait
+from aioshm.lifeline.bell import Bell
 from aioshm.ring.atomics import memory_fence
 from aioshm.wait.apart import move_away
-from aioshm.wait.bell import Bell
 from aioshm.wait.poller import SHARED_CPU_NS, Flags, Poller, Waiting
 from aioshm.wait.predictor import NAPS, Predictor
 

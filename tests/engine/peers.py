@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from aioshm.engine import EngineKeys
-from aioshm.engine.coordination import CoordinatorAddresses
+from aioshm.engine.dp.coordination import CoordinatorAddresses
 
 WITHIN_S = 10
 

@@ -137,7 +137,7 @@ class TestStart:
             ray.util.remove_placement_group(group)
 
     def test_a_cluster_that_is_too_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioshm.engine.ray_cluster.STALE_S", 0)
+        monkeypatch.setattr("aioshm.engine.ray.cluster.STALE_S", 0)
         with pytest.raises(EngineStartupError, match=r"too small: 3 engines are to run on the head node .* room for 2"):
             CoreEngineActorManager(targets.leave, 3, 3)
         with pytest.raises(EngineStartupError, match=r"too small: 5 engines are to run on other nodes .* room for 4"):

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from aioshm.engine.balance import LoadBalancer
-from aioshm.engine.lockstep import Lockstep
-from aioshm.engine.messages import StartWave
+from aioshm.engine.protocol.balance import LoadBalancer
+from aioshm.engine.protocol.lockstep import Lockstep
+from aioshm.engine.protocol.messages import StartWave
 
 
 @pytest.fixture(autouse=True)

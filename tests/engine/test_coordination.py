@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from peers import Peers, complete, counts, frames, pack, published, start, starts, until
 
-from aioshm.engine import get_engine_client_zmq_addr, waves
-from aioshm.engine.coordination import Coordination, CoordinatorAddresses
-from aioshm.engine.waves import Waves
+from aioshm.engine import get_engine_client_zmq_addr
+from aioshm.engine.dp.coordination import Coordination, CoordinatorAddresses
+from aioshm.engine.protocol import waves
+from aioshm.engine.protocol.waves import Waves
 
 IDLE = [0, 0, 0.0]
 
@@ -70,7 +71,7 @@ class TestSubscriptions:
     async def test_who_is_waited_for_is_said(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("aioshm.engine.coordination.REMINDER_S", 0.01)
+        monkeypatch.setattr("aioshm.engine.dp.coordination.REMINDER_S", 0.01)
         with coordination(2) as peers:
             await peers.subscriber(peers.addresses.engine_input)
             async with asyncio.timeout(10):

@@ -28,7 +28,7 @@ from aioshm.engine import (
     EngineStartupCoordinator,
     wait_for_completion_or_failure,
 )
-from aioshm.engine.coordination import CoordinatorAddresses
+from aioshm.engine.dp.coordination import CoordinatorAddresses
 from aioshm.errors import EngineStartupError, ProcessDied
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")

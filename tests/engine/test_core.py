@@ -25,7 +25,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
-from aioshm.engine.envelopes import EnvelopeDecoder
+from aioshm.engine.protocol.envelopes import EnvelopeDecoder
 from aioshm.errors import EngineDead
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")

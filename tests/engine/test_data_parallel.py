@@ -19,7 +19,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
-from aioshm.engine.coordination import CoordinatorAddresses
+from aioshm.engine.dp.coordination import CoordinatorAddresses
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 

@@ -13,7 +13,7 @@ import pytest
 from startups import FakeProcess, addresses
 
 from aioshm.engine import EngineStartupCoordinator
-from aioshm.engine.deaths import DeathWatch
+from aioshm.engine.startup.deaths import DeathWatch
 
 
 async def test_a_sentinel_that_others_hold_open_hides_nothing() -> None:
@@ -36,7 +36,7 @@ async def test_a_sentinel_that_others_hold_open_hides_nothing() -> None:
 
 
 async def test_an_exit_code_that_somebody_else_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.engine.deaths._CODE_WITHIN_S", 0.05)
+    monkeypatch.setattr("aioshm.engine.startup.deaths._CODE_WITHIN_S", 0.05)
     process = FakeProcess("EngineCore_0", "-c", "")
     stolen: Any = SimpleNamespace(name="X", pid=process.pid, exitcode=None, sentinel=process.sentinel)
     stolen = type("Stolen", (), vars(stolen))()

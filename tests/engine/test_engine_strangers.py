@@ -27,7 +27,7 @@ from aioshm.engine import (
     EngineStartupCoordinator,
     EngineZmqAddresses,
 )
-from aioshm.engine.coordination import CoordinatorAddresses
+from aioshm.engine.dp.coordination import CoordinatorAddresses
 from aioshm.errors import EngineDead, EngineStartupError
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
@@ -385,7 +385,7 @@ class TestWarning:
     def test_one_for_addresses_that_others_reach(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        from aioshm.engine import security
+        from aioshm.engine.security import binding as security
 
         monkeypatch.setattr(security, "_warned", False)
         security.warn_of_strangers(["ipc:///x", "tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://localhost:5"])

@@ -21,7 +21,7 @@ from aioshm.engine import (
     EngineZmqAddresses,
     FrontEndHandshake,
 )
-from aioshm.engine.handshake import MAX_INIT_BYTES, MAX_PAYLOAD_BYTES
+from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, MAX_PAYLOAD_BYTES
 from aioshm.errors import EngineStartupError, HandshakeError
 
 NEW, CONNECTED, READY = CoreEngineState

@@ -21,8 +21,8 @@ from aioshm.engine import (
     ProcessManager,
     shake_hands,
 )
-from aioshm.engine.keys import keys_for_engine, keys_for_front_end, keys_to_hand_over, own_keys
-from aioshm.engine.processes import Job
+from aioshm.engine.security.keys import keys_for_engine, keys_for_front_end, keys_to_hand_over, own_keys
+from aioshm.engine.startup.processes import Job
 from aioshm.errors import RoleError
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
@@ -93,7 +93,7 @@ class TestFiles:
             EngineKeys.load(path)
 
     def test_the_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioshm.engine.keys._made", None)
+        monkeypatch.setattr("aioshm.engine.security.keys._made", None)
         keys = EngineKeys.generate()
         keys.for_engine(2).save(tmp_path / "keys")
         assert own_keys() is None
@@ -153,12 +153,12 @@ class TestHandingOver:
             keys_to_hand_over(EngineKeys.generate().for_engine(1), 2)
 
     async def test_without_any(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioshm.engine.keys._made", None)
+        monkeypatch.setattr("aioshm.engine.security.keys._made", None)
         with pytest.raises(RoleError, match=r"engine 7 has no keys to connect.*EngineKeys\.load.*secure=F"):
             await shake_hands("tcp://127.0.0.1:1", 7, initialize=lambda metadata: None)
 
     async def test_where_zeromq_cannot_encrypt(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioshm.engine.keys.can_encrypt", lambda: False)
+        monkeypatch.setattr("aioshm.engine.security.keys.can_encrypt", lambda: False)
         with pytest.raises(RuntimeError, match="cannot encrypt: install a wheel of pyzmq, or use secure=False"):
             EngineClient(over_tcp(), 1).open()
         with CoreEngineProcManager(tell_keys, 1) as manager:

@@ -29,9 +29,9 @@ from aioshm.engine import (
     launch_core_engines,
     run_engine_core,
 )
-from aioshm.engine import launch as launching
+from aioshm.engine.startup import launch as launching
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
-from aioshm.wait.address import own_address
+from aioshm.lifeline.address import own_address
 
 ANY = "tcp://127.0.0.1:0"
 

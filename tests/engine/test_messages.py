@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.engine.envelopes import EnvelopeDecoder
-from aioshm.engine.messages import (
+from aioshm.engine.protocol.envelopes import EnvelopeDecoder
+from aioshm.engine.protocol.messages import (
     EngineCoreOutputs,
     SchedulerStats,
     StartWave,
@@ -23,7 +23,7 @@ from aioshm.engine.messages import (
     is_finished,
     request_id_of,
 )
-from aioshm.engine.payloads import MAX_FRAMES, PayloadDecoder, PayloadEncoder
+from aioshm.engine.protocol.payloads import MAX_FRAMES, PayloadDecoder, PayloadEncoder
 from aioshm.errors import CodecError, MessageTooLarge
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_data_path.json").read_text())

@@ -19,7 +19,8 @@ import pytest
 from managed import gone
 from support import eventually
 
-from aioshm.engine import die_with_parent, parent
+from aioshm.engine import die_with_parent
+from aioshm.process import parent
 
 WITHIN_S = 2.0
 """The promise."""
@@ -180,7 +181,7 @@ def started_between(program: str) -> Iterator[tuple[subprocess.Popen[str], int]]
 
 def test_a_parent_that_nothing_tells_of_is_looked_at() -> None:
     program = (
-        "import os, sys, time; from aioshm.engine import parent; "
+        "import os, sys, time; from aioshm.process import parent; "
         "parent._ask_the_kernel = parent._end_of = lambda _: []; "
         "parent.die_with_parent(); print(os.getpid(), flush=True); time.sleep(100)"
     )
@@ -202,7 +203,7 @@ def test_a_parent_that_is_gone_already() -> None:
 @on_linux
 def test_descriptors_that_somebody_else_closes_are_no_death() -> None:
     program = (
-        "import os, sys, time; from aioshm.engine import parent; parent._ask_the_kernel = lambda _: []; "
+        "import os, sys, time; from aioshm.process import parent; parent._ask_the_kernel = lambda _: []; "
         "parent.die_with_parent(); os.closerange(3, 100); time.sleep(0.1); print(os.getpid(), flush=True); "
         "time.sleep(100)"
     )

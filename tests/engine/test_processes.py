@@ -24,9 +24,10 @@ import pytest
 from managed import gone, open_things, wait_for_all, wait_for_line
 from support import eventually
 
-from aioshm.engine import CoreEngineProcManager, child, stderr
-from aioshm.engine.child import STATUS_UNKNOWN, Child
-from aioshm.engine.processes import Job, ProcessManager
+from aioshm.engine import CoreEngineProcManager
+from aioshm.engine.startup.processes import Job, ProcessManager
+from aioshm.process import child, stderr
+from aioshm.process.child import STATUS_UNKNOWN, Child
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aioshm.engine import CoreEngineState, StartupProgress, Waiting
-from aioshm.engine.progress import Ended, describe_failure, engine_index
+from aioshm.engine.protocol.progress import Ended, describe_failure, engine_index
 
 NEW, CONNECTED, READY = CoreEngineState
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.engine.messages import SchedulerStats, StartWave
-from aioshm.engine.reports import (
+from aioshm.engine.protocol.messages import SchedulerStats, StartWave
+from aioshm.engine.protocol.reports import (
     MAX_REPORT_BYTES,
     Wake,
     decode_from_front_end,
@@ -18,7 +18,7 @@ from aioshm.engine.reports import (
     encode_published,
     encode_start,
 )
-from aioshm.engine.waves import Published
+from aioshm.engine.protocol.waves import Published
 
 # Written by the encoder of vLLM 0.33.0: what its engines send to its coordinator.
 STATS = bytes.fromhex(

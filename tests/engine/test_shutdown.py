@@ -18,9 +18,10 @@ import pytest
 from managed import gone
 from support import eventually
 
-from aioshm.engine import ashutdown, shutdown, stopping
-from aioshm.engine.child import Child
-from aioshm.engine.stderr import StderrRelay
+from aioshm.engine import ashutdown, shutdown
+from aioshm.process import stopping
+from aioshm.process.child import Child
+from aioshm.process.stderr import StderrRelay
 
 SPAWN = multiprocessing.get_context("spawn")
 

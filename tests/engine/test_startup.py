@@ -26,7 +26,7 @@ from aioshm.engine import (
     wait_for_engine_startup,
 )
 from aioshm.errors import EngineStartupError, RoleError
-from aioshm.wait.address import own_address
+from aioshm.lifeline.address import own_address
 
 ANY = "tcp://127.0.0.1:0"
 
@@ -225,8 +225,8 @@ class TestProgress:
     async def test_reminders(
         self, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("aioshm.engine.startup.REMINDER_S", 0.01)
-        monkeypatch.setattr("aioshm.engine.startup.LAST_REMINDER_S", 0.02)
+        monkeypatch.setattr("aioshm.engine.startup.coordinator.REMINDER_S", 0.01)
+        monkeypatch.setattr("aioshm.engine.startup.coordinator.LAST_REMINDER_S", 0.02)
         caplog.set_level(logging.INFO, "aioshm.engine")
         reminded = asyncio.Queue[StartupProgress]()
         async with EngineStartupCoordinator(

@@ -15,16 +15,9 @@ import pytest
 import zmq
 from startups import GOOD, LOADING, FakeManager, addresses, engine, managed, tasks
 
-from aioshm.engine import (
-    CoreEngine,
-    CoreEngineState,
-    EngineStartupCoordinator,
-    supervision,
-    wait_for_engine_startup,
-)
-from aioshm.engine import (
-    startup as startup_module,
-)
+from aioshm.engine import CoreEngine, CoreEngineState, EngineStartupCoordinator, wait_for_engine_startup
+from aioshm.engine.startup import coordinator as startup_module
+from aioshm.engine.startup import supervision
 from aioshm.errors import EngineStartupError, HandshakeError
 
 READY = CoreEngineState.READY

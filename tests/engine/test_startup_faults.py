@@ -19,7 +19,7 @@ from aioshm.engine import (
     wait_for_engine_startup,
 )
 from aioshm.errors import EngineStartupError, HandshakeError
-from aioshm.queue.report import process_state
+from aioshm.process.state import process_state
 
 WITHIN_S = 2.0
 PHASES = ["before HELLO", "connected", "ready"]

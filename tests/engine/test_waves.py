@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from aioshm.engine.messages import SchedulerStats, StartWave
-from aioshm.engine.waves import INTERVAL_S, QUIET_INTERVAL_S, STEP_S, Published, Waves
+from aioshm.engine.protocol.messages import SchedulerStats, StartWave
+from aioshm.engine.protocol.waves import INTERVAL_S, QUIET_INTERVAL_S, STEP_S, Published, Waves
 
 
 def waves(n_engines: int = 2, **options: bool) -> Waves:

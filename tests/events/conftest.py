@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import pytest_asyncio
 
-from aioshm.events import encoding
+from aioshm.events.protocol import encoding
 
 from .helpers import PATIENCE_S, Ends
 from .raw import Raw

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 from support import until
 
-from aioshm.events import wire
+from aioshm.events.protocol import wire
 
 
 class Raw:

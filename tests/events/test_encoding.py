@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from aioshm.errors import CodecError
 from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, UnknownEvent
-from aioshm.events.decoding import BatchDecoder
-from aioshm.events.encoding import BatchEncoder
+from aioshm.events.protocol.decoding import BatchDecoder
+from aioshm.events.protocol.encoding import BatchEncoder
 
 both_encoders = pytest.mark.usefixtures("encoder")
 pack = msgspec.msgpack.encode

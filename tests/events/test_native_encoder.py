@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioshm.errors import CodecError
-from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, UnknownEvent, encoding
-from aioshm.events.encoding import BatchEncoder
+from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, UnknownEvent
+from aioshm.events.protocol import encoding
+from aioshm.events.protocol.encoding import BatchEncoder
 
 from .test_encoding import EVENTS, JSONISH
 
@@ -253,12 +254,16 @@ def test_a_list_that_others_change_meanwhile() -> None:
 
 @pytest.mark.parametrize(
     ("prelude", "environ", "expected"),
-    [("", "", "True"), ("", "0", "False"), ("import sys; sys.modules['aioshm.events._encoder'] = None", "", "False")],
+    [
+        ("", "", "True"),
+        ("", "0", "False"),
+        ("import sys; sys.modules['aioshm.events.protocol._encoder'] = None", "", "False"),
+    ],
 )
 def test_it_can_be_switched_off_or_missing(prelude: str, environ: str, expected: str) -> None:
     code = f"""{prelude}
 from aioshm.events import BlockRemoved, EventBatch
-from aioshm.events.encoding import BatchEncoder
+from aioshm.events.protocol.encoding import BatchEncoder
 encoder = BatchEncoder("array")
 assert encoder.encode(EventBatch(1.0, [BlockRemoved([1], None)]), 0)
 print(encoder._native is not None)

@@ -24,7 +24,7 @@ from aioshm.events import (
     Received,
     ZmqEventPublisher,
 )
-from aioshm.events.decoding import BatchDecoder
+from aioshm.events.protocol.decoding import BatchDecoder
 
 from .helpers import ANY, PATIENCE_S, Ends, batch, take, within
 
@@ -164,8 +164,8 @@ async def test_live_batches_do_not_share_a_thread_with_replay(replay_endpoint: s
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every batch that follows another within a minute count as one of many, and wait as long for more."""
-    monkeypatch.setattr("aioshm.events.publisher._BUSY_S", 60.0)
-    monkeypatch.setattr("aioshm.events.publisher._GATHER_S", 60.0)
+    monkeypatch.setattr("aioshm.events.publish.publisher._BUSY_S", 60.0)
+    monkeypatch.setattr("aioshm.events.publish.publisher._GATHER_S", 60.0)
 
 
 async def publish_steps(publisher: ZmqEventPublisher, count: int) -> list[int]:
@@ -190,7 +190,7 @@ async def test_batches_in_quick_succession_go_out_together(ends: Ends, busy: Non
 
 
 async def test_the_last_of_them_do_not_wait_for_more(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.events.publisher._BUSY_S", 60.0)
+    monkeypatch.setattr("aioshm.events.publish.publisher._BUSY_S", 60.0)
     publisher = ends.publisher()
     for count in range(1, 20):
         await publish_steps(publisher, count)
@@ -206,7 +206,7 @@ async def test_closing_while_some_are_gathered_sends_them(ends: Ends, busy: None
 
 
 async def test_batches_now_and_then_go_out_at_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.events.publisher._GATHER_S", 60.0)
+    monkeypatch.setattr("aioshm.events.publish.publisher._GATHER_S", 60.0)
     publisher = ends.publisher()
     for n in range(50):
         publisher.publish(batch(n))

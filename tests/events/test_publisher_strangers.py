@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from aioshm.events import Lost, Received, ZmqEventPublisher
-from aioshm.events.subscriptions import MAX_SUBSCRIPTIONS
-from aioshm.zeromq_guard import GuardedMonitor, PeerLimits
+from aioshm.events.publish.subscriptions import MAX_SUBSCRIPTIONS
+from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
 
 from .helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
 from .strain import Strain, attack, cuts

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioshm.errors import CodecError, QueueFull
-from aioshm.events import wire
 from aioshm.events.endpoints import (
     check_endpoint,
     for_rank,
@@ -15,9 +14,10 @@ from aioshm.events.endpoints import (
     publisher_binds,
     subscriber_binds,
 )
-from aioshm.events.outbox import Outbox
-from aioshm.events.replay_buffer import ReplayBuffer
-from aioshm.zeromq import is_ipv6
+from aioshm.events.protocol import wire
+from aioshm.events.protocol.outbox import Outbox
+from aioshm.events.protocol.replay_buffer import ReplayBuffer
+from aioshm.zeromq.endpoint import is_ipv6
 
 from .helpers import batch
 

@@ -10,7 +10,9 @@ import pytest
 import zmq
 from support import until
 
-from aioshm.events import Received, replay_server, wire
+from aioshm.events import Received
+from aioshm.events.protocol import wire
+from aioshm.events.publish import replay_server
 
 from .helpers import PATIENCE_S, Ends, batch, take
 

@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from aioshm.events import CurveKeys, EventBatch, EventSubscriber, Lost, Received, ZmqEventPublisher, wire
-from aioshm.events.encoding import BatchEncoder
+from aioshm.events import CurveKeys, EventBatch, EventSubscriber, Lost, Received, ZmqEventPublisher
+from aioshm.events.protocol import wire
+from aioshm.events.protocol.encoding import BatchEncoder
 
 from .attacker import GREETING, frame
 from .helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery

@@ -44,7 +44,7 @@ class TestThreaded:
     def test_batches_in_quick_succession_go_out_together_and_the_last_do_not_wait(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("aioshm.events.publisher._BUSY_S", 60.0)
+        monkeypatch.setattr("aioshm.events.publish.publisher._BUSY_S", 60.0)
         with ThreadedEventPublisher(0, ANY, bind=True) as publisher:
             published = 0
             for count in (1, 5, 63, 64, 65, 200):

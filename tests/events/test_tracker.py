@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioshm.events import KVEventBatch, Lost, Received, Restarted
-from aioshm.events.numbering import REMEMBERED, Numbering, Verdict
-from aioshm.events.tracker import Message, SourceTracker, Start
+from aioshm.events.protocol.numbering import REMEMBERED, Numbering, Verdict
+from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 
 
 def message(seq: int, body: str = "", rank: int = 0, topic: bytes | None = b"") -> Message:

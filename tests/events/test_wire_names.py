@@ -22,10 +22,10 @@ from aioshm.events import (
     EventPublisher,
     ThreadedEventPublisher,
     ZmqEventPublisher,
-    wire,
 )
 from aioshm.events.endpoints import passed_on
-from aioshm.wait import address
+from aioshm.events.protocol import wire
+from aioshm.lifeline import address
 
 from .helpers import ANY, PATIENCE_S, Ends
 from .raw import Raw

@@ -20,7 +20,7 @@ from support import cancelled_after, eventually, until
 from test_death import child
 
 from aioshm import HandleError, MessageQueue, Options, PeerDied, QueueClosed, blocking
-from aioshm.queue.report import process_state
+from aioshm.process.state import process_state
 
 
 async def check(writer: MessageQueue, *readers: MessageQueue) -> None:

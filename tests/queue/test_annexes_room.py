@@ -15,7 +15,7 @@ from faces import reading
 from pairs import attached
 
 from aioshm import MessageQueue, OutOfDescriptors, PeerDied, QueueClosed, blocking, merge
-from aioshm.wait import attach
+from aioshm.lifeline import dialer as attach
 
 LARGE = [bytes([number]) * (50_000 + number) for number in range(3)]
 

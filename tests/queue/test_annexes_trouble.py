@@ -16,9 +16,9 @@ from pairs import attached
 from slots import slot_of
 
 from aioshm import CorruptSlot, MessageQueue, MessagesLost, PeerDied, QueueCancelled, QueueEmpty, SharedMemoryError
+from aioshm.lifeline import dialer as attach
 from aioshm.queue.annexes import pack_marker
 from aioshm.ring.layout import SLOT_HEADER_BYTES
-from aioshm.wait import attach
 
 BIG = 50_000
 

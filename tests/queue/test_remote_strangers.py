@@ -24,8 +24,8 @@ from remotes import ready_ends
 
 from aioshm import HandleError, MessageQueue, MsgpackCodec, Options, UnsafePayload
 from aioshm.codec.frames import HEADER
+from aioshm.lifeline.address import own_address
 from aioshm.queue import Handle, wire
-from aioshm.wait.address import own_address
 from benchmarks.attackers import RAW
 
 

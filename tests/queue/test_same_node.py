@@ -22,12 +22,12 @@ from members import Member, meet, probe_sockets, traces_of_probes
 from support import eventually
 
 from aioshm import AioshmError, HandleError, Options, SharedMemoryError
+from aioshm.lifeline import protocol
+from aioshm.lifeline.protocol import Hello
 from aioshm.queue import same_node
 from aioshm.queue.same_node import in_the_same_node_as
 from aioshm.ring.layout import VERSION
 from aioshm.ring.segment import Segment
-from aioshm.wait import protocol
-from aioshm.wait.protocol import Hello
 
 CHILD = Path(__file__).with_name("group_child.py")
 

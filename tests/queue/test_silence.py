@@ -18,8 +18,8 @@ from support import eventually, until
 from test_death import Child, child
 
 from aioshm import MessageQueue, Options, blocking, merge
+from aioshm.lifeline.dialer import Lifeline
 from aioshm.queue.inquiry import findings
-from aioshm.wait.attach import Lifeline
 
 SCRIPT = Path(__file__).with_name("silent_child.py")
 STALL_S = 0.4

@@ -105,7 +105,7 @@ async def test_an_idle_reader_sleeps_once_and_is_not_woken() -> None:
 
 
 async def test_waiting_over_the_socket_where_there_is_no_eventfd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.wait.lifeline.HAVE_EVENTFD", False)
+    monkeypatch.setattr("aioshm.lifeline.listener.HAVE_EVENTFD", False)
     async with attached(2, wait="park", chunks=2) as (writer, readers):
 
         async def receive(reader: MessageQueue) -> list[int]:

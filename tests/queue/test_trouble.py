@@ -15,8 +15,8 @@ from pairs import attached
 
 from aioshm import CodecError, CorruptSlot, Handle, HandleError, MessageQueue, SharedMemoryError
 from aioshm.codec.frames import HEADER, pack_header
+from aioshm.lifeline.address import sockaddr
 from aioshm.ring.layout import SLOT_HEADER_BYTES
-from aioshm.wait.address import sockaddr
 
 
 def _slot(queue: Any, number: int) -> memoryview:

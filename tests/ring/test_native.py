@@ -59,7 +59,7 @@ def test_this_process() -> None:
 @pytest.mark.skipif(
     shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(), reason="no compiler"
 )
-@pytest.mark.parametrize("name", ["aioshm.ring._native", "aioshm.events._encoder"])
+@pytest.mark.parametrize("name", ["aioshm.ring._native", "aioshm.events.protocol._encoder"])
 def test_where_there_is_a_compiler_it_was_built(name: str) -> None:
     """Otherwise nearly two hundred tests of native code would be skipped, and nobody would notice."""
     assert importlib.util.find_spec(name) is not None

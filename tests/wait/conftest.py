@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aioshm.config import Options
-from aioshm.wait.address import new_address
+from aioshm.lifeline.address import new_address
 
 
 @pytest.fixture

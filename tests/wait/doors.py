@@ -13,11 +13,11 @@ from typing import Any
 from support import until
 
 from aioshm.errors import HandleError
+from aioshm.lifeline.address import sockaddr
+from aioshm.lifeline.dialer import Lifeline, attach, dial
+from aioshm.lifeline.listener import LifelineListener, Peer
+from aioshm.lifeline.protocol import Hello, Welcome
 from aioshm.ring.layout import VERSION
-from aioshm.wait.address import sockaddr
-from aioshm.wait.attach import Lifeline, attach, dial
-from aioshm.wait.lifeline import LifelineListener, Peer
-from aioshm.wait.protocol import Hello, Welcome
 
 QUEUE_ID = b"q" * 16
 TOKEN = b"t" * 32

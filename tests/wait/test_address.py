@@ -14,7 +14,7 @@ import pytest
 
 from aioshm.config import Options
 from aioshm.errors import SharedMemoryError
-from aioshm.wait.address import new_address, peer_credentials, remove, sockaddr
+from aioshm.lifeline.address import new_address, peer_credentials, remove, sockaddr
 
 QUEUE_ID = bytes(range(16))
 LONG_AGO = time.time() - 3600

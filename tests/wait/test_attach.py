@@ -17,8 +17,8 @@ from loops import open_fds, turns
 from support import until
 
 from aioshm.errors import HandleError, PeerDied
-from aioshm.wait.attach import attach, dial
-from aioshm.wait.protocol import MAX_GREETING_BYTES, Refusal, Welcome, pack
+from aioshm.lifeline.dialer import attach, dial
+from aioshm.lifeline.protocol import MAX_GREETING_BYTES, Refusal, Welcome, pack
 
 WELCOME = Welcome(pid=1, secret=b"", segment=True, bells=True)
 

@@ -12,7 +12,7 @@ import time
 import pytest
 from support import eventually
 
-from aioshm.wait.background import in_thread, run_apart
+from aioshm.process.background import in_thread, run_apart
 
 
 async def test_the_loop_goes_on_meanwhile() -> None:
@@ -122,7 +122,7 @@ def test_what_comes_after_the_loop_is_given_back() -> None:
 def test_nobody_who_leaves_is_held_up() -> None:
     script = """
         import asyncio, threading
-        from aioshm.wait.background import in_thread
+        from aioshm.process.background import in_thread
 
         async def main():
             try:

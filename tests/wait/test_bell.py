@@ -7,7 +7,7 @@ import select
 import pytest
 from support import until
 
-from aioshm.wait.bell import HAVE_EVENTFD, Bell
+from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
 
 pytestmark = pytest.mark.skipif(not HAVE_EVENTFD, reason="there is no eventfd here")
 

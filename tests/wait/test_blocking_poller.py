@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aioshm.errors import QueueCancelled
-from aioshm.wait.bell import HAVE_EVENTFD, Bell
+from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
 from aioshm.wait.blocking import NEVER_NS, BlockingLoop, BlockingPoller, WindowBegins
 from aioshm.wait.predictor import FAILURES, YIELDING_GAP_NS, Predictor
 from aioshm.wait.rhythm import PARK

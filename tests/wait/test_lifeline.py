@@ -20,10 +20,10 @@ from loops import open_fds, turns
 from support import until
 
 from aioshm.errors import HandleError
+from aioshm.lifeline import listener as listening
+from aioshm.lifeline.dialer import attach, dial
+from aioshm.lifeline.protocol import BYE, PING, PONG, PROVEN, WAKE, pack
 from aioshm.ring.layout import VERSION
-from aioshm.wait import lifeline as listening
-from aioshm.wait.attach import attach, dial
-from aioshm.wait.protocol import BYE, PING, PONG, PROVEN, WAKE, pack
 
 
 @pytest.fixture(params=[True, False], ids=["eventfd", "socket"])
@@ -155,7 +155,7 @@ class TestAdmission:
         with socket.socket(socket.AF_UNIX) as theirs:
             theirs.bind("\0" + address[1:])
             theirs.listen()
-            monkeypatch.setattr("aioshm.wait.attach.peer_credentials", lambda _: (1, os.geteuid() + 1))
+            monkeypatch.setattr("aioshm.lifeline.dialer.peer_credentials", lambda _: (1, os.geteuid() + 1))
             with pytest.raises(HandleError, match=f"belongs to another user .uid {os.geteuid() + 1}"):
                 dial(address, hello())
             connection, _ = theirs.accept()

@@ -17,9 +17,9 @@ from loops import open_fds
 from support import until
 
 from aioshm.errors import HandleError, SharedMemoryError
-from aioshm.wait.attach import attach, dial
-from aioshm.wait.lifeline import LifelineListener
-from aioshm.wait.protocol import BYE, GO, PROVEN, Welcome, pack, take_frame, unpack_answer
+from aioshm.lifeline.dialer import attach, dial
+from aioshm.lifeline.listener import LifelineListener
+from aioshm.lifeline.protocol import BYE, GO, PROVEN, Welcome, pack, take_frame, unpack_answer
 
 spawn = get_context("spawn")
 

@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aioshm.errors import HandleError
-from aioshm.wait import protocol
-from aioshm.wait.protocol import (
+from aioshm.lifeline import protocol
+from aioshm.lifeline.protocol import (
     MAX_GREETING_BYTES,
     Hello,
     Refusal,

@@ -17,9 +17,9 @@ from loops import open_fds, turns
 from support import until
 
 from aioshm.errors import AioshmError, HandleError
-from aioshm.wait import lifeline as listening
-from aioshm.wait.attach import attach, dial
-from aioshm.wait.protocol import MAX_GREETING_BYTES, PROVEN, WAKE, pack, take_frame, unpack_answer
+from aioshm.lifeline import listener as listening
+from aioshm.lifeline.dialer import attach, dial
+from aioshm.lifeline.protocol import MAX_GREETING_BYTES, PROVEN, WAKE, pack, take_frame, unpack_answer
 
 
 def frame(body: bytes) -> bytes:

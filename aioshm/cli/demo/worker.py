@@ -23,8 +23,8 @@ from aioshm.cli.demo.orders import Failed, Job, Opened, Progress, Report, Result
 from aioshm.cli.demo.script import MAX_TENSOR_BYTES, Mismatch, Phase, make_script, split_lines
 from aioshm.cli.demo.source import printable
 from aioshm.errors import AioshmError, PeerDied, QueueClosed
+from aioshm.process.background import in_thread
 from aioshm.queue.base import MessageQueue
-from aioshm.wait.background import in_thread
 
 READY_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"  # where remote readers connect: they are all on this machine

@@ -1,0 +1,1 @@
+"""The front end: requests to engines, outputs back."""

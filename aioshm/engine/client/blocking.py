@@ -1,0 +1,248 @@
+"""The client of engines for plain threads: that of `aioshm.engine`, on a loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from aioshm.config import Options, check_seconds
+from aioshm.engine.client import client as awaited
+from aioshm.engine.client.blocking_streams import OutputStream
+from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
+from aioshm.engine.security.keys import EngineKeys
+from aioshm.engine.startup.deaths import WatchedManager, WatchedProcess
+from aioshm.errors import RoleError
+from aioshm.process.loop_thread import LoopThread
+
+
+class EngineClient:
+    """`aioshm.engine.EngineClient` for plain threads: the same names without ``await``, and `close`.
+
+        with EngineClient(addresses, 2) as client:
+            ...  # start the engines, who are told client.addresses, and shake hands with them
+            client.wait_until_ready()
+            for output in client.submit(request):
+                ...
+
+    Every method may be called from any thread, by several at once. Ctrl-C, or whatever a signal handler raises, aborts
+    the request, or forgets the call, that it interrupts, and nothing else. In a forked child everything raises
+    `RoleError`.
+
+    Args:
+        addresses: Where to bind.
+        engines: The engines, or how many there are.
+        client_index: Which of the addresses' inputs and outputs are this client's.
+        request_type: What requests have to be.
+        output_type: What outputs are decoded as.
+        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here.
+        keys: Who may connect over TCP, and as whom; None: those of this process.
+        secure: Whether connections over TCP are encrypted, and only holders of keys get in.
+        loop_factory: Makes the event loop of its thread; None: asyncio's own.
+
+    Raises:
+        TypeError, ValueError: An argument makes no sense; the text names it.
+    """
+
+    def __init__(
+        self,
+        addresses: EngineZmqAddresses,
+        engines: Sequence[CoreEngine] | int,
+        *,
+        client_index: int = 0,
+        request_type: type[Any] | None = None,
+        output_type: Any = None,
+        options: Options | None = None,
+        keys: EngineKeys | None = None,
+        secure: bool = True,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    ) -> None:
+        self._host: LoopThread | None = None
+        self._closing = threading.RLock()
+        self._owns_host = True
+        self._loop_factory = loop_factory
+        self._client = awaited.EngineClient(
+            addresses,
+            engines,
+            client_index=client_index,
+            request_type=request_type,
+            output_type=output_type,
+            options=options,
+            keys=keys,
+            secure=secure,
+        )
+
+    @classmethod
+    def around(cls, client: awaited.EngineClient, host: LoopThread) -> EngineClient:
+        """Return one for a client that is open on the loop of a thread, which both stay the caller's."""
+        made = cls.__new__(cls)
+        made._host, made._owns_host, made._client = host, False, client
+        made._closing = threading.RLock()
+        return made
+
+    def __repr__(self) -> str:
+        return f"<blocking {repr(self._client)[1:]}"
+
+    @property
+    def addresses(self) -> EngineZmqAddresses:
+        """What engines are to be told."""
+        return self._client.addresses
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the engines."""
+        return self._client.ranks
+
+    @property
+    def ready(self) -> Mapping[int, dict[str, Any]]:
+        """What each engine has said when it registered, by rank."""
+        return self._client.ready
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are in flight."""
+        return self._client.in_flight
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Bind the addresses and begin to listen; ``with`` does it.
+
+        Raises:
+            OSError: An address cannot be bound.
+            RoleError: It was open before.
+        """
+        if self._host is not None:
+            raise RoleError("a client of engines can be entered once")
+        self._host = LoopThread("a client of engines", self._loop_factory)
+        try:
+            self._host.do(self._client.open)
+        except BaseException:
+            self.close()
+            raise
+
+    def watch(self, manager: WatchedManager | None = None, processes: Iterable[WatchedProcess] = ()) -> None:
+        """Take the end of these processes for the death of an engine.
+
+        Raises:
+            RoleError: The client is not open.
+            ValueError: A process was not started.
+        """
+        self._open_host().do(lambda: self._client.watch(manager, processes))
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until every engine has registered.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            EngineDead: One is gone.
+            TimeoutError: Not all have registered in time; the text names those that have not.
+            QueueClosed, RoleError: The client is closed, or not open.
+        """
+        self._open_host().run(lambda: self._client.wait_until_ready(timeout))
+
+    def submit(self, request: Any, *, engine: int | None = None, timeout: float | None = None) -> OutputStream[Any]:
+        """Send a request, and return its outputs. It is sent when this returns.
+
+        Args:
+            request: See `aioshm.engine.EngineClient.submit`; do not change it before this returns.
+            engine: The rank of the engine that gets it; None: the one with the least to do.
+            timeout: Seconds that each output may take; None: as long as it takes.
+
+        Raises:
+            CodecError: It cannot be encoded, or has no id.
+            EngineDead: An engine is gone.
+            QueueClosed, RoleError: The client is closed, or not ready.
+            TypeError, ValueError: It is no ``request_type``, its id is in use, or there is no such engine.
+        """
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        host = self._open_host()
+        return host.do(lambda: OutputStream(self._client.submit(request, engine=engine), host, timeout))
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Abort requests: their streams end after what has come. Ids of requests that are not in flight do no harm.
+
+        Raises:
+            EngineDead: An engine is gone.
+            QueueClosed, RoleError: The client is closed, or not ready.
+        """
+        ids = request_ids if isinstance(request_ids, str) else list(request_ids)
+        self._open_host().run(lambda: self._client.abort(ids))
+
+    def call(self, method: str, *args: Any, engine: int | None = None, timeout: float | None = None) -> Any:
+        """Call a method of the engine; see `aioshm.engine.EngineClient.call`.
+
+        Args:
+            method: Its name.
+            args: What MessagePack can say, and arrays and tensors.
+            engine: The rank of the engine; None: all of them.
+            timeout: Seconds to wait; None waits for ever. The method runs all the same.
+
+        Raises:
+            CallFailed: It has failed in one of the engines; the others are not waited for.
+            CodecError: The arguments cannot be encoded.
+            EngineDead: An engine is gone.
+            QueueClosed, RoleError: The client is closed, or not ready.
+            TimeoutError: No answer in time.
+            ValueError: There is no such engine.
+        """
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+
+        async def called() -> Any:
+            try:
+                async with asyncio.timeout(timeout) as limit:
+                    return await self._client.call(method, *args, engine=engine)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise TimeoutError(f"no answer to a call of {method} within {timeout} s") from None
+
+        return self._open_host().run(called)
+
+    def close(self) -> None:
+        """Abort what is in flight, close the sockets, and end the thread.
+
+        Whatever waits, in whichever thread, raises `QueueClosed`. Idempotent.
+        """
+        host = self._host
+        if host is None or host.elsewhere:
+            return
+        with self._closing:  # another thread that closes it waits for the first one
+            try:
+                if not host.ended:
+                    host.run(self._client.aclose)
+            finally:
+                if self._owns_host:
+                    host.end()
+
+    def __del__(self) -> None:
+        host = self._host
+        if host is None or not self._owns_host or host.ended or host.elsewhere:
+            return
+        warnings.warn(f"{self!r} was not closed: use `with`", ResourceWarning, 2, self)
+        client = self._client
+
+        async def close() -> None:
+            await client.aclose()
+            host.loop.stop()
+
+        host.abandon(close)
+
+    def _open_host(self) -> LoopThread:
+        if self._host is None:
+            raise RoleError("a client of engines is used inside `with`")
+        return self._host

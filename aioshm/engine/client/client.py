@@ -1,0 +1,250 @@
+"""The front end's side of the data path: requests to engines, outputs back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from aioshm.config import Options, check_seconds
+from aioshm.engine.client.link import EngineLink
+from aioshm.engine.client.pending import PendingCall
+from aioshm.engine.client.streams import OutputStream
+from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
+from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
+from aioshm.engine.protocol.payloads import PayloadEncoder
+from aioshm.engine.security.keys import EngineKeys
+from aioshm.engine.startup.deaths import WatchedManager, WatchedProcess
+
+_ADD = EngineCoreRequestType.ADD.value
+_ABORT = EngineCoreRequestType.ABORT.value
+_UTILITY = EngineCoreRequestType.UTILITY.value
+
+_encode_plain = msgspec.msgpack.Encoder().encode
+
+
+class EngineClient:
+    """Sends requests to engines and brings back their outputs; one event loop's.
+
+        async with EngineClient(addresses, 2) as client:
+            ...  # start the engines, who are told client.addresses, and shake hands with them
+            await client.wait_until_ready()
+            async for output in client.submit(request):
+                ...
+
+    A request goes to the engine with the least to do: as the coordinator publishes it, with how full KV caches are, if
+    the addresses name one, else by what this client has in flight. When one engine is gone, all that is pending raises
+    `EngineDead`, and so does everything that is begun later.
+
+    Args:
+        addresses: Where to bind, one input and output for each client; the rest is used as it is when the engines are
+            ready. What is bound is written back here, in a form that engines can connect to: with port 0 that is a port
+            that the kernel has chosen, and in the place of a wildcard (``tcp://*:0``) this host's own address.
+        engines: The engines, or how many there are, with the ranks from 0 on.
+        client_index: Which of the addresses' inputs and outputs are this client's.
+        request_type: What requests have to be; None: anything that MessagePack can say, and arrays and tensors.
+        output_type: What outputs are decoded as; any type that msgspec knows, or None for plain data. A plain array is
+            read as the field's outputs are: the first is the request's id, the sixth why it is finished.
+        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here; None: as the environment says.
+        keys: Who may connect over TCP, and as whom; None: those of this process.
+        secure: Whether connections over TCP are encrypted, and only holders of keys get in; engines and the coordinator
+            must say the same. False for engines that know no keys, as vLLM's: see SECURITY.md for what strangers can
+            do then.
+
+    Attributes:
+        addresses: What engines are to be told.
+
+    Raises:
+        TypeError, ValueError: An argument makes no sense; the text names it.
+    """
+
+    def __init__(
+        self,
+        addresses: EngineZmqAddresses,
+        engines: Sequence[CoreEngine] | int,
+        *,
+        client_index: int = 0,
+        request_type: type[Any] | None = None,
+        output_type: Any = None,
+        options: Options | None = None,
+        keys: EngineKeys | None = None,
+        secure: bool = True,
+    ) -> None:
+        self._link = EngineLink(addresses, engines, client_index, output_type, options, keys, secure)
+        self._request_type = request_type
+        self._encode = PayloadEncoder(self._link.options.max_message_bytes).encode
+
+    def __repr__(self) -> str:
+        return repr(self._link)
+
+    @property
+    def addresses(self) -> EngineZmqAddresses:
+        """What engines are to be told."""
+        return self._link.addresses
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the engines."""
+        return self._link.engines.ranks.copy()
+
+    @property
+    def ready(self) -> Mapping[int, dict[str, Any]]:
+        """What each engine has said when it registered, by rank."""
+        return self._link.engines.ready
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are in flight."""
+        return len(self._link.pending.inboxes)
+
+    # Its life
+
+    async def __aenter__(self) -> Self:
+        self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def open(self) -> None:
+        """Bind the addresses and begin to listen; ``async with`` does it.
+
+        Raises:
+            OSError: An address cannot be bound.
+            RoleError: It was open before, or this process has the keys of one engine only.
+        """
+        self._link.open()
+
+    def watch(self, manager: WatchedManager | None = None, processes: Iterable[WatchedProcess] = ()) -> None:
+        """Take the end of these processes for the death of an engine, however well they end.
+
+        Without it an engine's death is noticed, too: its connection ends. With it the error says how the process ended.
+
+        Raises:
+            RoleError: The client is not open.
+            ValueError: A process was not started.
+        """
+        self._link.check_open()
+        self._link.liveness.watch(manager, processes)
+
+    async def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until every engine has registered. Cancelling this changes nothing.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            EngineDead: One is gone.
+            TimeoutError: Not all have registered in time; the text names those that have not.
+            QueueClosed, RoleError: The client is closed, or not open.
+        """
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        link = self._link
+        link.check_open()
+        try:
+            async with asyncio.timeout(timeout):
+                await link.settled.wait()
+        except TimeoutError:
+            missing = ", ".join(map(str, link.engines.missing))
+            raise TimeoutError(f"engines {missing} have not registered after {timeout} s") from None
+        link.check_open()
+
+    async def aclose(self) -> None:
+        """Abort what is in flight, and close the sockets.
+
+        Whatever waits raises `QueueClosed`. Idempotent; finishes also when it is cancelled.
+        """
+        await self._link.aclose()
+
+    # What it is for
+
+    def submit(self, request: Any, *, engine: int | None = None) -> OutputStream[Any]:
+        """Send a request, and return its outputs. It is sent at once, not when the first output is asked for.
+
+        Where a request has ``client_index`` and ``current_wave``, as those of the field have, they are set.
+
+        Args:
+            request: Has a ``request_id``, a string that no other request in flight has, as an attribute, a key, or the
+                first of an array. Do not use that of an aborted one again: what was on its way may still come.
+            engine: The rank of the engine that gets it; None: the one with the least to do.
+
+        Raises:
+            CodecError: It cannot be encoded, or has no id.
+            EngineDead: An engine is gone.
+            QueueClosed, RoleError: The client is closed, or not ready.
+            TypeError, ValueError: It is no ``request_type``, its id is in use, or there is no such engine.
+        """
+        link = self._link
+        link.check_ready()
+        if self._request_type is not None and not isinstance(request, self._request_type):
+            raise TypeError(f"request must be a {self._request_type.__name__}, not {request!r}")
+        request_id = request_id_of(request)
+        if request_id in link.pending.inboxes:
+            raise ValueError(f"request_id {request_id!r} is that of another request in flight")
+        position = link.balance.choose() if engine is None else link.engines.position(engine)
+        self._stamp(request)
+        link.send(position, _ADD, self._encode(request))
+        inbox = link.pending.add(request_id, position)
+        return OutputStream(request_id, link.engines.ranks[position], inbox, link.leave)
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Abort requests: their streams end after what has come. Ids of requests that are not in flight do no harm.
+
+        Raises:
+            EngineDead: An engine is gone.
+            QueueClosed, RoleError: The client is closed, or not ready.
+        """
+        link = self._link
+        link.check_ready()
+        for position, ids in link.pending.by_engine(request_ids).items():
+            for request_id in ids:
+                link.pending.finish(request_id)
+            link.send(position, _ABORT, [_encode_plain(ids)])
+
+    async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
+        """Call a method of the engine.
+
+        Cancelling this forgets the answer; the method runs all the same.
+
+        Args:
+            method: Its name.
+            args: What MessagePack can say, and arrays and tensors.
+            engine: The rank of the engine; None: all of them.
+
+        Returns:
+            What the method returned, as plain data; of all engines a list, in the order of the engines.
+
+        Raises:
+            CallFailed: It has failed in one of the engines; the others are not waited for.
+            CodecError: The arguments cannot be encoded.
+            EngineDead: An engine is gone.
+            QueueClosed, RoleError: The client is closed, or not ready.
+            ValueError: There is no such engine.
+        """
+        link = self._link
+        link.check_ready()
+        positions = range(len(link.engines.ranks)) if engine is None else [link.engines.position(engine)]
+        calls: list[PendingCall] = []
+        try:
+            for position in positions:
+                calls.append(link.pending.call(method))
+                link.send(position, _UTILITY, self._encode((link.index, calls[-1].call_id, method, args)))
+            results = await asyncio.gather(*(call.answer for call in calls))
+        finally:
+            link.pending.forget(calls)
+        return results if engine is None else results[0]
+
+    def _stamp(self, request: Any) -> None:
+        try:
+            if hasattr(request, "client_index"):
+                request.client_index = self._link.index
+            if hasattr(request, "current_wave"):
+                request.current_wave = self._link.wave
+        except AttributeError:
+            pass  # it cannot be changed, so its owner has set what is to be set

@@ -1,0 +1,281 @@
+"""What a client has to do with its engines: their connections, what they send, and their deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from aioshm.config import Options, check_int
+from aioshm.engine.client.liveness import Liveness
+from aioshm.engine.client.pending import Pending
+from aioshm.engine.client.sockets import ClientSockets
+from aioshm.engine.client.streams import Inbox
+from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
+from aioshm.engine.protocol.balance import LoadBalancer
+from aioshm.engine.protocol.envelopes import EnvelopeDecoder
+from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
+from aioshm.engine.protocol.payloads import Frame, check_stranger
+from aioshm.engine.protocol.registrations import Registrations
+from aioshm.engine.security.binding import Protection, host_of, over_tcp
+from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
+from aioshm.errors import CodecError, EngineDead, QueueClosed, RoleError
+from aioshm.lifeline.address import connectable
+from aioshm.logs import LogLimiter
+from aioshm.process.guard import built
+
+logger = logging.getLogger("aioshm.engine")
+
+_LOG_INTERVAL_S = 10.0
+_ABORT = EngineCoreRequestType.ABORT.value
+
+_encode_plain = msgspec.msgpack.Encoder().encode
+_decode_counts = built(lambda: msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool])).decode
+
+
+class EngineLink:
+    """Sends to engines, and gives what comes from them to whom it is for; its arguments are those of `EngineClient`.
+
+    Attributes:
+        index: Which of the addresses' inputs and outputs are used.
+        addresses: What engines are to be told.
+        options: Those given, or the environment's.
+        engines: The engines, and what they have said.
+        balance: Chooses among them.
+        pending: What is waited for.
+        liveness: Notices their deaths; once this is open.
+        settled: Set when all engines have registered, or never will; once this is open.
+        wave: The wave that the coordinator has told of.
+    """
+
+    def __init__(
+        self,
+        addresses: EngineZmqAddresses,
+        engines: Sequence[CoreEngine] | int,
+        client_index: int,
+        output_type: Any,
+        options: Options | None,
+        keys: EngineKeys | None,
+        secure: bool,
+    ) -> None:
+        self.sockets: ClientSockets | None = None
+        self._closed = False
+        if isinstance(engines, int):
+            self.engines = Registrations(range(check_int("engines", engines, minimum=1)))
+        else:
+            self.engines = Registrations(engine.index for engine in engines)
+        n_clients = min(len(addresses.inputs), len(addresses.outputs))
+        if check_int("client_index", client_index, minimum=0) >= n_clients:
+            raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {client_index}")
+        self.addresses = addresses
+        self.options = options or Options.from_env()
+        self._secure = secure and self.options.secure
+        self._given_keys = keys
+        self.index = client_index
+        n_engines = len(self.engines.ranks)
+        self.balance = LoadBalancer(n_engines, n_engines * client_index // n_clients, n_clients)
+        self.pending = Pending(EnvelopeDecoder(output_type), self.balance, self.engines.ranks)
+        self.wave = 0
+        self._dead: EngineDead | None = None
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+
+    def __repr__(self) -> str:
+        in_flight = len(self.pending.inboxes)
+        return f"<EngineClient {self.index} of engines {self.engines.ranks}, {in_flight} requests in flight>"
+
+    # Its life
+
+    def open(self) -> None:
+        """Bind the addresses and begin to listen."""
+        if self.sockets is not None or self._closed:
+            raise RoleError("a client of engines can be entered once")
+        self.settled = asyncio.Event()
+        self._thread = threading.get_ident()
+        self._loop = asyncio.get_running_loop()
+        addresses = self.addresses.inputs[self.index], self.addresses.outputs[self.index]
+        protection = Protection.of_front_end(addresses, self.engines.ranks, keys=self._given_keys, secure=self._secure)
+        self.engines.identities = [protection.name(rank, addresses[0]) for rank in self.engines.ranks]
+        # Where engines are recognised by their keys, they speak for nobody else.
+        self._recognised = protection.encrypts(addresses[0]), protection.encrypts(addresses[1])
+        self._open_to_all = over_tcp(addresses[1:]) and not self._recognised[1]
+        hosts = {host_of(address) for address in addresses}
+        self._same_route = len(hosts) == 1 and "" not in hosts  # an engine connects to both from one address
+        this: EngineLink = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten client shall end
+        self.sockets = ClientSockets(
+            *addresses,
+            this,
+            protection,
+            max_bytes=self.options.max_message_bytes,
+            silence_s=self.options.remote_timeout,
+        )
+        self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
+        self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
+        self.liveness = Liveness(lambda error: this._die(error))
+
+    async def aclose(self) -> None:
+        """Abort what is in flight, and close the sockets."""
+        if self._closed or self.sockets is None:
+            self._closed = True
+            return
+        for position, ids in self.pending.by_engine().items():
+            self.abort(position, ids)
+        self._closed = True
+        self.liveness.stop()
+        self._fail(lambda: QueueClosed("the client of the engines was closed"))
+        await self.sockets.aclose()
+
+    def __del__(self) -> None:
+        if self.sockets is not None and not self._closed:
+            warnings.warn(f"{self!r} was not closed: use `async with`", ResourceWarning, 2, self)
+            self.liveness.stop()
+            self.sockets.close()
+
+    # What is sent
+
+    def send(self, position: int, kind: bytes, frames: list[Frame]) -> None:
+        """Send an engine something.
+
+        Raises:
+            EngineDead: It is gone.
+        """
+        assert self.sockets is not None
+        try:
+            self.sockets.send(self.engines.identities[position], kind, frames)
+        except zmq.ZMQError as error:
+            rank = self.engines.ranks[position]
+            self.liveness.lost(rank)
+            raise EngineDead(f"engine {rank} cannot be reached: {error}", engine=rank) from None
+
+    def abort(self, position: int, request_ids: list[str]) -> None:
+        """Abort requests that were not waited for to the end, if their engine is still there."""
+        if self._dead is None:
+            try:
+                self.send(position, _ABORT, [_encode_plain(request_ids)])
+            except EngineDead:
+                pass  # whoever waits is told
+
+    # What comes
+
+    def registered(self, sender_identity: bytes, frames: list[bytes], connection: int, sender: str, user: str) -> None:
+        """Take an engine's registration."""
+        try:
+            if self._recognised[0]:
+                self.engines.check(sender_identity, user)
+            rank = self.engines.take(sender_identity, frames)
+        except ValueError as error:
+            self._complain("a registration of %s by %s is ignored: %s", sender_identity[:16].hex(), sender, error)
+            return
+        self.liveness.connected(rank, connection, sender)
+        if not self.engines.missing and not self.settled.is_set():
+            self.settled.set()
+            self._subscribe(self.addresses.frontend_stats_publish_address or self.engines.stats_address)
+
+    def disconnected(self, connection: int) -> None:
+        """Take the end of a connection."""
+        self.liveness.disconnected(connection)
+
+    def output(self, frames: list[Frame], origin: str) -> None:
+        """Take what an engine has sent."""
+        try:
+            if self._open_to_all:
+                self._check_origin(origin)
+                check_stranger(frames)
+            if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
+                self.liveness.said_dead(int(origin) if self._recognised[1] else None)
+                return
+            unwanted = self.pending.take(frames, int(origin) if self._recognised[1] else None)
+        except CodecError as error:
+            self._complain("a message from an engine is dropped: %s", error)
+            return
+        for position, request_id in unwanted:
+            self.abort(position, [request_id])
+
+    def counts(self, payload: bytes) -> None:
+        """Take what the coordinator has published."""
+        try:
+            counts, self.wave, _running = _decode_counts(payload)
+            if counts is not None:
+                self.balance.update([counts[rank] for rank in self.engines.ranks])
+        except (ValueError, IndexError) as error:
+            self._complain("counts from the coordinator are ignored: %s", error)
+
+    def _check_origin(self, origin: str) -> None:
+        """Make sure that it comes from a host that an engine has connected from, where strangers may send, too."""
+        if self._same_route and origin not in self.liveness.hosts:
+            raise CodecError(f"it comes from {origin}, and no engine does")
+
+    # The end of things
+
+    def leave(self, request_id: str, inbox: Inbox) -> None:
+        """Abort a request whose stream was left."""
+        if inbox.ended or self._closed:
+            return
+        if threading.get_ident() != self._thread:  # the garbage collector's choice
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self.leave, request_id, inbox)
+            return
+        if self._loop.is_closed():
+            return
+        self.pending.finish(request_id)
+        self.abort(inbox.position, [request_id])
+
+    def _die(self, error: EngineDead) -> None:
+        if self._closed or self._dead is not None:
+            return
+        assert self.sockets is not None
+        self.sockets.read_outputs()  # its last words
+        self._dead = error
+        # Who waits is told; where nobody does, it is but an engine that was stopped.
+        logger.debug("%s; %d requests and %d calls were pending", error, len(self.pending.inboxes), self.pending.calls)
+        self._fail(lambda: _again(error))
+
+    def _fail(self, error: Callable[[], Exception]) -> None:
+        self.pending.fail(error)
+        self.settled.set()
+
+    # Who may call
+
+    def check_ready(self) -> None:
+        self.check_open()
+        if not self.settled.is_set():
+            raise RoleError("the engines are not ready: await wait_until_ready() first")
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise QueueClosed("the client of the engines was closed")
+        if self.sockets is None:
+            raise RoleError("a client of engines is used inside `async with`")
+        if threading.get_ident() != self._thread:
+            raise RoleError("a client of engines is used in the thread of its event loop")
+        if self._dead is not None:
+            raise _again(self._dead)
+
+    # Small things
+
+    def _subscribe(self, address: str | None) -> None:
+        assert self.sockets is not None
+        try:
+            if address is not None:
+                encrypted = self._secure and over_tcp([address])
+                self.sockets.subscribe(
+                    address, keys_for_front_end(self._given_keys).to_coordinator() if encrypted else None
+                )
+        except (OSError, RuntimeError) as error:  # requests are distributed by what this client knows, then
+            self._complain("there are no counts from the coordinator: %s", error)
+
+    def _complain(self, text: str, *args: object) -> None:
+        held_back = self._limiter.admit()
+        if held_back is not None:
+            logger.warning(f"{text} (and %d more like this)", *args, held_back)
+
+
+def _again(error: EngineDead) -> EngineDead:
+    """Return the same error for somebody else: each one gets its own traceback."""
+    return EngineDead(*error.args, engine=error.engine, pid=error.pid)

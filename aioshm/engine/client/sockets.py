@@ -1,0 +1,263 @@
+"""The front end's sockets to its engines, and to the coordinator's counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from aioshm.engine.protocol.payloads import MAX_FRAMES, MAX_STRANGE_FRAMES, Frame
+from aioshm.engine.security.binding import Protection, over_tcp
+from aioshm.engine.security.doorkeeper import Doorkeeper
+from aioshm.engine.security.guard import STRANGE_BYTES, Guard, heartbeat_rate
+from aioshm.engine.security.reading import TURN_FRAMES, MessageReader, sender_of, user_of
+from aioshm.process.background import give_back
+from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
+from aioshm.zeromq.sockets import BURST, Socket, Sockets, watched_by_heartbeats
+from aioshm.zeromq.watch import Watch
+
+LINGER_MS = 500
+"""How long the last aborts may take to leave; it takes no time unless an engine is stuck."""
+
+_UNBOUNDED = 0  # what is in flight is bounded by the requests that are open, not by ZeroMQ
+_DECODED_SHIFT = 8  # so many bytes that are to be decoded take as long as a frame
+_REGISTRATION_FRAMES = 2  # that are kept: it should be one
+_OF_STRANGERS = 1000  # unless it may be anybody's
+
+
+class Listener(Protocol):
+    """Who is told what comes; on the loop."""
+
+    def registered(self, identity: bytes, frames: list[bytes], connection: int, sender: str, user: str) -> None:
+        """An engine has connected.
+
+        Args:
+            identity: What its socket is called.
+            frames: What it says.
+            connection: Its connection's number.
+            sender: Who it is, for people.
+            user: Who it is by its keys, if that is known.
+        """
+
+    def disconnected(self, connection: int) -> None:
+        """A connection has ended."""
+
+    def output(self, frames: list[Frame], origin: str) -> None:
+        """An engine has sent something.
+
+        Args:
+            frames: What it has sent.
+            origin: Who it is by its keys; without keys, over TCP, its IP address.
+        """
+
+    def counts(self, payload: bytes) -> None:
+        """The coordinator has published something."""
+
+
+class ClientSockets:
+    """ROUTER for what engines are sent, PULL for what they send, SUB for counts.
+
+    Args:
+        input_address: Where to bind the ROUTER.
+        output_address: Where to bind the PULL.
+        listener: Is told what comes.
+        protection: Who may connect.
+        max_bytes: Of a frame: whoever sends a larger one is disconnected.
+        silence_s: Seconds after which a connection over TCP that says nothing is given up.
+
+    Attributes:
+        input_address: Where the ROUTER is bound.
+        output_address: Where the PULL is bound.
+
+    Raises:
+        OSError: An address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        input_address: str,
+        output_address: str,
+        listener: Listener,
+        protection: Protection,
+        *,
+        max_bytes: int,
+        silence_s: float,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._sockets = Sockets()
+        self._watches: list[Watch] = []
+        self._files: list[BoundFile] = []
+        self._partial: tuple[list[Frame], str] | None = None  # of a message that has more frames than a turn has time
+        self._closed = False
+        self._protection = protection
+        self._origin = ""
+        if over_tcp([output_address]):
+            self._origin = "User-Id" if protection.encrypts(output_address) else "Peer-Address"
+        self._doorkeeper: Doorkeeper | None = None
+        open_to_all = over_tcp([output_address]) and not protection.encrypts(output_address)
+        self._kept = MAX_STRANGE_FRAMES if open_to_all else MAX_FRAMES
+        self._guards: list[Guard] = []
+        self._guard: Guard | None = None  # of the ROUTER, over TCP; elsewhere there is
+        self._monitor: Socket | None = None
+        try:
+            self._doorkeeper = protection.doorkeeper(self._sockets)
+            self._router = self._open(zmq.ROUTER, input_address, max_bytes)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what reaches nobody shall be an error
+            if input_address.startswith("tcp://"):
+                watched_by_heartbeats(self._router, int(silence_s * 1000))
+            # Before anybody can connect, so that no end of a connection is missed.
+            if over_tcp([input_address]):
+                rate = heartbeat_rate(silence_s)
+                encrypted = protection.encrypts(input_address)
+                self._guard = Guard(
+                    self._router, self._sockets, encrypted=encrypted, on_end=listener.disconnected, rate=rate
+                )
+                self._guards.append(self._guard)
+            else:
+                self._monitor = self._sockets.add(self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+            self.input_address = self._bind(self._router, input_address)
+            self._pull = self._open(zmq.PULL, output_address, max_bytes)
+            if protection.encrypts(output_address):  # of others' outputs nobody knows how much they may be
+                self._guards.append(Guard(self._pull, self._sockets, encrypted=True))
+            self.output_address = self._bind(self._pull, output_address)
+            self._registrations = MessageReader(self._router, 1 + _REGISTRATION_FRAMES)
+            self._watch(self._router, self._read_registrations)
+            self._watch(self._pull, self.read_outputs)
+            if self._monitor is not None:
+                self._watch(self._monitor, self._read_monitor)
+        except BaseException:
+            self._release()
+            self._sockets.close()
+            raise
+
+    def send(self, identity: bytes, kind: bytes, frames: list[Frame]) -> None:
+        """Send a message to an engine.
+
+        Raises:
+            zmq.ZMQError: It is not connected.
+        """
+        self._router.send_multipart([identity, kind, *frames], zmq.NOBLOCK)
+
+    def subscribe(self, address: str, curve: CurveKeys | None) -> None:
+        """Receive what the coordinator publishes there, with these keys.
+
+        Raises:
+            OSError: The address is malformed.
+        """
+        self._sub = self._sockets.add(
+            open_socket(self._sockets.context, zmq.SUB, address, bind=False, hwm=_UNBOUNDED, curve=curve)
+        )
+        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
+        attach(self._sub, address, bind=False)
+        self._watch(self._sub, self._read_counts)
+
+    def read_outputs(self) -> None:
+        """Read what engines have sent, some of it at a time."""
+        pull, noblock, listener, room = self._pull, zmq.NOBLOCK, self._listener, TURN_FRAMES
+        for _ in range(BURST):
+            if self._closed:
+                return
+            try:
+                if self._partial is not None:
+                    (frames, origin), self._partial = self._partial, None
+                elif self._origin:
+                    head = pull.recv(noblock, copy=False)
+                    frames, origin = [head.buffer], str(head.get(self._origin))
+                else:
+                    frames, origin = [pull.recv(noblock)], ""
+            except zmq.ZMQError:
+                return
+            while pull.getsockopt(zmq.RCVMORE):
+                if room <= 0:
+                    self._partial = frames, origin
+                    self._loop.call_soon(self.read_outputs)
+                    return
+                room -= 1
+                frame = pull.recv(noblock, copy=False)
+                if len(frames) <= self._kept:  # one more than may be, which is refused
+                    frames.append(frame.buffer)
+            room -= len(frames[0]) >> _DECODED_SHIFT
+            listener.output(frames, origin)
+            if room <= 0:
+                break
+        self._loop.call_soon(self.read_outputs)
+
+    async def aclose(self) -> None:
+        """Close them once what was sent has left. Idempotent."""
+        if not self._closed:
+            self._release()
+            await give_back(lambda: self._sockets.close(LINGER_MS))
+
+    def close(self) -> None:
+        """Close them at once, and forget what was sent. Idempotent."""
+        self._release()
+        self._sockets.close()
+
+    def _release(self) -> None:
+        self._closed = True
+        for watch in self._watches:
+            watch.pause()
+        for file in self._files:
+            file.remove()
+        for guard in self._guards:
+            guard.close()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+
+    def _open(self, kind: int, address: str, max_bytes: int) -> Socket:
+        open_to_all = over_tcp([address]) and not self._protection.encrypts(address)
+        hwm = _OF_STRANGERS if kind == zmq.PULL and open_to_all else _UNBOUNDED
+        socket = self._protection.open(self._sockets, kind, address, hwm=hwm)
+        socket.setsockopt(zmq.MAXMSGSIZE, STRANGE_BYTES // 2 if kind == zmq.ROUTER and open_to_all else max_bytes)
+        return socket
+
+    def _bind(self, socket: Socket, address: str) -> str:
+        actual = attach(socket, address, bind=True)
+        self._files.append(BoundFile(actual))
+        return actual
+
+    def _watch(self, socket: Socket, callback: Callable[[], None]) -> None:
+        self._watches.append(Watch(self._loop, socket, callback))
+
+    def _read_registrations(self) -> None:
+        self._registrations.begin_turn()
+        while not self._closed:
+            try:
+                message = self._registrations.read()
+            except zmq.ZMQError:
+                return
+            if message is None:
+                if self._registrations.unfinished:
+                    self._loop.call_soon(self._read_registrations)
+                return
+            sender, (name, *frames) = message
+            # The number of a connection that has ended may be this one's now.
+            if self._guard is None:
+                self._read_monitor()
+            else:
+                self._guard.look()
+                self._guard.credit(sender, frames)
+            user = user_of(sender) if self._protection.encrypts(self.input_address) else ""
+            self._listener.registered(name, frames, int(sender.get(zmq.SRCFD)), sender_of(sender), user)
+
+    def _read_monitor(self) -> None:
+        assert self._monitor is not None
+        while not self._closed:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.ZMQError:
+                return
+            self._listener.disconnected(event["value"])
+
+    def _read_counts(self) -> None:
+        while not self._closed:
+            try:
+                payload = self._sub.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            self._listener.counts(payload)

@@ -1,0 +1,116 @@
+"""Calls of an engine's methods by its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from aioshm.engine.protocol.messages import UtilityOutput
+from aioshm.errors import AioshmError, CodecError
+
+logger = logging.getLogger("aioshm.engine")
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NOT_TO_BE_CALLED = frozenset({"initialize", "add_request", "abort_requests", "step", "shutdown"})
+
+
+class Call(NamedTuple):
+    """A call, as it comes."""
+
+    client_index: int
+    call_id: int
+    method: str
+    args: list[Any]
+
+
+class Calls:
+    """Calls methods, and sends what they return or raise.
+
+    Args:
+        engine: The user's engine.
+        answer: Sends an answer to a client; raises `CodecError` if it cannot be encoded.
+    """
+
+    def __init__(self, engine: Any, answer: Callable[[int, UtilityOutput], None]) -> None:
+        self._engine = engine
+        self._answer = answer
+        self._running: set[asyncio.Task[None]] = set()
+
+    def take(self, client: int, payload: Any) -> None:
+        """Call a method for a client; an async one goes on by itself.
+
+        Raises:
+            CodecError: This is no call.
+        """
+        try:
+            call = msgspec.convert(payload, Call)
+        except ValueError as error:
+            raise CodecError(f"no call: {error}") from None
+        try:
+            method = self._method(call.method)
+            result = method(*_converted(method, call.args))
+        except Exception as error:
+            self._fail(client, call, error)
+            return
+        if inspect.isawaitable(result):
+            task = asyncio.ensure_future(self._finish(client, call, result))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        else:
+            self._succeed(client, call, result)
+
+    def cancel(self) -> None:
+        """Cancel what goes on. Idempotent."""
+        for task in self._running:
+            task.cancel()
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        found = None if name.startswith("_") or name in _NOT_TO_BE_CALLED else getattr(self._engine, name, None)
+        if not callable(found):
+            raise AttributeError(f"the engine has no method {name!r} that may be called")
+        method: Callable[..., Any] = found
+        return method
+
+    async def _finish(self, client: int, call: Call, result: Any) -> None:
+        try:
+            value = await result
+        except Exception as error:
+            self._fail(client, call, error)
+        else:
+            self._succeed(client, call, value)
+
+    def _succeed(self, client: int, call: Call, result: Any) -> None:
+        try:
+            self._answer(client, UtilityOutput(call.call_id, None, (None, result)))
+        except CodecError as error:
+            self._fail(client, call, error)
+
+    def _fail(self, client: int, call: Call, error: Exception) -> None:
+        logger.debug("a call of %s has failed", call.method, exc_info=error)
+        text = f"Call to {call.method} method failed: {error}"  # vLLM's words: clients look for them
+        self._answer(client, UtilityOutput(call.call_id, text))
+
+
+def described(error: Exception) -> str:
+    """Return what an error says, for whoever is far away from it."""
+    return str(error) if isinstance(error, AioshmError) else f"{type(error).__name__}: {error}"
+
+
+def _converted(method: Callable[..., Any], args: list[Any]) -> list[Any]:
+    """Return the arguments, with plain data turned into the structs that the method says it takes."""
+    try:
+        hints = get_type_hints(method)
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError, NameError):
+        return args
+    wanted = [hints.get(each.name) for each in parameters if each.kind in _POSITIONAL]
+    wanted += [None] * (len(args) - len(wanted))
+    return [
+        msgspec.convert(arg, kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else arg
+        for arg, kind in zip(args, wanted, strict=False)
+    ]

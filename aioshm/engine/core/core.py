@@ -1,0 +1,343 @@
+"""The engine's side of the data path: the loop around the user's engine."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from aioshm.config import Options
+from aioshm.engine.core.calls import Calls, described
+from aioshm.engine.core.sockets import COORDINATOR, CoreSockets
+from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
+from aioshm.engine.protocol.lockstep import Lockstep
+from aioshm.engine.protocol.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequestType,
+    SchedulerStats,
+    StartWave,
+    UtilityOutput,
+    error_output,
+    is_finished,
+    request_id_of,
+)
+from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder
+from aioshm.engine.security.binding import over_tcp
+from aioshm.engine.security.keys import AnyKeys, keys_for_engine
+from aioshm.errors import CodecError
+from aioshm.logs import LogLimiter
+
+logger = logging.getLogger("aioshm.engine")
+
+IDLE_STEP_S = 0.001
+"""How long to wait after a step that has brought nothing, unless something comes."""
+
+_LOG_INTERVAL_S = 10.0
+_USAGE_STEPS = 20
+"""Of the use of a KV cache, where nothing else has changed: a report in each step would tell nobody more."""
+
+_ADD = EngineCoreRequestType.ADD.value
+_ABORT = EngineCoreRequestType.ABORT.value
+_START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
+_UTILITY = EngineCoreRequestType.UTILITY.value
+
+_encode_plain = msgspec.msgpack.Encoder().encode
+
+
+class EngineCore:
+    """Takes requests to an engine and its outputs back, see `run_engine_core`.
+
+    Args:
+        engine: The user's engine.
+        index: Its rank.
+        request_type: What requests are decoded as; None for plain data.
+        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here.
+        keys: See `run_engine_core`.
+        secure: See `run_engine_core`.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        index: int,
+        *,
+        request_type: Any = None,
+        options: Options | None = None,
+        keys: AnyKeys | None = None,
+        secure: bool = True,
+    ) -> None:
+        options = options or Options.from_env()
+        self._keys, self._secure = keys, secure and options.secure
+        self._max_bytes, self._silence_s = options.max_message_bytes, options.remote_timeout
+        self._engine = engine
+        self._index = index
+        self._sockets: CoreSockets | None = None
+        self._encode = PayloadEncoder(self._max_bytes).encode
+        self._decode_request = PayloadDecoder(request_type).decode
+        self._decode = PayloadDecoder().decode
+        self._inbox: deque[tuple[int, list[Frame]]] = deque()
+        self._clients: dict[str, int] = {}  # of the requests that are open
+        self._calls = Calls(engine, self._answer)
+        self._waiter: asyncio.Future[None] | None = None
+        self._counts: Any = None
+        self._lockstep = Lockstep(index) if hasattr(engine, "has_unfinished_dp") else None
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+
+    async def initialize(self, metadata: EngineHandshakeMetadata) -> dict[str, Any]:
+        """Initialise the engine, and return the fields of READY."""
+        fields = dict(await _awaited(self._engine.initialize(metadata)) or {})
+        stats_address = metadata.addresses.frontend_stats_publish_address
+        if stats_address is not None:  # front ends beside engines of another host learn it in this way
+            fields.setdefault("dp_stats_address", stats_address)
+        return fields
+
+    async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> None:
+        """Connect to the front ends, and register there with the fields of READY."""
+        anywhere = [*addresses.inputs, *addresses.outputs, addresses.coordinator_input, addresses.coordinator_output]
+        self._sockets = CoreSockets(
+            self._index,
+            addresses,
+            self._arrived,
+            max_bytes=self._max_bytes,
+            silence_s=self._silence_s,
+            credentials=keys_for_engine(self._index, self._keys) if self._secure and over_tcp(anywhere) else None,
+        )
+        await self._sockets.register(_encode_plain(fields) if fields else b"")
+
+    async def run(self) -> None:
+        """Serve until this is cancelled, or a step fails."""
+        engine = self._engine
+        while True:
+            while self._inbox:
+                await self._handle(*self._inbox.popleft())
+            self._report_counts()
+            if not self._has_work():
+                await self._wait(None)
+                continue
+            busy = await self._step()
+            if self._lockstep is not None:
+                unfinished = await _awaited(engine.has_unfinished_dp(bool(self._clients)))
+                self._report_wave(complete=self._lockstep.stepped(unfinished))
+                busy = busy or unfinished  # others would have to wait, too
+            self._report_counts()
+            if busy:
+                await asyncio.sleep(0)  # the sockets' turn, and that of whoever wants this to end
+            else:
+                await self._wait(IDLE_STEP_S)
+
+    async def aclose(self) -> None:
+        """Tell the front ends that the engine is dead, close the sockets, and shut the engine down."""
+        self._calls.cancel()
+        try:
+            if self._sockets is not None:
+                self._sockets.send_dead()
+                await self._sockets.aclose()
+        finally:
+            shutdown = getattr(self._engine, "shutdown", None)
+            if shutdown is not None:
+                await _awaited(shutdown())
+
+    # Its turns
+
+    def _has_work(self) -> bool:
+        if self._clients or (self._lockstep is not None and self._lockstep.running):
+            return True
+        has_work = getattr(self._engine, "has_work", None)
+        return has_work is not None and bool(has_work())
+
+    async def _step(self) -> bool:
+        """Let the engine take a step; return whether it has brought anything."""
+        dummy = getattr(self._engine, "execute_dummy_batch", None)
+        if dummy is not None and not self._clients and self._lockstep is not None:
+            await _awaited(dummy())
+            return False
+        outputs = await _awaited(self._engine.step())
+        return bool(outputs) and await self._send_outputs(outputs)
+
+    async def _wait(self, seconds: float | None) -> None:
+        """Wait until something has come, for so long at most."""
+        if self._inbox:
+            return
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        timer = None if seconds is None else loop.call_later(seconds, _set, waiter)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _arrived(self, client: int, frames: list[Frame]) -> None:
+        self._inbox.append((client, frames))
+        if self._waiter is not None:
+            _set(self._waiter)
+
+    # What comes
+
+    async def _handle(self, client: int, frames: list[Frame]) -> None:
+        if not frames:  # the client is gone
+            await self._drop([each for each, owner in self._clients.items() if owner == client])
+            return
+        kind, payload = frames[0], frames[1:]
+        try:
+            if not payload:
+                raise CodecError(f"a message of {len(frames)} frames")
+            if client == COORDINATOR:
+                self._start_wave(kind, payload)
+            elif kind == _ADD:
+                await self._add(client, payload)
+            elif kind == _ABORT:
+                await self._abort(client, payload)
+            elif kind == _UTILITY:
+                self._calls.take(client, self._decode(payload))
+            else:
+                raise CodecError(f"a message of type {bytes(kind[:8])!r}")
+        except CodecError as error:
+            who = "the coordinator" if client == COORDINATOR else f"client {client}"
+            self._complain("engine %d ignores a message from %s: %s", self._index, who, error)
+
+    async def _add(self, client: int, payload: list[Frame]) -> None:
+        try:
+            request = self._decode_request(payload)
+            request_id = request_id_of(request)
+        except CodecError as error:
+            request_id = request_id_of(self._decode(payload))  # or nobody can be told
+            self._refuse(client, request_id, str(error))
+            return
+        owner = self._clients.get(request_id)
+        if owner is not None and owner != client:
+            self._refuse(client, request_id, f"request_id {request_id!r} is that of another request in flight")
+            return
+        try:  # the id of an open request: there are front ends that send one in parts
+            await _awaited(self._engine.add_request(request))
+        except Exception as error:
+            logger.debug("engine %d has refused request %r", self._index, request_id, exc_info=True)
+            if owner is not None:
+                await self._drop([request_id])
+            self._refuse(client, request_id, described(error))
+            return
+        self._clients[request_id] = client
+        if self._lockstep is not None:
+            wave = getattr(request, "current_wave", 0)
+            self._report_wave(start=self._lockstep.add(wave if isinstance(wave, int) else 0))
+
+    async def _abort(self, client: int, payload: list[Frame]) -> None:
+        ids = self._decode(payload)
+        if not isinstance(ids, list):
+            raise CodecError(f"an abort of {type(ids).__qualname__}")
+        named = dict.fromkeys(each for each in ids if isinstance(each, str))
+        its_own = [each for each in named if self._clients.get(each) == client]
+        if its_own:
+            await self._drop(its_own)
+            self._send(client, EngineCoreOutputs(self._index, finished_requests=set(its_own)))
+
+    async def _drop(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._clients.pop(request_id, None)
+        try:
+            if request_ids:
+                await _awaited(self._engine.abort_requests(request_ids))
+        except Exception:
+            logger.exception("engine %d could not abort %s", self._index, request_ids)
+
+    def _start_wave(self, kind: Frame, payload: list[Frame]) -> None:
+        if kind != _START_DP_WAVE:
+            raise CodecError(f"a message of type {bytes(kind[:8])!r}")
+        try:
+            start = msgspec.convert(self._decode(payload), StartWave)
+        except ValueError as error:
+            raise CodecError(f"no wave: {error}") from None
+        if self._lockstep is not None:
+            self._lockstep.start(start)
+
+    # What leaves
+
+    def _answer(self, client: int, answer: UtilityOutput) -> None:
+        self._send(client, EngineCoreOutputs(self._index, utility_output=answer))
+
+    async def _send_outputs(self, outputs: Iterable[Any]) -> bool:
+        """Send each client what is for it; return whether there was anything."""
+        by_client: dict[int, tuple[list[Any], set[str]]] = {}
+        for output in outputs:
+            request_id = request_id_of(output)
+            client = self._clients.get(request_id)
+            if client is None:  # aborted meanwhile
+                continue
+            its_own, finished = by_client.setdefault(client, ([], set()))
+            its_own.append(output)
+            if is_finished(output):
+                finished.add(request_id)
+                del self._clients[request_id]
+        for client, (its_own, finished) in by_client.items():
+            try:
+                self._send(client, EngineCoreOutputs(self._index, its_own, finished_requests=finished or None))
+            except CodecError:
+                await self._send_one_by_one(client, its_own, finished)
+        return bool(by_client)
+
+    async def _send_one_by_one(self, client: int, outputs: list[Any], finished: set[str]) -> None:
+        """Send what can be encoded; whose outputs cannot has failed."""
+        for output in outputs:
+            request_id = request_id_of(output)
+            ends = {request_id} if request_id in finished and is_finished(output) else None
+            try:
+                self._send(client, EngineCoreOutputs(self._index, [output], finished_requests=ends))
+            except CodecError as error:
+                if request_id not in finished:
+                    await self._drop([request_id])
+                self._refuse(client, request_id, str(error))
+
+    def _send(self, client: int, envelope: EngineCoreOutputs[Any]) -> None:
+        assert self._sockets is not None
+        self._sockets.send(client, self._encode(envelope))
+
+    def _refuse(self, client: int, request_id: str, text: str) -> None:
+        """Send the last output of a request that has failed."""
+        try:
+            self._send_last(client, request_id, getattr(self._engine, "error_output", error_output)(request_id, text))
+        except Exception:
+            logger.exception("engine %d has no error_output that can be sent for %r", self._index, request_id)
+            self._send_last(client, request_id, error_output(request_id, text))
+
+    def _send_last(self, client: int, request_id: str, output: Any) -> None:
+        self._send(client, EngineCoreOutputs(self._index, [output], finished_requests={request_id}))
+
+    def _report_counts(self) -> None:
+        """Tell the coordinator how much there is to do, if that has changed."""
+        if self._sockets is None or not self._sockets.coordinated:
+            return
+        counts = getattr(self._engine, "request_counts", None)
+        waiting, running = (0, len(self._clients)) if counts is None else counts()
+        usage = getattr(self._engine, "kv_cache_usage", None)
+        used = 0.0 if usage is None else usage()
+        found = waiting, running, int(_USAGE_STEPS * used)
+        if found != self._counts:
+            self._counts = found
+            stats = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=used)
+            if self._lockstep is not None:
+                stats.step_counter, stats.current_wave = self._lockstep.step, self._lockstep.wave
+            self._send(COORDINATOR, EngineCoreOutputs(self._index, scheduler_stats=stats))
+
+    def _report_wave(self, *, start: int | None = None, complete: int | None = None) -> None:
+        if (start is not None or complete is not None) and self._sockets is not None and self._sockets.coordinated:
+            self._send(COORDINATOR, EngineCoreOutputs(self._index, wave_complete=complete, start_wave=start))
+
+    def _complain(self, text: str, *args: object) -> None:
+        held_back = self._limiter.admit()
+        if held_back is not None:
+            logger.warning(f"{text} (and %d more like this)", *args, held_back)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

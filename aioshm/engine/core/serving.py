@@ -1,0 +1,143 @@
+"""What an engine's process runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from typing import Any
+
+from aioshm.config import Options
+from aioshm.engine.core.core import EngineCore
+from aioshm.engine.core.joining import shake_hands
+from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
+from aioshm.engine.security.keys import AnyKeys
+
+
+async def run_engine_core(
+    engine: Any,
+    handshake_address: str,
+    index: int,
+    *,
+    local: bool = True,
+    headless: bool = False,
+    client_handshake_address: str | None = None,
+    request_type: Any = None,
+    options: Options | None = None,
+    keys: AnyKeys | None = None,
+    secure: bool = True,
+) -> None:
+    """Shake hands with the front end, and serve requests until the process is told to end.
+
+    ``engine`` is the user's own object. Each of its methods may be async, and those marked * may be missing:
+
+    * ``initialize(metadata) -> dict | None``: prepare; returns the fields of READY, such as ``num_gpu_blocks``.
+    * ``add_request(request)``: take a request; what it raises refuses that request.
+    * ``abort_requests(ids)``: drop requests; none of them is finished.
+    * ``step() -> outputs``: compute, while there are requests; returns an iterable of outputs, or None. An output has a
+      ``request_id``; its request's last one has a ``finish_reason``, or is ``finished``.
+    * ``has_work() -> bool``*: whether to step although no request is open; never async.
+    * ``request_counts() -> (waiting, running)``*: for the coordinator; never async.
+    * ``kv_cache_usage() -> float``*: how much of the KV cache is in use, 0 to 1, for the coordinator; never async.
+    * ``error_output(request_id, message) -> output``*: the form of a refused request's output; never async. Without,
+      it is a map ``{request_id, finish_reason: "error", error: message}``.
+    * ``has_unfinished_dp(unfinished) -> bool``*: whether any engine has work, agreed with the others. An engine that
+      has this works in lockstep with them: it steps while one of them has work, if it has none itself by calling
+      ``execute_dummy_batch()``*.
+    * ``shutdown()``*: give back what it holds, at the end.
+    * whatever a client may ``call``: any other method whose name does not begin with an underscore.
+
+    No two of them run at once, except for async methods that a client calls: these run beside everything else. So the
+    engine needs no locks. A step that is not async holds up the loop, and what has come waits until it is over;
+    ZeroMQ's own thread receives it meanwhile.
+
+    When a step fails, or the process gets SIGTERM, or this is cancelled, every client is told that the engine is dead.
+    After SIGTERM this returns; otherwise it raises, and if nobody catches that, the process ends with an exit code
+    other than 0.
+
+    Args:
+        engine: The engine.
+        handshake_address: Where the front end listens.
+        index: The engine's rank.
+        local: Whether it runs on the front end's host.
+        headless: Whether there is no front end beside it.
+        client_handshake_address: Where the engine's own front end listens, if ``handshake_address`` is the head node's,
+            see `shake_hands`.
+        request_type: What requests are decoded as, any type that msgspec knows; None for plain data.
+        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here; None: as the environment says.
+        keys: What makes it known over TCP; None: what its process was started with, see `EngineKeys`.
+        secure: Whether connections over TCP are encrypted, as the front end has to say, too. False for front ends that
+            know no keys, as vLLM's.
+
+    Raises:
+        HandshakeError: What the front end said is not understood.
+        RoleError: There are no keys for this engine.
+        TimeoutError: It did not answer.
+        Exception: Whatever the engine has raised in ``initialize`` or ``step``.
+    """
+    options = options or Options.from_env()
+    secure = secure and options.secure
+    core = EngineCore(engine, index, request_type=request_type, options=options, keys=keys, secure=secure)
+    termination = _Termination()
+
+    async def initialize(metadata: EngineHandshakeMetadata) -> dict[str, Any]:
+        fields = await core.initialize(metadata)
+        termination.arm()  # not before: what takes minutes, and may not let the loop run, is ended by the signal itself
+        await core.connect(metadata.addresses, fields)
+        return fields
+
+    try:
+        try:
+            await shake_hands(
+                handshake_address,
+                index,
+                local=local,
+                headless=headless,
+                client_handshake_address=client_handshake_address,
+                initialize=initialize,
+                keys=keys,
+                secure=secure,
+            )
+            await core.run()
+        finally:
+            await core.aclose()
+    except asyncio.CancelledError:
+        if not termination.came():
+            raise
+    finally:
+        termination.disarm()
+
+
+class _Termination:
+    """Lets SIGTERM cancel the task that makes this.
+
+    Only where nobody else has a use for it: in the main thread, and if it would end the process otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._armed = self._came = False
+
+    def arm(self) -> None:
+        """Begin."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._loop.add_signal_handler(signal.SIGTERM, self._come)
+            self._armed = True
+
+    def disarm(self) -> None:
+        """End. Idempotent."""
+        if self._armed:
+            self._armed = False
+            self._loop.remove_signal_handler(signal.SIGTERM)
+
+    def came(self) -> bool:
+        """Tell whether SIGTERM has cancelled the task, and nothing else; take that back then."""
+        assert self._task is not None
+        return self._came and self._task.uncancel() == 0
+
+    def _come(self) -> None:
+        if not self._came:
+            assert self._task is not None
+            self._came = True
+            self._task.cancel("SIGTERM")

@@ -1,0 +1,304 @@
+"""The coordinator's sockets, in a process of its own; what it decides is in ``waves.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import NamedTuple, Self, TypeAlias
+
+import zmq
+
+from aioshm.engine.protocol.messages import COORDINATOR_READY, SUBSCRIBE_TO_ALL, StartWave
+from aioshm.engine.protocol.reports import (
+    UNSUBSCRIBED,
+    decode_from_front_end,
+    decode_report,
+    encode_published,
+    encode_start,
+)
+from aioshm.engine.protocol.waves import Published, Waves
+from aioshm.engine.security.binding import ENGINES, FRONT_ENDS, Protection, over_tcp
+from aioshm.engine.security.doorkeeper import Doorkeeper
+from aioshm.engine.security.guard import STRANGE_BYTES, Guard
+from aioshm.engine.security.keys import EngineKeys
+from aioshm.engine.security.reading import MessageReader, user_of
+from aioshm.logs import LogLimiter
+from aioshm.zeromq.endpoint import BoundFile, attach
+from aioshm.zeromq.sockets import BURST, Socket, Sockets
+from aioshm.zeromq.watch import Watch
+
+COMPLAINT_S = 10.0
+REMINDER_S = 60.0
+"""How often it is said that engines are still waited for."""
+
+# An XPUB socket drops what is more. What front ends miss is published again, but what engines miss is not.
+_FRONT_END_HWM, _ENGINE_HWM = 1_000, 100_000
+_FRAMES = 2  # of a message, that are kept: there should be one
+_OVERSIZED = 16 << 20  # ZeroMQ hangs up on who sends that, without a word; less is refused by name
+_RATE = 4096.0  # front ends say when they wake engines, some bytes for each wave, and nobody knows from where
+
+_Source: TypeAlias = "tuple[MessageReader, Callable[[list[bytes], zmq.Frame], None]]"
+
+logger = logging.getLogger("aioshm.engine.coordinator")
+
+
+class CoordinatorAddresses(NamedTuple):
+    """Where a coordinator is bound.
+
+    Attributes:
+        stats_publish: Where front ends subscribe.
+        engine_input: Where engines subscribe.
+        engine_output: Where engines report to.
+    """
+
+    stats_publish: str
+    engine_input: str
+    engine_output: str
+
+
+class Coordination:
+    """Passes on between engines and front ends; a context manager, on the running loop.
+
+    Args:
+        waves: Decides.
+        addresses: What to bind; where the kernel chooses the port, it is 0.
+        keys: Who may connect over TCP, and as whom; None: anybody may.
+        secure: Whether on this host only this user's processes may connect.
+
+    Attributes:
+        addresses: Where it is bound.
+        over: Ends it; has an exception if it cannot go on.
+
+    Raises:
+        OSError: An address cannot be bound; the text names it.
+    """
+
+    def __init__(
+        self,
+        waves: Waves,
+        addresses: CoordinatorAddresses,
+        keys: EngineKeys | None = None,
+        *,
+        secure: bool = True,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self._waves = waves
+        self._limiter = LogLimiter(COMPLAINT_S)
+        self._sockets = Sockets()
+        self._files: list[BoundFile] = []
+        self._watches: list[Watch] = []
+        self._reminding = self._loop.call_later(REMINDER_S, self._remind)
+        self._publishing: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        own = None if keys is None else keys.coordinator
+        self._protection = Protection(keys, own, range(waves.n_engines), secure=secure, more=True)
+        self._doorkeeper: Doorkeeper | None = None
+        self._guards: dict[Socket, Guard] = {}
+        try:
+            self._doorkeeper = self._protection.doorkeeper(self._sockets)
+            self._front_ends, stats_publish = self._bind(zmq.XPUB, addresses.stats_publish, _FRONT_END_HWM, FRONT_ENDS)
+            self._engines, engine_input = self._bind(zmq.XPUB, addresses.engine_input, _ENGINE_HWM)
+            self._reports, engine_output = self._bind(zmq.PULL, addresses.engine_output, _ENGINE_HWM)
+        except BaseException:
+            self.close()
+            raise
+        self.addresses = CoordinatorAddresses(stats_publish, engine_input, engine_output)
+        self._recognises = self._protection.encrypts(engine_input)
+        self._readers = [MessageReader(socket, _FRAMES) for socket in (self._engines, self._front_ends, self._reports)]
+        self._sources: list[_Source] = [(self._readers[0], self._from_engine)]
+        self._watch(self._engines)
+
+    def end(self) -> None:
+        """Set `over`."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        for watch in self._watches:
+            watch.pause()
+        self._reminding.cancel()
+        if self._publishing is not None:
+            self._publishing.cancel()
+        for file in self._files:
+            file.remove()
+        for guard in self._guards.values():
+            guard.close()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+        self._sockets.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _bind(self, kind: int, address: str, hwm: int, domain: str = ENGINES) -> tuple[Socket, str]:
+        socket = self._protection.open(self._sockets, kind, address, hwm=hwm, domain=domain)
+        socket.setsockopt(zmq.MAXMSGSIZE, min(_OVERSIZED, STRANGE_BYTES // 2) if over_tcp([address]) else _OVERSIZED)
+        if kind == zmq.XPUB:
+            socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # each subscription, not only the first, and each end of one
+        if over_tcp([address]):
+            encrypted = self._protection.encrypts(address)
+            self._guards[socket] = Guard(socket, self._sockets, encrypted=encrypted, rate=_RATE)
+        bound = attach(socket, address, bind=True)
+        self._files.append(BoundFile(bound))
+        return socket, bound
+
+    def _watch(self, socket: Socket) -> None:
+        self._watches.append(Watch(self._loop, socket, self._look))
+
+    # What comes
+
+    def _look(self) -> None:
+        """Read what has come, some of it at a time.
+
+        Sending may swallow the sign that there is something to read, so this ends only after a round without either.
+        """
+        if self._sockets.closed or self.over.done():
+            return
+        for reader in self._readers:
+            reader.begin_turn()
+        try:
+            for _ in range(BURST):
+                taken = [self._take(reader, handle) for reader, handle in self._sources]
+                if not any(taken):
+                    break
+            else:
+                self._loop.call_soon(self._look)
+            if self._waves.ready:
+                self._publish()
+        except Exception as error:  # engines would wait in vain: better to end, which is noticed
+            self.over.set_exception(error)
+
+    def _take(self, reader: MessageReader, handle: Callable[[list[bytes], zmq.Frame], None]) -> bool:
+        message = reader.read()
+        if message is None:
+            return reader.unfinished
+        try:
+            handle(message[1], message[0])
+        except ValueError as error:
+            self._complain(error)
+        return True
+
+    def _from_engine(self, frames: list[bytes], sender: zmq.Frame) -> None:
+        if frames == [SUBSCRIBE_TO_ALL]:
+            was_ready = self._waves.ready
+            if self._waves.subscribe(int(user_of(sender)) if self._recognises else None):
+                self._engines.send(COORDINATOR_READY, zmq.NOBLOCK)
+            if self._waves.ready and not was_ready:
+                self._begin()
+        elif frames == [UNSUBSCRIBED]:
+            self._waves.unsubscribe()
+        else:
+            raise ValueError("engines subscribe to everything, and send nothing else here")
+
+    def _begin(self) -> None:
+        """Read what engines report, and what front ends say: before, an answer would not have reached all engines."""
+        logger.debug("all engines have subscribed")
+        self._reminding.cancel()
+        self._sources += [(self._readers[1], self._from_front_end), (self._readers[2], self._from_report)]
+        self._watch(self._front_ends)
+        self._watch(self._reports)
+
+    def _from_front_end(self, frames: list[bytes], _sender: zmq.Frame) -> None:
+        if frames == [SUBSCRIBE_TO_ALL]:
+            self._waves.greet(self._loop.time())
+        elif frames != [UNSUBSCRIBED]:
+            message = decode_from_front_end(frames)
+            if isinstance(message, int):
+                logger.info("%d engines from now on, after %d", message, self._waves.n_engines)
+                self._waves.scale(message, self._loop.time())
+            else:
+                self._start(self._waves.wake(message.exclude, message.wave))
+
+    def _from_report(self, frames: list[bytes], sender: zmq.Frame) -> None:
+        if (guard := self._guards.get(self._reports)) is not None:
+            guard.credit(sender, frames)
+        report = decode_report(frames)
+        engine = report.engine_index
+        if self._recognises and user_of(sender) != str(engine):
+            raise ValueError(f"engine {user_of(sender)} speaks for engine {engine}")
+        if report.wave_complete is not None:
+            if self._waves.complete(engine, report.wave_complete):
+                self._tell(self._waves.state())
+        elif report.start_wave is not None:
+            self._start(self._waves.start(engine, report.start_wave))
+        if report.scheduler_stats is not None:
+            self._waves.load(engine, report.scheduler_stats, self._loop.time())
+
+    # What goes out
+
+    def _start(self, start: StartWave | None) -> None:
+        if start is not None:
+            self._engines.send_multipart(encode_start(start), zmq.NOBLOCK)
+            self._tell(self._waves.state())
+
+    def _tell(self, published: Published) -> None:
+        self._front_ends.send(encode_published(published), zmq.NOBLOCK)
+
+    def _publish(self) -> None:
+        """Publish counts if it is time to, and come back when it is the next time."""
+        now = self._loop.time()
+        if self._waves.due() <= now:
+            self._tell(self._waves.publish(now))
+            self._loop.call_soon(self._look)
+        due = self._waves.due()
+        if self._publishing is None or due != self._due:
+            if self._publishing is not None:
+                self._publishing.cancel()
+            self._due = due
+            self._publishing = self._loop.call_at(due, self._is_time)
+
+    def _is_time(self) -> None:
+        self._publishing = None
+        self._look()
+
+    # What is said
+
+    def _remind(self) -> None:
+        logger.warning("waiting for engines to subscribe: %d of %d have", self._waves.subscribed, self._waves.n_engines)
+        self._reminding = self._loop.call_later(REMINDER_S, self._remind)
+
+    def _complain(self, error: ValueError) -> None:
+        held_back = self._limiter.admit()
+        if held_back is not None:
+            logger.warning("dropped a message: %s (and %d more)", error, held_back)
+
+
+def run_coordinator(
+    told: Connection, waves: Waves, addresses: CoordinatorAddresses, keys: EngineKeys | None, secure: bool
+) -> None:
+    """Be the coordinator, until SIGTERM or SIGINT; what its process runs.
+
+    Args:
+        told: Gets where it is bound.
+        waves: Decides.
+        addresses: What to bind.
+        keys: See `Coordination`.
+        secure: See `Coordination`.
+    """
+    asyncio.run(_run(told, waves, addresses, keys, secure))
+
+
+async def _run(
+    told: Connection, waves: Waves, addresses: CoordinatorAddresses, keys: EngineKeys | None, secure: bool
+) -> None:
+    try:
+        coordination = Coordination(waves, addresses, keys, secure=secure)
+    except OSError as error:
+        raise SystemExit(f"{error}") from None
+    with coordination:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, coordination.end)
+        with told:
+            told.send(tuple(coordination.addresses))
+        await coordination.over

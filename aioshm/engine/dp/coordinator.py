@@ -1,0 +1,161 @@
+"""The coordinator of data-parallel engines, as the process that starts it sees it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+from aioshm.config import check_int, check_seconds
+from aioshm.engine.dp.coordination import CoordinatorAddresses, run_coordinator
+from aioshm.engine.protocol.addresses import MAX_INDEX
+from aioshm.engine.protocol.progress import Ended
+from aioshm.engine.protocol.waves import Waves
+from aioshm.engine.security.binding import over_tcp, warn_of_strangers
+from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
+from aioshm.engine.startup.endpoints import get_engine_client_zmq_addr
+from aioshm.engine.startup.processes import Job, ProcessManager
+from aioshm.errors import EngineStartupError
+from aioshm.lifeline.address import connectable
+from aioshm.process.background import in_thread
+from aioshm.process.child import Child
+from aioshm.process.limits import naming_limits
+from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
+from aioshm.zeromq.endpoint import BoundFile
+
+NAME = "DPCoordinator"
+START_TIMEOUT_S = 60.0
+"""How long its process may take until it is bound."""
+
+_END_S = 2.0  # from the end of its pipe to its own
+
+
+class DPCoordinator(ProcessManager):
+    """The process between data-parallel engines and their front ends, named ``DPCoordinator``.
+
+        async with await DPCoordinator.start(n_engines) as coordinator:
+            addresses.coordinator_input, addresses.coordinator_output = coordinator.get_engine_socket_addresses()
+            addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
+
+    It tells front ends how many requests wait and run on each engine, at most every 100 ms and at least every 5 s, and
+    wakes engines that are paused when one of them gets a request. Its messages are the field's: front ends are sent
+    ``(counts, wave, running)`` as MessagePack, with counts of None where only the wave changed. What is not understood,
+    or comes from an engine that there is not, is logged and left out.
+
+    Making one blocks until its process is bound, for as long as Python takes to start; `start` does not. Engines wait
+    for its READY, which it sends when all have subscribed.
+
+    Args:
+        n_engines: How many engines there are. A front end may change that with ``("SCALE_ELASTIC_EP", n)``.
+        host: This host's address, where not everybody is on this host; ``"*"`` binds all of them, and the others are
+            told the one that this host's packets come from.
+        local_engines: Whether all engines are on this host, and so meet it at ``ipc://`` addresses.
+        local_front_ends: The same of the front ends.
+        enable_wave_coordination: Whether engines work in lockstep and so in waves, as those of mixtures of experts do.
+        kv_cache_usage: Whether counts are ``[waiting, running, kv_cache_usage]``, as the newest front ends take them;
+            ``[waiting, running]`` otherwise.
+        timeout: Seconds until it must be bound.
+        shutdown_timeout: See `ProcessManager`.
+        capture_stderr: See `ProcessManager`.
+        keys: Who may connect over TCP, and as whom; None: those of this process.
+        secure: Whether connections over TCP are encrypted, and only holders of keys get in, as engines and front ends
+            have to say, too.
+
+    Raises:
+        EngineStartupError: It ended, or was not bound in time; the text says why, as far as it is known.
+        TypeError, ValueError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        n_engines: int,
+        *,
+        host: str = "127.0.0.1",
+        local_engines: bool = True,
+        local_front_ends: bool = True,
+        enable_wave_coordination: bool = True,
+        kv_cache_usage: bool = True,
+        timeout: float = START_TIMEOUT_S,
+        shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
+        capture_stderr: bool = True,
+        keys: EngineKeys | None = None,
+        secure: bool = True,
+    ) -> None:
+        check_int("n_engines", n_engines, minimum=1)
+        if n_engines > MAX_INDEX + 1:
+            raise ValueError(f"n_engines must be at most {MAX_INDEX + 1}, not {n_engines}")
+        check_seconds("timeout", timeout)
+        wanted = CoordinatorAddresses(
+            get_engine_client_zmq_addr(local_front_ends, host),
+            get_engine_client_zmq_addr(local_engines, host),
+            get_engine_client_zmq_addr(local_engines, host),
+        )
+        if not secure:
+            warn_of_strangers(wanted)
+        found = keys_for_front_end(keys) if secure and over_tcp(wanted) else None
+        waves = Waves(n_engines, lockstep=enable_wave_coordination, kv_cache_usage=kv_cache_usage)
+        with naming_limits(NAME):
+            told, tells = multiprocessing.Pipe(duplex=False)
+        self._files: list[BoundFile] = []
+        with told:
+            with tells:
+                super().__init__(
+                    run_coordinator,
+                    [Job(NAME, (tells, waves, wanted, found, secure))],
+                    shutdown_timeout=shutdown_timeout,
+                    capture_stderr=capture_stderr,
+                )
+            try:
+                self._addresses = self._await_addresses(told, timeout)
+            except BaseException:
+                self._shutdown_timeout = 0
+                self.close()
+                raise
+        self._files += [BoundFile(address) for address in self._addresses]
+
+    @classmethod
+    async def start(cls, n_engines: int, **options: Any) -> Self:
+        """Make one, without blocking the loop.
+
+        Cancelling this ends the wait at once, and the process as soon as it can be told.
+
+        Args:
+            n_engines: How many engines there are.
+            options: Every other argument of the class.
+        """
+        return await in_thread(lambda: cls(n_engines, **options), discard=cls.close)
+
+    @property
+    def proc(self) -> Child:
+        """Its process."""
+        return self.processes[0]
+
+    def get_stats_publish_address(self) -> str:
+        """Return where front ends subscribe."""
+        return self._addresses.stats_publish
+
+    def get_engine_socket_addresses(self) -> tuple[str, str]:
+        """Return where engines subscribe, and where they report to."""
+        return self._addresses.engine_input, self._addresses.engine_output
+
+    def _await_addresses(self, told: Connection, timeout: float) -> CoordinatorAddresses:
+        try:
+            if told.poll(timeout):
+                return CoordinatorAddresses(*map(connectable, told.recv()))
+        except EOFError:
+            self.proc.join(_END_S)
+        ended = Ended(self.proc.name, self.proc.pid, self.proc.exitcode)
+        what = f"was not bound after {timeout:g} s"
+        if ended.exitcode is None:
+            text = f"{ended.name} (pid {ended.pid}) {what}"
+            raise EngineStartupError(text)
+        lines = "\n".join(f"  {line}" for line in self.last_lines(NAME))
+        text = f"{ended.describe(None)} before it was bound"
+        raise EngineStartupError(
+            f"{text}\nlast lines of its stderr:\n{lines}" if lines else text, failed={ended.name: ended.exitcode}
+        )
+
+    def _release(self) -> None:
+        super()._release()
+        for file in self._files:  # of one that was killed
+            file.remove()

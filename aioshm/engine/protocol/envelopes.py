@@ -1,0 +1,72 @@
+"""Envelopes from engines, decoded: all at once, or what can be read of them. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from aioshm.engine.protocol.messages import EngineCoreOutputs, is_finished, request_id_of
+from aioshm.engine.protocol.payloads import Frame, PayloadDecoder
+from aioshm.errors import CodecError, RequestFailed
+
+
+class Failure(NamedTuple):
+    """An output that cannot be read as what it should be.
+
+    Attributes:
+        request_id: Whose output it is.
+        text: Why, for people; what the engine says, if it says that the request has failed.
+        finished: Whether it is the last one.
+    """
+
+    request_id: str
+    text: str
+    finished: bool
+
+    def raising(self, engine: int) -> Callable[[], RequestFailed]:
+        """Return what makes the error that says so."""
+        return lambda: RequestFailed(self.text, engine=engine, request_id=self.request_id)
+
+
+class EnvelopeDecoder:
+    """Decodes envelopes.
+
+    Args:
+        output_type: What outputs are decoded as; None for plain data.
+    """
+
+    def __init__(self, output_type: Any = None) -> None:
+        self._type = output_type
+        generic: Any = EngineCoreOutputs  # or the type checker takes what is in the brackets for a type
+        self._outputs = PayloadDecoder(generic[Any if output_type is None else output_type])
+        self._any = PayloadDecoder(EngineCoreOutputs[Any])
+        self._one = PayloadDecoder(output_type)
+        self._raw = PayloadDecoder(EngineCoreOutputs[msgspec.Raw])
+        self.decode = self._outputs.decode
+
+    def salvage(self, frames: list[Frame]) -> tuple[EngineCoreOutputs[Any], list[Failure]]:
+        """Return an envelope with those of its outputs that can be read, and what is wrong with the others.
+
+        Raises:
+            CodecError: The envelope itself cannot be read.
+        """
+        envelope = self._raw.decode(frames)
+        parts = list(frames)
+        readable: list[Any] = []
+        failures: list[Failure] = []
+        for raw, plain in zip(envelope.outputs, self._any.decode(frames).outputs, strict=True):
+            try:
+                parts[0] = bytes(raw)
+                readable.append(self._one.decode(parts))
+            except CodecError as error:
+                try:
+                    request_id = request_id_of(plain)
+                except CodecError:
+                    continue  # nobody's
+                says = plain.get("error") if type(plain) is dict else None
+                text = says if isinstance(says, str) else f"its output is no {self._type}: {error}"
+                failures.append(Failure(request_id, text, is_finished(plain)))
+        envelope.outputs = readable
+        return envelope, failures

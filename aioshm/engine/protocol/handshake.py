@@ -1,0 +1,350 @@
+"""The handshake between a front end and its engines, at both ends. No I/O.
+
+    engine (DEALER, its identity is its rank)                front end (ROUTER)
+    NEW        HELLO {status, local, headless?}          ->
+               INIT  EngineHandshakeMetadata             <-             NEW -> CONNECTED
+    CONNECTED  (initialises, connects its data sockets)
+    READY      READY {status, local, headless?, ...}     ->       CONNECTED -> READY
+
+Every message is one frame, a MessagePack map. Fields that are not known here are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from aioshm.engine.protocol.addresses import (
+    IDENTITY_BYTES,
+    CoreEngine,
+    CoreEngineState,
+    EngineHandshakeMetadata,
+    EngineZmqAddresses,
+    identity,
+)
+from aioshm.engine.protocol.parallel import balanced_outside, parallel_settings
+from aioshm.errors import HandshakeError
+from aioshm.process.guard import built
+
+MAX_PAYLOAD_BYTES = 1 << 20
+"""Of an engine's message, which is some hundred bytes."""
+MAX_INIT_BYTES = 16 << 20
+"""Of the answer, which has two addresses for each client."""
+
+_OWN_FIELDS = frozenset({"status", "local", "headless"})
+_NEXT = {CoreEngineState.NEW: "HELLO", CoreEngineState.CONNECTED: "READY", CoreEngineState.READY: "nothing more"}
+_SHOWN_RANKS = 16
+_SHOWN_CHARACTERS = 200
+
+
+class _FromEngine(msgspec.Struct):
+    """What is checked of a message from an engine; what it does not name is kept unchecked."""
+
+    status: Literal["HELLO", "READY"]
+    local: bool
+    headless: bool | None = None  # releases of the field before 0.9.2 do not say
+    num_gpu_blocks: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    dp_stats_address: str | None = None
+    parallel_config_hash: Any = None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_map_decoder: msgspec.msgpack.Decoder[dict[str, Any]] = built(lambda: msgspec.msgpack.Decoder(dict[str, Any]))
+
+
+class FrontEndHandshake:
+    """The front end's side, for all of its engines.
+
+    A refused message changes nothing: it is for the caller to go on or to give up.
+
+    Args:
+        engines: Those that are expected; their states are kept up to date.
+        addresses: What engines are told; as it is at their HELLO.
+        parallel_config: The parallel configuration that engines are told: a mapping, or an object that has the field's
+            attributes.
+        config_hash: What engines that say a ``parallel_config_hash`` must say; None: the same as each other.
+        remote_headless: Whether engines on other hosts must be headless (or must not); None: they must unless
+            ``parallel_config`` says that hybrid or external load balancing is on.
+
+    Attributes:
+        engines: The engines, by rank.
+        hello: What each has said in its HELLO, by rank.
+        ready: What each has said in its READY, by rank.
+
+    Raises:
+        TypeError: ``parallel_config`` or ``addresses`` hold what MessagePack cannot say.
+        ValueError: Two engines have one rank.
+    """
+
+    def __init__(
+        self,
+        engines: Iterable[CoreEngine],
+        addresses: EngineZmqAddresses,
+        parallel_config: object = None,
+        *,
+        config_hash: object = None,
+        remote_headless: bool | None = None,
+    ) -> None:
+        self.engines: dict[int, CoreEngine] = {}
+        for engine in engines:
+            if engine.index in self.engines:
+                raise ValueError(f"engines must have a rank each, and two have {engine.index}")
+            self.engines[engine.index] = engine
+        self.hello: dict[int, dict[str, Any]] = {}
+        self.ready: dict[int, dict[str, Any]] = {}
+        self._by_identity = {engine.identity: engine for engine in self.engines.values()}
+        self._addresses = addresses
+        self._parallel = parallel_settings(parallel_config)
+        self._expected_hash = config_hash
+        self._remote_headless = not balanced_outside(parallel_config) if remote_headless is None else remote_headless
+        try:
+            self._init()
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TypeError(f"addresses and parallel_config cannot be sent to engines: {error}") from error
+
+    @property
+    def complete(self) -> bool:
+        """Whether every engine is ready."""
+        return len(self.ready) == len(self.engines)
+
+    @property
+    def num_gpu_blocks(self) -> int | None:
+        """What the ready engines have in all; None if none of them says."""
+        said = [ready["num_gpu_blocks"] for ready in self.ready.values() if ready.get("num_gpu_blocks") is not None]
+        return sum(said) if said else None
+
+    @property
+    def parallel_config_hash(self) -> Any:
+        """What the engines agree on; None if none of them says."""
+        return self._first("parallel_config_hash")
+
+    @property
+    def stats_address(self) -> str | None:
+        """Where the coordinator's counts are published, if an engine passes that on."""
+        address: str | None = self._first("dp_stats_address")
+        return address
+
+    def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[bytes] | None:
+        """Take a message; return the frames to send in reply, the identity first.
+
+        Args:
+            identity: Of the sender's socket.
+            frames: What follows the identity.
+
+        Raises:
+            HandshakeError: The message is refused.
+        """
+        engine = self._by_identity.get(identity)
+        if engine is None:
+            raise self._unknown(identity)
+        state = engine.state
+        if len(frames) != 1:
+            raise _refused(engine.index, state, f"a message of {len(frames)} payload frames", "one")
+        fields, message = self._parse(engine, frames[0])
+        self._check_place(engine, message)
+        if message.status != _NEXT[state]:
+            again = message.status == "HELLO" or state is CoreEngineState.READY
+            hint = "; have two engines the same rank?" if message.status == "HELLO" else ""
+            raise _refused(engine.index, state, f"{message.status} came{' again' if again else ''}", _NEXT[state], hint)
+        if message.status == "HELLO":
+            reply = [identity, self._init()]
+            self.hello[engine.index] = fields
+            engine.state = CoreEngineState.CONNECTED
+            return reply
+        self._check_hash(engine, message)
+        self.ready[engine.index] = fields
+        engine.state = CoreEngineState.READY
+        return None
+
+    def forget(self, index: int) -> None:
+        """Take back an engine's HELLO: whoever said it has left without an answer."""
+        self.hello.pop(index, None)
+        self.engines[index].state = CoreEngineState.NEW
+
+    def _parse(self, engine: CoreEngine, payload: bytes) -> tuple[dict[str, Any], _FromEngine]:
+        expected = _NEXT[engine.state]
+        if engine.state is not CoreEngineState.READY:
+            expected += ", a MessagePack map with status and local"
+        try:
+            fields = _decode(payload, MAX_PAYLOAD_BYTES)
+            return fields, msgspec.convert(fields, _FromEngine)
+        except ValueError as error:
+            raise _refused(engine.index, engine.state, _cut(str(error)), expected) from None
+
+    def _check_place(self, engine: CoreEngine, message: _FromEngine) -> None:
+        if message.local != engine.local:
+            raise _refused(
+                engine.index,
+                engine.state,
+                f"its {message.status} says that it is {_place(message.local)}",
+                f"a {_place(engine.local)} one",
+            )
+        if engine.local or message.headless is None or message.headless == self._remote_headless:
+            return
+        raise _refused(
+            engine.index,
+            engine.state,
+            f"its {message.status} says that it is {'' if message.headless else 'not '}headless",
+            "remote engines to be headless"
+            if self._remote_headless
+            else "remote engines not to be headless with hybrid or external load balancing",
+        )
+
+    def _check_hash(self, engine: CoreEngine, message: _FromEngine) -> None:
+        found, expected, whose = message.parallel_config_hash, self._expected_hash, "the front end's"
+        if found is None:
+            return
+        if expected is None:
+            for index, ready in self.ready.items():
+                if ready.get("parallel_config_hash") is not None:
+                    expected, whose = ready["parallel_config_hash"], f"that of engine {index}"
+                    break
+            else:
+                return
+        if found != expected:
+            raise _refused(
+                engine.index,
+                engine.state,
+                f"its parallel_config_hash is {_cut(repr(found))}",
+                f"{_cut(repr(expected))}, {whose}",
+                "; are all engines started with the same arguments?",
+            )
+
+    def _first(self, name: str) -> Any:
+        said = (ready.get(name) for ready in self.ready.values())
+        return next((value for value in said if value is not None), None)
+
+    def _init(self) -> bytes:
+        if self._expected_hash is None:
+            return _encode(EngineHandshakeMetadata(self._addresses, self._parallel))
+        return _encode(  # releases of the field around 0.12 look for the hash here
+            {
+                "addresses": self._addresses,
+                "parallel_config": self._parallel,
+                "parallel_config_hash": self._expected_hash,
+            }
+        )
+
+    def _unknown(self, sender: bytes) -> HandshakeError:
+        ranks = sorted(self.engines)
+        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) or "none"
+        expected = f"one of engines {shown}{', ...' if len(ranks) > _SHOWN_RANKS else ''}"
+        engine = int.from_bytes(sender, "little") if len(sender) == IDENTITY_BYTES else None
+        who = f"engine {engine}" if engine is not None else "no engine's identity"
+        return HandshakeError(
+            f"{who} (identity {sender[:16].hex()}): a message from an unknown sender, expected {expected}",
+            engine=engine,
+            expected=expected,
+        )
+
+
+class EngineHandshake:
+    """An engine's side.
+
+    Args:
+        index: Its rank.
+        local: Whether it runs on the front end's host.
+        headless: Whether there is no front end beside it.
+
+    Attributes:
+        identity: What its socket must be called.
+        state: How far it is: NEW until INIT has come, READY once that is said.
+        metadata: What INIT says.
+        init: The same as it came, with the fields that are not known here.
+    """
+
+    def __init__(self, index: int, *, local: bool = True, headless: bool = False) -> None:
+        self.identity = identity(index)
+        self.state = CoreEngineState.NEW
+        self.metadata: EngineHandshakeMetadata | None = None
+        self.init: dict[str, Any] = {}
+        self._index = index
+        self._local, self._headless = bool(local), bool(headless)
+        self._greeted = False
+
+    def hello(self) -> bytes:
+        """Return what to send first.
+
+        Raises:
+            HandshakeError: It was sent.
+        """
+        if self._greeted:
+            raise _refused(self._index, self.state, "HELLO once more", "INIT from the front end")
+        self._greeted = True
+        return self._message("HELLO", {})
+
+    def receive(self, frames: Sequence[bytes]) -> EngineHandshakeMetadata:
+        """Take what the front end sends.
+
+        Raises:
+            HandshakeError: It is no INIT, or comes at the wrong moment.
+        """
+        if not self._greeted:
+            raise _refused(self._index, self.state, "a message from the front end", "to say HELLO first")
+        if self.state is not CoreEngineState.NEW:
+            raise _refused(self._index, self.state, "a message from the front end after INIT", "none")
+        if len(frames) != 1:
+            raise _refused(self._index, self.state, f"a message of {len(frames)} payload frames", "one: INIT")
+        try:
+            fields = _decode(frames[0], MAX_INIT_BYTES)
+            metadata = msgspec.convert(fields, EngineHandshakeMetadata)
+        except ValueError as error:
+            expected = "INIT, a MessagePack map with addresses and parallel_config"
+            raise _refused(self._index, self.state, _cut(str(error)), expected) from None
+        self.init, self.metadata = fields, metadata
+        self.state = CoreEngineState.CONNECTED
+        return metadata
+
+    def ready(self, fields: Mapping[str, Any] | None = None) -> bytes:
+        """Return what to send once the engine is initialised.
+
+        Args:
+            fields: What else the front end is told, such as ``num_gpu_blocks``.
+
+        Raises:
+            HandshakeError: INIT has not come, or this was sent.
+            TypeError: MessagePack cannot say these fields.
+            ValueError: They would hide the message's own, or are too many.
+        """
+        if self.state is not CoreEngineState.CONNECTED:
+            expected = "INIT from the front end first" if self.state is CoreEngineState.NEW else "nothing more"
+            raise _refused(self._index, self.state, "READY was to be sent", expected)
+        own = _OWN_FIELDS.intersection(fields or ())
+        if own:
+            raise ValueError(f"READY fields must not have the names of the message's own: {', '.join(sorted(own))}")
+        payload = self._message("READY", fields or {})
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"READY fields must fit {MAX_PAYLOAD_BYTES} bytes, and take {len(payload)}")
+        self.state = CoreEngineState.READY
+        return payload
+
+    def _message(self, status: str, fields: Mapping[str, Any]) -> bytes:
+        try:
+            return _encode({"status": status, "local": self._local, "headless": self._headless, **fields})
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise TypeError(f"READY fields cannot be sent: {error}") from error
+
+
+def _decode(payload: bytes, max_bytes: int) -> dict[str, Any]:
+    """Return a payload's map; a `ValueError` says what is wrong with it."""
+    if len(payload) > max_bytes:
+        raise ValueError(f"a payload of {len(payload)} bytes, more than {max_bytes}")
+    try:
+        return _map_decoder.decode(payload)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"undecodable payload: {error}") from None
+
+
+def _refused(index: int, state: CoreEngineState, found: str, expected: str, hint: str = "") -> HandshakeError:
+    text = f"engine {index} in state {state.name}: {found}, expected {expected}{hint}"
+    return HandshakeError(text, engine=index, state=state.name, expected=expected)
+
+
+def _place(local: bool) -> str:
+    return "local" if local else "remote"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

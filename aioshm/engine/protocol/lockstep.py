@@ -1,0 +1,58 @@
+"""What an engine that works in lockstep with others knows of their waves. No I/O.
+
+All engines step while one of them has work; what lies between two pauses is a wave, numbered from 0 on.
+"""
+
+from __future__ import annotations
+
+from aioshm.engine.protocol.messages import StartWave
+
+
+class Lockstep:
+    """One engine's place in the waves.
+
+    Args:
+        index: The engine's rank; that of rank 0 reports for all.
+
+    Attributes:
+        wave: The current wave, or the next one while engines are paused.
+        running: Whether they run.
+        step: Steps of this wave so far.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.wave = 0
+        self.running = False
+        self.step = 0
+        self._index = index
+
+    def add(self, request_wave: int) -> int | None:
+        """Note a request, and the wave that its front end believed in.
+
+        Returns:
+            The wave that this engine starts, and the others have to be told of; None if they run already.
+        """
+        self.wave = max(self.wave, request_wave)
+        if self.running:
+            return None
+        self.running = True
+        return self.wave
+
+    def start(self, start: StartWave) -> None:
+        """Take what the coordinator says: another engine has started a wave. A wave that is over is not started."""
+        if start.exclude != self._index and start.wave >= self.wave:
+            self.wave = start.wave
+            self.running = True
+
+    def stepped(self, unfinished: bool) -> int | None:
+        """Note a step, and whether any engine has work after it.
+
+        Returns:
+            The wave that is complete, if it is this engine that says so.
+        """
+        self.step += 1
+        if unfinished:
+            return None
+        complete, self.running, self.step = self.wave, False, 0
+        self.wave += 1
+        return complete if self._index == 0 else None

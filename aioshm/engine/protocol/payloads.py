@@ -1,0 +1,288 @@
+"""What requests, outputs and calls consist of: MessagePack, with arrays and tensors beside it, as in the field. No I/O.
+
+An array is ``[dtype, shape, memory]``: the memory is an extension of type 3 where it is small, else the number of the
+message's frame that has it; frame 0 is the MessagePack itself. The dtype of a NumPy array is its ``dtype.str``
+(``"<f4"``), that of a tensor torch's name for it (``"bfloat16"``), which is how the two are told apart.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec.msgpack import Ext
+
+from aioshm.codec.buffers import is_loaded, own_copy
+from aioshm.errors import CodecError, MessageTooLarge
+from aioshm.process.guard import built
+
+Frame: TypeAlias = "bytes | memoryview"
+
+INLINE_BYTES = 256
+"""From this size on, an array's memory is a frame of its own."""
+
+MAX_FRAMES = 1 << 16
+MAX_DIMENSIONS = 64
+"""Of an array, as in NumPy."""
+
+MAX_STRANGE_FRAMES = 1 << 12
+MAX_STRANGE_OBJECTS = 50_000
+"""What the MessagePack of a payload may hold that may be a stranger's: decoding so many takes some milliseconds."""
+
+_UNCOUNTED_BYTES = 1 << 15
+_RAW_VIEW = 3
+# What dtype.str can be without Python objects and fields: more would let a sender choose what np.dtype() does.
+_PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\w{1,20}\])?")
+
+
+class PayloadEncoder:
+    """Encodes payloads; for one thread.
+
+    Args:
+        max_bytes: The most that the frames of one payload may have together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._pack = msgspec.msgpack.Encoder(enc_hook=self._stand_in).encode
+        self._aside: list[Frame] = []
+
+    def encode(self, payload: Any) -> list[Frame]:
+        """Return the frames.
+
+        Raises:
+            CodecError: A part of it cannot be encoded; the text has its type.
+            MessageTooLarge: It is larger than allowed.
+        """
+        try:
+            main = self._pack(payload)
+        except Exception as error:
+            self._aside = []
+            raise CodecError(f"cannot encode {type(payload).__qualname__}: {error}") from error
+        frames: list[Frame] = [main]
+        if self._aside:
+            frames += self._aside
+            self._aside = []
+        size = len(main) if len(frames) == 1 else sum(map(len, frames))
+        if size > self._max_bytes:
+            raise MessageTooLarge(f"a message of {size} bytes, more than {self._max_bytes}")
+        return frames
+
+    def _stand_in(self, obj: Any) -> Any:
+        """Turn what msgspec does not know into what it does."""
+        if is_loaded("numpy"):
+            import numpy as np
+
+            if isinstance(obj, np.ndarray) and obj.dtype.kind not in "OV":
+                return self._describe(obj.dtype.str, obj, inline=not obj.shape)
+            if isinstance(obj, np.generic):
+                return obj.item()
+        if is_loaded("torch"):
+            import torch
+
+            if isinstance(obj, torch.Tensor):
+                from aioshm.codec.tensors import array_of
+
+                found = array_of(obj if obj.is_cpu or obj.is_meta else obj.detach().cpu())
+                if found is not None:
+                    return self._describe(*found, inline=False)
+        if isinstance(obj, slice):
+            return obj.start, obj.stop, obj.step
+        raise TypeError(f"objects of type {type(obj).__qualname__} are not supported")
+
+    def _describe(self, dtype: str, array: Any, *, inline: bool) -> tuple[str, tuple[int, ...], Any]:
+        import numpy as np
+
+        shape = array.shape
+        memory = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        if inline or memory.nbytes < INLINE_BYTES:
+            return dtype, shape, Ext(_RAW_VIEW, bytes(memory))
+        self._aside.append(memory)
+        return dtype, shape, len(self._aside)
+
+
+class _Raw:
+    """The memory of a small array."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: bytes) -> None:
+        self.memory = memory
+
+
+class PayloadDecoder:
+    """Decodes payloads; for one thread. What it returns is the caller's own, arrays are writable.
+
+    Arrays are found where the type says ``np.ndarray`` or ``torch.Tensor``, and in plain data, also in structs' fields
+    of no type, wherever a list is one by its form and the size of its memory.
+
+    Args:
+        type: What payloads are decoded as, any type that msgspec knows; None for plain data.
+    """
+
+    def __init__(self, type: Any = None) -> None:  # noqa: A002  # the name that msgspec gives it
+        self._typed = built(
+            lambda: built(
+                lambda: msgspec.msgpack.Decoder(
+                    Any if type is None else type, ext_hook=self._arrive, dec_hook=self._rebuild_as
+                )
+            )
+        ).decode
+        self._frames: Sequence[Frame] = ()
+        self._taken: set[int] = set()
+        self._saw_raw = False
+
+    def decode(self, frames: Sequence[Frame]) -> Any:
+        """Return the payload.
+
+        Raises:
+            CodecError: The frames are damaged, or hold no payload of this type.
+        """
+        if len(frames) > MAX_FRAMES:
+            raise CodecError(f"a message of {len(frames)} frames, more than {MAX_FRAMES}")
+        self._frames, self._saw_raw = frames, False
+        self._taken.clear()
+        try:
+            payload = self._typed(frames[0])
+            return self._revived(payload) if self._saw_raw or len(frames) > 1 else payload
+        except CodecError:
+            raise
+        except Exception as error:
+            raise CodecError(f"cannot decode a payload: {error}") from error
+        finally:
+            self._frames = ()
+
+    def _revived(self, payload: Any) -> Any:
+        """Return plain data with its arrays rebuilt, in place where it can be changed."""
+        kind = type(payload)
+        if kind is list:
+            if _looks_like_array(payload):
+                found = self._array(*payload)
+                if found is not None:
+                    return found
+            for number, item in enumerate(payload):
+                payload[number] = self._revived(item)
+        elif kind is dict:
+            for key, item in payload.items():
+                payload[key] = self._revived(item)
+        elif kind is tuple:
+            return tuple(self._revived(item) for item in payload)
+        elif isinstance(payload, msgspec.Struct):  # whose fields may be of no type
+            for name in payload.__struct_fields__:
+                value = getattr(payload, name)
+                revived = self._revived(value)
+                if revived is not value:
+                    msgspec.structs.force_setattr(payload, name, revived)
+        return payload
+
+    def _arrive(self, code: int, data: memoryview) -> Any:
+        if code != _RAW_VIEW:
+            raise ValueError(f"extension type {code} is not supported")
+        self._saw_raw = True
+        return _Raw(bytes(data))
+
+    def _rebuild_as(self, wanted: Any, payload: Any) -> Any:
+        name = getattr(wanted, "__name__", "")
+        if wanted is slice:
+            return slice(*payload)
+        if name not in ("ndarray", "Tensor") or not _looks_like_array(payload):
+            raise NotImplementedError(f"{wanted} is not supported")
+        found = self._array(*payload)
+        if found is None:
+            raise ValueError(f"no array: dtype {payload[0]!r} and shape {payload[1]!r} do not fit its memory")
+        return found
+
+    def _array(self, dtype: str, shape: list[int], where: _Raw | int) -> Any:
+        """Return the array; None if this is none."""
+        if isinstance(where, _Raw):
+            memory: Any = bytearray(where.memory)
+        elif 0 < where < len(self._frames):
+            if where in self._taken:  # a few bytes would stand for as many copies as there are references
+                raise CodecError(f"two arrays have the same memory, frame {where}")
+            memory = memoryview(self._frames[where])
+        else:
+            return None
+        try:
+            make = _numpy_array if _PLAIN_DTYPE.fullmatch(dtype) else _tensor
+            found = make(dtype, shape, memory)
+            if found is not None and not isinstance(where, _Raw):
+                self._taken.add(where)
+            return found
+        except ModuleNotFoundError as error:
+            raise CodecError(f"a message with arrays needs {error.name}: pip install 'aioshm[torch]'") from None
+
+
+def check_stranger(frames: Sequence[Frame]) -> None:
+    """Make sure that a payload has few frames, and its MessagePack not very many objects, without decoding it.
+
+    Raises:
+        CodecError: It has more.
+    """
+    if len(frames) > MAX_STRANGE_FRAMES:
+        raise CodecError(f"a message of more than {MAX_STRANGE_FRAMES} frames, from whoever can reach the port")
+    main = frames[0]
+    at, count, end = 0, 0, len(main)
+    if end <= _UNCOUNTED_BYTES:
+        return
+    while at < end:
+        count += 1
+        if count > MAX_STRANGE_OBJECTS:
+            raise CodecError(f"a message of more than {MAX_STRANGE_OBJECTS} objects, from whoever can reach the port")
+        kind = main[at]
+        width = _LENGTH_BYTES.get(kind)
+        if width is None:
+            at += _BYTES_OF[kind]
+        else:
+            at += 1 + width + (0xC7 <= kind <= 0xC9) + int.from_bytes(main[at + 1 : at + 1 + width], "big")
+
+
+def _sizes() -> list[int]:
+    """Return how many bytes each kind of MessagePack object takes, without the items of arrays and maps."""
+    sizes = [1] * 256
+    for kind in range(0xA0, 0xC0):  # short strings
+        sizes[kind] += kind - 0xA0
+    # float, double; unsigned and signed; the smallest extensions; arrays and maps with 2 and 4 bytes of length
+    fixed = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+    fixed |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+    for kind, more in fixed.items():
+        sizes[kind] += more
+    return sizes
+
+
+# bin, ext and str with lengths of 1, 2 and 4 bytes
+_LENGTH_BYTES = {first + n: 1 << n for first in (0xC4, 0xC7, 0xD9) for n in range(3)}
+_BYTES_OF = _sizes()
+
+
+def _looks_like_array(payload: Any) -> bool:
+    if type(payload) is not list or len(payload) != 3:
+        return False
+    dtype, shape, where = payload
+    return (
+        type(dtype) is str
+        and type(shape) is list
+        and len(shape) <= MAX_DIMENSIONS
+        and all(type(length) is int and length >= 0 for length in shape)
+        and (type(where) is int or type(where) is _Raw)
+    )
+
+
+def _numpy_array(name: str, shape: list[int], memory: Any) -> Any:
+    import numpy as np
+
+    dtype = np.dtype(name)
+    if math.prod(shape) * dtype.itemsize != len(memory):
+        return None
+    return np.ndarray(shape, dtype, memory if isinstance(memory, bytearray) else own_copy(memory))
+
+
+def _tensor(name: str, shape: list[int], memory: Any) -> Any:
+    from aioshm.codec.tensors import itemsize_of, rebuild_tensor
+
+    itemsize = itemsize_of(name)
+    if itemsize is None or math.prod(shape) * itemsize != len(memory):
+        return None
+    return rebuild_tensor(memory if isinstance(memory, bytearray) else own_copy(memory), name, tuple(shape))

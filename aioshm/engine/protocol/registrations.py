@@ -1,0 +1,90 @@
+"""Which engines have registered at a client, and what they have said. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from aioshm.engine.protocol.addresses import identity
+from aioshm.process.guard import built
+
+MAX_REGISTRATION_BYTES = 1 << 20
+
+_decode_map = built(lambda: msgspec.msgpack.Decoder(dict[str, Any])).decode
+
+
+class Registrations:
+    """The engines that a client expects.
+
+    Args:
+        ranks: Their ranks.
+
+    Attributes:
+        ranks: The same; an engine's place in this list is its position.
+        identities: What their sockets are called, by position.
+        ready: What each engine that has registered has said, by rank.
+
+    Raises:
+        TypeError, ValueError: There are none, or two have one rank.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = list(ranks)
+        if not self.ranks or len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"engines must be some, each with a rank of its own, not {self.ranks}")
+        self.identities = [identity(rank) for rank in self.ranks]
+        self.ready: dict[int, dict[str, Any]] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of those that have not registered."""
+        return [rank for rank in self.ranks if rank not in self.ready]
+
+    @property
+    def stats_address(self) -> str | None:
+        """Where the coordinator's counts are published, if an engine passes that on."""
+        said = (fields.get("dp_stats_address") for fields in self.ready.values())
+        return next((address for address in said if isinstance(address, str)), None)
+
+    def check(self, sender: bytes, user: str) -> None:
+        """Make sure that an engine is called what it is by its keys.
+
+        Raises:
+            ValueError: It is not.
+        """
+        if sender in self.identities and user != str(self.ranks[self.identities.index(sender)]):
+            raise ValueError(f"it has the keys of engine {user}, and another one's name")
+
+    def take(self, sender: bytes, frames: Sequence[bytes]) -> int:
+        """Take a registration: a map, or nothing as releases of the field before 0.10 send; return the engine's rank.
+
+        Raises:
+            ValueError: It is none, or that of an unknown engine.
+        """
+        if sender not in self.identities:
+            raise ValueError(f"an unknown engine; expected one of {self.ranks}")
+        if len(frames) != 1:
+            raise ValueError(f"a message of {len(frames)} payload frames")
+        payload = frames[0]
+        if len(payload) > MAX_REGISTRATION_BYTES:
+            raise ValueError(f"{len(payload)} bytes, more than {MAX_REGISTRATION_BYTES}")
+        try:
+            fields = _decode_map(payload) if payload else {}
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
+        rank = self.ranks[self.identities.index(sender)]
+        self.ready[rank] = fields
+        return rank
+
+    def position(self, rank: int) -> int:
+        """Return an engine's position.
+
+        Raises:
+            ValueError: There is no such engine.
+        """
+        try:
+            return self.ranks.index(rank)
+        except ValueError:
+            raise ValueError(f"engine must be the rank of one of {self.ranks}, not {rank!r}") from None

@@ -1,0 +1,100 @@
+"""What engines and front ends send to the coordinator, and it to them, in the field's MessagePack. No I/O."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from aioshm.engine.protocol.addresses import MAX_INDEX
+from aioshm.engine.protocol.messages import EngineCoreRequestType, SchedulerStats, StartWave
+from aioshm.engine.protocol.waves import Published
+from aioshm.process.guard import built
+
+UNSUBSCRIBED = b"\x00"
+"""What the end of a subscription to everything looks like to an XPUB socket."""
+MAX_REPORT_BYTES = 1 << 16
+"""Above any report: the coordinator gets counts, never outputs."""
+
+_NO_OUTPUTS, _NIL = b"\x90", b"\xc0"
+
+T = TypeVar("T")
+_Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Report(msgspec.Struct, array_like=True, frozen=True):
+    """What an engine sends: the envelope that is `EngineCoreOutputs` elsewhere, as far as the coordinator takes it."""
+
+    engine_index: _Index = 0
+    outputs: msgspec.Raw = msgspec.Raw(_NO_OUTPUTS)
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    utility_output: msgspec.Raw = msgspec.Raw(_NIL)
+    finished_requests: msgspec.Raw = msgspec.Raw(_NIL)
+    wave_complete: _Number | None = None
+    start_wave: _Number | None = None
+
+
+class Wake(msgspec.Struct, array_like=True, frozen=True):
+    """What a front end of older releases sends when engines are paused: who gets its request, and its wave."""
+
+    exclude: _Index | None
+    wave: _Number
+
+
+_report = built(lambda: msgspec.msgpack.Decoder(Report))
+_front_end = built(lambda: msgspec.msgpack.Decoder(tuple[Any, _Number]))
+_encoder = msgspec.msgpack.Encoder()
+
+
+def decode_report(frames: list[bytes]) -> Report:
+    """Return what an engine has sent.
+
+    Raises:
+        ValueError: No engine sends this to a coordinator; the text says why.
+    """
+    report = _decode(_report, frames)
+    if bytes(report.outputs) != _NO_OUTPUTS or bytes(report.utility_output) != _NIL:
+        raise ValueError(f"engine {report.engine_index} has sent outputs, which are for front ends")
+    if report.scheduler_stats is not None and not report.scheduler_stats.kv_cache_usage >= 0:  # or no number at all
+        raise ValueError(f"engine {report.engine_index} uses {report.scheduler_stats.kv_cache_usage} of its KV cache")
+    return report
+
+
+def decode_from_front_end(frames: list[bytes]) -> Wake | int:
+    """Return what a front end has sent: a new number of engines, or that engines are to be woken.
+
+    Raises:
+        ValueError: No front end sends this; the text says why.
+    """
+    what, number = _decode(_front_end, frames)
+    if what != "SCALE_ELASTIC_EP":
+        try:
+            return msgspec.convert((what, number), Wake)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"neither a new number of engines nor a request's wave: {error}") from None
+    if not 1 <= number <= MAX_INDEX + 1:
+        raise ValueError(f"there cannot be {number} engines")
+    return int(number)
+
+
+def encode_start(start: StartWave) -> list[bytes]:
+    """Return what engines are sent."""
+    return [EngineCoreRequestType.START_DP_WAVE.value, _encoder.encode(start)]
+
+
+def encode_published(published: Published) -> bytes:
+    """Return what front ends are sent."""
+    return _encoder.encode(published)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T:
+    if len(frames) != 1:
+        raise ValueError("a message of more than one frame")
+    if len(frames[0]) > MAX_REPORT_BYTES:
+        raise ValueError(f"a message of {len(frames[0])} bytes, more than {MAX_REPORT_BYTES}")
+    try:
+        return decoder.decode(frames[0])
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"an undecodable message: {error}") from None

@@ -1,0 +1,233 @@
+"""What the coordinator of data-parallel engines knows, and when it tells whom. No I/O.
+
+Engines that work in lockstep are running together or paused together; what lies between two pauses is a wave, and waves
+are numbered from 0 on. The engine of rank 0 says when a wave is complete. An engine that gets a request while all are
+paused says that it starts one, and the others have to be woken.
+
+Messages overtake each other: they come from several engines. So whatever is about a wave before the current one is
+stale, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from aioshm.engine.protocol.messages import SchedulerStats, StartWave
+
+INTERVAL_S = 0.1
+"""How far apart counts are published at least."""
+QUIET_INTERVAL_S = 5.0
+"""How far apart they are published when nothing changes."""
+STEP_S = 0.05
+"""How long to wait for the counts that the other engines have of the same step."""
+MAX_WAVES_AHEAD = 1 << 10
+"""No engine is so many waves ahead of the coordinator: who says so would leave no wave to be started."""
+
+Counts: TypeAlias = "list[int | float]"
+
+
+class Published(NamedTuple):
+    """What front ends are told.
+
+    Attributes:
+        counts: For each engine ``[waiting, running]`` or ``[waiting, running, kv_cache_usage]``; None: as before.
+        wave: The current wave, or the next one while engines are paused.
+        running: Whether engines are running.
+    """
+
+    counts: list[Counts] | None
+    wave: int
+    running: bool
+
+
+class Waves:
+    """Counts and waves.
+
+    Args:
+        n_engines: How many engines there are.
+        lockstep: Whether they work in lockstep. Otherwise there are no waves and no steps.
+        kv_cache_usage: Whether front ends are told how full KV caches are.
+
+    Attributes:
+        wave: The current wave, or the next one while engines are paused.
+        running: Whether engines are running.
+    """
+
+    def __init__(self, n_engines: int, *, lockstep: bool = True, kv_cache_usage: bool = True) -> None:
+        self.wave = 0
+        self.running = False
+        self._lockstep = lockstep
+        self._kv_cache_usage = kv_cache_usage
+        self._loads = [SchedulerStats()] * n_engines
+        self._subscribed = 0
+        self._known: set[int] = set()  # engines that have subscribed at some time
+        self._ready = False
+        self._step = (-1, -1)  # the newest that counts have come from
+        self._of_last_step: list[SchedulerStats] | None = (
+            None  # the loads when that one began, if they are to be published yet
+        )
+        self._published_at: float | None = None
+        self._changed_at: float | None = None  # the first change that was not published
+        self._heard_at = 0.0
+
+    @property
+    def n_engines(self) -> int:
+        """How many engines there are."""
+        return len(self._loads)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all engines have subscribed at some time: before, nothing would reach them."""
+        return self._ready
+
+    @property
+    def subscribed(self) -> int:
+        """How many engines are subscribed."""
+        return self._subscribed
+
+    # Engines come and go
+
+    def subscribe(self, engine: int | None = None) -> bool:
+        """Note that one more engine has subscribed; return whether engines are to be told READY.
+
+        Args:
+            engine: Its rank, where it is known by its keys: one engine that does it twice does not stand for two.
+        """
+        self._subscribed += 1
+        if engine is not None:
+            self._known.add(engine)
+        all_are_there = self._subscribed >= len(self._loads)
+        self._ready = self._ready or (all_are_there and (engine is None or len(self._known) >= len(self._loads)))
+        return self._ready
+
+    def unsubscribe(self) -> None:
+        """Note that an engine has left, or lost its connection."""
+        self._subscribed = max(0, self._subscribed - 1)
+
+    def scale(self, n_engines: int, now: float) -> None:
+        """Have more engines, or fewer: the ones with the lowest ranks."""
+        self._loads = self._loads[:n_engines] + [SchedulerStats()] * (n_engines - len(self._loads))
+        self._of_last_step = None
+        self._change(now)
+
+    # What engines report
+
+    def load(self, index: int, load: SchedulerStats, now: float) -> None:
+        """Note what an engine has to do.
+
+        Engines in lockstep report within moments of each other. So that front ends do not compare one engine's step
+        with another one's next, what is published then is what all had reported when a new step began.
+
+        Raises:
+            ValueError: There is no such engine, or wave.
+        """
+        if index >= len(self._loads):
+            raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
+        self._check_wave(index, load.current_wave)
+        step = load.current_wave, load.step_counter
+        if self._lockstep and step > self._step:
+            self._step = step
+            if self._changed_at is not None:
+                self._of_last_step = self._loads.copy()
+        self._loads[index] = load
+        self._heard_at = now
+        self._change(now)
+
+    def complete(self, index: int, wave: int) -> bool:
+        """Note that an engine says that a wave is complete.
+
+        Returns:
+            Whether that was news, which front ends are told at once.
+
+        Raises:
+            ValueError: There is no such engine, or wave.
+        """
+        self._check(index)
+        self._check_wave(index, wave)
+        if not self._lockstep or wave < self.wave:
+            return False
+        self.wave, self.running = wave + 1, False
+        return True
+
+    def start(self, index: int, wave: int) -> StartWave | None:
+        """Note that an engine starts a wave.
+
+        Returns:
+            What all engines are told, and front ends too, if that was news.
+
+        Raises:
+            ValueError: There is no such engine, or wave.
+        """
+        self._check(index)
+        self._check_wave(index, wave)
+        if not self._lockstep or wave < self.wave or (wave == self.wave and self.running):
+            return None
+        self.wave, self.running = wave, True
+        return StartWave(wave, index)
+
+    def wake(self, exclude: int | None, wave: int) -> StartWave | None:
+        """Note that a front end has sent a request to paused engines, as those of older releases say.
+
+        Args:
+            exclude: The engine that gets the request, and runs by itself.
+            wave: The current wave, as far as the front end knows. If it is stale, so that the engine will not run by
+                itself, that engine is woken, too.
+
+        Returns:
+            What all engines are told, and front ends too, unless they were running.
+        """
+        if not self._lockstep or self.running:
+            return None
+        self.running = True
+        return StartWave(self.wave, exclude if wave >= self.wave else None)
+
+    def _check(self, index: int) -> None:
+        # A new engine, which has subscribed, may get a request before this is told that there are more engines.
+        if index >= max(len(self._loads), self._subscribed):
+            raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
+
+    def _check_wave(self, index: int, wave: int) -> None:
+        if wave > self.wave + MAX_WAVES_AHEAD:
+            raise ValueError(f"engine {index} speaks of wave {wave}, and the current one is {self.wave}")
+
+    # What front ends are told
+
+    def greet(self, now: float) -> None:
+        """Note that there is a new front end, which knows nothing yet."""
+        self._change(now)
+
+    def due(self) -> float:
+        """Return when `publish` is to be called next; that may be past."""
+        if self._published_at is None:
+            return 0.0
+        if self._changed_at is None:
+            return self._published_at + QUIET_INTERVAL_S
+        due = self._published_at + INTERVAL_S
+        if self._lockstep and self._of_last_step is None:
+            # Unless they never stop coming.
+            due = max(due, min(self._heard_at + STEP_S, self._changed_at + INTERVAL_S))
+        return due
+
+    def publish(self, now: float) -> Published:
+        """Return what front ends are to be told now."""
+        self._published_at = now
+        if self._of_last_step is not None:
+            loads, self._of_last_step = self._of_last_step, None
+            self._changed_at = now  # the newer ones are still to come
+        else:
+            loads, self._changed_at = self._loads, None
+        return self.state()._replace(counts=[self._counts(load) for load in loads])
+
+    def state(self) -> Published:
+        """Return what front ends are told at once when a wave starts or is complete."""
+        return Published(None, self.wave, self.running)
+
+    def _counts(self, load: SchedulerStats) -> Counts:
+        counts: Counts = [load.num_waiting_reqs, load.num_running_reqs]
+        if self._kv_cache_usage:
+            counts.append(load.kv_cache_usage)
+        return counts
+
+    def _change(self, now: float) -> None:
+        if self._changed_at is None:
+            self._changed_at = now

@@ -1,0 +1,143 @@
+"""An engine as a Ray actor: what runs on its node, and what is known of it here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from aioshm.engine.ray.cluster import require_ray
+from aioshm.engine.security.keys import AnyKeys, hand_over
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class EngineCoreActor:
+    """What runs on a node."""
+
+    def where(self) -> tuple[str, int]:
+        """Return the address of its node, and its process id."""
+        return require_ray().util.get_node_ip_address(), os.getpid()
+
+    def run(
+        self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], keys: AnyKeys | None = None
+    ) -> int:
+        """Run an engine, which has these keys; return its exit code."""
+        if keys is not None:
+            hand_over(multiprocessing.current_process(), keys)
+        try:
+            target(*args, **kwargs)
+        except SystemExit as error:
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+            return error.code if isinstance(error.code, int) else int(error.code is not None)
+        return 0
+
+
+class EngineActor:
+    """An engine's actor, as its manager knows it.
+
+    Attributes:
+        name: ``EngineCore_`` and its rank.
+        local: Whether it is on this host.
+        handle: Ray's handle.
+        where_ref: What Ray has for what `EngineCoreActor.where` returns, once its process runs.
+        address: Its node's address, once it is known.
+        pid: Its process id there, once it is known.
+        run_ref: What Ray has for the end of its run; None before it runs.
+        sentinel: A descriptor that is readable when it has ended.
+    """
+
+    def __init__(self, rank: int, local: bool, handle: Any) -> None:
+        self.name = f"EngineCore_{rank}"
+        self.local = local
+        self.handle = handle
+        self.where_ref = handle.where.remote()
+        self.address = ""
+        self.pid = 0
+        self.run_ref: Any = None
+        self.sentinel, self._open = os.pipe()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._code: int | None = None
+
+    def run(
+        self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], keys: AnyKeys | None
+    ) -> None:
+        """Have it run an engine with these keys."""
+        self.run_ref = self.handle.run.remote(target, args, kwargs, keys)
+        self.run_ref.future().add_done_callback(self._note)  # called by a thread of Ray's
+
+    @property
+    def ended(self) -> bool:
+        """Whether its run is over."""
+        return self._ended.is_set()
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, 1 if the engine raised; None while it runs, and if its process was killed or crashed."""
+        return self._code
+
+    @property
+    def last_words(self) -> list[str]:
+        """What Ray says about why it failed."""
+        return _COLOUR.sub("", str(self._error)).splitlines() if self._error is not None else []
+
+    def wait(self, deadline: float) -> bool:
+        """Block until its run is over; return whether it is."""
+        return self.run_ref is None or self._ended.wait(max(0.0, deadline - time.monotonic()))
+
+    def release(self) -> None:
+        """Give its descriptors back; if Ray has not said that its run is over, it is taken to be. Idempotent."""
+        self._ended.set()
+        self._close_pipe()
+        with self._lock:
+            if self.sentinel >= 0:
+                os.close(self.sentinel)
+                self.sentinel = -1
+
+    def _note(self, outcome: Any) -> None:
+        self._error = outcome.exception()
+        if self._error is None:
+            self._code = outcome.result()
+        elif not isinstance(self._error, require_ray().exceptions.RayActorError):
+            self._code = 1
+        self._ended.set()
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        with self._lock:
+            if self._open >= 0:
+                os.close(self._open)
+                self._open = -1
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid} on {self.address})" if self.pid else self.name
+
+
+def actor_in(group: Any, runtime_env: Mapping[str, Any] | None) -> Any:
+    """Return the handle of a new actor, which takes all of the last bundle of a placement group."""
+    ray = require_ray()
+    last = len(group.bundle_specs) - 1
+    resources = dict(group.bundle_specs[last])
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=last, placement_group_capture_child_tasks=True
+    )
+    return (
+        ray.remote(EngineCoreActor)
+        .options(
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            memory=resources.pop("memory", None),
+            resources=resources,
+            scheduling_strategy=strategy,
+            runtime_env=dict(runtime_env) if runtime_env else None,
+        )
+        .remote()
+    )

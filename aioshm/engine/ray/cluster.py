@@ -1,0 +1,160 @@
+"""What is asked of Ray: its nodes, and room on them."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from aioshm.engine.ray.placement import EngineNeeds, Node, Place, place_engines
+from aioshm.errors import EngineStartupError
+
+NODE_LABEL = "ray.io/node-id"
+STALE_S = 1.0
+"""How long it may take until Ray knows that what was given back is free."""
+
+_REMOVED_S = 5.0
+_LOOK_S = 0.02
+
+
+def require_ray() -> Any:
+    """Return the ``ray`` package.
+
+    Raises:
+        ImportError: It is not installed; the text says how it is.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"engines as Ray actors need ray: pip install 'aioshm[ray]' ({error})") from error
+
+
+class RayConnection:
+    """This process' connection to Ray: made unless there is one, and ended by the last of those who share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._ours = False
+
+    def open(self, options: Mapping[str, Any]) -> None:
+        """Share the connection; without one, make it by ``ray.init(**options)``."""
+        ray = require_ray()
+        with self._lock:
+            if not ray.is_initialized():
+                ray.init(**options)
+                self._ours = True
+            self._users += 1
+
+    def close(self) -> None:
+        """Share it no more."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._ours:
+                self._ours = False
+                require_ray().shutdown()
+
+
+connection = RayConnection()
+
+
+def nodes(device: str) -> list[Node]:
+    """Return the nodes that are alive, with what is free on each."""
+    ray = require_ray()
+    available = importlib.import_module("ray._private.state").available_resources_per_node()
+    head = ray.get_runtime_context().get_node_id()
+    return [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            free.get(device, 0.0),
+            free.get("CPU", 0.0),
+            head=node["NodeID"] == head,
+        )
+        for node in ray.nodes()
+        if node["Alive"] and (free := available.get(node["NodeID"])) is not None
+    ]
+
+
+def create_dp_placement_groups(
+    engine_count: int, local_engine_count: int, needs: EngineNeeds | None = None, *, timeout: float
+) -> tuple[list[Any], list[int]]:
+    """Reserve room for engines: the local ones on the node of this process, the others packed on the other nodes.
+
+    Args:
+        engine_count: How many engines there are.
+        local_engine_count: How many of these, the first ones, are local.
+        needs: What each takes.
+        timeout: Seconds until Ray must have reserved it.
+
+    Returns:
+        For each engine its placement group, named ``dp_rank_0`` and so on, and which of its node's engines it is.
+
+    Raises:
+        EngineStartupError: The cluster is too small, or Ray has not reserved the room in time.
+        TypeError, ValueError: An argument makes no sense.
+    """
+    ray = require_ray()
+    needs = needs or EngineNeeds()
+    places = _place(engine_count, local_engine_count, needs)
+    groups: list[Any] = []
+    try:
+        for rank, place in enumerate(places):
+            bundles = needs.bundles()
+            group = ray.util.placement_group(
+                bundles,
+                strategy="STRICT_PACK",
+                name=f"dp_rank_{rank}",
+                bundle_label_selector=[{NODE_LABEL: place.node.id}] * len(bundles),
+            )
+            groups.append(group)
+        await_groups(groups, time.monotonic() + timeout)
+    except BaseException:
+        remove_groups(groups)
+        raise
+    return groups, [place.local_rank for place in places]
+
+
+def _place(engine_count: int, local_engine_count: int, needs: EngineNeeds) -> list[Place]:
+    deadline = time.monotonic() + STALE_S
+    while True:
+        try:
+            return place_engines(nodes(needs.device), engine_count, local_engine_count, needs)
+        except EngineStartupError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LOOK_S)
+
+
+def await_groups(groups: Sequence[Any], deadline: float) -> None:
+    """Wait until placement groups are reserved.
+
+    Raises:
+        EngineStartupError: One is not in time.
+    """
+    for rank, group in enumerate(groups):
+        if not group.wait(max(0.0, deadline - time.monotonic())):
+            raise EngineStartupError(
+                f"the placement group of engine {rank} was not reserved in time: {group.bundle_specs}"
+            )
+
+
+def nodes_of(groups: Sequence[Any]) -> list[str]:
+    """Return the ids of the nodes that the last bundles of placement groups are on."""
+    table = importlib.import_module("ray.util").placement_group_table
+    return [table(group)["bundles_to_node_id"][len(group.bundle_specs) - 1] for group in groups]
+
+
+def remove_groups(groups: Iterable[Any], wait: bool = True) -> None:
+    """Give back what was reserved; blocks until it is free, unless told not to wait."""
+    util = importlib.import_module("ray.util")
+    groups = list(groups)
+    for group in groups:
+        util.remove_placement_group(group)
+    deadline = time.monotonic() + _REMOVED_S
+    while wait and any(util.placement_group_table(group).get("state") not in (None, "REMOVED") for group in groups):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_LOOK_S)

@@ -1,0 +1,153 @@
+"""What keeps strangers from the sockets that front ends and the coordinator bind.
+
+Over TCP everything is encrypted, and only holders of keys get in. Sockets with files, and Linux's abstract ones, admit
+processes of the same user, whom the kernel vouches for. ``secure=False`` does neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from ipaddress import ip_address
+
+import zmq
+from zmq.utils import z85
+
+from aioshm.engine.protocol.addresses import MAX_INDEX, identity
+from aioshm.engine.security.doorkeeper import Doorkeeper
+from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
+from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import check_endpoint, open_socket
+from aioshm.zeromq.sockets import Socket, Sockets
+
+HANDSHAKE_MS = 5_000
+"""How long somebody who connects may take to prove who they are."""
+
+ENGINES, FRONT_ENDS = "engines", "front-ends"
+"""Who may connect to a socket: its domain in ZAP (RFC 27)."""
+
+FRONT_END = "front end"
+"""What a front end is called where it is recognised by its keys; an engine is called by its rank."""
+
+_BATCH = 1024  # a key takes some 40 us
+
+logger = logging.getLogger("aioshm.engine")
+
+_warned = False
+
+
+class Protection:
+    """Opens the sockets that a front end or the coordinator binds, and knows who may connect to them.
+
+    Args:
+        keys: Of the deployment, if any socket is on the network and to be protected.
+        own: Those of the end that binds.
+        ranks: The engines that may come.
+        secure: Whether sockets on this host are for this user only.
+        more: Whether engines of other ranks may come, too, a coordinator may not have
+            been told of them yet, and a startup says that they are the wrong ones.
+    """
+
+    def __init__(
+        self, keys: EngineKeys | None, own: CurveKeys | None, ranks: Iterable[int], *, secure: bool, more: bool = False
+    ) -> None:
+        self._keys, self._own, self._secure = keys, own, secure
+        self._users: dict[tuple[str, bytes], str] = {}
+        self._next = 0 if more else MAX_INDEX + 1
+        if keys is not None:
+            self._users[FRONT_ENDS, z85.decode(keys.front_end.public)] = FRONT_END
+            self._expect(ranks)
+
+    @classmethod
+    def of_front_end(
+        cls, addresses: Iterable[str], ranks: Iterable[int], *, keys: object, secure: bool, more: bool = False
+    ) -> Protection:
+        """Return that of a front end's sockets; without security, warn of what that means.
+
+        Raises:
+            RoleError: The keys are those of one engine.
+            TypeError: They are none.
+        """
+        if not secure:
+            warn_of_strangers(addresses)
+        elif over_tcp(addresses):
+            found = keys_for_front_end(keys)
+            return cls(found, found.front_end, ranks, secure=True, more=more)
+        return cls(None, None, (), secure=secure)
+
+    def open(self, sockets: Sockets, kind: int, address: str, *, hwm: int, domain: str = ENGINES) -> Socket:
+        """Make a socket that is to be bound."""
+        curve = self._own if self.encrypts(address) else None
+        socket = sockets.add(open_socket(sockets.context, kind, address, bind=True, hwm=hwm, curve=curve))
+        if over_tcp([address]):
+            socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+            if curve is not None:
+                socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
+        elif self._secure and address.startswith("ipc://"):
+            try:
+                socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+            except zmq.ZMQError:  # the system does not tell: what is left is the mode of the directory
+                pass
+        return socket
+
+    def doorkeeper(self, sockets: Sockets) -> Doorkeeper | None:
+        """Return who lets in those that are recognised; None where nobody is asked for keys. Before any is bound."""
+        return None if self._keys is None else Doorkeeper(sockets, self.recognise)
+
+    def encrypts(self, address: str) -> bool:
+        """Tell whether who connects to this address is recognised by keys."""
+        return self._own is not None and over_tcp([address])
+
+    def name(self, rank: int, address: str) -> bytes:
+        """Return what the socket of an engine is called that connects to this address."""
+        if self._keys is None or not over_tcp([address]):
+            return identity(rank)
+        return self._keys.name(rank)
+
+    def recognise(self, domain: str, key: bytes) -> str | None:
+        """Return who has proven to own a key, if they may connect to sockets of this domain."""
+        user = self._users.get((domain, key))
+        if user is None and domain == ENGINES and self._next <= MAX_INDEX:
+            last = min(self._next + _BATCH, MAX_INDEX + 1)
+            self._expect(range(self._next, last))
+            self._next = last
+            user = self._users.get((domain, key))
+        return user
+
+    def _expect(self, ranks: Iterable[int]) -> None:
+        assert self._keys is not None
+        for rank in ranks:
+            self._users[ENGINES, z85.decode(self._keys.of_engine(rank).public)] = str(rank)
+
+
+def over_tcp(addresses: Iterable[str | None]) -> bool:
+    """Tell whether any of these addresses is on the network."""
+    return any(address is not None and check_endpoint(address).startswith("tcp://") for address in addresses)
+
+
+def host_of(address: str) -> str:
+    """Return the host of a ``tcp://`` address; of others nothing."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]") if over_tcp([address]) else ""
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether a ``tcp://`` address can be reached from this host only."""
+    host = host_of(address)
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name or a wildcard
+        return host == "localhost"
+
+
+def warn_of_strangers(addresses: Iterable[str]) -> None:
+    """Log a warning, once in the life of a process, if one of these addresses can be reached from other hosts."""
+    global _warned
+    for address in addresses:
+        if not _warned and over_tcp([address]) and not is_loopback(address):
+            _warned = True
+            logger.warning(
+                "%s is open to whoever reaches it: with secure=False they can read prompts, "
+                "answer in an engine's place, and end it",
+                address,
+            )

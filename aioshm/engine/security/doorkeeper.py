@@ -1,0 +1,106 @@
+"""Lets in who may connect to a socket, and engines that shake hands one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from aioshm.zeromq.sockets import Socket, Sockets
+from aioshm.zeromq.watch import Watch
+
+PATIENCE_S = 0.1
+"""How long a connection may take to say something before the next one is let in."""
+
+_DOMAIN = "aioshm-engines"
+_REQUEST_FRAMES = 8  # a peer, a delimiter, and the six of a request without credentials
+_ADMITTED, _REFUSED = b"200", b"400"
+
+Recognise = Callable[[str, bytes], str | None]
+"""Gets the domain of a socket and a public key; returns who that is, or None if nobody who may connect there."""
+
+
+class Doorkeeper:
+    """Answers ZeroMQ's questions about who may connect to the sockets of a context (ZAP, RFC 27).
+
+    Peers that have proven to own a key are recognised by it: messages of theirs have the name as their ``User-Id``.
+
+    Args:
+        sockets: Where those sockets belong. None of them may be bound yet.
+        recognise: Says who owns a key; None: only peers without keys come.
+    """
+
+    def __init__(self, sockets: Sockets, recognise: Recognise | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._recognise = recognise
+        self._one_by_one = False
+        self._asked: deque[list[bytes]] = deque()
+        self._inside: asyncio.TimerHandle | None = None  # until one that was let in has said something
+        self._zap = sockets.add(sockets.context.socket(zmq.ROUTER))
+        self._zap.bind("inproc://zeromq.zap.01")
+        self._watch = Watch(self._loop, self._zap, self._look)
+
+    def admit_one_by_one(self, router: Socket) -> None:
+        """Admit the next connection only when `heard` was called for the previous one.
+
+        When a second peer of the same identity comes, a ROUTER that hands over forgets what the first one has sent and
+        was not read yet. If that was its HELLO, nobody would ever know that there were two.
+
+        Args:
+            router: That socket, the only one of its context, not bound yet.
+        """
+        self._one_by_one = True
+        if not router.getsockopt(zmq.ZAP_DOMAIN):  # nobody is asked about peers without keys then
+            router.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+
+    def heard(self) -> None:
+        """Note that the one that was let in has said something."""
+        if self._inside is not None:
+            self._inside.cancel()
+            self._inside = None
+            self._look()
+
+    def close(self) -> None:
+        """Let nobody in any more. Idempotent."""
+        self._watch.pause()
+        if self._inside is not None:
+            self._inside.cancel()
+
+    def _look(self) -> None:
+        while not self._watch.paused:
+            self._read()  # also after each answer: sending may swallow the sign that there is something to read
+            if self._inside is not None or not self._asked:
+                return
+            self._answer(*self._asked.popleft())
+
+    def _answer(
+        self,
+        peer: bytes,
+        empty: bytes,
+        version: bytes,
+        request: bytes,
+        domain: bytes,
+        _address: bytes,
+        _identity: bytes,
+        mechanism: bytes,
+        key: bytes = b"",
+        *_more: bytes,
+    ) -> None:
+        user: str | None = ""
+        if self._recognise is not None:
+            user = self._recognise(domain.decode(errors="replace"), key) if mechanism == b"CURVE" else None
+        status = _REFUSED if user is None else _ADMITTED
+        self._zap.send_multipart([peer, empty, version, request, status, b"", (user or "").encode(), b""], zmq.NOBLOCK)
+        if self._one_by_one and user is not None:
+            self._inside = self._loop.call_later(PATIENCE_S, self.heard)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                request = self._zap.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            if len(request) >= _REQUEST_FRAMES:
+                self._asked.append(request)

@@ -1,0 +1,101 @@
+"""Watches who connects to the sockets of front ends and of the coordinator over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from aioshm.logs import LogLimiter
+from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
+from aioshm.zeromq.sockets import Socket, Sockets
+from aioshm.zeromq.watch import Watch
+
+STRANGE_BYTES = 1 << 17
+"""What a peer without keys may send, at a socket whose true peers send little, that makes no message."""
+
+# What a peer says before it has shown its keys: a greeting and a HELLO, 266 bytes. Afterwards it is not counted.
+_BEFORE_KEYS = PeerLimits(burst_bytes=1 << 12, admitted_after=250)
+_WIRE_BYTES = 64  # of a message besides its frames
+_LOG_INTERVAL_S = 10.0
+_HEARTBEAT_BYTES = 18  # ZMTP 3.1: a PING and the PONG for ours
+
+logger = logging.getLogger("aioshm.engine")
+
+
+class Guard:
+    """Hangs up on strangers who send too much, logs those whose handshake fails, and tells of connections that end.
+
+    Args:
+        socket: Not bound yet.
+        sockets: Whose it is: this is closed with them, if not before.
+        encrypted: Whether peers are recognised by their keys: then they are only held to limits before that.
+        on_end: Gets the descriptor of each connection that has ended, on the loop.
+        rate: Bytes a second that a peer without keys may send, besides messages that are credited.
+
+    Raises:
+        OSError: No descriptors or no thread can be had.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        sockets: Sockets,
+        *,
+        encrypted: bool,
+        on_end: Callable[[int], None] | None = None,
+        rate: float = 32.0,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket = socket
+        self._on_end = on_end
+        self._encrypted = encrypted
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+        limits = _BEFORE_KEYS if encrypted else PeerLimits(burst_bytes=STRANGE_BYTES, rate=rate)
+        self._monitor = GuardedMonitor(socket, limits, name="engines", nudge=self._nudge)
+        self._watch = Watch(self._loop, self._monitor.pair, self.look)
+        sockets.close_first(self.close)
+
+    def credit(self, frame: zmq.Frame, frames: list[bytes]) -> None:
+        """Note that a message was delivered: what it took does not count; ``frame`` is its first one."""
+        if not self._encrypted:
+            self._monitor.credit(int(frame.get(zmq.SRCFD)), sum(map(len, frames)) + _WIRE_BYTES)
+
+    def look(self) -> None:
+        """Find out what has become of connections."""
+        if self._watch.paused:
+            return
+        _, failed = self._monitor.read()
+        if failed:
+            held_back = self._limiter.admit()
+            if held_back is not None:
+                logger.warning(
+                    "somebody who connected to %s was refused (and %d more): they do not encrypt, or have other keys",
+                    self._place(),
+                    held_back + len(failed) - 1,
+                )
+        for descriptor in self._monitor.take_gone():
+            if self._on_end is not None:
+                self._on_end(descriptor)
+
+    def close(self) -> None:
+        """Watch no longer; before the socket is closed. Idempotent."""
+        if not self._watch.paused:
+            self._watch.pause()
+            self._monitor.close()
+
+    def _place(self) -> str:
+        return bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+    def _nudge(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self.look)
+        except RuntimeError:  # the loop is closed
+            return
+
+
+def heartbeat_rate(silence_s: float) -> float:
+    """Return how many bytes a second heartbeats take, where connections are given up after so much silence."""
+    return max(32.0, 2 * _HEARTBEAT_BYTES * 5 / silence_s)

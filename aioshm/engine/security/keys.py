@@ -1,0 +1,330 @@
+"""Who may connect to whom over TCP: the keys of a front end, its coordinator and its engines.
+
+All keys are derived from one secret, which front ends and the coordinator have. An engine has what is derived for its
+rank, and so can be nobody else: a ZeroMQ CURVE key pair (RFC 26), by which it is recognised, and the name that its
+sockets have instead of the rank, which no other engine knows and so cannot be taken.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import threading
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from aioshm.config import engine_keys_path
+from aioshm.engine.protocol.addresses import identity
+from aioshm.errors import RoleError
+from aioshm.zeromq.curve import CurveKeys
+
+SECRET_BYTES = 32
+_NAME_BYTES = 16
+_PERSON = b"aioshm-engines"
+_FILE_MODE = 0o600
+_MAX_FILE_BYTES = 1 << 16
+_ATTRIBUTE = "aioshm_engine_keys"  # of the process object that multiprocessing sends to a new process
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCredentials:
+    """What one engine needs to connect over TCP, and to be recognised; from `EngineKeys.for_engine`.
+
+    Attributes:
+        rank: The engine's rank.
+        name: What its sockets are called where they are recognised by its keys.
+        public: Its public key.
+        secret: Its secret key.
+        front_end: The public key of the front end.
+        coordinator: The public key of the coordinator.
+    """
+
+    rank: int
+    name: bytes
+    public: bytes
+    secret: bytes
+    front_end: bytes
+    coordinator: bytes
+
+    def for_engine(self, rank: int) -> EngineCredentials:
+        """Return this, if it is the engine's of that rank.
+
+        Raises:
+            RoleError: It is another one's.
+        """
+        if rank != self.rank:
+            raise RoleError(f"these are the keys of engine {self.rank}, and engine {rank} needs its own")
+        return self
+
+    def to_front_end(self) -> CurveKeys:
+        """Return the keys for a connection to a front end."""
+        return CurveKeys(public=self.public, secret=self.secret, server=self.front_end)
+
+    def to_coordinator(self) -> CurveKeys:
+        """Return the keys for a connection to the coordinator."""
+        return CurveKeys(public=self.public, secret=self.secret, server=self.coordinator)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that only this user can read, for `EngineKeys.load` on the engine's host.
+
+        Raises:
+            FileExistsError: There is one.
+            OSError: It cannot be written.
+        """
+        _write(path, _File(engine=self))
+
+    def __repr__(self) -> str:
+        return f"<EngineCredentials of engine {self.rank}>"
+
+
+class EngineKeys:
+    """The keys of one deployment: its front ends, its coordinator and its engines.
+
+    Where everything is started by one process it need not be made: the managers of processes and actors hand it on.
+    Engines that are started by hand on other hosts get a file:
+
+        keys = EngineKeys.generate()                                  # on the front end's host
+        keys.for_engine(3).save("engine-3.keys")                      # mode 0600; copy it to the other host
+        EngineClient(addresses, 4, keys=keys)                         # and all else there that takes keys
+
+        AIOSHM_ENGINE_KEYS=engine-3.keys python engine.py             # there, or
+        run_engine_core(engine, address, 3, keys=EngineKeys.load("engine-3.keys"))
+
+    Whoever has one engine's can be that engine, and whoever has this can be anybody.
+
+    Args:
+        secret: What everything is derived from, 32 random bytes.
+
+    Raises:
+        ValueError: It is of another length.
+    """
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: bytes) -> None:
+        if not isinstance(secret, bytes):
+            raise TypeError(f"secret must be bytes, not {type(secret).__name__}")
+        if len(secret) != SECRET_BYTES:
+            raise ValueError(f"secret must be {SECRET_BYTES} bytes, not {len(secret)}")
+        self._secret = secret
+
+    @classmethod
+    def generate(cls) -> EngineKeys:
+        """Make new keys."""
+        return cls(os.urandom(SECRET_BYTES))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> EngineKeys | EngineCredentials:
+        """Read what was saved: all keys, or one engine's.
+
+        Raises:
+            OSError: It cannot be read.
+            PermissionError: It is another user's, or others can read it, too.
+            ValueError: It holds no keys.
+        """
+        return _read(path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that only this user can read, for front ends on other hosts.
+
+        Raises:
+            FileExistsError: There is one.
+            OSError: It cannot be written.
+        """
+        _write(path, _File(secret=self._secret))
+
+    @property
+    def front_end(self) -> CurveKeys:
+        """The keys of front ends."""
+        return self._pair(b"front end")
+
+    @property
+    def coordinator(self) -> CurveKeys:
+        """The keys of the coordinator."""
+        return self._pair(b"coordinator")
+
+    def to_coordinator(self) -> CurveKeys:
+        """Return the keys for a front end's connection to the coordinator."""
+        mine = self.front_end
+        return CurveKeys(public=mine.public, secret=mine.secret, server=self.coordinator.public)
+
+    def for_engine(self, rank: int) -> EngineCredentials:
+        """Return what the engine of a rank gets.
+
+        Raises:
+            TypeError, ValueError: There is no such rank.
+        """
+        pair = self.of_engine(rank)
+        return EngineCredentials(
+            rank, self.name(rank), pair.public, pair.secret, self.front_end.public, self.coordinator.public
+        )
+
+    def of_engine(self, rank: int) -> CurveKeys:
+        """Return the key pair of an engine.
+
+        Raises:
+            TypeError, ValueError: There is no such rank.
+        """
+        return self._pair(b"engine" + identity(rank))
+
+    def name(self, rank: int) -> bytes:
+        """Return what the sockets of an engine are called where they are recognised by its keys."""
+        return identity(rank) + self._derived(b"name" + identity(rank))[:_NAME_BYTES]
+
+    def _pair(self, whose: bytes) -> CurveKeys:
+        secret = z85.encode(self._derived(whose))
+        return CurveKeys(public=zmq.curve_public(secret), secret=secret)
+
+    def _derived(self, what: bytes) -> bytes:
+        return blake2b(what, key=self._secret, digest_size=SECRET_BYTES, person=_PERSON).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineKeys) and self._secret == other._secret
+
+    def __hash__(self) -> int:
+        return hash(self._secret)
+
+    def __reduce__(self) -> tuple[type[EngineKeys], tuple[bytes]]:
+        return type(self), (self._secret,)
+
+    def __repr__(self) -> str:
+        return "<EngineKeys>"
+
+
+AnyKeys: TypeAlias = EngineKeys | EngineCredentials
+
+_lock = threading.Lock()
+_made: EngineKeys | None = None
+
+
+def keys_for_front_end(given: object = None) -> EngineKeys:
+    """Return the keys that were given, or else this process' own; they are made if there are none.
+
+    Raises:
+        RoleError: They are those of one engine.
+        RuntimeError: This ZeroMQ cannot encrypt.
+        TypeError: They are no keys.
+    """
+    global _made
+    keys = _checked(given) or own_keys()
+    if keys is None:
+        with _lock:
+            _made = keys = _made or EngineKeys.generate()
+    if isinstance(keys, EngineCredentials):
+        raise RoleError(f"a front end needs all keys, EngineKeys, and has only those of engine {keys.rank}")
+    _require_curve()
+    return keys
+
+
+def keys_for_engine(rank: int, given: object = None) -> EngineCredentials:
+    """Return what was given for an engine, or else what this process has for it.
+
+    Raises:
+        RoleError: There is nothing, or only what is another engine's.
+        RuntimeError: This ZeroMQ cannot encrypt.
+        TypeError: They are no keys.
+    """
+    keys = _checked(given) or own_keys()
+    if keys is None:
+        raise RoleError(
+            f"engine {rank} has no keys to connect over TCP with: start it with CoreEngineProcManager or "
+            "CoreEngineActorManager, give it keys=EngineKeys.load(...) or the path of a file of them in "
+            "AIOSHM_ENGINE_KEYS, or, where the front end does not encrypt, secure=False"
+        )
+    _require_curve()
+    return keys.for_engine(rank)
+
+
+def own_keys() -> AnyKeys | None:
+    """Return what this process was started with, or has made, or what the file in ``AIOSHM_ENGINE_KEYS`` holds."""
+    handed = getattr(multiprocessing.current_process(), _ATTRIBUTE, None)
+    if handed is not None:
+        return _decode(handed)
+    if _made is not None:
+        return _made
+    path = engine_keys_path()
+    return None if path is None else _read(path)
+
+
+def keys_to_hand_over(given: object, rank: int | None = None) -> AnyKeys | None:
+    """Return what a process gets that is started here: an engine its own, a front end all; None if there is nothing.
+
+    Args:
+        given: The keys that were given, if any.
+        rank: The engine's rank; None for a front end.
+
+    Raises:
+        RoleError: The keys that were given are another engine's.
+        TypeError: They are no keys.
+    """
+    if given is None and (not can_encrypt() or isinstance(own_keys(), EngineCredentials)):
+        return None  # it can go without: where it cannot, it says so
+    if rank is not None and isinstance(given, EngineCredentials):
+        return given.for_engine(rank)
+    keys = keys_for_front_end(given)
+    return keys if rank is None else keys.for_engine(rank)
+
+
+def hand_over(process: object, keys: AnyKeys) -> None:
+    """Have a process of ``multiprocessing`` start with these keys; they travel with the process object, in its pipe.
+
+    As plain bytes: where they are not needed, nothing has to be imported for them.
+    """
+    setattr(process, _ATTRIBUTE, _encode(keys))
+
+
+def can_encrypt() -> bool:
+    """Tell whether ZeroMQ was built with CURVE."""
+    return bool(zmq.has("curve"))
+
+
+def _require_curve() -> None:
+    if not can_encrypt():
+        raise RuntimeError("this ZeroMQ cannot encrypt: install a wheel of pyzmq, or use secure=False")
+
+
+def _checked(given: object) -> AnyKeys | None:
+    if given is not None and not isinstance(given, EngineKeys | EngineCredentials):
+        raise TypeError(f"keys must be EngineKeys, or EngineCredentials for an engine, not {given!r}")
+    return given
+
+
+class _File(msgspec.Struct, tag="aioshm-engine-keys", omit_defaults=True):
+    secret: bytes | None = None
+    engine: EngineCredentials | None = None
+
+
+def _encode(keys: AnyKeys) -> bytes:
+    file = _File(secret=keys._secret) if isinstance(keys, EngineKeys) else _File(engine=keys)
+    return msgspec.json.encode(file)
+
+
+def _decode(text: bytes) -> AnyKeys:
+    file = msgspec.json.decode(text, type=_File)
+    if file.engine is not None:
+        return file.engine
+    return EngineKeys(file.secret or b"")
+
+
+def _write(path: str | os.PathLike[str], file: _File) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE), "wb") as stream:
+        stream.write(msgspec.json.encode(file) + b"\n")
+
+
+def _read(path: str | os.PathLike[str]) -> AnyKeys:
+    with Path(path).open("rb") as stream:
+        found = os.fstat(stream.fileno())
+        if found.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError(f"{os.fspath(path)} must be this user's alone: chmod 600, and chown to this user")
+        text = stream.read(_MAX_FILE_BYTES)
+    try:
+        return _decode(text)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ValueError(f"{os.fspath(path)} holds no keys of engines: {error}") from None

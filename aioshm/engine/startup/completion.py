@@ -1,0 +1,150 @@
+"""Waiting for a front end to be done, or for the first of its processes to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+from aioshm.engine.startup.api_servers import APIServerProcessManager
+from aioshm.errors import ProcessDied
+from aioshm.process.background import in_thread
+from aioshm.process.endings import Endings
+
+_log = logging.getLogger("aioshm.engine")
+
+
+class Stoppable(Protocol):
+    """What has processes or actors of its own, and stops them."""
+
+    def close(self) -> None:
+        """Stop everything; may block. Where there is an ``aclose`` to await, that is called instead."""
+
+
+async def wait_for_completion_or_failure(
+    api_server_manager: APIServerProcessManager,
+    engine_manager: Stoppable | None = None,
+    coordinator: Stoppable | None = None,
+) -> None:
+    """Wait until all API servers are done, or the first process of any kind has failed; then stop everything.
+
+    Everything is stopped in every case, also when this is cancelled, which then goes on as a cancellation. Ctrl-C,
+    where nobody but asyncio or Python itself handles it, stops everything and returns; pressed once more, it cancels.
+    Being cancelled while everything is being stopped kills what is left.
+
+    Args:
+        api_server_manager: The API servers.
+        engine_manager: The engines: a manager of processes, or one of something else, whose ``join_first()`` raises
+            when one fails.
+        coordinator: The DP coordinator, with its process as ``proc``.
+
+    Raises:
+        ProcessDied: A process ended with an exit code other than 0.
+    """
+    managers = [manager for manager in (api_server_manager, engine_manager, coordinator) if manager is not None]
+    try:
+        await _until_done(api_server_manager, engine_manager, coordinator)
+    finally:
+        failures = [error for error in await asyncio.gather(*map(_stop, managers), return_exceptions=True) if error]
+        for error in failures:
+            _log.error("could not stop everything: %s", error)
+    if failures:
+        raise failures[0]
+
+
+async def _until_done(servers: APIServerProcessManager, *others: Stoppable | None) -> None:
+    processes = [*servers.processes, *(process for other in others for process in _processes(other))]
+    apart: list[Any] = [other for other in others if hasattr(other, "join_first") and not _processes(other)]
+    with _ctrl_c() as pressed, Endings(processes) as endings:
+        waiting = [_servers_end(endings, servers), *(other.join_first() for other in apart)]
+        try:
+            await (_first_and_no_failure(waiting) if apart else waiting[0])
+        except asyncio.CancelledError:
+            if not pressed():
+                raise
+            _log.info("interrupted: stopping everything")
+
+
+async def _servers_end(endings: Endings, servers: APIServerProcessManager) -> None:
+    left: set[BaseProcess] = set(servers.processes)
+    while left:
+        for process in await endings.next():
+            if process.exitcode != 0:
+                raise ProcessDied(process.name, process.pid, process.exitcode)
+            left.discard(process)
+
+
+async def _first_and_no_failure(waiting: Sequence[Awaitable[object]]) -> None:
+    """Wait for the first one's end, unless another one raises before that."""
+    first, *_ = tasks = [asyncio.ensure_future(each) for each in waiting]
+    try:
+        left = set(tasks)
+        while not first.done():
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        first.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _processes(manager: Any) -> Sequence[BaseProcess]:
+    if hasattr(manager, "processes"):
+        return list(manager.processes)
+    return [manager.proc] if hasattr(manager, "proc") else []
+
+
+async def _stop(manager: Any) -> None:
+    if hasattr(manager, "aclose"):
+        await manager.aclose()
+    else:
+        await in_thread(manager.close)
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Have Ctrl-C cancel this task within the block, unless the program handles it in a way of its own.
+
+    Yields:
+        A function that says whether that, and nothing else, has cancelled the task. To be asked once.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not _nobodys(before):
+        yield lambda: False
+        return
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    waiting, pressed = True, False
+
+    def cancel() -> None:
+        nonlocal pressed
+        if waiting and not pressed:
+            pressed = True
+            task.cancel()
+
+    def only_that() -> bool:
+        return pressed and task.uncancel() == 0
+
+    # Not signal.signal: its handlers are called late if the signal comes just before the loop sleeps.
+    loop.add_signal_handler(signal.SIGINT, cancel)
+    try:
+        yield only_that
+    finally:
+        waiting = False
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
+
+
+def _nobodys(handler: object) -> bool:
+    if isinstance(handler, functools.partial):  # what asyncio.Runner puts there: it would cancel the main task
+        return isinstance(getattr(handler.func, "__self__", None), asyncio.Runner)
+    return handler is signal.default_int_handler

@@ -1,0 +1,162 @@
+"""The processes of a startup: watched while it goes on, named when it fails, and stopped with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import islice
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from aioshm.engine.protocol.addresses import CoreEngine
+from aioshm.engine.protocol.progress import Ended, StartupProgress, describe_failure
+from aioshm.engine.startup.deaths import DeathWatch, WatchedManager, WatchedProcess
+from aioshm.engine.startup.processes import ProcessManager
+from aioshm.errors import EngineStartupError, HandshakeError
+from aioshm.process.background import in_thread
+from aioshm.process.state import SUSPECT_STATES, process_state
+from aioshm.process.stopping import ashutdown
+
+STOP_S = 1.0
+"""How long processes may take to end when asked to: they have nothing yet that they would have to bring to an end."""
+
+_TAILS = 8  # of how many processes the last lines are told
+
+logger = logging.getLogger("aioshm.engine")
+
+
+class Supervision:
+    """What has to do with processes in a startup.
+
+    Args:
+        watched: Processes that are not of the startup itself, and so are not stopped.
+        on_death: Called when another process has ended.
+    """
+
+    def __init__(self, watched: Iterable[WatchedProcess], on_death: Callable[[], None]) -> None:
+        self._watched = tuple(watched)
+        self._on_death = on_death
+        self._manager: WatchedManager | None = None
+        self._coordinator: WatchedProcess | None = None
+        self._deaths: DeathWatch | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    def watch_also(self, processes: Iterable[WatchedProcess]) -> None:
+        """Have `watch` watch these, too, which are not stopped; those that it has are left as they are."""
+        more = [process for process in processes if process not in self._watched]
+        if more:
+            self._watched += tuple(more)
+            self.close()
+            self._deaths = None
+
+    def watch(self, manager: WatchedManager | None, coordinator: WatchedProcess | None) -> None:
+        """Watch these processes, too; nothing happens if they are watched.
+
+        Raises:
+            ValueError: A process was not started.
+        """
+        if self._deaths is not None:
+            if manager is self._manager and coordinator is self._coordinator:
+                return
+            self._deaths.stop()
+        self._manager, self._coordinator = manager, coordinator
+        others = (*self._watched, coordinator) if coordinator is not None else self._watched
+        self._deaths = DeathWatch(asyncio.get_running_loop(), manager, others, self._on_death)
+
+    def engines(self) -> dict[int, WatchedProcess]:
+        """Return the processes of engines, as far as they are known, by rank."""
+        return self._deaths.engines() if self._deaths is not None else {}
+
+    def ended(self) -> list[Ended]:
+        """Return the processes that have ended."""
+        return self._deaths.ended() if self._deaths is not None else []
+
+    def failure(
+        self, cause: str, refusal: HandshakeError | None, progress: StartupProgress, engines: Mapping[int, CoreEngine]
+    ) -> EngineStartupError:
+        """Return the error to raise.
+
+        Args:
+            cause: What was wrong, if it was more than that processes ended.
+            refusal: The refused message that was the cause, if it was one.
+            progress: How far the startup was.
+            engines: The engines, by rank.
+        """
+        ended, processes = self.ended(), self.engines()
+        said = []
+        for each in ended:
+            engine = None if each.engine is None else engines.get(each.engine)
+            said.append(each.describe(None if engine is None else engine.state))
+        failed = {each.name: each.exitcode for each in ended}
+        late = [processes[engine.index] for engine in progress.waiting if engine.index in processes]
+        alive = [process for process in late if process.name not in failed]
+        for process in alive:
+            state = process_state(process.pid or 0)
+            if state in SUSPECT_STATES:
+                said.append(f"{process.name} (pid {process.pid}) is {state}")
+        names = [each.name for each in ended if each.engine is not None] + [process.name for process in alive]
+        text = describe_failure(cause, said, progress, self._last_lines(names))
+        if refusal is None:
+            return EngineStartupError(text, failed=failed)
+        return HandshakeError(
+            text, engine=refusal.engine, state=refusal.state, expected=refusal.expected, failed=failed
+        )
+
+    async def stop(self) -> None:
+        """Stop what is the startup's own. Idempotent; finishes also when it is cancelled."""
+        self.close()
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(), name="aioshm-engine-startup-stops")
+        await completed(self._stopping)
+
+    def close(self) -> None:
+        """Watch no more. Idempotent."""
+        if self._deaths is not None:
+            self._deaths.stop()
+
+    def _last_lines(self, names: Iterable[str]) -> dict[str, list[str]]:
+        last_lines = getattr(self._manager, "last_lines", None)
+        if last_lines is None:
+            return {}
+        tails = ((name, list(last_lines(name))) for name in names)
+        return dict(islice(((name, lines) for name, lines in tails if lines), _TAILS))
+
+    async def _stop(self) -> None:
+        results = await asyncio.gather(
+            _stop_manager(self._manager), _stop_process(self._coordinator), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, Exception):
+                logger.error("while engines were stopped: %s", result, exc_info=result)
+
+
+async def completed(task: asyncio.Task[Any]) -> None:
+    """Wait until a task is done, also if this is cancelled meanwhile; neither raise nor return what it did."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _stop_manager(manager: Any) -> None:
+    aclose = getattr(manager, "aclose", None)
+    close = getattr(manager, "close", None)
+    if isinstance(manager, ProcessManager):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):  # which makes it kill what is left, and still wait for that
+                await manager.aclose()
+    elif aclose is not None:
+        await aclose()
+    elif close is not None:
+        await in_thread(close)
+
+
+async def _stop_process(process: WatchedProcess | None) -> None:
+    if isinstance(process, BaseProcess):
+        await ashutdown([process], STOP_S)

@@ -1,0 +1,1 @@
+"""The workers of one engine, called together."""

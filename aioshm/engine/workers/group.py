@@ -1,0 +1,316 @@
+"""The workers of one engine: a step goes to all of them through one queue, each answers through one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from aioshm.config import Options, check_int, check_seconds
+from aioshm.engine.workers.answers import WorkerAnswers, WorkerLost
+from aioshm.engine.workers.crew import WorkerCrew
+from aioshm.engine.workers.process import Step
+from aioshm.errors import (
+    AioshmError,
+    PeerDied,
+    QueueClosed,
+    RoleError,
+    WorkerError,
+)
+from aioshm.process.limits import naming_limits
+from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
+from aioshm.queue import MessageQueue
+from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
+from aioshm.queue.end import deadline_after
+
+CODE_WITHIN_S = 1.0
+"""How long a worker whose queue has ended may take to end itself, before it is told without its exit code."""
+
+
+class WorkerGroup:
+    """Worker processes that are called together, such as the ranks of a tensor-parallel model.
+
+        async with WorkerGroup(Worker, 2, kwargs={"model": path}) as group:
+            results = await group.collective_rpc("step", (batch,))
+
+    In each process ``worker(*args, rank=rank, **kwargs)`` makes an object; if that is awaitable, it is awaited. Its
+    methods may be coroutines; a worker does one call at a time, in the order of the calls. If it has a method
+    ``close``, that is called when the group is closed. Entering the block starts the processes and waits until every
+    worker is made.
+
+    The processes end with this one, however that happens. If one of them ends while the group is open, every call that
+    waits raises `WorkerDied`, and so does every later one: what is left of the group is only good for being closed.
+    An exception in a worker is no such thing: the call raises `WorkerError`, and the group goes on.
+
+    Args:
+        worker: Makes a worker. It travels by pickle, as ``args`` and ``kwargs`` do.
+        n_workers: How many.
+        args: For ``worker``.
+        kwargs: For ``worker``.
+        name: The processes are ``{name}_0`` and so on.
+        options: Of all queues between them and this process.
+        max_chunk_bytes: Room for one message in each queue's ring, in bytes; larger ones take longer.
+        max_chunks: How many messages each ring holds.
+        ready_timeout: Seconds that starting may take; None: as long as it takes.
+        shutdown_timeout: Seconds that workers may take to end by themselves, and then once more when asked to.
+        capture_stderr: See `ProcessManager`.
+
+    Raises:
+        TypeError, ValueError: An argument makes no sense; the text names it.
+    """
+
+    def __init__(
+        self,
+        worker: Callable[..., Any],
+        n_workers: int,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        name: str = "Worker",
+        options: Options | None = None,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunks: int = MAX_CHUNKS,
+        ready_timeout: float | None = None,
+        shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
+        capture_stderr: bool = True,
+    ) -> None:
+        if not callable(worker):
+            raise TypeError(f"worker must be callable, not {worker!r}")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name must be a string, and not empty, not {name!r}")
+        self.n_workers = check_int("n_workers", n_workers, minimum=1)
+        self._name = name
+        self._options = Options.from_env() if options is None else options
+        self._sizes = max_chunk_bytes, max_chunks
+        self._construction: Step = worker, _arguments(args), _keywords(kwargs), None
+        self._ready_timeout = None if ready_timeout is None else check_seconds("ready_timeout", ready_timeout)
+        self._shutdown_timeout = check_seconds("shutdown_timeout", shutdown_timeout)
+        self._capture_stderr = capture_stderr
+        self._crew: WorkerCrew | None = None
+        self._steps: MessageQueue | None = None
+        self._answers = WorkerAnswers(self._options)
+        self._calls = 0  # that were sent
+        self._line = asyncio.Lock()
+        self._scope: asyncio.Timeout | None = None  # of the call whose turn it is
+        self._failure: Callable[[], AioshmError] | None = None
+        self._failed = asyncio.Event()
+        self._closed = False
+        self._pid = os.getpid()
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids, by rank; none before they are started."""
+        return self._crew.pids if self._crew is not None else []
+
+    # Calls
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> Any:
+        """Call a method of every worker; wait until all have answered.
+
+        Calls of several tasks are served one after the other, in their order. A call that is cancelled, or takes too
+        long, goes on in the workers, and the next one is only begun when they are done with it; its answers are
+        nobody's. Results arrive as pickle has them; arrays and tensors of any size as copies of their own.
+
+        Args:
+            method: The name of the method; or a function that pickle can find in the workers, called with the worker
+                before ``args``.
+            args: For the method.
+            kwargs: For the method.
+            timeout: Seconds, the wait for earlier calls included; None: as long as it takes.
+            unique_reply_rank: The one worker whose result is wanted; the others only say that they are done.
+
+        Returns:
+            The results by rank, or the one that is wanted.
+
+        Raises:
+            WorkerError: Workers raised exceptions.
+            WorkerDied: One has ended.
+            CodecError, MessageTooLarge, SharedMemoryError: The arguments cannot be sent; no worker has seen them.
+            TimeoutError: It took too long; the text says which workers have not answered.
+            QueueClosed: The group was closed.
+            RoleError: The group was not entered.
+        """
+        if not callable(method) and not (isinstance(method, str) and method):
+            raise TypeError(f"method must be the name of a method, or a function, not {method!r}")
+        if (
+            unique_reply_rank is not None
+            and check_int("unique_reply_rank", unique_reply_rank, minimum=0) >= self.n_workers
+        ):
+            raise ValueError(f"unique_reply_rank must be below {self.n_workers}, not {unique_reply_rank}")
+        deadline_after(timeout)  # refuses what is none
+        step = method, _arguments(args), _keywords(kwargs), unique_reply_rank
+        missing = set(range(self.n_workers))
+        async with self._turn(_named(method), timeout, missing):
+            results = await self._exchange(step, missing)
+        return results if unique_reply_rank is None else results[unique_reply_rank]
+
+    async def join_first(self) -> AioshmError | None:
+        """Wait until a worker has ended, also while nobody calls them; return what calls raise from then on.
+
+        None if the group was closed. Cancelling this changes nothing.
+        """
+        await self._failed.wait()
+        assert self._failure is not None
+        error = self._failure()
+        return None if isinstance(error, QueueClosed) else error
+
+    @asynccontextmanager
+    async def _turn(self, what: str, timeout: float | None, missing: set[int]) -> AsyncIterator[None]:
+        """Wait for this call's turn; end the block when time is up, or the group is broken."""
+        if self._crew is None and not self._closed:
+            raise RoleError("the group was not entered: use `async with`")
+        waits = "waits for the calls before it"
+        try:
+            async with asyncio.timeout(timeout) as scope, self._line:
+                waits = ""
+                if self._failure is not None:
+                    raise self._failure()
+                self._scope = scope
+                try:
+                    yield
+                finally:
+                    self._scope = None
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            if self._failure is not None:
+                raise self._failure() from None
+            assert self._crew is not None
+            waits = waits or f"no answer from {self._crew.describe(sorted(missing))}"
+            raise TimeoutError(f"{what}: {waits} within {timeout} s") from None
+
+    async def _exchange(self, step: Step, missing: set[int]) -> list[Any]:
+        assert self._steps is not None
+        try:
+            await self._steps.enqueue(step)
+            self._calls += 1  # not if that was cancelled or refused: then nothing was sent
+            results, errors = await self._answers.collect(self._calls - 1, missing)
+        except (PeerDied, WorkerLost) as error:
+            await self._lost(error.rank)
+        if errors:
+            raise WorkerError(_named(step[0]), dict(sorted(errors.items())))
+        return results
+
+    # Death
+
+    def _died(self) -> None:
+        assert self._crew is not None
+        self._break_off(self._crew.death())
+
+    async def _lost(self, rank: int) -> NoReturn:
+        """Raise what has become of a worker whose queue has ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CODE_WITHIN_S):
+                await self._failed.wait()
+        if self._failure is None:
+            assert self._crew is not None
+            self._break_off(self._crew.death(rank))
+        assert self._failure is not None
+        raise self._failure()
+
+    def _break_off(self, failure: Callable[[], AioshmError]) -> None:
+        """Answer every call, the waiting ones too, with an error from now on."""
+        if self._failure is None:
+            self._failure = failure
+            self._failed.set()
+            if self._scope is not None and not self._scope.expired():
+                self._scope.reschedule(0)
+
+    # Starting and closing
+
+    async def __aenter__(self) -> Self:
+        if self._crew is not None or self._closed:
+            raise RoleError("a group can be entered only once")
+        try:
+            with naming_limits(f"{self!r}"):
+                await self._start()
+        except BaseException:
+            await self._stop(0)
+            raise
+        return self
+
+    async def _start(self) -> None:
+        everybody = set(range(self.n_workers))
+        self._steps = MessageQueue(self.n_workers, self.n_workers, None, *self._sizes, options=self._options)
+        self._crew = WorkerCrew(
+            self._name,
+            self.n_workers,
+            self._steps.export_handle(),
+            self._sizes,
+            self._options,
+            shutdown_timeout=self._shutdown_timeout,
+            capture_stderr=self._capture_stderr,
+            on_death=self._died,
+        )
+        missing = set(everybody)
+        async with self._turn("the start of the workers", self._ready_timeout, missing):
+            try:
+                async for rank, handle in self._crew.introductions():
+                    self._answers.attach(rank, handle)
+                    missing.discard(rank)
+            except (EOFError, OSError):
+                await self._lost(min(missing))
+            missing |= everybody
+            await self._exchange(self._construction, missing)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Let the workers end by themselves, then stop what is left; calls that wait raise `QueueClosed`. Idempotent.
+
+        Cancelling this stops them at once, and nothing is left. If one has died, the others are not waited for either:
+        they may be waiting for it.
+        """
+        if self._pid != os.getpid():  # a forked child's copy: the workers are the parent's
+            self._closed = True
+        if not self._closed:
+            await self._stop(0 if self._failure is not None else self._shutdown_timeout)
+
+    async def _stop(self, patience: float) -> None:
+        self._closed = True
+        if self._crew is not None:
+            self._crew.forget()
+        self._break_off(lambda: QueueClosed("the group of workers was closed"))
+        try:
+            if self._steps is not None:
+                await self._steps.aclose()
+        finally:
+            try:
+                if self._crew is not None:
+                    await self._crew.stop(patience)
+            finally:
+                await self._answers.aclose()
+
+    def __repr__(self) -> str:
+        return f"<WorkerGroup of {self.n_workers} {self._name} processes{', closed' if self._closed else ''}>"
+
+
+def _named(method: str | Callable[..., Any]) -> str:
+    return method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
+
+
+def _arguments(args: object) -> tuple[Any, ...]:
+    if not isinstance(args, Sequence) or isinstance(args, (str, bytes, bytearray, memoryview)):
+        raise TypeError(f"args must be a sequence of arguments, not {args!r}")
+    return tuple(args)
+
+
+def _keywords(kwargs: object) -> dict[str, Any]:
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a mapping, not {kwargs!r}")
+    return dict(kwargs)

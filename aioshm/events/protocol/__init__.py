@@ -1,0 +1,1 @@
+"""Batches of KV-cache events, their bytes, numbers and gaps. No I/O."""

@@ -1,0 +1,173 @@
+"""Batches on their way out: numbered when they are published, counted when there is no room. No I/O.
+
+A batch that finds no room keeps the number it was given, and nobody else gets that number: the hole is what
+tells the subscribers. If nothing is published after a hole, nobody would see it; the sender is then given one
+more number, for an empty batch.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from aioshm.errors import PublisherClosed, QueueFull
+from aioshm.events.protocol.messages import EventBatch
+
+Overflow: TypeAlias = Literal["block", "drop", "raise"]
+OVERFLOWS = ("block", "drop", "raise")
+
+# How often a thread that waits for room looks whether there is still somebody to make any.
+_LOOK_S = 0.5
+
+# The sender is at work: no number of batches needs to wake it.
+_NEVER = sys.maxsize
+
+
+class Outbox:
+    """A bounded queue between publishers, in any thread, and the one who sends.
+
+    Attributes:
+        dropped: Batches that found no room.
+        first_dropped: The number of the first of them, or None.
+        published: Numbers given out.
+        last_sent: The number that went out last, or -1; for the sender to set.
+        waiting: Batches and their numbers, in order; only the sender takes any away.
+        blocked: Threads that wait for room.
+    """
+
+    def __init__(self, max_size: int, overflow: Overflow = "drop") -> None:
+        if max_size < 1:
+            raise ValueError(f"max_queue_size must be at least 1, not {max_size}")
+        if overflow not in OVERFLOWS:
+            raise ValueError(f"overflow must be one of {OVERFLOWS}, not {overflow!r}")
+        self.dropped = 0
+        self.first_dropped: int | None = None
+        self.published = 0
+        self.last_sent = -1
+        self._max_size = max_size
+        self._overflow = overflow
+        self._closed = False
+        self.blocked = 0
+        self.waiting: deque[tuple[int, EventBatch]] = deque()
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._wake_at = 1
+
+    @property
+    def room(self) -> int:
+        """How many batches more can wait."""
+        return self._max_size - len(self.waiting)
+
+    def waiting_before(self, seq: int) -> int:
+        """Return how many batches with a number below ``seq`` wait; dropped ones may count."""
+        with self._lock:
+            if not self.waiting:
+                return 0
+            return max(0, min(len(self.waiting), seq - self.waiting[0][0]))
+
+    def put(self, batch: EventBatch) -> bool:
+        """Give ``batch`` the next number and keep it if there is room; True if the sender must be woken.
+
+        Raises:
+            PublisherClosed: The outbox was closed.
+            QueueFull: No room, and ``overflow`` is not ``"drop"``; no number was given.
+        """
+        with self._lock:
+            if self._closed:
+                raise PublisherClosed("this event publisher is closed")
+            seq = self.published
+            if len(self.waiting) < self._max_size:
+                self.waiting.append((seq, batch))
+            else:
+                self._has_no_room(seq)
+            self.published = seq + 1
+            if len(self.waiting) < self._wake_at:
+                return False
+            self._wake_at = _NEVER
+            return True
+
+    def wait_for_room(self, wake: Callable[[], None], timeout: float | None) -> bool:
+        """Block this thread until there is room; whoever is quick may take it.
+
+        Args:
+            wake: Sees to it that the sender is at work; raises if there is none any more.
+            timeout: Seconds to wait; None waits as long as it takes.
+
+        Returns:
+            False if the time is over.
+
+        Raises:
+            PublisherClosed: The outbox was closed, before or meanwhile.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            wake()
+            with self._room:
+                if self._closed:
+                    raise PublisherClosed("this event publisher was closed before there was room for the batch")
+                if self.room > 0:
+                    return True
+                left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+                if left <= 0:
+                    return False
+                self.blocked += 1
+                try:
+                    self._room.wait(left)
+                finally:
+                    self.blocked -= 1
+
+    def make_room(self) -> None:
+        """Wake the threads that wait for room, if there is any."""
+        with self._room:
+            if self.room > 0:
+                self._room.notify_all()
+
+    def close(self) -> None:
+        """Take no more batches; whoever waits for room hears of it. Idempotent."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
+
+    def _has_no_room(self, seq: int) -> None:
+        if self._overflow != "drop":
+            raise QueueFull(f"{len(self.waiting)} event batches wait to be sent, max_queue_size allows no more")
+        self.dropped += 1
+        if self.first_dropped is None:
+            self.first_dropped = seq
+
+    def take(self) -> tuple[int, EventBatch | None] | None:
+        """Return the next number to send and its batch; None in place of the batch means: send an empty one.
+
+        On None there is nothing to do: the sender is idle, and the next ``put`` asks to wake it.
+        """
+        with self._lock:
+            if self.waiting:
+                return self.waiting.popleft()
+            if self.last_sent == self.published - 1:
+                self._wake_at = 1
+                return None
+            self.last_sent = self.published
+            self.published += 1
+            return self.last_sent, None
+
+    def gather(self, count: int) -> None:
+        """Let ``put`` ask to wake the sender only when so many wait; until ``take`` finds nothing to do again.
+
+        The sender must look by itself before long: nobody knows whether so many will come.
+        """
+        with self._lock:
+            self._wake_at = min(count, self._max_size)
+
+    def abandon(self) -> tuple[int, int] | None:
+        """Drop what waits; return its first and last number."""
+        with self._lock:
+            if not self.waiting:
+                return None
+            first, last = self.waiting[0][0], self.waiting[-1][0]
+            self.dropped += len(self.waiting)
+            self.waiting.clear()
+            return first, last

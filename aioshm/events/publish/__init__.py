@@ -1,0 +1,1 @@
+"""Publishers of KV-cache events."""

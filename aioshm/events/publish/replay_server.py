@@ -1,0 +1,246 @@
+"""Answers those who missed batches, from the replay buffer, in between publishing.
+
+Who asks in the wrong form is counted, named in a rate-limited warning, and answered with just the end marker
+where there is an identity to answer to. Each client is served at the speed at which it reads, a few batches
+at a time, so neither publishing nor the other clients wait for it; it keeps alive only what it still has to
+get. At most ``MAX_CLIENTS`` are served at once, later requests wait in the socket; one that reads nothing for
+``STALLED_S`` is given up, so those who wait get their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+import zmq
+
+from aioshm.errors import CodecError
+from aioshm.events.protocol import wire
+from aioshm.events.protocol.replay_buffer import Entry, ReplayBuffer
+from aioshm.logs import LogLimiter
+from aioshm.zeromq.guard import GuardedMonitor
+from aioshm.zeromq.watch import Watch
+
+logger = logging.getLogger("aioshm.events")
+
+MAX_CLIENTS = 64
+STALLED_S = 30.0
+# Batches in ZeroMQ's queue for one client; what bounds a slow client's memory in this process.
+CLIENT_HWM = 64
+# The kernel's buffer for one client. Left alone it grows to megabytes, and filling it for a few slow clients at once
+# would delay live batches for tens of milliseconds.
+CLIENT_BUFFER_BYTES = 1 << 17
+# A client's own requests are a few bytes; ZeroMQ hangs up on whoever sends more.
+MAX_REQUEST_BYTES = 1024
+# What a request may be on the wire, encrypted.
+_REQUEST_WIRE_BYTES = 256
+
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
+_SLICE_S = 0.0001
+_TURN = 8
+_RETRY_S = 0.05
+
+
+class _Client:
+    """One answer in progress."""
+
+    def __init__(self, identity: bytes, entries: Iterator[Entry], now: float) -> None:
+        self.identity = identity
+        self.moved = now
+        self._entries = entries
+        self._next: Entry | None = next(entries, None)
+
+    def head(self) -> Entry | None:
+        return self._next
+
+    def advance(self) -> None:
+        self._next = next(self._entries, None)
+
+
+class ReplayServer:
+    """Serves one ROUTER socket on one loop.
+
+    Attributes:
+        requests: Well-formed requests.
+        replayed: Batches sent in answers.
+        malformed: Requests that were none.
+        abandoned: Clients that left or stalled before they had everything.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        buffer: ReplayBuffer,
+        topic: bytes,
+        form: wire.ReplayFormat,
+        where: str,
+        monitor: GuardedMonitor | None = None,
+    ) -> None:
+        self.requests = 0
+        self.replayed = 0
+        self.malformed = 0
+        self.abandoned = 0
+        self._socket = socket
+        self._send_frame = super(zmq.Socket, socket).send  # see the sender
+        self._buffer = buffer
+        self._topic = topic
+        self._form = form
+        self._where = where
+        self._monitor = monitor
+        self._ready: deque[_Client] = deque()
+        self._blocked: list[_Client] = []
+        self._limiter = LogLimiter(10.0)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: Watch | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._again = False
+        self._inherited = False
+        self._idle = asyncio.Event()
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody still waits for the rest of an answer."""
+        return bool(self._ready or self._blocked)
+
+    async def wait_idle(self, timeout: float) -> None:
+        """Wait until everybody has been answered, or ``timeout`` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.busy:
+                    self._idle.clear()
+                    await self._idle.wait()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve on ``loop`` from now on."""
+        self._loop = loop
+        self._watch = Watch(loop, self._socket, self._run)
+
+    def abandon_in_child(self) -> None:
+        """Stop serving, without touching what is the parent's."""
+        self._inherited = True
+
+    def close(self) -> None:
+        """Stop serving; the socket stays open."""
+        if self._watch is not None:
+            self._watch.pause()
+            self._watch = None
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        self.abandoned += len(self._ready) + len(self._blocked)
+        self._ready.clear()
+        self._blocked.clear()
+
+    def _run_again(self) -> None:
+        self._again = False
+        if self._watch is not None:
+            self._run()
+
+    def _run(self) -> None:
+        """Take requests and send for one slice of time; the rest continues on the loop's next turn."""
+        assert self._loop is not None
+        if self._inherited:
+            return
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        self._ready.extend(self._blocked)  # any change of state may have made room for any of them
+        self._blocked.clear()
+        deadline = time.perf_counter() + _SLICE_S
+        more_requests = self._accept(deadline)
+        while self._ready and time.perf_counter() < deadline:
+            self._serve(self._ready.popleft())
+        if self._ready or more_requests:
+            if not self._again:
+                self._again = True
+                self._loop.call_soon(self._run_again)
+        elif not self._blocked:
+            self._idle.set()
+        else:
+            # Room for one client can be noticed while another is served, and then the descriptor stays
+            # silent.
+            self._retry = self._loop.call_later(_RETRY_S, self._run)
+
+    def _accept(self, deadline: float) -> bool:
+        """Read requests; True if there may be more that could be taken now."""
+        while len(self._ready) + len(self._blocked) < MAX_CLIENTS:
+            if time.perf_counter() > deadline:
+                return True
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            self._take(frames)
+        return False
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        identity = frames[0].bytes
+        now = time.monotonic()
+        if self._monitor is not None:
+            with suppress(zmq.ZMQError):  # a peer that has no descriptor
+                self._monitor.credit(int(frames[0].get(zmq.SRCFD)), _REQUEST_WIRE_BYTES)
+        try:
+            start = wire.parse_request([frame.bytes for frame in frames[1:]])
+        except CodecError as error:
+            self._complain(frames[0], error)
+            self._ready.append(_Client(identity, iter(()), now))
+            return
+        self.requests += 1
+        self._ready.append(_Client(identity, self._buffer.since(start), now))
+
+    def _complain(self, frame: zmq.Frame, error: CodecError) -> None:
+        self.malformed += 1
+        held_back = self._limiter.admit()
+        if held_back is None:
+            return
+        try:
+            address = frame.get("Peer-Address")
+        except (zmq.ZMQError, KeyError):
+            address = "an unknown address"
+        more = f" ({held_back} more since the last warning)" if held_back else ""
+        logger.warning(
+            "replay %s: malformed request from %s, identity %s: %s%s",
+            self._where, address, frame.bytes.hex(), error, more,
+        )  # fmt: skip
+
+    def _serve(self, client: _Client) -> None:
+        """Send one turn's worth; afterwards the client is ready, blocked or done."""
+        send = self._send_frame
+        for _ in range(_TURN):
+            entry = client.head()
+            *first, last = wire.end_reply(self._form) if entry is None else wire.reply(self._topic, *entry, self._form)
+            try:
+                send(client.identity, _MORE)
+                for frame in first:  # there is room for all of them, or for none
+                    send(frame, _MORE)
+                send(last, zmq.NOBLOCK)
+            except zmq.Again:
+                self._block(client)
+                return
+            except zmq.ZMQError as error:  # EHOSTUNREACH: it is gone
+                self.abandoned += 1
+                logger.debug("replay %s: client %s left: %s", self._where, client.identity.hex(), error)
+                return
+            if entry is None:
+                return
+            client.advance()
+            client.moved = time.monotonic()
+            self.replayed += 1
+        self._ready.append(client)
+
+    def _block(self, client: _Client) -> None:
+        waited = time.monotonic() - client.moved
+        if waited < STALLED_S:
+            self._blocked.append(client)
+            return
+        self.abandoned += 1
+        logger.warning(
+            "replay %s: client %s has read nothing for %.0f s; giving it up",
+            self._where,
+            client.identity.hex(),
+            waited,
+        )

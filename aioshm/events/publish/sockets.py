@@ -1,0 +1,253 @@
+"""The sockets of a publisher: opened, named, watched for strangers, and closed with time to deliver."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from contextlib import suppress
+
+import zmq
+
+from aioshm.events.endpoints import check_endpoint, for_rank, is_wildcard, publisher_binds
+from aioshm.events.publish.replay_server import CLIENT_BUFFER_BYTES, CLIENT_HWM, MAX_REQUEST_BYTES
+from aioshm.events.publish.subscriptions import Subscriptions
+from aioshm.logs import LogLimiter
+from aioshm.zeromq.context import context_for
+from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
+from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
+from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.watch import Watch
+
+logger = logging.getLogger("aioshm.events")
+
+# The longest subscription, or command of a handshake; ZeroMQ hangs up on whoever sends more.
+MAX_SUBSCRIPTION_BYTES = 512
+# All that subscribers send and that was not read yet, in a turn of the loop: ZeroMQ takes some 10 ms for so much.
+_PUB_TOTAL_BYTES = 1 << 15
+# The same of those who ask for replay: 32 MB, if all of it are empty parts.
+_REPLAY_TOTAL_BYTES = 1 << 20
+# The handshake, which is longer with CURVE.
+_FREE_BYTES, _FREE_CURVE_BYTES = 256, 1024
+
+# What must stand before binding: connections take it from there.
+_PUB_OPTIONS: dict[int, int] = {zmq.MAXMSGSIZE: MAX_SUBSCRIPTION_BYTES}
+# Where strangers come, little may lie between them and the loop: what is not read yet cannot be refused.
+_XPUB_OPTIONS: dict[int, int] = _PUB_OPTIONS | {zmq.XPUB_VERBOSER: 1, zmq.RCVBUF: 1 << 12, zmq.RCVHWM: 8}
+_REPLAY_OPTIONS: dict[int, int] = {
+    zmq.MAXMSGSIZE: MAX_REQUEST_BYTES,
+    zmq.SNDBUF: CLIENT_BUFFER_BYTES,
+    zmq.ROUTER_MANDATORY: 1,
+}
+
+# Bits of ZeroMQ's threads: live batches do not queue behind those that are replayed.
+_LIVE_THREAD, _REPLAY_THREAD = 1, 2
+
+
+class PublisherEnds:
+    """A PUB socket and, if asked for, a ROUTER.
+
+    What strangers may reach, a TCP port, is guarded: there batches go out through an XPUB socket, which tells what is
+    subscribed to.
+
+    Attributes:
+        pub: Where batches go out.
+        replay: Where replay requests come in, or None.
+        endpoint: What ``pub`` is really bound or connected to.
+        replay_endpoint: What ``replay`` is really bound to, or None.
+        replay_monitor: What limits those who ask for replay, or None.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        endpoint: str,
+        replay_endpoint: str | None,
+        *,
+        bind: bool | None,
+        hwm: int,
+        curve: CurveKeys | None,
+    ) -> None:
+        endpoint = for_rank(check_endpoint(endpoint), rank)
+        if replay_endpoint is not None:
+            replay_endpoint = for_rank(check_endpoint(replay_endpoint, "replay_endpoint"), rank)
+        binds = publisher_binds(endpoint) if bind is None else bind
+        self.replay: zmq.Socket[bytes] | None = None
+        self.replay_endpoint: str | None = None
+        count = 1 + bool(replay_endpoint)
+        self._context, self._owns_context = context_for(
+            endpoint,
+            replay_endpoint,
+            what=f"a publisher of events at {endpoint}",
+            io_threads=count,
+            sockets=3 * count,  # a monitor for each takes two more
+            connections=2 * count + 2,  # with what guards them
+            threads=1,
+        )
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._monitors: list[Monitor] = []
+        self._watches: list[Watch] = []
+        self._files: list[BoundFile] = []
+        self._limiter = LogLimiter(10.0)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._subscriptions: Subscriptions | None = None
+        self.replay_monitor: GuardedMonitor | None = None
+        try:
+            guarded = binds and endpoint.startswith("tcp://")
+            kind, options = (zmq.XPUB, _XPUB_OPTIONS) if guarded else (zmq.PUB, _PUB_OPTIONS)
+            self.pub, self.endpoint = self._open(kind, options, endpoint, binds, hwm, curve)
+            if replay_endpoint is not None:
+                self.replay, self.replay_endpoint = self._open(
+                    zmq.ROUTER, _REPLAY_OPTIONS, replay_endpoint, True, CLIENT_HWM, curve
+                )
+        except BaseException:
+            self.close(0.0)
+            raise
+        if curve is None:
+            self._warn_about_wildcards([endpoint if binds else None, replay_endpoint])
+
+    @property
+    def handshake_failures(self) -> int:
+        """Connections that did not speak ZeroMQ, or not with the right keys."""
+        return sum(monitor.handshake_failures for monitor in self._monitors)
+
+    @property
+    def cut_off(self) -> int:
+        """Connections that sent more than they may."""
+        return sum(monitor.cut_off for monitor in self._monitors if isinstance(monitor, GuardedMonitor))
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Watch the connections on ``loop``."""
+        self._loop = loop
+        self._watches = [Watch(loop, monitor.pair, self._read_monitors) for monitor in self._monitors]
+        if self._subscriptions is not None:
+            self._watches.append(Watch(loop, self.pub, self.read_subscriptions))
+
+    def read_subscriptions(self) -> None:
+        """Read subscriptions; to be called now and then, too: sending hides from the loop that something came."""
+        if self._subscriptions is not None and self._subscriptions.read() and self._loop is not None:
+            self._loop.call_soon(self.read_subscriptions)
+
+    def abandon_in_child(self) -> None:
+        """Read no more: the sockets are the parent's."""
+        self._subscriptions = None
+
+    def close(self, linger: float) -> asyncio.Future[None] | None:
+        """Close the sockets; what ZeroMQ still holds may go out for ``linger`` seconds.
+
+        Returns:
+            Where a loop is running and there is something to wait for: a future that is done once it went
+            out, or the time is over.
+        """
+        for watch in self._watches:
+            watch.pause()
+        self._read_monitors()
+        for monitor in self._monitors:
+            monitor.close()
+        for socket in self._sockets:
+            _give_back_name(socket)
+            socket.close(linger=int(linger * 1000))
+        self._sockets.clear()
+        for file in self._files:
+            file.remove()
+        if not self._owns_context or self._context.closed:
+            return None
+        return _terminate(self._context)
+
+    def _open(
+        self, kind: int, options: dict[int, int], endpoint: str, bind: bool, hwm: int, curve: CurveKeys | None
+    ) -> tuple[zmq.Socket[bytes], str]:
+        socket = open_socket(self._context, kind, endpoint, bind=bind, hwm=hwm, curve=curve)
+        self._sockets.append(socket)
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        if self._owns_context:
+            socket.setsockopt(zmq.AFFINITY, _REPLAY_THREAD if kind == zmq.ROUTER else _LIVE_THREAD)
+        self._monitors.append(self._monitor(socket, kind, endpoint, bind, curve))
+        actual = attach(socket, endpoint, bind=bind)
+        if bind:
+            self._files.append(BoundFile(actual))
+        return socket, actual
+
+    def _monitor(
+        self, socket: zmq.Socket[bytes], kind: int, endpoint: str, bind: bool, curve: CurveKeys | None
+    ) -> Monitor:
+        if not bind or not endpoint.startswith("tcp://"):
+            return Monitor(socket)
+        limits = PeerLimits(
+            total_bytes=_PUB_TOTAL_BYTES if kind == zmq.XPUB else _REPLAY_TOTAL_BYTES,
+            free_bytes=_FREE_BYTES if curve is None else _FREE_CURVE_BYTES,
+        )
+        monitor = GuardedMonitor(socket, limits, name=f"publisher {endpoint}", nudge=self._nudge)
+        if kind == zmq.XPUB:
+            self._subscriptions = Subscriptions(socket, monitor)
+        else:
+            self.replay_monitor = monitor
+        return monitor
+
+    def _nudge(self) -> None:
+        """Have the monitors read; in the guard's thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._read_monitors)
+
+    def _read_monitors(self) -> None:
+        for monitor in self._monitors:
+            failed = monitor.read()[1]
+            if not failed:
+                continue
+            held_back = self._limiter.admit()
+            if held_back is not None:
+                logger.warning(
+                    "publisher %s: %d connections failed their handshake, the last at %s: "
+                    "not ZeroMQ, or not with the right keys (%d in all)",
+                    self.endpoint, len(failed) + held_back, failed[-1], self.handshake_failures,
+                )  # fmt: skip
+
+    @staticmethod
+    def _warn_about_wildcards(endpoints: list[str | None]) -> None:
+        open_to_all = [endpoint for endpoint in endpoints if endpoint is not None and is_wildcard(endpoint)]
+        if open_to_all:
+            logger.warning(
+                "events are published on every interface, unencrypted (%s): pass curve=, or bind one address",
+                ", ".join(open_to_all),
+            )
+
+
+def _give_back_name(socket: zmq.Socket[bytes]) -> None:
+    """Let an inproc name be bound again at once; ZeroMQ closes sockets some time later, in another thread."""
+    name = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    if name.startswith("inproc://"):
+        with suppress(zmq.ZMQError):  # it only connected
+            socket.unbind(name)
+
+
+def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> asyncio.Future[None] | None:
+    """End the context, which blocks while its sockets linger, in a thread that lives no longer than that."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        context.term()
+        return None
+    done: asyncio.Future[None] = loop.create_future()
+
+    def finish() -> None:
+        thread.join()  # this callback was the last thing it did
+        if not done.done():
+            done.set_result(None)
+
+    def work() -> None:
+        context.term()
+        try:
+            loop.call_soon_threadsafe(finish)
+        except RuntimeError:  # the loop was closed meanwhile: nobody waits any more
+            logger.debug("an event loop was closed before its publisher's context ended")
+
+    thread = threading.Thread(target=work, name="aioshm-events-close", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # none can be started; what is left may take its time all the same
+        context.term()
+        return None
+    return done

@@ -1,0 +1,239 @@
+"""Where a subscriber hears live batches: a SUB socket, or a port that strangers may reach."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import zmq
+
+from aioshm.events.protocol.zmtp import GREETING, Refused, SubPeer
+from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
+from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.watch import Watch
+
+# Of all messages that are not whole yet, at an open port; whoever has sent most of that is hung up on.
+MAX_HELD_BYTES = 1 << 24
+# Pieces of 8 KiB that ZeroMQ reads ahead from one peer.
+_CHUNKS = 16
+_HANDSHAKE_S = 30.0
+
+
+class LivePort(Protocol):
+    """Messages from publishers, and what is to be known of their connections before one trusts a message.
+
+    Attributes:
+        endpoint: What it is really bound or connected to.
+        reconnects: Connections that broke and came back.
+        handshake_failures: Connections that did not speak ZeroMQ, or not with the right keys.
+        cut_off: Connections that sent more than they may.
+    """
+
+    endpoint: str
+
+    @property
+    def reconnects(self) -> int: ...
+
+    @property
+    def handshake_failures(self) -> int: ...
+
+    @property
+    def cut_off(self) -> int: ...
+
+    def receive(self) -> list[bytes] | None:
+        """Return the next message, or None if there is none now."""
+
+    def read(self) -> tuple[int, list[str]]:
+        """Return how many connections came back since the last call, and what to say of peers that were refused."""
+
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Watch, Watch | None]:
+        """Have ``callback`` called when there may be a message, and when there may be news of connections only."""
+
+    def close(self) -> None:
+        """Close the port. Idempotent."""
+
+
+class SubPort:
+    """A SUB socket with its monitor: for one who connects, or who knows its peers by their keys."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        topic: bytes,
+        *,
+        bind: bool,
+        hwm: int,
+        curve: CurveKeys | None,
+        max_bytes: int,
+    ) -> None:
+        self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve)
+        try:
+            self._sub.setsockopt(zmq.SUBSCRIBE, topic)
+            if bind:  # whoever connects would not be connected again after a message that is too large
+                self._sub.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+            self._monitor = Monitor(self._sub)
+            try:
+                self.endpoint = attach(self._sub, endpoint, bind=bind)
+            except BaseException:
+                self._monitor.close()
+                raise
+        except BaseException:
+            self._sub.close()
+            raise
+        self._file = BoundFile(self.endpoint) if bind else None
+        self.cut_off = 0
+
+    @property
+    def reconnects(self) -> int:
+        return self._monitor.reconnects
+
+    @property
+    def handshake_failures(self) -> int:
+        return self._monitor.handshake_failures
+
+    def receive(self) -> list[bytes] | None:
+        try:
+            return self._sub.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def read(self) -> tuple[int, list[str]]:
+        came_back, failed = self._monitor.read()
+        return came_back, [f"the handshake at {one} failed: not ZeroMQ, or wrong keys" for one in failed]
+
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Watch, Watch | None]:
+        return Watch(loop, self._sub, callback), Watch(loop, self._monitor.pair, callback)
+
+    def close(self) -> None:
+        if self._sub.closed:
+            return
+        self._monitor.close()
+        self._sub.close(linger=0)
+        if self._file is not None:
+            self._file.remove()
+
+
+class OpenPort:
+    """A TCP port that is bound without keys: anybody may connect, and is held to limits.
+
+    A SUB socket would collect the parts of a message without an end until memory ends, and hold ``hwm`` messages of
+    each peer, however large. So the peers' bytes are read as they come (a STREAM socket) and taken apart here; what is
+    not read stays in the kernel, which holds the peer back.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic: bytes, *, max_bytes: int) -> None:
+        self.reconnects = 0
+        self.handshake_failures = 0
+        self.cut_off = 0
+        self._topic = topic
+        self._max_bytes = max_bytes
+        self._peers: dict[bytes, SubPeer] = {}
+        self._since: dict[bytes, float] = {}  # of those who have not finished the handshake
+        self._messages: deque[list[bytes]] = deque()
+        self._held = 0
+        self._lost = False
+        self._came_back = 0
+        self._refused: list[str] = []
+        self._stream = open_socket(context, zmq.STREAM, endpoint, bind=True, hwm=_CHUNKS, curve=None)
+        self._stream.setsockopt(zmq.SNDHWM, 1000)  # answers, which are small
+        try:
+            self.endpoint = attach(self._stream, endpoint, bind=True)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def receive(self) -> list[bytes] | None:
+        if not self._messages:
+            try:
+                identity, chunk = self._stream.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            self._hear(identity.bytes, chunk)
+        return self._messages.popleft() if self._messages else []
+
+    def read(self) -> tuple[int, list[str]]:
+        came_back, self._came_back = self._came_back, 0
+        refused, self._refused = self._refused, []
+        self.reconnects += came_back
+        return came_back, refused
+
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Watch, Watch | None]:
+        return Watch(loop, self._stream, callback), None
+
+    def close(self) -> None:
+        self._stream.close(linger=0)
+        self._peers.clear()
+
+    def _hear(self, identity: bytes, chunk: zmq.Frame) -> None:
+        data, peer = chunk.bytes, self._peers.get(identity)
+        if not data:  # it has come, or it has gone
+            if peer is None:
+                self._welcome(identity)
+            else:
+                self._forget(identity)
+                self._lost = True
+            return
+        if peer is None:  # hung up on before
+            return
+        was_ready, held = peer.ready, peer.held
+        try:
+            answer = peer.feed(data)
+            self._held += peer.held - held
+        except Refused as reason:
+            self._held += peer.held - held
+            self._refuse(identity, chunk, str(reason), was_ready)
+            return
+        if answer and not self._say(identity, answer):
+            self._forget(identity)
+            return
+        if peer.ready and not was_ready:
+            self._since.pop(identity, None)
+            self._came_back += self._lost
+            self._lost = False
+        self._messages += peer.messages
+        peer.messages.clear()
+        while self._held > MAX_HELD_BYTES:
+            most = max(self._peers, key=lambda one: self._peers[one].held)
+            text = f"of too many bytes of unfinished messages it has sent {self._peers[most].held}, the most of all"
+            self._refuse(most, chunk if most == identity else None, text, True)
+
+    def _welcome(self, identity: bytes) -> None:
+        now = time.monotonic()
+        for other in [one for one, since in self._since.items() if now - since > _HANDSHAKE_S]:
+            self._forget(other)
+            self._say(other, b"")
+        if self._say(identity, GREETING):
+            self._peers[identity] = SubPeer(self._topic, self._max_bytes)
+            self._since[identity] = now
+
+    def _refuse(self, identity: bytes, chunk: zmq.Frame | None, reason: str, was_ready: bool) -> None:
+        self._forget(identity)
+        self._say(identity, b"")  # hangs up
+        address: object = "a peer"
+        with suppress(zmq.ZMQError, KeyError):
+            address = address if chunk is None else chunk.get("Peer-Address")
+        if was_ready:
+            self.cut_off += 1
+            self._lost = True
+        else:
+            self.handshake_failures += 1
+        self._refused.append(f"hung up on {address}: {reason}")
+
+    def _forget(self, identity: bytes) -> None:
+        peer = self._peers.pop(identity, None)
+        if peer is not None:
+            self._held -= peer.held
+        self._since.pop(identity, None)
+
+    def _say(self, identity: bytes, data: bytes) -> bool:
+        try:
+            self._stream.send_multipart([identity, data], zmq.NOBLOCK)
+        except zmq.ZMQError:  # it is gone, or reads nothing
+            return False
+        return True

@@ -1,0 +1,397 @@
+"""One endpoint of a subscriber: a SUB socket, its monitor, and a DEALER while something is asked for.
+
+Everything happens in callbacks of the loop, a slice at a time; no task runs. The decisions are the tracker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+import zmq
+
+from aioshm.errors import CodecError, OutOfDescriptors
+from aioshm.events.protocol import wire
+from aioshm.events.protocol.decoding import BatchDecoder, Decoding
+from aioshm.events.protocol.deliveries import Delivery, Received
+from aioshm.events.protocol.messages import KVEventBatch
+from aioshm.events.protocol.tracker import Message, SourceTracker, Start
+from aioshm.events.stats import SubscriberStats
+from aioshm.events.subscribe.live_ports import LivePort, OpenPort, SubPort
+from aioshm.logs import LogLimiter
+from aioshm.process.limits import SIGNAL_DESCRIPTORS, abandon_when_forked, check_descriptors
+from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.watch import Watch
+
+logger = logging.getLogger("aioshm.events")
+
+# Requests that get no answer before a gap is given up; one only, while the replay port is known to be silent.
+REPLAY_ATTEMPTS = 3
+# A publisher that says nothing is asked whether something was missed after this long, then ever less often.
+CHECK_MAX_S = 30.0
+# ZeroMQ's own queue for replies: what a publisher may send ahead of this reader.
+_REPLY_HWM = 64
+_SLICE_S = 0.002
+
+_Where: TypeAlias = Literal["live", "replay"]
+
+
+class EventSource:
+    """Reads one endpoint on one loop and hands deliveries to ``deliver``.
+
+    Args:
+        open_to_all: Whether anybody may connect to it, who is then held to limits.
+        deliver: Called with each delivery; returns False to be left alone until ``resume``.
+        fail: Called with what went wrong in here, should anything.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        replay_endpoint: str | None,
+        *,
+        topic: str,
+        start: Start,
+        bind: bool,
+        open_to_all: bool,
+        hwm: int,
+        curve: CurveKeys | None,
+        replay_timeout: float,
+        check_interval: float | None,
+        max_payload_bytes: int,
+        deliver: Callable[[Delivery], bool],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._loop = loop
+        self._context = context
+        self._replay_endpoint = replay_endpoint
+        self._topic = topic.encode()
+        self._curve = curve
+        self._replay_timeout = replay_timeout
+        self._check_interval = check_interval if replay_endpoint is not None else None
+        self._deliver = deliver
+        self._fail = fail
+        self._decoder = BatchDecoder(max_bytes=max_payload_bytes)
+        self._unfinished: tuple[_Where, wire.LiveFrames | wire.ReplayFrames, Decoding] | None = None
+        self._limiter = LogLimiter(10.0)
+        self._paused = False
+        self._again = False
+        self._delivered = self._replayed = self._garbage = self._replay_failures = 0
+
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._dealer_watch: Watch | None = None
+        self._asked_at = 0.0
+        self._attempts = 0
+        self._replay_silent = False
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # uvloop's handle does not tell, where it is due at once
+        self._overdue: float | None = None
+        self._quiet_checks = 0
+
+        self._inherited = False
+        self._lacking: OutOfDescriptors | None = None
+        self._port: LivePort
+        if open_to_all:
+            self._port = OpenPort(context, endpoint, self._topic, max_bytes=max_payload_bytes)
+        else:
+            self._port = SubPort(
+                context, endpoint, self._topic, bind=bind, hwm=hwm, curve=curve, max_bytes=max_payload_bytes
+            )
+        self.endpoint = self._port.endpoint
+        self._closed = False
+        self._tracker = SourceTracker(self.endpoint, start, can_replay=replay_endpoint is not None)
+        self._sub_watch, self._monitor_watch = self._port.watch(loop, self._run)
+        abandon_when_forked(self)
+
+    def stats(self) -> SubscriberStats:
+        """Return this source's counters."""
+        tracker = self._tracker
+        return SubscriberStats(
+            delivered=self._delivered,
+            replayed=self._replayed,
+            duplicates=tracker.duplicates,
+            gaps=tracker.gaps,
+            lost=tracker.lost,
+            restarts=tracker.restarts,
+            reconnects=self._port.reconnects,
+            garbage=self._garbage + tracker.unconfirmed,
+            replay_failures=self._replay_failures,
+            handshake_failures=self._port.handshake_failures,
+            cut_off=self._port.cut_off,
+        )
+
+    def resume(self) -> None:
+        """Go on after ``deliver`` returned False."""
+        if self._paused:
+            self._paused = False
+            self._asked_at = self._loop.time()  # the publisher could not have sent while nobody read
+            if self._monitor_watch is not None:
+                self._monitor_watch.resume()
+            self._sub_watch.resume()
+            if self._dealer_watch is not None:
+                self._dealer_watch.resume()
+
+    def close(self) -> None:
+        """Close the sockets and forget what was not delivered."""
+        if self._inherited or self._closed:
+            return
+        self._closed = True
+        self._pause()
+        self._end_request()
+        self._unfinished = None
+        self._port.close()
+
+    def abandon_in_child(self) -> None:
+        """Do nothing any more: the sockets, and what the loop waits by, are the parent's."""
+        self._inherited = self._paused = True
+
+    def _pause(self) -> None:
+        """Leave every socket alone; one that is watched but not read would wake the loop for ever."""
+        self._paused = True
+        self._set_timer(None)
+        self._sub_watch.pause()
+        if self._monitor_watch is not None:
+            self._monitor_watch.pause()
+        if self._dealer_watch is not None:
+            self._dealer_watch.pause()
+
+    # The loop calls
+
+    def _run(self) -> None:
+        """Work for one slice of time, or until there is nothing to do."""
+        if self._paused or self._closed:
+            return
+        try:
+            deadline = time.perf_counter() + _SLICE_S
+            while self._step():
+                if self._paused:
+                    return
+                if time.perf_counter() > deadline:
+                    self._come_back()
+                    return
+            self._arm()
+        except Exception as error:  # in a callback nobody would hear of it, and the consumer would wait for ever
+            self.close()
+            self._fail(error)
+
+    def _run_again(self) -> None:
+        self._again = False
+        self._run()
+
+    def _come_back(self) -> None:
+        if not self._again:
+            self._again = True
+            self._loop.call_soon(self._run_again)
+
+    def _step(self) -> bool:
+        """Take one message, live or replayed; False if there is none."""
+        if self._hand_out():
+            return True
+        if self._unfinished is not None:
+            self._go_on(*self._unfinished)
+            return True
+        self._read_monitor()
+        if self._tracker.asking is None:
+            self._sub_watch.resume()
+            return self._read_live()
+        self._sub_watch.pause()
+        if self._dealer is None:
+            self._request()
+        return self._dealer is not None and self._read_reply()
+
+    def _hand_out(self) -> bool:
+        """Hand out what the tracker has; True if the consumer wants no more for now."""
+        out = self._tracker.out
+        while out:
+            delivery = out.popleft()
+            if isinstance(delivery, Received):
+                self._delivered += 1
+                self._replayed += delivery.replayed
+            if not self._deliver(delivery):
+                self._pause()
+                return True
+        return False
+
+    # Live
+
+    def _read_live(self) -> bool:
+        frames = self._port.receive()
+        if frames is None:
+            return False
+        # What is said of connections now happened before this message was received, or soon after: both are safe.
+        self._read_monitor()
+        if frames:
+            self._quiet_checks = 0
+            try:
+                live = wire.parse_live(frames)
+            except CodecError as error:
+                self._complain("live", error)
+            else:
+                self._take("live", live)
+        return True
+
+    def _read_monitor(self) -> None:
+        came_back, refused = self._port.read()
+        if came_back:
+            logger.debug("subscriber %s: connected again", self.endpoint)
+            self._tracker.reconnected()
+        for one in refused:
+            self._complain("live", ConnectionError(one))
+
+    # Payloads
+
+    def _take(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames) -> None:
+        """Decode a batch; one that takes long is gone on with in the next steps."""
+        try:
+            found = self._decoder.begin(frames.payload)
+        except CodecError as error:
+            self._complain(where, error)
+            return
+        if isinstance(found, Decoding):
+            self._unfinished = where, frames, found
+        else:
+            self._accept(where, frames, found)
+
+    def _go_on(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, decoding: Decoding) -> None:
+        try:
+            batch = decoding.work(time.perf_counter() + _SLICE_S)
+        except CodecError as error:
+            self._unfinished = None
+            self._complain(where, error)
+            return
+        if batch is not None:
+            self._unfinished = None
+            self._asked_at = self._loop.time()
+            self._accept(where, frames, batch)
+
+    def _accept(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, batch: KVEventBatch) -> None:
+        message = Message(frames.topic, frames.seq, batch, frames.payload)
+        if where == "live":
+            self._tracker.live(message)
+        else:
+            self._tracker.replayed(message)
+
+    # Replay
+
+    def _request(self) -> None:
+        assert self._replay_endpoint is not None
+        start = self._tracker.asking
+        assert start is not None
+        now = self._loop.time()
+        try:
+            check_descriptors("asking for what was missed", 1 + SIGNAL_DESCRIPTORS)  # ZeroMQ would try again for ever
+            self._dealer = dealer = open_socket(
+                self._context, zmq.DEALER, self._replay_endpoint, bind=False, hwm=_REPLY_HWM, curve=self._curve
+            )
+            attach(dealer, self._replay_endpoint, bind=False)
+        except OutOfDescriptors as error:
+            if self._lacking is None:
+                self._lacking, self._asked_at = error, now
+            return
+        self._lacking = None
+        dealer.send_multipart(wire.request(start), zmq.NOBLOCK)
+        self._dealer_watch = Watch(self._loop, dealer, self._run)
+        self._asked_at = now
+
+    def _end_request(self) -> None:
+        if self._dealer_watch is not None:
+            self._dealer_watch.pause()
+            self._dealer_watch = None
+        if self._dealer is not None:
+            self._dealer.close(linger=0)
+            self._dealer = None
+
+    def _read_reply(self) -> bool:
+        assert self._dealer is not None
+        try:
+            frames = self._dealer.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._asked_at = self._loop.time()
+        try:
+            reply = wire.parse_reply(frames)
+            if reply is None:
+                self._end_request()
+                self._attempts = 0
+                self._replay_silent = False
+                self._tracker.replay_ended()
+                return True
+            if reply.topic is not None and not reply.topic.startswith(self._topic):
+                return True
+        except CodecError as error:
+            self._complain("replay", error)
+            return True
+        self._take("replay", reply)
+        return True
+
+    def _replay_overdue(self) -> None:
+        """Ask again, or give up and say so."""
+        self._end_request()
+        self._attempts += 1
+        self._replay_failures += 1
+        allowed = 1 if self._replay_silent else REPLAY_ATTEMPTS
+        if self._attempts >= allowed:
+            reason = f"{self._replay_endpoint} did not answer {self._attempts} times within {self._replay_timeout} s"
+            if self._lacking is not None:
+                reason = f"{self._replay_endpoint} was not asked: {self._lacking.strerror}"
+            self._attempts = 0
+            if not self._replay_silent:
+                logger.warning("subscriber %s: replay: %s", self.endpoint, reason)
+            self._replay_silent = True
+            self._tracker.replay_failed(reason)
+        self._come_back()
+
+    # Time
+
+    def _arm(self) -> None:
+        """Set when something is overdue: an answer, or a word from a publisher."""
+        if self._tracker.asking is not None:
+            self._overdue = self._asked_at + self._replay_timeout
+        elif self._check_interval is not None:
+            pause = min(CHECK_MAX_S, self._check_interval * 2 ** min(self._quiet_checks, 16))
+            self._overdue = self._loop.time() + pause
+        else:
+            self._overdue = None
+            return
+        # The timer is left alone if it is early, and asks again: setting it anew for every message is dear.
+        if self._timer is None or self._timer_at > self._overdue:
+            self._set_timer(self._overdue)
+
+    def _set_timer(self, when: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if when is not None:
+            self._timer, self._timer_at = self._loop.call_at(when, self._tick), when
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._overdue is None or self._paused:
+            return
+        if self._unfinished is not None:  # the answer is here; it is being read
+            self._overdue = self._loop.time() + self._replay_timeout
+        if self._loop.time() < self._overdue:
+            self._set_timer(self._overdue)
+            return
+        if self._tracker.asking is None:
+            self._quiet_checks += 1
+            self._tracker.check()
+        else:
+            self._replay_overdue()
+        self._run()
+
+    def _complain(self, where: str, error: Exception) -> None:
+        self._garbage += 1
+        held_back = self._limiter.admit()
+        if held_back is not None:
+            endpoint = self._replay_endpoint if where == "replay" else self.endpoint
+            logger.warning(
+                "subscriber %s: a %s message cannot be used: %s (%d more since the last warning)",
+                endpoint, where, error, held_back,
+            )  # fmt: skip

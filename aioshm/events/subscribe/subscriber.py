@@ -1,0 +1,373 @@
+"""The subscriber: one stream of deliveries out of many publishers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import fields
+from types import TracebackType
+
+import zmq
+
+from aioshm.errors import QueueClosed, RoleError
+from aioshm.events.config import DEFAULT_HWM
+from aioshm.events.endpoints import check_endpoint, is_loopback, subscriber_binds
+from aioshm.events.protocol.deliveries import Delivery, Received
+from aioshm.events.protocol.messages import KVEventBatch
+from aioshm.events.protocol.tracker import Start
+from aioshm.events.protocol.wire import MAX_SEQ
+from aioshm.events.stats import SubscriberStats
+from aioshm.events.subscribe.source import EventSource
+from aioshm.process.limits import abandon_when_forked
+from aioshm.zeromq.context import shared_context
+from aioshm.zeromq.curve import CurveKeys
+
+logger = logging.getLogger("aioshm.events")
+
+# How long a replay may be silent before it is asked for again.
+REPLAY_TIMEOUT_S = 5.0
+# How long a publisher may be silent before it is asked whether its last messages were lost on the way.
+CHECK_INTERVAL_S = 1.0
+# Deliveries that may wait for the consumer; beyond that the sockets are not read.
+DEFAULT_MAX_WAITING = 1024
+# A hundred times what a step's batch has, a quarter of a million tokens: what a stranger may make an open port decode.
+OPEN_MAX_PAYLOAD_BYTES = 1 << 21
+# The same of publishers that one has chosen.
+MAX_PAYLOAD_BYTES = 1 << 24
+# Payloads that may wait for the consumer together; decoded, they take up to 14 times as much.
+MAX_WAITING_BYTES = 1 << 20
+
+_YIELD_EVERY = 64
+
+
+class EventSubscriber:
+    """Receives the batches of one or many publishers, each publisher's in order, without holes and copies.
+
+    What live delivery lost is fetched from the replay endpoint, where one is given: a gap, what was published
+    before this subscriber came, what was published while a connection was down, and the end of a stream after
+    which nothing else came. What cannot be fetched is reported, as is a publisher whose numbers go back.
+
+    There are two ways to read. ``async for seq, batch in subscriber`` raises ``EventsLost`` or
+    ``PublisherRestarted`` in its place in the stream, and continues behind it when it is entered again.
+    ``deliveries()`` and ``receive()`` return ``Received``, ``Lost`` and ``Restarted`` and also say which
+    publisher.
+
+    Cancelling a wait loses nothing. A consumer that does not read makes the subscriber stop reading, after
+    ``max_waiting`` deliveries; what ZeroMQ then drops is fetched later, like any gap.
+
+    Without a replay endpoint, a publisher that restarts and happens to continue with exactly the expected
+    number cannot be told from the old one.
+
+    Args:
+        endpoints: One or several addresses of publishers, each with its own numbers.
+        replay_endpoints: As many replay addresses; None for those without.
+        topic: Only topics that begin with it.
+        start: The first number wanted of every publisher. None is 0: what was published before is replayed,
+            or reported as lost. ``"live"`` begins with whatever comes first.
+        bind: Bind the endpoints, for publishers that connect. None binds ``tcp://*:port`` only.
+        hwm: Messages that ZeroMQ holds for each endpoint while the consumer is busy.
+        curve: Keys for encrypted connections.
+        replay_timeout: Seconds that a replay may be silent. After three such silences a gap counts as lost.
+        check_interval: Seconds of silence after which a publisher's replay endpoint is asked whether
+            something was missed; doubled up to 30 s as long as it stays silent. None never asks.
+        max_waiting: Deliveries that may wait for the consumer, as long as their payloads have 1 MiB together.
+        max_payload_bytes: The largest payload that is taken; a publisher that connects and sends a larger one is hung
+            up on. None is 2 MiB where this subscriber binds without keys, so that anybody may connect, else 16 MiB.
+
+    Raises:
+        OSError: An endpoint cannot be bound or connected to; raised by the first wait.
+        OutOfDescriptors, OutOfThreads: This process cannot have what ZeroMQ needs; raised by the first wait, too.
+        ValueError: An argument makes no sense; the text names it.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        replay_endpoints: str | Sequence[str | None] | None = None,
+        topic: str = "",
+        *,
+        start: Start = None,
+        bind: bool | None = None,
+        hwm: int = DEFAULT_HWM,
+        curve: CurveKeys | None = None,
+        replay_timeout: float = REPLAY_TIMEOUT_S,
+        check_interval: float | None = CHECK_INTERVAL_S,
+        max_waiting: int = DEFAULT_MAX_WAITING,
+        max_payload_bytes: int | None = None,
+    ) -> None:
+        self._sources: list[EventSource] = []
+        self._final: SubscriberStats | None = None
+        self._closed = False
+        self._pairs = _pair_up(endpoints, replay_endpoints)
+        if not (start is None or start == "live" or (isinstance(start, int) and 0 <= start <= MAX_SEQ)):
+            raise ValueError(f"start must be a number from 0 to {MAX_SEQ}, 'live' or None, not {start!r}")
+        if replay_timeout <= 0 or (check_interval is not None and check_interval <= 0):
+            raise ValueError(
+                f"replay_timeout ({replay_timeout}) and check_interval ({check_interval}) must be positive"
+            )
+        if max_waiting < 1:
+            raise ValueError(f"max_waiting must be at least 1, not {max_waiting}")
+        if max_payload_bytes is not None and max_payload_bytes < 1:
+            raise ValueError(f"max_payload_bytes must be at least 1, not {max_payload_bytes}")
+        self._topic = topic
+        self._start = start
+        self._bind = bind
+        self._hwm = hwm
+        self._curve = curve
+        self._replay_timeout = replay_timeout
+        self._check_interval = check_interval
+        self._max_payload_bytes = max_payload_bytes
+        self._inbox = _Inbox(max_waiting)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._since_yield = 0
+        self._inherited = False  # whether this is a forked child's copy
+        abandon_when_forked(self)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The addresses in use, in the order given; bound ports are known once reading has begun."""
+        return [source.endpoint for source in self._sources] or [pair[0] for pair in self._pairs]
+
+    def open(self) -> None:
+        """Bind, connect and begin to read now instead of at the first wait; needs the running loop.
+
+        Raises:
+            OSError: An endpoint cannot be bound or connected to.
+            QueueClosed: The subscriber was closed.
+            RoleError: Another loop has begun to read.
+        """
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise QueueClosed("this event subscriber is closed")
+        if self._loop is not None:
+            if self._loop is not loop or self._inherited:
+                where = "the process that this one was forked from" if self._inherited else "another event loop"
+                raise RoleError(f"this event subscriber belongs to {where}")
+            return
+        # Each has a monitor, which takes two more; for a replay there is another one with a connection.
+        count = len(self._pairs) + sum(replay is not None for _, replay in self._pairs)
+        context = shared_context("a subscriber to events", sockets=2 * len(self._pairs) + count, connections=count)
+        try:
+            for endpoint, replay_endpoint in self._pairs:
+                self._sources.append(self._make_source(loop, context, endpoint, replay_endpoint))
+        except BaseException:
+            self._close_sources()
+            raise
+        self._loop = loop
+
+    async def receive(self, timeout: float | None = None) -> Delivery:
+        """Return the next delivery. Cancelling this call loses nothing.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            TimeoutError: Nothing came in time.
+            QueueClosed: The subscriber was closed.
+            OSError: An endpoint cannot be bound or connected to.
+        """
+        self.open()
+        self._since_yield += 1
+        if self._since_yield >= _YIELD_EVERY:  # a stream that never runs dry must not starve other tasks
+            self._since_yield = 0
+            await asyncio.sleep(0)
+        inbox = self._inbox
+        if not inbox.waiting:
+            async with asyncio.timeout(timeout):
+                while not inbox.waiting and not self._closed:
+                    inbox.raise_failure()
+                    await inbox.arrival()
+        if self._closed:
+            raise QueueClosed("this event subscriber is closed")
+        delivery = inbox.take()
+        if inbox.has_room_again():
+            for source in self._sources:
+                source.resume()
+        return delivery
+
+    async def deliveries(self) -> AsyncIterator[Delivery]:
+        """Iterate over everything that is received, lost or restarted; ends when the subscriber is closed."""
+        while not self._closed:
+            try:
+                delivery = await self.receive()
+            except QueueClosed:
+                return
+            yield delivery
+
+    def __aiter__(self) -> EventSubscriber:
+        return self
+
+    async def __anext__(self) -> tuple[int, KVEventBatch]:
+        """Return the next batch and its number.
+
+        Raises:
+            EventsLost: Batches before the next one are lost; iterate again to continue behind them.
+            PublisherRestarted: The next batch of that publisher is from a new one; iterate again to continue.
+        """
+        try:
+            delivery = await self.receive()
+        except QueueClosed:
+            raise StopAsyncIteration from None
+        if isinstance(delivery, Received):
+            return delivery.seq, delivery.batch
+        raise delivery.error()
+
+    def stats(self) -> SubscriberStats:
+        """Return what was seen so far, over all endpoints."""
+        if self._final is not None:
+            return self._final
+        all_stats = [source.stats() for source in self._sources]
+        return SubscriberStats(*(sum(getattr(one, f.name) for one in all_stats) for f in fields(SubscriberStats)))
+
+    async def aclose(self) -> None:
+        """Close the sockets; iterations end, what was not read is dropped; idempotent."""
+        self._closed = True
+        self._close_sources()
+        self._inbox.wake()
+
+    async def __aenter__(self) -> EventSubscriber:
+        self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if self._sources:
+            warnings.warn(
+                f"EventSubscriber of {', '.join(self.endpoints)} was never closed",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            self._close_sources()
+
+    def abandon_in_child(self) -> None:
+        """Be of no use."""
+        self._inherited = self._loop is not None
+        self._sources.clear()
+
+    def _make_source(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        replay_endpoint: str | None,
+    ) -> EventSource:
+        binds = subscriber_binds(endpoint) if self._bind is None else self._bind
+        open_to_all = binds and endpoint.startswith("tcp://") and self._curve is None
+        if open_to_all and not is_loopback(endpoint):
+            logger.warning(
+                "events are taken from anybody who reaches %s, unencrypted: pass curve=, or bind a loopback address",
+                endpoint,
+            )
+        return EventSource(
+            loop,
+            context,
+            endpoint,
+            replay_endpoint,
+            topic=self._topic,
+            start=self._start,
+            bind=binds,
+            open_to_all=open_to_all,
+            hwm=self._hwm,
+            curve=self._curve,
+            replay_timeout=self._replay_timeout,
+            check_interval=self._check_interval,
+            max_payload_bytes=self._max_payload_bytes or (OPEN_MAX_PAYLOAD_BYTES if open_to_all else MAX_PAYLOAD_BYTES),
+            deliver=self._inbox.put,
+            fail=self._inbox.fail,
+        )
+
+    def _close_sources(self) -> None:
+        if self._sources:
+            self._final = self.stats()
+        for source in self._sources:
+            source.close()
+        self._sources.clear()
+
+
+class _Inbox:
+    """Deliveries on their way from the sources to the consumer.
+
+    The sources know only this, not the subscriber, so a subscriber that is forgotten can be collected.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.waiting: deque[Delivery] = deque()
+        self._room = room
+        self._full = False
+        self._bytes = 0
+        self._failure: BaseException | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, delivery: Delivery) -> bool:
+        """Keep a delivery; False if that was the last one with room."""
+        self.waiting.append(delivery)
+        if isinstance(delivery, Received):
+            self._bytes += len(delivery.payload)
+        self._arrived.set()
+        if len(self.waiting) >= self._room or self._bytes >= MAX_WAITING_BYTES:
+            self._full = True
+        return not self._full
+
+    def take(self) -> Delivery:
+        """Remove the next delivery and return it."""
+        delivery = self.waiting.popleft()
+        if isinstance(delivery, Received):
+            self._bytes -= len(delivery.payload)
+        return delivery
+
+    def has_room_again(self) -> bool:
+        """Tell once, when half of what filled it has been taken."""
+        if self._full and len(self.waiting) <= self._room // 2 and self._bytes <= MAX_WAITING_BYTES // 2:
+            self._full = False
+            return True
+        return False
+
+    async def arrival(self) -> None:
+        """Wait until something may have arrived."""
+        self._arrived.clear()
+        await self._arrived.wait()
+
+    def wake(self) -> None:
+        """Let everybody who waits look again."""
+        self._arrived.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Let the consumer have an error that came up in a callback."""
+        self._failure = error
+        self._arrived.set()
+
+    def raise_failure(self) -> None:
+        """Raise that error, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+
+
+def _pair_up(
+    endpoints: str | Sequence[str], replay_endpoints: str | Sequence[str | None] | None
+) -> list[tuple[str, str | None]]:
+    """Put every endpoint together with its replay endpoint.
+
+    Raises:
+        ValueError: No endpoints, other numbers of them, or one that cannot be an endpoint.
+    """
+    lives = [endpoints] if isinstance(endpoints, str) else list(endpoints)
+    if replay_endpoints is None:
+        replays: list[str | None] = [None] * len(lives)
+    else:
+        replays = [replay_endpoints] if isinstance(replay_endpoints, str) else list(replay_endpoints)
+    if not lives:
+        raise ValueError("endpoints must name at least one publisher")
+    if len(lives) != len(replays):
+        raise ValueError(f"replay_endpoints has {len(replays)} entries for {len(lives)} endpoints")
+    for replay in replays:
+        if replay is not None:
+            check_endpoint(replay, "replay_endpoints")
+    return [(check_endpoint(live, "endpoints"), replay) for live, replay in zip(lives, replays, strict=True)]

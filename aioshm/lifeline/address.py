@@ -1,0 +1,143 @@
+"""Where lifelines are bound, and who may be at their other end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import struct
+import sys
+import time
+from ipaddress import ip_address
+from pathlib import Path
+
+from aioshm.config import Options
+from aioshm.errors import SharedMemoryError
+from aioshm.process.limits import naming_limits
+
+_PATH_BYTES = 103 if sys.platform == "darwin" else 107  # sun_path without its final zero (unix(7))
+_YOUNG_S = 10.0  # a socket file this new may belong to somebody between bind and listen
+_SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # macOS: sys/un.h
+
+WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]", "::", "[*]")
+"""How an endpoint names all addresses of a host."""
+
+
+def new_address(options: Options, queue_id: bytes, kind: str) -> str:
+    """Return the address of one of a queue's sockets: ``@name`` for an abstract one, else a path.
+
+    Raises:
+        SharedMemoryError: ``runtime_dir`` is unusable: another user's, open to others, or too long a path.
+    """
+    name = f"{queue_id.hex()}.{kind}"
+    if options.lifeline == "abstract":
+        return f"@aioshm-{name}"
+    directory = Path(options.runtime_dir)
+    with naming_limits(f"looking into {directory}"):
+        _secure(directory)
+        _sweep(directory)
+    path = str(directory / name)
+    if len(os.fsencode(path)) > _PATH_BYTES:
+        raise SharedMemoryError(
+            errno.ENAMETOOLONG,
+            f"socket path {path!r} is longer than {_PATH_BYTES} bytes: set AIOSHM_RUNTIME_DIR to a shorter one",
+        )
+    return path
+
+
+def sockaddr(address: str) -> str:
+    """Return what ``socket.bind`` and ``connect`` take for an address."""
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
+def remove(address: str) -> None:
+    """Remove the address' file, if it has one."""
+    if not address.startswith("@"):
+        Path(address).unlink(missing_ok=True)
+
+
+def own_address() -> str:
+    """Return this host's own address: the one that its packets to other hosts come from, else the loopback's."""
+    # Connecting a datagram socket sends nothing; these are addresses for documentation (RFC 5737, RFC 3849).
+    for family, there in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((there, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def connectable(endpoint: str) -> str:
+    """Return the form of a bound endpoint that can be passed on to those who connect.
+
+    Where all addresses of this host are bound (``tcp://*:5557``, ``tcp://0.0.0.0:5557``, ``tcp://[::]:5557``), that is
+    the host's own address with the same port; any other endpoint is returned as it is.
+    """
+    transport, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    if transport != "tcp" or host not in WILDCARD_HOSTS:
+        return endpoint
+    own = own_address()
+    return f"tcp://[{own}]:{port}" if ":" in own else f"tcp://{own}:{port}"
+
+
+def check_ip(address: object) -> str | None:
+    """Return an address that readers are to connect to, or None.
+
+    Raises:
+        TypeError, ValueError: It is neither None, nor an IP address, nor ``"*"``.
+    """
+    if address is None:
+        return None
+    if not isinstance(address, str):
+        raise TypeError(f"connect_ip must be a string or None, not {address!r}")
+    bare = address.removeprefix("[").removesuffix("]")
+    if bare != "*":
+        try:
+            ip_address(bare)
+        except ValueError:
+            raise ValueError(f"connect_ip must be an IP address of this host, not {address!r}") from None
+    return bare
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return pid and uid of the process at the other end, as the kernel vouches for them (0: not visible)."""
+    if sys.platform == "darwin":
+        credentials = sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, 76)  # struct xucred: version, uid, groups
+        return 0, int(struct.unpack_from("=II", credentials)[1])
+    pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _secure(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno, f"cannot make the directory {directory}: {error.strerror}: set AIOSHM_RUNTIME_DIR to another"
+        ) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise SharedMemoryError(
+            errno.EACCES,
+            f"{directory} must be a directory of this user's with mode 0700: remove it, or set AIOSHM_RUNTIME_DIR",
+        )
+
+
+def _sweep(directory: Path) -> None:
+    """Remove socket files that killed processes left: nobody listens on them any more."""
+    for path in directory.iterdir():
+        try:
+            found = path.lstat()
+            if not stat.S_ISSOCK(found.st_mode) or time.time() - found.st_mtime < _YOUNG_S:
+                continue
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.setblocking(False)
+                probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except OSError:
+            continue

@@ -1,0 +1,362 @@
+"""A reader's side of its lifeline: dial, be admitted, receive the descriptors; then signals, and the writer's death."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import select
+import socket
+import sys
+from collections.abc import Callable
+from time import monotonic
+
+from aioshm.errors import HandleError, PeerDied
+from aioshm.lifeline import protocol
+from aioshm.lifeline.address import peer_credentials, sockaddr
+from aioshm.lifeline.bell import Bell
+from aioshm.lifeline.protocol import ANNEX, BYE, GO, PING, PONG, PROVEN, WAKE, Hello, Welcome
+from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
+
+_RETRY_S = 0.01  # while the writer's backlog is full
+_MAX_FDS = 3
+_RECV_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # SCM_RIGHTS does not keep the flag by itself
+_PEEKS = sys.platform == "linux"  # whether MSG_PEEK hands out descriptors, too, and leaves them where they are
+_ROOM_PAUSE_S = 0.05  # between looks whether there is room for a descriptor
+
+
+class Lifeline:
+    """A reader's connection to its writer. Made by `attach`.
+
+    Attributes:
+        welcome: The writer's answer.
+        said_goodbye: Whether the writer has announced that it closes the queue.
+        writer_pid: The writer's pid in this process' pid namespace, or 0 where it cannot be seen.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        welcome: Welcome,
+        fds: list[int],
+        early: bytes,
+        writer_pid: int,
+    ) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._early = early
+        self.welcome = welcome
+        self.writer_pid = writer_pid
+        self.said_goodbye = False
+        self._asked: float | None = None  # since when an answer is owed
+        self._asking = False  # whether the question is on its way
+        self._held_back: asyncio.TimerHandle | None = None
+        fds = list(fds)
+        self._segment_fd = fds.pop(0) if welcome.segment else None
+        self._own_bell = Bell(fds.pop(0)) if welcome.bells else None
+        self._writer_bell = Bell(fds.pop(0)) if welcome.bells else None
+
+    def start(
+        self,
+        on_go: Callable[[], None],
+        on_wake: Callable[[], None],
+        on_gone: Callable[[bool], None],
+        on_descriptor: Callable[[int | None], None],
+        on_held_back: Callable[[], None],
+    ) -> None:
+        """Begin to report.
+
+        Args:
+            on_go: Every reader is ready.
+            on_wake: The writer rang.
+            on_gone: The writer left; True: it said goodbye.
+            on_descriptor: The writer passed a descriptor, which is the callee's from here on; None: one that is lost,
+                because this process has too many open files, where the system cannot keep it in the socket.
+            on_held_back: There is a descriptor that this process has no room for; see `holds_back`.
+        """
+        self._on_go, self._on_wake, self._on_gone, self._on_descriptor = on_go, on_wake, on_gone, on_descriptor
+        self._on_held_back = on_held_back
+        self._loop.add_reader(self._sock.fileno(), self._readable)
+        if self._own_bell is not None:
+            self._loop.add_reader(self._own_bell.fd, self._rung)
+        if self._early:
+            self._signals(self._early)
+
+    @property
+    def bell(self) -> Bell | None:
+        """What the writer wakes this end by; None where that is a byte on the connection."""
+        return self._own_bell
+
+    def take_segment(self) -> int:
+        """Return the segment's descriptor, which is the caller's from here on."""
+        fd, self._segment_fd = self._segment_fd, None
+        assert fd is not None
+        return fd
+
+    def prove(self) -> None:
+        """Tell the writer that the ring is mapped here."""
+        self._send(PROVEN)
+
+    def ring(self) -> None:
+        """Wake the writer."""
+        if self._writer_bell is not None:
+            self._writer_bell.ring()
+        else:
+            self._send(WAKE)
+
+    def ask(self) -> None:
+        """Ask whether the writer's event loop runs, unless it owes that answer already."""
+        if self._asked is None:
+            self._asked = monotonic()
+        if not self._asking:
+            self._asking = self._send(PING)  # a socket that is full is one that nobody reads
+
+    @property
+    def silent_s(self) -> float | None:
+        """For how many seconds the writer owes an answer; None: it owes none."""
+        return None if self._asked is None else monotonic() - self._asked
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether a descriptor waits in the socket, with all signals behind it, until this process has room for it."""
+        return self._held_back is not None
+
+    def close(self) -> None:
+        """Say goodbye and hang up. Idempotent."""
+        self._hang_up(goodbye=True)
+        if self._segment_fd is not None:
+            os.close(self.take_segment())
+        for bell in (self._own_bell, self._writer_bell):
+            if bell is not None:
+                if bell is self._own_bell and bell.fd >= 0 and not self._loop.is_closed():
+                    self._loop.remove_reader(bell.fd)
+                bell.close()
+
+    def abandon(self) -> None:
+        """Close the socket and nothing else: a forked child's copy would hide this process' death."""
+        if self._sock.fileno() >= 0:
+            os.close(self._sock.detach())
+
+    def _hang_up(self, goodbye: bool) -> None:
+        if self._sock.fileno() < 0:
+            return
+        if goodbye:
+            self._send(BYE)
+        if self._held_back is not None:
+            self._held_back.cancel()
+            self._held_back = None
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+
+    def _send(self, signal: bytes) -> bool:
+        try:
+            self._sock.send(signal)
+        except OSError:
+            return False  # the writer is gone, and its end of file says so
+        return True
+
+    def _rung(self) -> None:
+        assert self._own_bell is not None
+        self._own_bell.drain()
+        self._on_wake()
+
+    def look(self) -> None:
+        """Report what has come, without waiting for the loop to find it."""
+        self._readable()
+
+    def _readable(self) -> None:
+        if self._held_back is not None and self._sock.fileno() >= 0:
+            self._held_back.cancel()
+            self._held_back = None
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+        while self._sock.fileno() >= 0:  # until nothing is left: see _Connection.read
+            try:
+                data, fds, without_room = _receive_next(self._sock)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, fds, without_room = b"", [], False
+            for fd in fds:
+                self._on_descriptor(fd)
+            for _ in range(data.count(ANNEX) - len(fds)):  # each comes together with its byte, or not at all
+                self._on_descriptor(None)
+            if data:
+                self._signals(data)
+            if without_room:
+                self._hold_back()
+                return
+            if not data:
+                self._hang_up(goodbye=False)
+                self._on_gone(self.said_goodbye)
+
+    def _hold_back(self) -> None:
+        """Read on when there is room for the next descriptor: the socket stays readable, and nobody tells of room."""
+        self._loop.remove_reader(self._sock.fileno())
+        self._held_back = self._loop.call_later(_ROOM_PAUSE_S, self._readable)
+        if _has_hung_up(self._sock):  # its end of file is behind the descriptor
+            self._on_gone(self.said_goodbye)
+        self._on_held_back()
+
+    def _signals(self, data: bytes) -> None:
+        if GO in data:
+            self._on_go()
+        if PONG in data:
+            self._asked, self._asking = None, False
+        if BYE in data:
+            self.said_goodbye = True
+        if WAKE in data:
+            self._on_wake()
+
+
+def dial(address: str, hello: Hello) -> socket.socket | None:
+    """Connect to a queue's writer and greet it, without waiting; None while too many others are doing so.
+
+    The writer need not run its loop yet: the greeting waits in the socket.
+
+    Raises:
+        HandleError: Nobody listens there any more, or it is somebody else's process.
+        OutOfDescriptors: There is none left.
+    """
+    with naming_limits(f"a reader of the queue at {address}"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.connect(sockaddr(address))
+        _pid, uid = peer_credentials(sock)
+        if uid != os.geteuid():
+            raise HandleError(f"the queue at {address} belongs to another user (uid {uid})")
+        try:
+            sock.send(protocol.pack(hello))
+        except BrokenPipeError:
+            if not _has_answered(sock):  # it may refuse whoever comes
+                raise
+    except BlockingIOError:
+        sock.close()
+        return None
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError, BrokenPipeError)):
+            raise HandleError(f"nobody listens at {address}: the queue's writer is gone") from None
+        if isinstance(error, OSError):
+            raise HandleError(f"cannot connect to {address}: {error.strerror or error}") from None
+        raise
+    return sock
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Say goodbye and close what `dial` returned; the writer counts on a reader that leaves like this no more."""
+    try:
+        sock.send(BYE)
+    except OSError:
+        pass  # the writer is gone, or has hung up itself
+    sock.close()
+
+
+def _has_answered(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
+
+
+async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Lifeline:
+    """Wait until the writer has admitted this reader. Cancelling it closes everything.
+
+    Args:
+        address: Where the writer listens.
+        hello: The greeting.
+        sock: What `dial` returned, which this takes over.
+
+    Raises:
+        HandleError: The queue is gone, or the writer refused this reader.
+        OutOfDescriptors: This process has no room for those that the writer sends.
+        PeerDied: The writer died while this was waiting for its answer.
+    """
+    loop = asyncio.get_running_loop()
+    while sock is None:
+        await asyncio.sleep(_RETRY_S)
+        sock = dial(address, hello)
+    pid, _uid = peer_credentials(sock)
+    received = bytearray()
+    fds: list[int] = []
+    try:
+        while (body := protocol.take_frame(received)) is None:
+            await _until_readable(loop, sock)
+            try:
+                data, new_fds, cut = _receive(sock)
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:
+                data, new_fds, cut = b"", [], False
+            fds += new_fds
+            received += data
+            if cut:  # those for which the table of open files has no room do not come
+                raise out_of_descriptors(f"a reader of the queue at {address}")
+            if not data:
+                raise PeerDied(-1, pid, "writer", "while this reader was attaching")
+        welcome = protocol.unpack_answer(body)
+        expected = welcome.segment + 2 * welcome.bells
+        if len(fds) != expected:
+            raise shortage(f"a reader of the queue at {address}") or HandleError(
+                f"the writer sent {len(fds)} descriptors instead of {expected}"
+            )
+    except BaseException:
+        hang_up(sock)
+        for fd in fds:
+            os.close(fd)
+        raise
+    return Lifeline(loop, sock, welcome, fds, bytes(received), pid)
+
+
+def _receive_next(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+    """Return what came: bytes, descriptors, and whether one that this process has no room for is next.
+
+    That one stays in the socket. The kernel drops those that it has no room for (unix(7)), but not when they are only
+    looked at; and a look hands out those that it has room for.
+    """
+    if not _PEEKS:
+        data, fds, _ = _receive(sock)
+        return data, fds, False
+    data, fds, cut = _receive(sock, socket.MSG_PEEK)
+    cut = cut and ANNEX in data
+    if cut:
+        data = data[: data.index(ANNEX)]
+    if data:
+        sock.recv(len(data))  # as many: what comes with a descriptor is not read together with what follows
+    return data, fds, cut
+
+
+def _receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
+    """Return what came: bytes, descriptors, and whether there were more of these than this process may have."""
+    # socket.recv_fds ignores its flags (seen in CPython 3.11), and would hand out inheritable descriptors.
+    data, ancillary, flags, _address = sock.recvmsg(
+        protocol.MAX_GREETING_BYTES, socket.CMSG_SPACE(_MAX_FDS * 4), _RECV_FLAGS | flags
+    )
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds), bool(flags & socket.MSG_CTRUNC)
+
+
+def _has_hung_up(sock: socket.socket) -> bool:
+    """Return whether the other end is closed, whatever is still to be read from it."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+async def _until_readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    readable = loop.create_future()
+
+    def wake() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(sock.fileno(), wake)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(sock.fileno())

@@ -1,0 +1,442 @@
+"""The writer's side of the lifelines: listen, admit readers, notice their signals and their death.
+
+The end of a connection is how death is noticed: at once, without a timer, and across pid namespaces, because the
+kernel closes a dead process' sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Protocol
+
+from aioshm.errors import HandleError, OutOfDescriptors, SharedMemoryError
+from aioshm.lifeline import protocol
+from aioshm.lifeline.address import peer_credentials, remove, sockaddr
+from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
+from aioshm.lifeline.protocol import ANNEX, BYE, GO, PING, PONG, PROVEN, WAKE, Hello, Welcome
+from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
+from aioshm.ring.layout import VERSION
+
+logger = logging.getLogger("aioshm.lifeline")
+
+HELLO_TIMEOUT_S = 5.0
+MAX_STRANGERS = 64
+"""Connections that have not greeted yet; one more, and the oldest is dropped."""
+
+_HAND_OVER_PAUSE_S = 0.01  # after the system has refused to take a descriptor for now
+_ACCEPT_PAUSE_S = 0.2  # after a failed accept, where the socket stays readable
+_TOO_MANY_UNDER_WAY = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # descriptors between processes: unix(7)
+
+
+class Host(Protocol):
+    """What the writer answers and is told. Called on its loop."""
+
+    def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
+        """Return the answer to a checked greeting with the descriptors that go along, or raise `HandleError`."""
+
+    def missed(self, hello: Hello, said_goodbye: bool) -> None:
+        """Note that a reader had gone before its greeting was read; it is not admitted."""
+
+    def attached(self, peer: Peer) -> None:
+        """Note that a reader was admitted and has been told so."""
+
+    def proven(self, peer: Peer) -> None:
+        """Note that a reader has the ring mapped."""
+
+    def gone(self, peer: Peer, said_goodbye: bool) -> None:
+        """Note that a reader's connection has ended."""
+
+    def woken(self) -> None:
+        """Note that a reader rang for the writer."""
+
+
+class Peer:
+    """An admitted reader.
+
+    Attributes:
+        rank: Its rank in the handle.
+        pid: Its process id as it saw itself.
+        seen_pid: Its process id in this process' pid namespace, or 0 where it cannot be seen.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, hello: Hello, seen_pid: int, bell: Bell | None
+    ) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._bell = bell
+        self._outbox: deque[int] = deque()
+        self.rank = hello.rank
+        self.pid = hello.pid
+        self.seen_pid = seen_pid
+
+    def ring(self) -> None:
+        """Wake the reader."""
+        if self._bell is not None:
+            self._bell.ring()
+        else:
+            self.send(WAKE)
+
+    def go(self) -> None:
+        """Tell the reader that every reader is ready."""
+        self.send(GO)
+
+    def hand_over(self, fd: int) -> None:
+        """Pass a descriptor on, in the order of the calls. It must stay open as long as this peer is connected."""
+        self._outbox.append(fd)
+        if len(self._outbox) == 1:
+            self._empty_outbox()
+
+    def _empty_outbox(self) -> None:
+        if self._sock.fileno() < 0:
+            return
+        while self._outbox:
+            try:
+                socket.send_fds(self._sock, [ANNEX], [self._outbox[0]])
+            except BlockingIOError:  # it has not looked for a long time
+                self._loop.add_writer(self._sock.fileno(), self._empty_outbox)
+                return
+            except OSError as error:
+                if error.errno in _TOO_MANY_UNDER_WAY:
+                    self._loop.remove_writer(self._sock.fileno())
+                    self._loop.call_later(_HAND_OVER_PAUSE_S, self._empty_outbox)
+                    return
+                self._outbox.clear()  # its end of file is coming
+                break
+            self._outbox.popleft()
+        self._loop.remove_writer(self._sock.fileno())
+
+    def send(self, signal: bytes) -> None:
+        try:
+            self._sock.send(signal)
+        except OSError:
+            pass  # its end of file is on its way
+
+
+class LifelineListener:
+    """Accepts a queue's readers.
+
+    Binding needs no event loop, so that a handle can exist before any loop runs; `start` begins to answer.
+
+    Args:
+        address: Where to listen, from `new_address`.
+        queue_id: The queue.
+        token: What a reader must know.
+        backlog: How many readers may be waiting to be accepted.
+
+    Attributes:
+        bell: What readers ring, where there are eventfds.
+        lacking: Why the last reader could not be admitted, if that was for want of a descriptor here.
+
+    Raises:
+        SharedMemoryError: The socket cannot be bound.
+        OutOfDescriptors: There are not enough.
+    """
+
+    def __init__(self, address: str, queue_id: bytes, token: bytes, backlog: int) -> None:
+        self.address = address
+        self._queue_id = queue_id
+        self._token = token
+        self._host: Host | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._resume: asyncio.TimerHandle | None = None
+        self._spare = -1  # lets one more reader in when there are no descriptors left, to tell it so
+        self.lacking: OutOfDescriptors | None = None
+        self.bell: Bell | None = None
+        with naming_limits(f"a writer that listens on {address}"):
+            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                self._listen(backlog)
+                self.bell = Bell.create() if HAVE_EVENTFD else None
+                self._spare = os.dup(self._sock.fileno())
+            except BaseException:
+                self.close()
+                raise
+
+    def _listen(self, backlog: int) -> None:
+        self._sock.setblocking(False)
+        try:
+            self._sock.bind(sockaddr(self.address))
+            self._sock.listen(backlog)
+        except OSError as error:
+            self._sock.close()  # without the file, which may be somebody else's
+            raise SharedMemoryError(error.errno, f"cannot listen on {self.address}: {error.strerror}") from None
+
+    def start(self, loop: asyncio.AbstractEventLoop, host: Host) -> None:
+        """Begin to admit readers."""
+        self._loop, self._host = loop, host
+        loop.add_reader(self._sock.fileno(), self._accept)
+        if self.bell is not None:
+            loop.add_reader(self.bell.fd, self._rung)
+
+    def close(self) -> None:
+        """Say goodbye to every reader and stop listening. Idempotent."""
+        for connection in list(self._connections.values()):
+            connection.close(goodbye=True)
+        if self._resume is not None:
+            self._resume.cancel()
+        if self._sock.fileno() >= 0:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(self._sock.fileno())
+                if self.bell is not None:
+                    self._loop.remove_reader(self.bell.fd)
+            self._sock.close()
+            remove(self.address)
+        if self.bell is not None:
+            self.bell.close()
+        self._close_spare()
+
+    def abandon(self) -> None:
+        """Close the descriptors and nothing else: a forked child's copies would hide this process' death."""
+        for sock in [self._sock, *self._connections]:
+            if sock.fileno() >= 0:
+                os.close(sock.detach())
+        self._close_spare()  # it listens as well
+
+    def _close_spare(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+
+    def _rung(self) -> None:
+        assert self.bell is not None
+        assert self._host is not None
+        self.bell.drain()
+        self._host.woken()
+
+    def _accept(self) -> bool:
+        """Accept a connection; return whether there may be more."""
+        assert self._loop is not None
+        assert self._host is not None
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return False
+        except OSError as error:
+            if is_out_of_descriptors(error) and self._refuse_one(error):
+                return True
+            logger.warning("cannot accept a reader: %s", error)  # let others finish instead of turning in circles
+            self._loop.remove_reader(self._sock.fileno())
+            if self._resume is not None:
+                self._resume.cancel()
+            self._resume = self._loop.call_later(
+                _ACCEPT_PAUSE_S, self._loop.add_reader, self._sock.fileno(), self._accept
+            )
+            return False
+        sock.setblocking(False)
+        if self._spare < 0:
+            self._open_spare()
+        pid, uid = peer_credentials(sock)
+        if uid != os.geteuid():
+            logger.debug("refused a connection of uid %d (pid %d)", uid, pid)
+            sock.close()
+            return True
+        strangers = [connection for connection in self._connections.values() if connection.peer is None]
+        if len(strangers) >= MAX_STRANGERS:
+            strangers[0].close()  # the oldest: a reader greets at once, so it is none
+        self._connections[sock] = connection = _Connection(self, self._loop, self._host, sock, pid)
+        connection.read()  # a reader's greeting came with it
+        return True
+
+    def _refuse_one(self, error: OSError) -> bool:
+        """Tell the next reader that there is no descriptor for it, by means of the one that is kept for that."""
+        if self._spare < 0:
+            return False
+        self._close_spare()
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:  # another thread was faster
+            return False
+        else:
+            with sock, suppress(OSError):
+                pid, uid = peer_credentials(sock)
+                if uid == os.geteuid():
+                    sock.setblocking(False)
+                    sock.send(protocol.pack(protocol.Refusal(self.lack(pid, error))))
+        finally:
+            self._open_spare()
+        return True
+
+    def lack(self, pid: int, error: OSError) -> str:
+        """Note that there was no descriptor for a reader, and return what it is told."""
+        self.lacking = out_of_descriptors("a reader that attaches", error.errno)
+        reason = why_no_descriptor(error.errno, "its process")
+        logger.warning("refused the reader of pid %d: %s", pid, reason)
+        return reason
+
+    def _open_spare(self) -> None:
+        with suppress(OSError):
+            self._spare = os.dup(self._sock.fileno())
+
+    def check(self, hello: Hello) -> None:
+        protocol.check_hello(hello, VERSION, self._queue_id, self._token)
+
+    def look(self) -> None:
+        """Report now what the loop would find out later: who has come, who has gone."""
+        for _ in range(MAX_STRANGERS):
+            if not self._accept():
+                break
+        self.look_at(self._connections)
+
+    def look_at(self, socks: Iterable[socket.socket]) -> None:
+        """Read what has come over some connections of admitted readers."""
+        for sock in list(socks):
+            connection = self._connections.get(sock)
+            if connection is not None and connection.peer is not None:
+                connection.read()
+
+    def look_at_rank(self, rank: int) -> None:
+        """Notice now if the reader of this rank has gone: its successor may be heard of before that."""
+        self.look_at(
+            sock for sock, other in self._connections.items() if other.peer is not None and other.peer.rank == rank
+        )
+
+    def forget(self, sock: socket.socket) -> None:
+        self._connections.pop(sock, None)
+
+
+class _Connection:
+    """One accepted connection: a stranger until its greeting was accepted, a peer from then on."""
+
+    def __init__(
+        self,
+        listener: LifelineListener,
+        loop: asyncio.AbstractEventLoop,
+        host: Host,
+        sock: socket.socket,
+        pid: int,
+    ) -> None:
+        self._listener = listener
+        self._loop = loop
+        self._host = host
+        self._sock = sock
+        self._pid = pid
+        self._received = bytearray()
+        self._said_goodbye = False
+        self._bell: Bell | None = None
+        self.peer: Peer | None = None
+        self._deadline = loop.call_later(HELLO_TIMEOUT_S, self.close)
+        loop.add_reader(sock.fileno(), self.read)
+
+    def close(self, goodbye: bool = False) -> None:
+        if self._sock.fileno() < 0:
+            return
+        if goodbye and self.peer is not None:
+            self.peer.send(BYE)
+        self._deadline.cancel()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
+        self._listener.forget(self._sock)
+        self._sock.close()
+        if self._bell is not None:
+            self._bell.close()
+
+    def read(self) -> None:
+        # Until nothing is left: where last words come together with a reset, uvloop calls this only once (libuv takes
+        # EPOLLERR for a bad descriptor and stops).
+        while self._sock.fileno() >= 0 and self._read_some():
+            pass
+
+    def _read_some(self) -> bool:
+        """Read once; return whether there may be more."""
+        try:
+            data = self._sock.recv(protocol.MAX_GREETING_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            data = b""
+            if error.errno != errno.ECONNRESET:
+                logger.debug("lifeline of pid %d: %s", self._pid, error)
+        if not data:
+            self.close()
+            if self.peer is not None:
+                self._host.gone(self.peer, self._said_goodbye)
+            return False
+        if self.peer is None:
+            self._received += data
+            self._greet()
+        else:
+            self._signals(self.peer, data)
+        return True
+
+    def _signals(self, peer: Peer, data: bytes) -> None:
+        if PING in data:  # one answer to all of them
+            peer.send(PONG)
+        for signal in (data[i : i + 1] for i in range(len(data))):
+            if signal == PROVEN:
+                self._host.proven(peer)
+            elif signal == WAKE:
+                self._host.woken()
+            elif signal == BYE:
+                self._said_goodbye = True
+
+    def _greet(self) -> None:
+        try:
+            body = protocol.take_frame(self._received)
+            if body is None:
+                return
+            hello = protocol.unpack_hello(body)
+            self._listener.check(hello)
+            if self._has_gone():
+                self.close()
+                self._host.missed(hello, self._said_goodbye)
+                return
+            self._listener.look_at_rank(hello.rank)
+            welcome, fds = self._host.admit(hello)
+            if welcome.bells:
+                assert self._listener.bell is not None
+                self._bell = Bell.create()
+                fds = [*fds, self._bell.fd, self._listener.bell.fd]
+        except HandleError as error:
+            logger.debug("refused pid %d: %s", self._pid, error)
+            self._refuse(str(error))
+            return
+        except OSError as error:  # of the bell: nobody but this reader has to do without
+            self._refuse(self._listener.lack(self._pid, error))
+            return
+        if not self._send_all(protocol.pack(welcome), fds):  # first of all: signals that follow must come after it
+            self._refuse("the system does not let its process pass on more descriptors now (unix(7), ETOOMANYREFS)")
+            return
+        self._deadline.cancel()
+        self.peer = Peer(self._loop, self._sock, hello, self._pid, self._bell)
+        self._listener.lacking = None
+        self._host.attached(self.peer)
+        if self._received:
+            self._signals(self.peer, bytes(self._received))
+            self._received.clear()
+
+    def _has_gone(self) -> bool:
+        """Return whether the reader has hung up, or died, before its greeting was read."""
+        said, there = bytes(self._received), True
+        try:
+            more = self._sock.recv(protocol.MAX_GREETING_BYTES, socket.MSG_PEEK)
+            said, there = said + more, bool(more)
+        except BlockingIOError:
+            pass
+        except OSError:
+            there = False
+        self._said_goodbye = BYE in said
+        return self._said_goodbye or not there
+
+    def _refuse(self, reason: str) -> None:
+        self._send_all(protocol.pack(protocol.Refusal(reason)), [])
+        self.close()
+
+    def _send_all(self, data: bytes, fds: list[int]) -> bool:
+        """Send a greeting and descriptors; return False if the system will not pass those on now."""
+        # A greeting is far smaller than an empty socket buffer, so it goes in one piece or the peer is gone.
+        try:
+            socket.send_fds(self._sock, [data], fds)
+        except OSError as error:
+            logger.debug("lifeline of pid %d: %s", self._pid, error)
+            return error.errno not in _TOO_MANY_UNDER_WAY
+        return True

@@ -1,0 +1,148 @@
+"""What passes over a lifeline: one greeting each way, then single bytes. No socket, no loop.
+
+    reader                                writer
+      Hello (version, queue, token, rank)   ->
+                                            <-   Welcome (+ descriptors), or Refusal and end of file
+      PROVEN: the ring is mapped            ->
+                                            <-   GO: every reader is attached and proven
+                                            <-   ANNEX (+ a descriptor), again and again
+      WAKE (where there is no eventfd)     <->   WAKE
+      PING: does your event loop run?       ->
+                                            <-   PONG, by that loop
+      BYE: leaving on purpose              <->   BYE
+
+Either end ignores signals that it does not know: they are a newer release's.
+
+A greeting is a 4-byte big-endian length and that many bytes of msgpack.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+
+import msgspec
+
+from aioshm.errors import HandleError
+from aioshm.process.guard import built
+
+MAX_GREETING_BYTES = 4096
+
+PROVEN, GO, ANNEX, WAKE, BYE = b"P", b"G", b"A", b"W", b"B"
+PING, PONG = b"?", b"!"
+
+_LENGTH = struct.Struct("!I")
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """What a reader says first.
+
+    Attributes:
+        version: Of the segment's layout, as the reader's code has it.
+        queue_id: Which queue it wants.
+        token: The secret from the handle.
+        rank: Which of the handle's local reader ranks it is.
+        pid: Its process id as it sees itself.
+    """
+
+    version: int
+    queue_id: bytes
+    token: bytes
+    rank: int
+    pid: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """What an admitted reader is told.
+
+    Attributes:
+        pid: The writer's process id as it sees itself.
+        secret: What the header of a message in an annex repeats, so that no damaged one is taken for it.
+        segment: Whether the first descriptor that comes along is the segment.
+        bells: Whether the next two are eventfds: the reader's and the writer's.
+    """
+
+    pid: int
+    secret: bytes
+    segment: bool
+    bells: bool
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """Why a reader is not admitted."""
+
+    reason: str
+
+
+_encode = msgspec.msgpack.encode
+_hello_decoder = built(lambda: msgspec.msgpack.Decoder(Hello))
+_answer_decoder: msgspec.msgpack.Decoder[Welcome | Refusal] = built(lambda: msgspec.msgpack.Decoder(Welcome | Refusal))
+
+# What msgspec raises on arbitrary bytes: besides its own errors, those of UTF-8 and of nesting without end.
+_GARBAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def pack(greeting: Hello | Welcome | Refusal) -> bytes:
+    """Return a greeting as it goes over the wire."""
+    body = _encode(greeting)
+    return _LENGTH.pack(len(body)) + body
+
+
+def take_frame(received: bytearray) -> bytes | None:
+    """Remove one greeting's body from the front of what was received; None while it is incomplete.
+
+    Raises:
+        HandleError: It claims to be longer than any greeting is.
+    """
+    if len(received) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(received)
+    if length > MAX_GREETING_BYTES:
+        raise HandleError(f"a greeting of {length} bytes is no greeting")
+    end = _LENGTH.size + length
+    if len(received) < end:
+        return None
+    body = bytes(received[_LENGTH.size : end])
+    del received[:end]
+    return body
+
+
+def unpack_hello(body: bytes) -> Hello:
+    """Decode a reader's greeting.
+
+    Raises:
+        HandleError: It is none.
+    """
+    try:
+        return _hello_decoder.decode(body)
+    except _GARBAGE as error:
+        raise HandleError(f"undecodable greeting: {error}") from None
+
+
+def unpack_answer(body: bytes) -> Welcome:
+    """Decode the writer's answer.
+
+    Raises:
+        HandleError: It is a refusal, or no answer at all.
+    """
+    try:
+        answer = _answer_decoder.decode(body)
+    except _GARBAGE as error:
+        raise HandleError(f"undecodable answer from the writer: {error}") from None
+    if isinstance(answer, Refusal):
+        raise HandleError(f"the writer refused this reader: {answer.reason}")
+    return answer
+
+
+def check_hello(hello: Hello, version: int, queue_id: bytes, token: bytes) -> None:
+    """Admit a greeting or say why not.
+
+    Raises:
+        HandleError: Another version or queue, or not the handle's token.
+    """
+    if hello.version != version:
+        raise HandleError(f"the reader has layout version {hello.version}, the writer {version}")
+    if hello.queue_id != queue_id:
+        raise HandleError("the handle is of another queue")
+    if not hmac.compare_digest(hello.token, token):
+        raise HandleError("the handle's token is wrong")

@@ -1,0 +1,24 @@
+"""What keeps a log short where the same thing happens again and again."""
+
+from __future__ import annotations
+
+import time
+
+
+class LogLimiter:
+    """Lets one message through every ``interval`` seconds and counts the others."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._next = 0.0
+        self._held_back = 0
+
+    def admit(self) -> int | None:
+        """Return None to say nothing now, else how many were held back since the last one."""
+        now = time.monotonic()
+        if now < self._next:
+            self._held_back += 1
+            return None
+        self._next = now + self._interval
+        held, self._held_back = self._held_back, 0
+        return held

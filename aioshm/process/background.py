@@ -1,0 +1,124 @@
+"""Blocking calls in threads of their own, which hold up nobody who wants to leave.
+
+The threads of ``asyncio.to_thread`` are waited for when the loop and the interpreter end, so that one call that is
+stuck would keep the whole process. These are daemons, one for each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+from aioshm.errors import OutOfThreads
+from aioshm.process.limits import naming_limits
+
+T = TypeVar("T")
+
+LOOK_S = 1.0
+"""How late a result may be found on a loop that other threads cannot wake any more."""
+
+
+async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | None = None) -> T:
+    """Run ``function`` in a thread, without blocking the loop.
+
+    Cancelling this ends the wait at once; the function goes on, and nobody waits for it any more.
+
+    Args:
+        function: What to run. What it raises, this raises.
+        discard: Gives back what the function returns when nobody is there to take it, because this was cancelled or
+            the loop is closed. Called in a thread, too.
+
+    Raises:
+        OutOfThreads: None can be started; nothing was run.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def unclaimed(value: T) -> None:
+        if discard is not None:
+            discard(value)
+
+    def deliver(outcome: Future[T]) -> None:
+        error = outcome.exception()
+        if done.done():
+            if error is None:
+                _discard_apart(unclaimed, outcome.result())
+        elif error is None:
+            done.set_result(outcome.result())
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        outcome: Future[T] = Future()
+        _settle(outcome, function)
+        try:
+            loop.call_soon_threadsafe(deliver, outcome)
+        except RuntimeError:  # the loop is closed: they have left
+            if outcome.exception() is None:
+                unclaimed(outcome.result())
+
+    with naming_limits("work apart from the event loop"):
+        threading.Thread(target=work, name="aioshm-background", daemon=True).start()
+    try:
+        while not done.done():
+            # A forked child that has closed its copy of the loop leaves asyncio's deaf to other threads: see epoll(7).
+            await asyncio.wait({done}, timeout=LOOK_S)
+        return done.result()
+    except asyncio.CancelledError:
+        if done.done() and not done.cancelled() and done.exception() is None:  # it came together with the cancellation
+            _discard_apart(unclaimed, done.result())
+        done.cancel()  # what comes later is nobody's
+        raise
+
+
+async def give_back(function: Callable[[], object]) -> None:
+    """Run in a thread what gives something back; where none can be started, here: it has to be done."""
+    try:
+        await in_thread(function)
+    except OutOfThreads:
+        function()
+
+
+def run_apart(function: Callable[[], T], within_s: float, overdue: Exception) -> T:
+    """Run ``function`` in a thread, and block until it is done.
+
+    For what may be stuck in foreign code that knows no timeout, and for what needs a thread without an event loop.
+
+    Args:
+        function: What to run. What it raises, this raises.
+        within_s: How long to wait, in seconds; the function is left to itself then.
+        overdue: What to raise then.
+
+    Raises:
+        OutOfThreads: None can be started; nothing was run.
+    """
+    outcome: Future[T] = Future()
+    with naming_limits("a call with a timeout"):
+        threading.Thread(target=_settle, args=(outcome, function), name="aioshm-apart", daemon=True).start()
+    if not wait([outcome], within_s).done:
+        raise overdue
+    return outcome.result()
+
+
+def _settle(outcome: Future[T], function: Callable[[], T]) -> None:
+    try:
+        value = function()
+    except StopIteration as error:  # asyncio's futures refuse it, because it would end whatever generator awaits them
+        stopped = RuntimeError("the function raised StopIteration")
+        stopped.__cause__ = error
+        outcome.set_exception(stopped)
+    except BaseException as error:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(value)
+
+
+def _discard_apart(discard: Callable[[T], object], value: T) -> None:
+    # No daemon: it takes no time, and what it gives back may outlive the process.
+    try:
+        threading.Thread(target=discard, args=(value,), name="aioshm-discard").start()
+    except RuntimeError:  # none can be started
+        discard(value)

@@ -1,0 +1,196 @@
+"""Processes that end with the one that starts them, from their first instruction on.
+
+`Child` is a process of ``multiprocessing``'s spawn method, started in another way, so that:
+
+* it calls `die_with_parent` before it imports the main module, which may take seconds;
+* its standard error can be a pipe from the beginning on, so that a target that cannot be imported is heard, too;
+* it leads a process group. Ctrl-C in a terminal reaches only who started it, who knows what to do about it; and what is
+  left of the group when it ends is killed, wherever in the tree that has got to (not on macOS before Python 3.13);
+* on Linux its sentinel is a pidfd (pidfd_open(2)), which is readable only, and exactly, when the process has ended. The
+  pipe that ``multiprocessing`` uses also ends when the process closes it, and lasts while anything forked from it does.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing.spawn
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, util
+from multiprocessing.context import SpawnProcess, set_spawning_popen
+from typing import Any
+
+from aioshm.process import parent
+
+STATUS_UNKNOWN = 255
+"""The exit code of a process that somebody else has waited for, as asyncio has it."""
+
+_HAVE_WAITID = hasattr(os, "waitid")  # macOS: from Python 3.13 on
+
+
+class Child(SpawnProcess):
+    """One process.
+
+    Args:
+        target: What it runs.
+        name: Its name, for people.
+        args: For the target.
+        kwargs: For the target.
+        stderr: The descriptor that becomes its standard error; None shares this process'.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., object],
+        name: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        stderr: int | None = None,
+    ) -> None:
+        super().__init__(target=target, name=name, args=args, kwargs=kwargs or {})
+        self._stderr = stderr
+        self._launched: _Popen | None = None
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802 -- the name is multiprocessing's
+        process_obj._launched = _Popen(process_obj)
+        return process_obj._launched
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]:
+        # In the new process it is an ordinary one: nothing of this package has to be imported for it.
+        state = {name: value for name, value in vars(self).items() if name not in {"_stderr", "_launched"}}
+        return object.__new__, (SpawnProcess,), state
+
+    @property
+    def sentinel(self) -> int:
+        if self._launched is None or self._launched.released:
+            raise ValueError(f"{self.name} has no sentinel: it was not started, or has ended and been released")
+        return super().sentinel
+
+    def release(self) -> None:
+        """Give its descriptors back, if it has ended; its exit code stays. Idempotent."""
+        if self._launched is not None and self._launched.poll() is not None:
+            self._launched.close()
+
+
+class _Popen(popen_spawn_posix.Popen):
+    """What ``multiprocessing.popen_spawn_posix`` does, by means of ``subprocess``."""
+
+    returncode: int | None
+
+    def __init__(self, process_obj: Any) -> None:
+        self._passed: list[int] = []
+        self._reaping = threading.Lock()
+        super().__init__(process_obj)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._passed.append(fd)
+        return fd
+
+    def _launch(self, process_obj: Any) -> None:
+        tracker = resource_tracker.getfd()
+        assert tracker is not None
+        self.duplicate_for_child(tracker)
+        message = self._pickled(process_obj)
+        with ExitStack() as theirs, ExitStack() as ours:
+            orders, orders_in = _pipe(theirs, ours)  # its other end is what the new process holds of this one's life
+            ended_in, ended = _pipe(ours, theirs)
+            self.duplicate_for_child(orders)
+            self.duplicate_for_child(ended)
+            self._process = subprocess.Popen(
+                _command(tracker_fd=tracker, pipe_handle=orders),
+                pass_fds=self._passed,
+                stdin=subprocess.DEVNULL,
+                stderr=process_obj._stderr,
+                process_group=0,
+            )
+            self.pid = self._process.pid
+            try:
+                theirs.close()
+                self.sentinel = self._exact_sentinel(ours, ended_in)
+                with open(orders_in, "wb", closefd=False) as stream:
+                    stream.write(message)
+            except BaseException:
+                self._process.kill()
+                self._process.wait()
+                raise
+            self.finalizer = util.Finalize(self, ours.pop_all().close)
+
+    def _pickled(self, process_obj: Any) -> memoryview:
+        message = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(multiprocessing.spawn.get_preparation_data(process_obj.name), message)
+            reduction.dump(process_obj, message)
+        finally:
+            set_spawning_popen(None)
+        return message.getbuffer()
+
+    def _exact_sentinel(self, ours: ExitStack, pipe: int) -> int:
+        try:
+            sentinel = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):
+            return pipe
+        ours.callback(os.close, sentinel)
+        return sentinel
+
+    @property
+    def released(self) -> bool:
+        return self.finalizer is None or not self.finalizer.still_active()
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return the exit code, or None while there is none; with a ``flag`` of 0, wait for it."""
+        if self.returncode is None:
+            if _HAVE_WAITID:
+                self._look(flag)
+            else:
+                self.returncode = self._process.poll() if flag else self._process.wait()
+        return self.returncode
+
+    def _look(self, flag: int) -> None:
+        try:
+            known = True
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag) is None:
+                return
+        except ChildProcessError:  # somebody else has waited for it, as far as this thread can tell
+            known = False
+        with self._reaping:
+            if self.returncode is None:
+                if known:
+                    self._end_group()
+                code = self._process.wait()
+                self.returncode = code if known else STATUS_UNKNOWN
+
+    def _end_group(self) -> None:
+        # The number cannot belong to others yet: nobody has waited for the process that it is the number of.
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except OSError:
+            pass
+
+
+def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    reading.callback(os.close, reader)
+    writing.callback(os.close, writer)
+    return reader, writer
+
+
+def _command(**handles: int) -> list[str]:
+    """Return the command line of ``multiprocessing``, with `die_with_parent` before everything else."""
+    command = list(multiprocessing.spawn.get_command_line(**handles))
+    if "-c" in command:  # else the program is frozen, and the target has to see to it
+        load = (
+            "from importlib.util import module_from_spec, spec_from_file_location; "
+            f"spec = spec_from_file_location('aioshm_parent', {parent.__file__!r}); "
+            "parent = module_from_spec(spec); spec.loader.exec_module(parent); "
+            f"parent.die_with_parent({os.getpid()}); "
+        )
+        program = command.index("-c") + 1
+        command[program] = load + command[program]
+    return command

@@ -1,0 +1,169 @@
+"""Stopping processes: all are asked, one deadline holds for all, and nothing of their trees is left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Collection, Iterable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+
+import psutil
+
+from aioshm.errors import OutOfThreads
+from aioshm.process.background import in_thread
+from aioshm.process.endings import Endings
+
+SHUTDOWN_TIMEOUT_S = 5.0
+"""How long processes may take to end when asked to."""
+KILLED_S = 5.0
+"""How long the kernel may take to end what was killed; a process with much memory or a device takes a moment."""
+
+_LOOK_S = 0.005
+
+_log = logging.getLogger("aioshm.engine")
+
+
+def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
+    """Stop processes: SIGTERM to all, one deadline for all, then kill the tree of each that still runs.
+
+    What a process that ends in time has left behind of its own is killed, too. Blocks; see `ashutdown`.
+
+    Args:
+        procs: The processes; those that have ended, or were never started, do no harm.
+        timeout: Seconds that all of them together may take; 0 kills at once.
+    """
+    stopping = _Stopping(procs, timeout)
+    stopping.add(_below(stopping.pids()))
+    stopping.ask()
+    stopping.wait(timeout)
+    stopping.kill()
+    stopping.wait(KILLED_S)
+    deadline = time.monotonic() + KILLED_S
+    while stopping.below_run() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    stopping.report()
+
+
+async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
+    """Stop processes as `shutdown` does, without blocking the loop.
+
+    Cancelling this kills what still runs at once; it returns, cancelled, when nothing is left.
+    """
+    stopping = _Stopping(procs, timeout)
+    loop = asyncio.get_running_loop()
+    cancelled: asyncio.CancelledError | None = None
+    with Endings(stopping.procs) as endings:
+        try:
+            if pids := stopping.pids():
+                try:
+                    stopping.add(await in_thread(lambda: _below(pids)))
+                except OutOfThreads:
+                    stopping.add(_below(pids))
+            stopping.ask()
+            await endings.last(loop.time() + timeout)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        stopping.kill()
+        deadline = loop.time() + KILLED_S
+        while endings.running or stopping.below_run():
+            if loop.time() >= deadline:
+                break
+            try:
+                if endings.running:
+                    await endings.last(deadline)
+                else:
+                    await asyncio.sleep(_LOOK_S)
+            except asyncio.CancelledError as error:
+                cancelled = error
+    stopping.report()
+    if cancelled is not None:
+        raise cancelled
+
+
+class _Stopping:
+    def __init__(self, procs: Iterable[BaseProcess], timeout: float) -> None:
+        if not (math.isfinite(timeout) and timeout >= 0):
+            raise ValueError(f"timeout must be a finite number of seconds, at least 0, not {timeout}")
+        self.procs = [proc for proc in procs if _runs(proc)]
+        self._below: set[psutil.Process] = set()
+
+    def pids(self) -> set[int]:
+        return {proc.pid for proc in self._running() if proc.pid is not None}
+
+    def add(self, below: set[psutil.Process]) -> None:
+        """Note what the processes have started: when they have ended, that can no longer be told."""
+        self._below |= below
+
+    def ask(self) -> None:
+        for proc in self._running():
+            proc.terminate()
+
+    def wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while running := self._running():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            wait([proc.sentinel for proc in running], left)
+            if len(self._running()) == len(running):
+                time.sleep(min(left, _LOOK_S))  # the sentinel of one may end a little before it does
+
+    def kill(self) -> None:
+        self.add(_below(self.pids()))
+        for proc in self._running():  # from the top, so that nothing more is started
+            proc.kill()
+        for process in self._below:
+            try:
+                process.kill()
+            except psutil.Error:
+                pass
+
+    def below_run(self) -> bool:
+        self._below = {process for process in self._below if _exists(process)}
+        return bool(self._below)
+
+    def report(self) -> None:
+        left = [f"{proc.name} (pid {proc.pid})" for proc in self._running()]
+        left += [f"pid {process.pid}" for process in self._below]
+        if left:
+            _log.error("killed, but not gone after %s s: %s", KILLED_S, ", ".join(left))
+
+    def _running(self) -> list[BaseProcess]:
+        return [proc for proc in self.procs if proc.exitcode is None]
+
+
+def _runs(proc: BaseProcess) -> bool:
+    try:
+        return proc.is_alive()
+    except ValueError:  # it has been closed
+        return False
+
+
+def _below(roots: Collection[int]) -> set[psutil.Process]:
+    """Return what descends from some children of this process, after one look at the process table."""
+    if not roots:
+        return set()
+    inside = set(roots)
+    found: set[psutil.Process] = set()
+    try:
+        below = psutil.Process().children(recursive=True)
+    except OSError:  # there is no descriptor left to look at the process table; each leads a group, which ends with it
+        return found
+    for process in below:  # parents come before their children
+        try:
+            if process.ppid() in inside:
+                inside.add(process.pid)
+                found.add(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def _exists(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,0 +1,1 @@
+"""ZeroMQ for an event loop: contexts, sockets, keys, callbacks, monitors, and guards against strangers."""

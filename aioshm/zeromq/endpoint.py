@@ -1,0 +1,166 @@
+"""ZeroMQ sockets opened, bound and connected, with errors that name the endpoint and say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import zmq
+
+from aioshm.config import shown
+from aioshm.errors import EndpointError
+from aioshm.process.limits import naming_limits
+from aioshm.zeromq.curve import CurveKeys
+
+RECONNECT_MS = 50
+
+
+RECONNECT_MAX_MS = 1000
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Tell whether the socket needs IPv6 switched on."""
+    return endpoint.startswith("tcp://") and ("[" in endpoint or "::" in endpoint)
+
+
+def open_socket(
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    endpoint: str,
+    *,
+    bind: bool,
+    hwm: int,
+    curve: CurveKeys | None,
+) -> zmq.Socket[bytes]:
+    """Make a socket for ``endpoint`` that is not bound or connected yet and forgets all when closed.
+
+    Raises:
+        TypeError, ValueError: ``endpoint`` is no text that can be one, or ``curve`` has no keys; the text names it.
+        EndpointError: The socket cannot be had.
+        OutOfDescriptors: There is none left.
+    """
+    check_endpoint(endpoint)
+    if not (curve is None or isinstance(curve, CurveKeys)):
+        raise TypeError(f"curve must be CurveKeys or None, not {shown(curve)}")
+    try:
+        with naming_limits(f"a ZeroMQ socket for {endpoint}"):
+            socket: zmq.Socket[bytes] = context.socket(kind)
+        try:
+            _set_options(socket, endpoint, bind, hwm, curve)
+        except BaseException:
+            socket.close()
+            raise
+    except zmq.ZMQError as error:
+        raise _refused(error, "make a socket for", endpoint) from error
+    return socket
+
+
+def check_endpoint(endpoint: object) -> str:
+    """Return an endpoint that is text at all; whether it makes sense is for ZeroMQ to say.
+
+    Raises:
+        TypeError, ValueError: It is none.
+    """
+    if not isinstance(endpoint, str):
+        raise TypeError(f"an endpoint must be a str such as tcp://HOST:PORT or ipc://PATH, not {shown(endpoint)}")
+    try:
+        endpoint.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"an endpoint must be text that UTF-8 can carry, not {shown(endpoint)}") from None
+    if "\0" in endpoint:
+        raise ValueError(f"an endpoint must have no zero byte, not {shown(endpoint)}")
+    return endpoint
+
+
+def _refused(error: zmq.ZMQError, what: str, endpoint: str) -> EndpointError:
+    number = error.errno or 0
+    remedy = _REMEDIES.get(number)
+    return EndpointError(number, f"cannot {what} {endpoint}: {zmq.strerror(number)}{f': {remedy}' if remedy else ''}")
+
+
+_REMEDIES = {
+    errno.EADDRINUSE: "it is in use already: take another one, for tcp the port * for a free one",
+    errno.EADDRNOTAVAIL: "this host has no such address: bind one that it has, or *",
+    errno.ENODEV: "this host has no such address or interface: bind one that it has, or *",
+    errno.EINVAL: "an endpoint is tcp://HOST:PORT, ipc://PATH or inproc://NAME",
+    errno.EPROTONOSUPPORT: "an endpoint is tcp://HOST:PORT, ipc://PATH or inproc://NAME",
+    zmq.ENOCOMPATPROTO: "an endpoint is tcp://HOST:PORT, ipc://PATH or inproc://NAME",
+    errno.ENOENT: "make its directory, or take another one",
+    errno.EACCES: "this user may not do that: take another path, or a port above 1023",
+    errno.ENAMETOOLONG: "the path of a socket may have 107 bytes: take a shorter directory",
+    errno.ECONNREFUSED: "nobody has bound that name in this process",
+}
+
+
+def _set_options(socket: zmq.Socket[bytes], endpoint: str, bind: bool, hwm: int, curve: CurveKeys | None) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, hwm)
+    socket.setsockopt(zmq.RCVHWM, hwm)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    if is_ipv6(endpoint):
+        socket.setsockopt(zmq.IPV6, 1)
+    if curve is not None:
+        _set_key(socket, zmq.CURVE_PUBLICKEY, "public", curve.public)
+        _set_key(socket, zmq.CURVE_SECRETKEY, "secret", curve.secret)
+        if bind:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+        elif curve.server is None:
+            raise ValueError(f"curve.server must name the public key of the end that binds {endpoint!r}")
+        else:
+            _set_key(socket, zmq.CURVE_SERVERKEY, "server", curve.server)
+
+
+def _set_key(socket: zmq.Socket[bytes], option: int, name: str, key: bytes) -> None:
+    try:
+        socket.setsockopt(option, key)
+    except (zmq.ZMQError, TypeError):  # the key is not for everybody to see
+        what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+        raise ValueError(f"curve.{name} must be a key of 40 bytes of Z85, see CurveKeys.generate, not {what}") from None
+
+
+def attach(socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
+    """Bind or connect, and return the endpoint that it really is.
+
+    Raises:
+        EndpointError: The address is taken, forbidden or malformed; the text names it, and says what to do.
+        OutOfDescriptors: There is none left.
+    """
+    verb = "bind" if bind else "connect to"
+    try:
+        with naming_limits(f"a socket that is to {verb} {endpoint}"):
+            if not bind:
+                socket.connect(endpoint)
+                return endpoint
+            socket.bind(endpoint)
+            actual = socket.getsockopt(zmq.LAST_ENDPOINT)
+    except zmq.ZMQError as error:
+        raise _refused(error, verb, endpoint) from error
+    return actual.rstrip(b"\0").decode() if isinstance(actual, bytes) else endpoint
+
+
+class BoundFile:
+    """The file of an ``ipc://`` endpoint that was bound, if it has one: ZeroMQ does not remove it.
+
+    Args:
+        endpoint: As it was bound.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else "@"
+        self._found = self._look()
+
+    def remove(self) -> None:
+        """Remove it, unless somebody else has bound the same path meanwhile. Idempotent."""
+        if self._found is not None and self._look() == self._found:
+            os.unlink(self._path)
+        self._found = None
+
+    def _look(self) -> tuple[int, int] | None:
+        if self._path.startswith("@"):  # an abstract socket
+            return None
+        try:
+            found = os.lstat(self._path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino

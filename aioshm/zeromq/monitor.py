@@ -1,0 +1,81 @@
+"""What a ZeroMQ socket says about its connections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from aioshm.process.limits import abandon_when_forked, naming_limits
+
+_HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Monitor:
+    """What a socket says about its connections: read it before trusting what the socket received."""
+
+    def __init__(self, socket: zmq.Socket[bytes], *, also: int = 0) -> None:
+        self.reconnects = 0
+        self.handshake_failures = 0
+        self._monitored = socket
+        with naming_limits("the monitor of a ZeroMQ socket"):
+            self._pair: zmq.Socket[bytes] = socket.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES | also
+            )
+        self._lost = False
+        self._over = False
+        abandon_when_forked(self)
+
+    @property
+    def pair(self) -> zmq.Socket[bytes]:
+        """The socket to watch."""
+        return self._pair
+
+    def read(self) -> tuple[int, list[str]]:
+        """Return how many connections came back since the last call, and the peers whose handshake failed."""
+        came_back = 0
+        failed: list[str] = []
+        for kind, endpoint in self.events():
+            if kind & _HANDSHAKE_FAILURES:
+                failed.append(endpoint)
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._lost = True
+            elif self._lost:
+                self._lost = False
+                came_back += 1
+        self.reconnects += came_back
+        self.handshake_failures += len(failed)
+        return came_back, failed
+
+    def events(self) -> Iterator[tuple[int, str]]:
+        """Yield what has happened since the last call: one of the kinds above, and the endpoint."""
+        while (event := self._receive()) is not None:
+            yield event[0], event[2]
+
+    def _receive(self) -> tuple[int, int, str] | None:
+        """Return the next event: its kind, its value (a descriptor or an error), the endpoint; None if none is left."""
+        if self._over:
+            return None
+        try:
+            frames = self._pair.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError:  # nothing there, or closed
+            return None
+        event = parse_monitor_message(frames)
+        return int(event["event"]), int(event["value"]), event["endpoint"].decode(errors="replace")
+
+    def close(self) -> None:
+        """Stop listening; call it before the monitored socket is closed. Idempotent."""
+        if self._over:
+            return
+        self._over = True
+        try:
+            self._monitored.disable_monitor()
+        finally:
+            self._pair.close(linger=0)
+
+    def abandon_in_child(self) -> None:
+        """Touch the sockets no more: ZeroMQ waits for ever for what it believes to be interrupted."""
+        self._over = True

@@ -1,0 +1,156 @@
+"""The ZeroMQ sockets between a writer and its remote readers; what passes over them is known elsewhere.
+
+Data: the writer's XPUB to each reader's SUB. Control: each reader's DEALER to the writer's ROUTER. Each end has a
+ZeroMQ context, and so an I/O thread, of its own. The sockets are driven by callbacks of the loop instead of
+`zmq.asyncio`: a message costs no future and no turn of the loop, and can be taken where no loop runs.
+
+**Sockets may not wait.** A data connection must not be given up because a large message takes long, so it is watched by
+TCP alone (keepalive, ``TCP_USER_TIMEOUT``). Control messages are small, so these connections are watched by ZeroMQ's
+heartbeats, which its I/O threads answer however busy the program is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TypeAlias
+
+import zmq
+import zmq.utils.garbage
+
+from aioshm.errors import LimitReached
+from aioshm.process.limits import SIGNAL_DESCRIPTORS, abandon_when_forked, check_descriptors, check_threads
+from aioshm.zeromq.context import new_context
+
+logger = logging.getLogger("aioshm.queue")
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+
+BURST = 64
+"""Messages that are read before the loop's other callbacks have their turn."""
+
+CONTROL_HWM = 1000
+"""Control messages that may wait to be read, or to be sent, at either end of a connection."""
+
+
+class Sockets:
+    """A ZeroMQ context and its sockets, which are closed together, at the latest when Python ends.
+
+    They are held on to until then. If an end were forgotten and its context came under the garbage collector before
+    its sockets, that would wait for them for ever; and so would a context that Python leaves behind when it ends.
+
+    Args:
+        what: Needs them, for people.
+        count: How many sockets there are going to be; a monitor takes two.
+        connections: How many ports and connections, with those of the peers that are expected.
+        threads: How many threads of Python's are going to be started for them.
+
+    Attributes:
+        context: The context.
+        closed: Whether `close` was called, or this is a forked child's copy, which nobody may touch.
+
+    Raises:
+        OutOfDescriptors, OutOfThreads: They cannot be had.
+    """
+
+    def __init__(
+        self, what: str = "a process with ZeroMQ sockets", count: int = 8, connections: int = 4, threads: int = 0
+    ) -> None:
+        self.closed = False
+        self.context: zmq.Context[Socket] = new_context(what, sockets=count, connections=connections, threads=threads)
+        self._sockets: list[Socket] = []
+        self._first: list[Callable[[], None]] = []
+        _open.add(self)
+        abandon_when_forked(self)
+
+    def add(self, socket: Socket) -> Socket:
+        """Close this socket, too, and return it."""
+        self._sockets.append(socket)
+        return socket
+
+    def close_first(self, close: Callable[[], None]) -> None:
+        """Call this before the sockets are closed: for what a thread besides looks at, such as a guard's monitor."""
+        self._first.append(close)
+
+    def read_messages(self, socket: Socket, n_frames: int, on_message: Callable[..., None]) -> bool:
+        """Read some control messages of so many frames; return whether there may be more."""
+        for _ in range(BURST):
+            if self.closed:
+                return False
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return False
+            # A message of another form is some stranger's: nobody else misses it.
+            if len(frames) == n_frames:
+                on_message(*frames)
+        return True
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close everything and forget what was not sent, at once or, blocking, after a while. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        _open.discard(self)
+        for close in self._first:
+            close()
+        for socket in self._sockets:
+            socket.close(linger=linger_ms)
+        self.context.term()
+
+    def abandon_in_child(self) -> None:
+        """Leave everything to the parent: ZeroMQ takes any call in the child for one that was interrupted, for ever."""
+        self.closed = True
+        _inherited.append(self)
+
+
+_open: set[Sockets] = set()
+_inherited: list[Sockets] = []
+"""In a forked child, what must not come under the garbage collector, which would warn of it."""
+
+
+def _close_all() -> None:
+    for sockets in list(_open):
+        sockets.close()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to close
+
+
+def can_share_memory() -> bool:
+    """Return whether ZeroMQ can be given memory to send without copying it.
+
+    For that pyzmq has a context and a thread, which tell when the memory is not used any more. It starts them for the
+    first message, after the sender has counted it, and ends the process where a descriptor or a thread is lacking.
+    """
+    what = "sending without a copy"
+    try:
+        if zmq.utils.garbage.gc.is_alive():
+            return True
+        check_threads(what, 3)
+        check_descriptors(what, 5 * SIGNAL_DESCRIPTORS + 2)
+        zmq.Frame(bytes(1), copy=False, track=True)
+    except (LimitReached, RuntimeError, zmq.ZMQError) as error:
+        logger.debug("messages are copied: %s", error)
+        return False
+    return True
+
+
+def watched_by_tcp(sock: Socket, timeout_s: float) -> None:
+    """Let TCP find out that nobody is at the other end of a connection any more."""
+    sock.setsockopt(zmq.TCP_MAXRT, int(timeout_s * 1000))
+    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    if sys.platform == "linux":  # elsewhere these are not all there
+        sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(timeout_s / 3)))
+        sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(timeout_s / 6)))
+        sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+
+
+def watched_by_heartbeats(sock: Socket, timeout_ms: int) -> None:
+    """Let ZeroMQ find out that nobody is at the other end of a connection any more."""
+    sock.setsockopt(zmq.HEARTBEAT_IVL, max(1, timeout_ms // 5))
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, timeout_ms // 2))
