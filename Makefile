@@ -65,7 +65,7 @@ sanitize: .venv/.ready    ## the native parts under the address and undefined be
 	$(SANITIZED_PYTHON) -c 'import os, aioshm.ring._native as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
 	$(SANITIZED_PYTHON) -c 'import os, aioshm.events.protocol._encoder as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
 	$(SANITIZED_PYTHON) -m pytest -p no:cacheprovider --capture=sys tests/ring/test_core*.py \
-		tests/events/test_native_encoder.py tests/events/test_encoding.py $(ARGS)
+		tests/events/protocol/test_native_encoder.py tests/events/protocol/test_encoding.py $(ARGS)
 
 .venv/.ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "aioshm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

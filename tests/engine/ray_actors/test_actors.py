@@ -57,7 +57,7 @@ def cluster() -> Iterator[str]:
     common = {"num_cpus": 8, "object_store_memory": 80_000_000}
     head = {"num_gpus": GPUS["head"], "include_dashboard": False, **common}
     # What nodes start has to find the targets.
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(sys.path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")

@@ -321,7 +321,7 @@ class TestCtrlC:
         script.write_text(
             textwrap.dedent(FRONT_END.format(target=target, run=RUNS.get(run, run), ticks=run not in RUNS))
         )
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join(sys.path)
         front_end = subprocess.Popen(
             [sys.executable, script],
             stdout=subprocess.PIPE,

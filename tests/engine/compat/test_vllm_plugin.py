@@ -93,7 +93,7 @@ def test_modules_that_import_lazily_are_left_alone(modules: dict[str, Any], monk
 
 
 def test_vllm_finds_it() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["vllm.general_plugins"]["aioshm"].partition(":")
     assert getattr(importlib.import_module(module), name) is vllm_plugin.register
     assert project["optional-dependencies"]["vllm"] == []

@@ -25,9 +25,9 @@ from aioshm.events import (
     follow,
 )
 
-from .helpers import ANY, PATIENCE_S, Ends, batch, take
-from .proxy import LossyProxy, free_endpoint
-from .truth import Truth, follow_until, held
+from ..helpers import ANY, PATIENCE_S, Ends, batch, take
+from ..proxy import LossyProxy, free_endpoint
+from ..truth import Truth, follow_until, held
 
 
 async def test_the_lost_end_of_a_stream_is_found(ends: Ends) -> None:

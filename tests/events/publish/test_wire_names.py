@@ -27,8 +27,8 @@ from aioshm.events.endpoints import passed_on
 from aioshm.events.protocol import wire
 from aioshm.lifeline import address
 
-from .helpers import ANY, PATIENCE_S, Ends
-from .raw import Raw
+from ..helpers import ANY, PATIENCE_S, Ends
+from ..raw import Raw
 
 EVENTS = [
     BlockStored([2**64 - 1, b"\x01" * 32], 7, [1, 2, 3, 4], 2, None, "GPU", None, [("salt",), None]),
@@ -165,7 +165,7 @@ class TestWire:
 
 def _vllm() -> Path | None:
     """Find vLLM's files: where AIOSHM_VLLM_FILES says, or in one of the checkout's environments."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     places = [Path(os.environ["AIOSHM_VLLM_FILES"])] if "AIOSHM_VLLM_FILES" in os.environ else []
     places += sorted(root.glob(".venv*/lib/python3*/site-packages"))
     return next((at for at in places if (at / "vllm/distributed/kv_events.py").exists()), None)

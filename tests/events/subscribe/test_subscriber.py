@@ -12,8 +12,8 @@ from support import until
 from aioshm.errors import EventsLost, QueueClosed, RoleError
 from aioshm.events import BlockIndex, EventBatch, EventSubscriber, Received, Source
 
-from .helpers import PATIENCE_S, Ends, batch, publish_until_delivery, take
-from .truth import Truth, follow_until, held
+from ..helpers import PATIENCE_S, Ends, batch, publish_until_delivery, take
+from ..truth import Truth, follow_until, held
 
 
 async def test_a_burst_arrives_whole_and_in_order(ends: Ends) -> None:

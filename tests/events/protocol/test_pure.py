@@ -19,7 +19,7 @@ from aioshm.events.protocol.outbox import Outbox
 from aioshm.events.protocol.replay_buffer import ReplayBuffer
 from aioshm.zeromq.endpoint import is_ipv6
 
-from .helpers import batch
+from ..helpers import batch
 
 
 class TestEndpoints:

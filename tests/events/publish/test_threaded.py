@@ -10,7 +10,7 @@ import pytest
 
 from aioshm.events import EventSubscriber, PublisherClosed, Received, ThreadedEventPublisher
 
-from .helpers import ANY, PATIENCE_S, batch, take
+from ..helpers import ANY, PATIENCE_S, batch, take
 
 
 class TestThreaded:

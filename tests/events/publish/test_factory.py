@@ -16,7 +16,7 @@ from aioshm.events import (
     ZmqEventPublisher,
 )
 
-from .helpers import ANY, batch
+from ..helpers import ANY, batch
 
 
 class TestFactory:

@@ -26,7 +26,7 @@ from aioshm.events import (
 )
 from aioshm.events.protocol.decoding import BatchDecoder
 
-from .helpers import ANY, PATIENCE_S, Ends, batch, take, within
+from ..helpers import ANY, PATIENCE_S, Ends, batch, take, within
 
 
 async def test_frames_numbers_and_rank(ends: Ends, raw: Any) -> None:

@@ -14,7 +14,7 @@ from aioshm.events import Received
 from aioshm.events.protocol import wire
 from aioshm.events.publish import replay_server
 
-from .helpers import PATIENCE_S, Ends, batch, take
+from ..helpers import PATIENCE_S, Ends, batch, take
 
 
 @pytest.mark.parametrize("form", ["topic", "legacy"])

@@ -329,7 +329,7 @@ class TestArguments:
                 raise AssertionError("not reached")
 
     async def test_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What the manager of actors is told; tests/engine/test_actors.py has real ones."""
+        """What the manager of actors is told; tests/engine/ray_actors/test_actors.py has real ones."""
         told: dict[str, Any] = {}
         running: list[asyncio.Task[None]] = []
 

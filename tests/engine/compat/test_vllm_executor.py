@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 WITHIN_S = 110
 

@@ -400,7 +400,7 @@ class TestForgetting:
                 """
             )
         )
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join(sys.path)
         result = subprocess.run(
             [sys.executable, "-W", "always::ResourceWarning", script],
             env={**os.environ, "PYTHONPATH": path},

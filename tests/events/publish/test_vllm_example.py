@@ -20,7 +20,7 @@ import zmq
 
 from aioshm.events import EventBatch, ThreadedEventPublisher, ZmqEventPublisher
 
-from .helpers import ANY, PATIENCE_S
+from ..helpers import ANY, PATIENCE_S
 from .test_wire_names import EVENTS, Batch, kv_events, same  # noqa: F401  a fixture
 
 TOPIC = "kv-events"

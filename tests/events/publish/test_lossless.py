@@ -23,7 +23,7 @@ from aioshm.events import (
     ZmqEventPublisher,
 )
 
-from .helpers import ANY, PATIENCE_S, Ends, batch, take, within
+from ..helpers import ANY, PATIENCE_S, Ends, batch, take, within
 
 
 def wait_until(condition: Any) -> None:

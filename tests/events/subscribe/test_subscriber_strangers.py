@@ -16,9 +16,9 @@ from aioshm.events import CurveKeys, EventBatch, EventSubscriber, Lost, Received
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.encoding import BatchEncoder
 
-from .attacker import GREETING, frame
-from .helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
-from .strain import Strain, attack, cuts
+from ..attacker import GREETING, frame
+from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
+from ..strain import Strain, attack, cuts
 
 
 @pytest_asyncio.fixture

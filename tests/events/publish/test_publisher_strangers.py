@@ -15,8 +15,8 @@ from aioshm.events import Lost, Received, ZmqEventPublisher
 from aioshm.events.publish.subscriptions import MAX_SUBSCRIPTIONS
 from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
 
-from .helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
-from .strain import Strain, attack, cuts
+from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
+from ..strain import Strain, attack, cuts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bytes are counted by the kernel, on Linux")
 
