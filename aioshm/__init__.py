@@ -45,7 +45,7 @@ from aioshm.queue import (
 from aioshm.ring import ShmRingBuffer, memory_fence
 from aioshm.ring.atomics import native_core
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the only place that says so: pyproject.toml reads it here
 
 __all__ = [
     "AioshmError",

@@ -238,7 +238,7 @@ class EventSubscriber:
         await self.aclose()
 
     def __del__(self) -> None:
-        if self._sources:
+        if getattr(self, "_sources", None):  # not if the arguments were refused
             warnings.warn(
                 f"EventSubscriber of {', '.join(self.endpoints)} was never closed",
                 ResourceWarning,

@@ -152,6 +152,11 @@ async def test_timeouts_raise(ends: Ends) -> None:
         await subscriber.receive(0.01)
 
 
+def test_refused_arguments_leave_nothing_to_warn_of() -> None:
+    with pytest.raises(TypeError, match="no_such_argument"):  # and no error in __del__, which would fail the test
+        EventSubscriber("tcp://127.0.0.1:1", no_such_argument=1)  # type: ignore[call-arg]
+
+
 async def test_a_forgotten_subscriber_warns_and_closes(ends: Ends) -> None:
     publisher = ends.publisher()
     subscriber = EventSubscriber(publisher.endpoint, publisher.replay_endpoint)
