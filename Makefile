@@ -2,18 +2,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+SIDE_BY_SIDE := -n auto --dist worksteal
+FAST_LANE := $(SIDE_BY_SIDE) -m "not slow" --hypothesis-profile fast
 NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test test-all lint types bench bench-rivals vllm sanitize clean
+.PHONY: demo test test-all check lint types bench bench-rivals vllm sanitize clean
 
 demo: .venv/.ready        ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
 
 test: .venv/.ready        ## the tests, without the slow lane
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(FAST_LANE) $(ARGS)
 
 test-all: .venv/.ready    ## the tests and the slow lane: storms of signals, every number of free descriptors
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+check: lint types         ## in less than a minute: lint, types, quick tests, and those of what has changed
+	$(BIN)/python -m pytest $(FAST_LANE) $(ARGS) $$($(BIN)/python tests/chosen.py)
 
 lint: .venv/.ready        ## ruff (lint and format) and the import contracts
 	$(BIN)/ruff check .

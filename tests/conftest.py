@@ -1,4 +1,8 @@
-"""Every async test runs on asyncio and on uvloop, and leaves nothing behind."""
+"""Every async test runs on asyncio and on uvloop, and leaves nothing behind.
+
+Several processes may run tests side by side (``-n auto``). What a test leaves behind is looked for among what its own
+process has: its children, its sockets, its directory for socket files.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,25 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
+from hypothesis import settings
 from support import eventually
 
 from aioshm.ring.segment import orphans
 
 SLOW_COLLECTION_S = 0.01
+MAX_WORKERS = 4  # more wait for each other: many tests start processes of their own
+
+settings.register_profile("fast", max_examples=30)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hear Ctrl-C, which a shell has had ignored by what it runs in the background, and by its children."""
-    config.addinivalue_line("markers", "slow_on_uvloop: on uvloop left out by make test")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

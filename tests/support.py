@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 
@@ -23,6 +24,24 @@ async def until(condition: Callable[[], object], what: str = "the condition", wi
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come about within {within_s} s"
         await asyncio.sleep(0.001)
+
+
+def examples(count: int) -> int:
+    """Return how many examples hypothesis is to try: so many, or fewer where its profile has fewer: `make test`."""
+    from hypothesis import settings  # not in the processes that tests start
+
+    return count * settings.default.max_examples // 100  # the latter is what it has without a profile
+
+
+@contextmanager
+def sweeping() -> Iterator[None]:
+    """Be the only one, of all processes that run tests, that makes orphans of segments, or removes all there are."""
+    with open(__file__) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # also where a forked child still has the file
 
 
 async def cancelled_after(call: Coroutine[Any, Any, Any], turns: int) -> Any:

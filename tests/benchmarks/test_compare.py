@@ -56,6 +56,7 @@ def test_streams_and_round_trips_as_json() -> None:
     assert len(promises) == 3  # and two of round trips
 
 
+@pytest.mark.slow
 def test_a_table_a_file_and_who_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "figures.json"
     names = ["aioshm", "mp.Queue", "mp.Pipe", "iceoryx2 polling"]
@@ -89,6 +90,7 @@ def test_a_missed_promise_is_an_exit_code() -> None:
     assert len(unheld) == len(PROMISES) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_its_processes_end_with_it(number: signal.Signals) -> None:
     arguments = ["--only", "dict", "--contestants", "aioshm", "mp.Pipe", "--seconds", "30"]

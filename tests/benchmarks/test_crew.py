@@ -57,6 +57,7 @@ async def test_a_death_is_noticed(crew: Crew) -> None:
         await hand.reply()
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("rival", RIVALS, ids=lambda rival: rival.name)
 async def test_a_reader_that_fails_while_lines_open_ends_the_wait(crew: Crew, rival: Rival) -> None:
     with pytest.raises(BenchmarkError, match="no reader today"):

@@ -6,8 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,8 +21,7 @@ RIVALS = {"aioshm", "zmq.asyncio", "mp.Queue", "mp.Pipe"}
 SIZES = {"small dict", "1 MiB"}
 TIMEOUT_S = 100
 
-LOOPS = ["asyncio", "uvloop"]
-both_loops = pytest.mark.parametrize("loop_name", LOOPS)
+both_loops = pytest.mark.parametrize("loop_name", ["asyncio", pytest.param("uvloop", marks=pytest.mark.slow)])
 
 
 def command(benchmark: str, *arguments: str) -> list[str]:
@@ -57,25 +55,17 @@ def run_json(benchmark: str, *arguments: str) -> Any:
     return report
 
 
-@pytest.fixture(scope="module")
-def report_on() -> Iterator[ReportOn]:
-    """Return the report of a benchmark on a loop. Both loops run at once: nobody looks at how fast they are."""
-    reports: dict[tuple[str, str], Future[Any]] = {}
-    with ThreadPoolExecutor(len(LOOPS)) as pool:
-
-        def get(benchmark: str, loop_name: str) -> Any:
-            if (benchmark, loop_name) not in reports:
-                for name in LOOPS:
-                    reports[benchmark, name] = pool.submit(run_json, benchmark, "--loop", name)
-            return reports[benchmark, loop_name].result()
-
-        yield get
+@pytest.fixture
+def report_on() -> ReportOn:
+    """Return the report of a benchmark on a loop."""
+    return lambda benchmark, loop_name: run_json(benchmark, "--loop", loop_name)
 
 
 def measured(report: Any) -> set[tuple[str, str, int]]:
     return {(result["case"], result["contestant"], result["readers"]) for result in report["results"]}
 
 
+@pytest.mark.slow
 @both_loops
 def test_engine_roundtrip(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("engine_roundtrip", loop_name)
@@ -85,6 +75,7 @@ def test_engine_roundtrip(report_on: ReportOn, loop_name: str) -> None:
     assert len(report["promises"]) == 2
 
 
+@pytest.mark.slow
 @both_loops
 def test_remote(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("remote", loop_name)
@@ -95,6 +86,7 @@ def test_remote(report_on: ReportOn, loop_name: str) -> None:
     assert [remark.split()[0] for remark in report["remarks"]] == ["CURVE", "CURVE"]
 
 
+@pytest.mark.slow
 @both_loops
 def test_startup(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("startup", loop_name)
@@ -102,6 +94,7 @@ def test_startup(report_on: ReportOn, loop_name: str) -> None:
     assert len(report["promises"]) == 1
 
 
+@pytest.mark.slow
 @both_loops
 def test_workers(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("workers", loop_name)
@@ -109,6 +102,7 @@ def test_workers(report_on: ReportOn, loop_name: str) -> None:
     assert measured(report) == {(case, name, n) for case, n in cases for name in ("aioshm", "mp.Pipe")}
 
 
+@pytest.mark.slow
 @both_loops
 def test_events_publish(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("events_publish", loop_name)
@@ -120,6 +114,7 @@ def test_events_publish(report_on: ReportOn, loop_name: str) -> None:
     assert len(report["promises"]) == 14
 
 
+@pytest.mark.slow
 @both_loops
 def test_events_replay(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("events_replay", loop_name)
@@ -127,6 +122,7 @@ def test_events_replay(report_on: ReportOn, loop_name: str) -> None:
     assert len(report["promises"]) == 1
 
 
+@pytest.mark.slow
 @both_loops
 def test_strangers(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("strangers", loop_name)
@@ -144,11 +140,13 @@ def test_throughput(report_on: ReportOn, loop_name: str) -> None:
     assert len(report["promises"]) == 1
 
 
+@pytest.mark.slow
 def test_fanout() -> None:
     report = run_json("fanout")
     assert measured(report) == {(size, rival, n) for size in SIZES for rival in RIVALS for n in (1, 2)}
 
 
+@pytest.mark.slow
 @both_loops
 def test_latency(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("latency", loop_name)
@@ -160,6 +158,7 @@ def test_latency(report_on: ReportOn, loop_name: str) -> None:
     assert len(report["promises"]) == 2
 
 
+@pytest.mark.slow
 def test_idle() -> None:
     report = run_json("idle")
     cases = {"idle", "idle after a burst"}
@@ -167,6 +166,7 @@ def test_idle() -> None:
     assert len(report["promises"]) == 4
 
 
+@pytest.mark.slow
 def test_fairness() -> None:
     report = run_json("fairness")
     assert measured(report) == {
@@ -180,6 +180,7 @@ def test_fairness() -> None:
     assert len(report["promises"]) == 2
 
 
+@pytest.mark.slow
 @both_loops
 def test_writer_cost(report_on: ReportOn, loop_name: str) -> None:
     report = report_on("writer_cost", loop_name)
@@ -189,6 +190,7 @@ def test_writer_cost(report_on: ReportOn, loop_name: str) -> None:
     assert len(report["promises"]) == 2
 
 
+@pytest.mark.slow
 def test_memory() -> None:
     report = run_json("memory")
     cases = {case for case, _, _ in measured(report)}
@@ -208,10 +210,10 @@ def test_a_table_for_people_and_only_the_rivals_asked_for() -> None:
 @pytest.mark.parametrize(
     ("benchmark", "number"),
     [
-        ("throughput", signal.SIGINT),
+        pytest.param("throughput", signal.SIGINT, marks=pytest.mark.slow),
         ("throughput", signal.SIGTERM),
-        ("throughput", signal.SIGKILL),
-        ("idle", signal.SIGTERM),
+        pytest.param("throughput", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("idle", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_its_processes_end_with_it(benchmark: str, number: signal.Signals) -> None:

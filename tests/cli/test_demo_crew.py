@@ -23,6 +23,7 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.slow_on_uvloop
 async def test_reader_compares_with_its_own_reading(text, tmp_path):
     other = tmp_path / "other"
     other.write_bytes(b"one\n\ntwO\n")
@@ -68,6 +69,7 @@ async def test_broken_torch_is_named(text, tmp_path, monkeypatch):
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.slow_on_uvloop
 async def test_cancelling_leaves_no_process(text):
     before = psutil.Process().children()
     running = asyncio.Event()

@@ -19,6 +19,7 @@ from aioshm.errors import EngineDead
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(("options", "loop"), [((), "uvloop"), (("--loop", "asyncio"), "asyncio")])
 def test_json_tells_everything(start_demo, options, loop):
     output, errors, code = start_demo("--engines", "2", "--json", *options, without=("torch", "numpy")).end()

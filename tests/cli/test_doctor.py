@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import sweeping
 
 from aioshm import ShmRingBuffer
 from aioshm.cli import doctor
@@ -27,11 +28,12 @@ os._exit(0)
 
 @pytest.fixture
 def orphan():
-    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True)
-    path = SHM / done.stdout.strip()
-    assert path.exists()
-    yield path
-    path.unlink(missing_ok=True)
+    with sweeping():
+        done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True)
+        path = SHM / done.stdout.strip()
+        assert path.exists()
+        yield path
+        path.unlink(missing_ok=True)
 
 
 @pytest.fixture

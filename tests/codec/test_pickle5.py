@@ -98,7 +98,7 @@ class TestRoundTrip:
             decimal.Decimal("1.10"),
             collections.OrderedDict(b=1, a=2),
             {1, 2, 3},
-            frozenset("abc"),
+            pytest.param(frozenset("abc"), id="frozenset"),  # whose order is another one in each process
             range(5),
             2**5000,
             "\ud800 lone surrogate",

@@ -18,6 +18,7 @@ CYCLES = int(os.environ.get("ENGINE_CYCLES", "3"))
 ENGINES = 8
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 20 * CYCLES)
 async def test_eight_engines_again_and_again(runtime_dir: Path) -> None:
     before = 0

@@ -1,20 +1,24 @@
-"""A process that has ends, forks, and looks how the child ends and whether its own ends go on.
+"""Processes that have ends, fork, and look how the child ends and whether their own ends go on.
 
-``python forking.py KIND LOOP HOW``, where HOW is what the child does: ``exit`` and ``aclose`` after the loop has
+``python forking.py KIND LOOP-HOW...``, where HOW is what the child does: ``exit`` and ``aclose`` after the loop has
 stopped, ``inside`` to leave through the running loop, ``mp`` as a child of ``multiprocessing``, ``del`` to forget them.
-Prints what the child said, how it ended, and "the parent goes on".
+Each LOOP-HOW has a process of its own, forked from this one before it has threads and sockets: it says what the child
+said, how it ended, and "the parent goes on". What came of it is written as a line of JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +45,9 @@ from aioshm.events import (
     ZmqEventPublisher,
 )
 
+AT_A_TIME = 2  # so many processes: most of the time is spent waiting
 ENDS_WITHIN_S = 15.0
+HUNG_S = 60.0
 AT_ONCE_S = 5.0  # on a machine that has much else to do; what hung, hung for ever
 ANYWHERE = "tcp://127.0.0.1:0"
 
@@ -261,7 +267,7 @@ async def fork_inside(ends: list[Any], how: str) -> None:
     wait_for(pid)
 
 
-def main(kind: str, loop: str, how: str) -> None:
+def run_one(kind: str, loop: str, how: str) -> None:
     warnings.simplefilter("ignore", DeprecationWarning)  # other threads run
     make, check = KINDS[kind]
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop)
@@ -277,6 +283,60 @@ def main(kind: str, loop: str, how: str) -> None:
     print("the parent goes on", flush=True)
     runner.run(close(ends))
     runner.close()
+
+
+class Case:
+    """A process of its own for one way, and what it says.
+
+    Raises:
+        SystemExit: In that process, when it is done: it ends as any program does.
+    """
+
+    def __init__(self, kind: str, case: str) -> None:
+        self._case = case
+        self._deadline = time.monotonic() + HUNG_S
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 -- `result` closes them
+        self._pid = os.fork()
+        if self._pid == 0:
+            for standard, file in enumerate(self._files, 1):
+                os.dup2(file.fileno(), standard)
+            try:
+                run_one(kind, *case.split("-", 1))
+            except Exception:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(3)
+            sys.exit(0)
+
+    def result(self) -> dict[str, Any] | None:
+        """Return what came of it, or None while it runs; what hangs is killed."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if not pid:
+            if time.monotonic() > self._deadline:
+                os.kill(self._pid, signal.SIGKILL)
+            return None
+        texts = []
+        for file in self._files:
+            with file:
+                file.seek(0)
+                texts.append(file.read().decode())
+        code = os.waitstatus_to_exitcode(status)
+        return {"case": self._case, "code": code, "said": texts[0].splitlines(), "complaints": texts[1]}
+
+
+def main(kind: str, *cases: str) -> None:
+    multiprocessing.resource_tracker.ensure_running()  # one for all; it would last as long as each of the processes
+    gc.collect()
+    gc.freeze()
+    waiting, running = [*cases], []
+    while waiting or running:
+        while waiting and len(running) < AT_A_TIME:
+            running.append(Case(kind, waiting.pop(0)))
+        for case in [*running]:
+            if (result := case.result()) is not None:
+                running.remove(case)
+                print(json.dumps(result), flush=True)
+        time.sleep(0.005)
 
 
 if __name__ == "__main__":

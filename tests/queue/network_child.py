@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
 import sys
 import time
 from typing import Any
@@ -18,11 +17,6 @@ from proxy import proxied
 from remotes import wide_writer
 
 from aioshm import AioshmError, Handle, MessageQueue
-
-SECONDS = 60.0
-"""How long it lasts, where the tests run it in the background."""
-
-Minute = list["subprocess.Popen[str]"]
 
 LARGEST = 1 << 20
 EVERY_S = 0.4

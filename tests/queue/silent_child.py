@@ -12,9 +12,10 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
-from aioshm import MessageQueue, Options, blocking
+from aioshm import AioshmError, MessageQueue, Options, blocking
 
 
 def say(text: str) -> None:
@@ -62,8 +63,9 @@ async def asynchronous(how: str, *sizes: str) -> None:
         if how == "awaits":
             await asyncio.sleep(1000)
         elif how == "is full":
-            for number in range(100):
-                await writer.enqueue(number)
+            with suppress(AioshmError):  # the readers leave, and then this is killed
+                for number in range(100):
+                    await writer.enqueue(number)
         fall_silent(how)
         await writer.enqueue("last")
         await asyncio.sleep(1000)
@@ -76,8 +78,9 @@ def blocked(how: str, *sizes: str) -> None:
         writer.enqueue("first")
         say("silent")
         if how == "is full":
-            for number in range(100):
-                writer.enqueue(number)
+            with suppress(AioshmError):
+                for number in range(100):
+                    writer.enqueue(number)
         fall_silent(how)
         writer.enqueue("last")
         time.sleep(1000)

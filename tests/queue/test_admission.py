@@ -49,6 +49,7 @@ def missing(writer: Any) -> str:
 
 
 class TestAReaderThatCloses:
+    @pytest.mark.slow_on_uvloop
     @EITHER_PLACE
     @pytest.mark.parametrize("attempts", [1, 2])
     async def test_before_the_writer_was_there(self, n_local: int, n_remote: int, attempts: int) -> None:
@@ -96,6 +97,7 @@ class TestAReaderThatCloses:
                     await check(writer, one, other, last)
                 await asyncio.gather(ready, waiting)
 
+    @pytest.mark.slow_on_uvloop
     @EITHER_PLACE
     async def test_is_named_to_a_writer_that_waits(self, n_local: int, n_remote: int) -> None:
         async with wide_writer(n_local * 2, n_remote * 2) as writer:
@@ -236,6 +238,7 @@ class TestAReaderThatDies:
             async with MessageQueue.create_from_handle(handle, 0) as reader:
                 await check(writer, reader)
 
+    @pytest.mark.slow_on_uvloop
     async def test_on_another_host_is_named_once_if_nobody_comes(self) -> None:
         async with wide_writer(0, 1, remote_timeout=0.3) as writer:
             handle = writer.export_handle()

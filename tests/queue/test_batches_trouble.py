@@ -23,6 +23,7 @@ def _message(batch: int, part: int, size: int) -> tuple[int, int, int, bytes]:
     return batch, part, size, bytes([batch % 251]) * (OVERFLOW if batch % 19 == 3 and part == 1 else batch % 30)
 
 
+@pytest.mark.slow_on_uvloop
 async def test_10_000_random_cancellations_of_enqueue_many() -> None:
     rng = random.Random(1)
     async with attached(2, chunks=6) as (writer, readers):
@@ -70,6 +71,7 @@ async def test_10_000_random_cancellations_of_enqueue_many() -> None:
         assert len(batches) - len(certain) < cancellations, "some were cancelled in time"
 
 
+@pytest.mark.slow_on_uvloop
 async def test_10_000_random_cancellations_of_dequeue_many() -> None:
     rng = random.Random(2)
     async with attached(1, chunks=6) as (writer, (reader,)):

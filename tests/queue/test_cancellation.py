@@ -21,6 +21,7 @@ def _message(number: int) -> tuple[int, bytes]:
     return number, bytes([number % 251]) * (LARGE if number % 7 == 3 else number % 50)
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(("n_local", "n_remote", "cancellations"), [(1, 0, 20_000), (0, 1, 2000)])
 async def test_random_cancellations_of_dequeue(n_local: int, n_remote: int, cancellations: int) -> None:
     rng = random.Random(1)
@@ -56,6 +57,7 @@ async def test_random_cancellations_of_dequeue(n_local: int, n_remote: int, canc
         assert reader.stats().backlog == 0
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(("n_local", "n_remote", "cancellations"), [(2, 0, 10_000), (1, 2, 2000)])
 async def test_random_cancellations_of_enqueue(n_local: int, n_remote: int, cancellations: int) -> None:
     rng = random.Random(2)

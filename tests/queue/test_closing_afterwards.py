@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_on_uvloop
 @NEW_LOOP
 @pytest.mark.parametrize(("use", "writer_first", "n_local", "n_remote"), CASES)
 def test_it_closes_on_another_loop_once_its_own_is_closed(
@@ -92,6 +93,7 @@ def test_it_closes_on_another_loop_once_its_own_is_closed(
     assert threading.active_count() == threads
 
 
+@pytest.mark.slow_on_uvloop
 @NEW_LOOP
 @PLACES
 def test_calls_that_wait_in_a_closed_loop_keep_nothing_open(

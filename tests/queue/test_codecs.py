@@ -77,6 +77,7 @@ async def _through_a_process(codec: Any, at_reader: Any, sent: list[Any], *, reg
     return received
 
 
+@pytest.mark.slow_on_uvloop
 async def test_msgpack_in_another_process() -> None:
     sent = [{"k": [1, 2.5, None]}, b"x" * 100_000, np.arange(2000.0), np.zeros(100_000), torch.arange(5000), "end"]
     received = await _through_a_process("msgpack", None, sent)
@@ -89,6 +90,7 @@ async def test_msgpack_in_another_process() -> None:
     assert received[5] == "end"
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_third_party_codec_in_another_process(reversed_codec: None) -> None:
     sent = [b"", b"abc", bytes(range(256)) * 1000]
     assert await _through_a_process("reversed", None, sent, register=True) == sent

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support import examples
 
 from aioshm.queue import wire
 from aioshm.queue.delivery import Missing, ReceiveWindow, SendWindow
@@ -323,7 +324,7 @@ def test_whatever_the_network_does_nothing_is_lost_nothing_twice_nothing_out_of_
     run_state_machine_as_test(
         Network,
         settings=settings(
-            max_examples=300,
+            max_examples=examples(300),
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],

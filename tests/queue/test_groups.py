@@ -478,7 +478,7 @@ async def test_an_external_queue_without_room_for_all() -> None:
     assert type(errors[1]) is ValueError
 
 
-@pytest.mark.parametrize("pg", [None, 3, object(), -100], ids=repr)
+@pytest.mark.parametrize("pg", [None, 3, object(), -100], ids=["None", "3", "an object", "-100"])
 async def test_what_is_no_process_group(pg: Any) -> None:
     for maker in (create_from_process_group, create_from_process_group_single_reader):
         with pytest.raises((TypeError, ValueError), match="pg "):

@@ -162,6 +162,7 @@ async def test_the_writer_dies_during_a_lease() -> None:
             assert caught.value.pid == writer.pid
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("policy", ["raise", "evict"])
 async def test_a_reader_that_is_killed_during_a_lease_holds_nobody_up(policy: Any) -> None:
     options = Options(on_reader_death=policy)

@@ -71,6 +71,7 @@ class TestAttaching:
             assert await anext(merged) == (2, "here")
             assert asyncio.all_tasks() == tasks
 
+    @pytest.mark.slow_on_uvloop
     async def test_one_that_is_closed_while_it_attaches(self) -> None:
         async with queues(2, 1, ready=False) as (_, readers):
             merged = merge(readers)

@@ -71,6 +71,7 @@ async def test_a_readers_process_cannot_get_them_writable(backing: str) -> None:
         assert await reader.end() == 0
 
 
+@pytest.mark.slow_on_uvloop
 @BACKINGS
 @pytest.mark.parametrize("where", ["slot", "annex"])
 async def test_a_reader_that_writes_there_ends_itself_and_no_other_sees_a_change(backing: str, where: str) -> None:

@@ -189,6 +189,7 @@ async def test_a_forked_child_is_refused_and_harms_nobody() -> None:
 # Loops that do not run
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_loop_that_is_blocked_for_longer_than_the_timeout_is_not_dead() -> None:
     """The writer's, its readers' and those of readers on the same loop: ZeroMQ's own thread answers for them."""
     async with ready_ends(0, 2, remote_timeout=TIMEOUT_S) as (writer, readers):
@@ -203,6 +204,7 @@ async def test_a_loop_that_is_blocked_for_longer_than_the_timeout_is_not_dead() 
         assert (writer.stats().resent, readers[0].stats().reconnects) == (0, 0)
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_blocking_reader_that_makes_no_call_for_a_while_is_not_dead() -> None:
     async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, remote_window=10) as writer:
         handle = writer.export_handle()
@@ -229,6 +231,7 @@ async def test_a_blocking_reader_that_makes_no_call_for_a_while_is_not_dead() ->
         assert await asyncio.to_thread(thread.result) == list(range(11))
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_blocking_writer_that_makes_no_call_for_a_while_is_not_dead() -> None:
     handles: list[Any] = []
     made, go = threading.Event(), threading.Event()

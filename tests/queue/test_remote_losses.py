@@ -30,6 +30,7 @@ async def ends_apart() -> AsyncIterator[Ends]:
                 yield writer, reader, data, control
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_writer_that_closes_waits_for_a_slow_network(caplog: pytest.LogCaptureFixture) -> None:
     async with ends_apart() as (writer, reader, data, _):
         data.stall()
@@ -45,6 +46,7 @@ async def test_a_writer_that_closes_waits_for_a_slow_network(caplog: pytest.LogC
     assert "is dead" not in caplog.text
 
 
+@pytest.mark.slow_on_uvloop
 async def test_what_a_closed_writer_cannot_deliver_is_named() -> None:
     async with ends_apart() as (writer, reader, data, control):
         await writer.enqueue_many(range(5))

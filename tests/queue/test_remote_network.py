@@ -7,14 +7,15 @@ import json
 import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from network_child import SECONDS, Minute
 from proxy import Proxy, proxied
 from remotes import wide_writer
 from support import until
@@ -36,6 +37,7 @@ def nothing_is_wrong(verdict: dict[str, Any]) -> None:
 # Connections that end, again and again
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("which", ["data", "control"])
 @pytest.mark.parametrize("how", ["reset", "close", "half close", "truncate"])
 async def test_a_connection_that_ends(which: str, how: str) -> None:
@@ -141,6 +143,7 @@ class Numbers:
             proxy.resume()
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_network_that_swallows_everything_for_a_while() -> None:
     async with numbers() as queue:
         received: list[int] = []
@@ -159,6 +162,7 @@ async def test_a_network_that_swallows_everything_for_a_while() -> None:
         assert received == list(range(queue.sent))
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("how", ["stall", "refuse"])
 async def test_a_network_that_swallows_everything_for_too_long(how: str) -> None:
     """Whether it keeps the connections, or lets no new ones through."""
@@ -184,6 +188,7 @@ async def test_a_network_that_swallows_everything_for_too_long(how: str) -> None
         assert queue.sent >= len(received)
 
 
+@pytest.mark.slow_on_uvloop
 async def test_an_evicted_reader_that_comes_back_is_told() -> None:
     """It is more patient than the writer, and so does not notice by itself."""
     async with numbers(2, on_reader_death="evict", remote_window=100) as queue:
@@ -212,6 +217,7 @@ async def test_an_evicted_reader_that_comes_back_is_told() -> None:
         assert received[1] == list(range(queue.sent))
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_data_connection_that_is_stalled_for_long_is_not_dead() -> None:
     """Large messages take their time; that somebody is there is known from the control connection."""
     async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, remote_window=10) as writer:
@@ -275,19 +281,38 @@ def test_a_cable_that_is_pulled_out(seconds: float) -> None:
     assert (verdict["lost"], verdict["twice or late"], verdict["damaged"]) == (0, 0, 0), verdict
 
 
-# The whole minute
+# All of it, for long
+
+A_MINUTE = pytest.param(60.0, marks=[pytest.mark.slow, pytest.mark.timeout(240)], id="a minute")
 
 
-@pytest.mark.timeout(4 * SECONDS)
-def test_a_minute_of_cuts_delays_and_truncations_on_both_loops(minute: Minute) -> None:
-    """The processes run beside the tests of other files, see the fixture."""
-    assert len(minute) == 2
-    for child in minute:
-        output, complaints = child.communicate(timeout=2 * SECONDS)
-        assert (child.returncode, complaints) == (0, "")
-        verdict = json.loads(output)
-        nothing_is_wrong(verdict)
-        assert verdict["sent"] > 10 * SECONDS
-        assert verdict["reconnects"] > SECONDS
-        assert verdict["resent"] > SECONDS
-        assert verdict["cpu_s"] < SECONDS / 2, "it leaves the machine to others"
+@pytest.mark.parametrize("seconds", [pytest.param(4.0, id="moments"), A_MINUTE])
+def test_cuts_delays_and_truncations_on_both_loops(seconds: float) -> None:
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(network_child(loop, "through_proxies", str(seconds), str(seed)))
+            for seed, loop in enumerate(["asyncio", "uvloop"])
+        ]
+        for child in children:
+            output, complaints = child.communicate(timeout=2 * seconds + 20)
+            assert (child.returncode, complaints) == (0, "")
+            verdict = json.loads(output)
+            nothing_is_wrong(verdict)
+            assert verdict["sent"] > 10 * seconds
+            assert verdict["reconnects"] > seconds
+            assert verdict["resent"] > seconds
+            assert verdict["cpu_s"] < 1 + seconds / 2, "it leaves the machine to others"
+
+
+@contextmanager
+def network_child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", str(Path(__file__).with_name("network_child.py")), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()

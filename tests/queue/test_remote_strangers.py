@@ -77,6 +77,7 @@ async def test_the_handle_travels_whole() -> None:
 # Who gets in
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("server_key", [False, True])
 async def test_without_the_handles_key_there_is_no_way_in(server_key: bool) -> None:
     """A wrong client key is refused by name; with a wrong server key, nothing even answers."""
@@ -239,6 +240,7 @@ def connections() -> int:
     return len(psutil.Process().net_connections("inet"))
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(("secure", "seconds"), [(True, 10.0), (False, 2.0)])
 async def test_strangers_at_every_port_do_no_harm(
     secure: bool, seconds: float, caplog: pytest.LogCaptureFixture
@@ -282,6 +284,7 @@ async def test_strangers_at_every_port_do_no_harm(
     assert len(warnings) <= 3
 
 
+@pytest.mark.slow_on_uvloop
 async def test_an_impostor_in_the_writers_place_feeds_a_reader_nothing() -> None:
     """Whoever takes the ports over without the server's key is not even talked to."""
     async with AsyncExitStack() as stack:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs_of_cores import PLAIN, NewPair, Pair, open_gate
 from rings import NATIVE, Cores
+from support import examples
 
 from aioshm.ring import Layout, _portable
 from aioshm.ring import layout as at
@@ -142,7 +143,7 @@ class TestHostileLayouts:
     @given(
         st.fixed_dictionaries({}, optional={name: st.sampled_from(HOSTILE) | st.integers(0, 9000) for name in FIELDS})
     )
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300), deadline=None)
     def test_any_fields(self, changes: dict[str, int]) -> None:
         memory = bytearray(GOOD.total_bytes)
         slots = (None,) * min(changes.get("max_chunks", 3), 5000)

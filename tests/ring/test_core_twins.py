@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs_of_cores import PLAIN, decode, encode, open_gate
 from rings import NATIVE, TWINS, Cores
+from support import examples
 
 from aioshm.ring import Layout
 from aioshm.ring import layout as at
@@ -111,7 +112,7 @@ class Side:
     seed=st.integers(0, 1 << 32),
     steps=st.lists(STEPS, max_size=40),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_calls_on_any_garbage(kind: str, layout: Layout, seed: int, steps: list[tuple[Any, Any]]) -> None:
     assert NATIVE is not None
     content = fill(layout, seed)

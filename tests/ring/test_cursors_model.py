@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from rings import CORES, PORTABLE, Cores, look
+from support import examples
 
 from aioshm.ring import Layout, RingReader, RingWriter, ShmRingBuffer
 
@@ -135,7 +136,7 @@ def test_any_order_of_calls(kind: str) -> None:
     run_state_machine_as_test(
         type(f"{kind}_ring", (RingAgainstAList,), {"cores": CORES[kind]}),
         settings=settings(
-            max_examples=150,
+            max_examples=examples(150),
             stateful_step_count=60,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],

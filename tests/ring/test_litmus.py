@@ -1,6 +1,6 @@
 """Publish against take, and park against wake, between processes: every byte is checked, no wake-up may be lost.
 
-``LITMUS_SECONDS=60`` lets each of these run for longer.
+``LITMUS_SECONDS=60`` lets each of these run for longer, in the slow lane.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from rings import CORES, NewRing
 
 from aioshm.ring import ShmRingBuffer, atomics
 
-SECONDS = float(os.environ.get("LITMUS_SECONDS", "0.7"))
+LONG_S = float(os.environ.get("LITMUS_SECONDS", "0.7"))
+FOR_LONG = pytest.param(LONG_S, marks=[pytest.mark.slow, pytest.mark.timeout(LONG_S + 180)], id="for long")
+for_a_while_and_for_long = pytest.mark.parametrize("seconds", [pytest.param(0.2, id="for a while"), FOR_LONG])
 
 spawn = get_context("spawn")
 kinds = [kind for kind in CORES if kind != "ordered"] if atomics.STRONG_ORDER else [*CORES]
 
 
-def run(ring: ShmRingBuffer, processes: list[BaseProcess]) -> None:
+def run(ring: ShmRingBuffer, processes: list[BaseProcess], seconds: float) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(SECONDS + 90)
+        process.join(seconds + 90)
     for process in processes:
         process.kill()
         process.join()
@@ -37,20 +39,24 @@ def run(ring: ShmRingBuffer, processes: list[BaseProcess]) -> None:
     writer.close()
 
 
-@pytest.mark.timeout(SECONDS + 180)
+@for_a_while_and_for_long
 @pytest.mark.parametrize(("writer", "reader"), [*itertools.product(kinds, kinds)])
 @pytest.mark.parametrize(("n_reader", "chunks"), [(1, 5), (2, 1)])
-def test_every_byte_arrives(new_ring: NewRing, writer: str, reader: str, n_reader: int, chunks: int) -> None:
+def test_every_byte_arrives(
+    new_ring: NewRing, writer: str, reader: str, n_reader: int, chunks: int, seconds: float
+) -> None:
     ring = new_ring(n_reader, 3000, chunks)
     readers = [spawn.Process(target=check, args=(ring, reader, index)) for index in range(n_reader)]
-    run(ring, [*readers, spawn.Process(target=hammer, args=(ring, writer, SECONDS, 1000))])
+    run(ring, [*readers, spawn.Process(target=hammer, args=(ring, writer, seconds, 1000))], seconds)
 
 
-@pytest.mark.timeout(SECONDS + 180)
+@for_a_while_and_for_long
 @pytest.mark.skipif(not atomics.FULL_FENCE, reason="without a full fence parked ends look again by the clock")
 @pytest.mark.parametrize(("writer", "reader"), [*itertools.product(kinds, kinds)])
 @pytest.mark.parametrize(("n_reader", "chunks"), [(1, 1), (2, 3)])
-def test_no_wake_up_is_lost(new_ring: NewRing, writer: str, reader: str, n_reader: int, chunks: int) -> None:
+def test_no_wake_up_is_lost(
+    new_ring: NewRing, writer: str, reader: str, n_reader: int, chunks: int, seconds: float
+) -> None:
     ring = new_ring(n_reader, 1000, chunks)
     woken, wakes = zip(*(spawn.Pipe(duplex=False) for _ in range(1 + n_reader)), strict=True)
     slept = [spawn.Value("Q", 0) for _ in range(1 + n_reader)]
@@ -59,10 +65,10 @@ def test_no_wake_up_is_lost(new_ring: NewRing, writer: str, reader: str, n_reade
         for index in range(n_reader)
     ]
     processes.append(
-        spawn.Process(target=park_and_write, args=(ring, writer, SECONDS, 100, woken[0], list(wakes[1:]), slept[0]))
+        spawn.Process(target=park_and_write, args=(ring, writer, seconds, 100, woken[0], list(wakes[1:]), slept[0]))
     )
     try:
-        run(ring, processes)
+        run(ring, processes, seconds)
     finally:
         for bell in (*woken, *wakes):
             bell.close()

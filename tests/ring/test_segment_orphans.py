@@ -13,11 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 from rings import NewRing, python
-from support import eventually
+from support import eventually, sweeping
 
 from aioshm.ring.segment import NAME_PREFIX, Segment, orphans, remove_orphan
 
 SHM = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with sweeping():
+        yield
+
 
 HOLD = """
 import sys

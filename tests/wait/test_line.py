@@ -12,7 +12,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import turns
-from support import until
+from support import examples, until
 
 from aioshm.errors import QueueCancelled
 from aioshm.wait.line import Line, settle
@@ -229,7 +229,7 @@ actions = st.one_of(
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(actions, max_size=40))
 def test_whatever_happens_in_whatever_order(new_loop: object, script: list[tuple[str, int]]) -> None:
     """At most one has the turn, those who get it get it in the order of their coming, and it is free in the end."""

@@ -79,6 +79,7 @@ class TestSpinning:
 
 
 class TestStalls:
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("mode", ["adaptive", "park"])
     async def test_are_reported_again_and_again(self, mode: Wait) -> None:
         end = End(mode)

@@ -181,6 +181,7 @@ class TestTwoFrontEnds:
         assert metadata.addresses == EngineZmqAddresses(["in"], ["out"], "c-in", "c-out", "stats")
         assert metadata.parallel_config == {"data_parallel_size": 9}
 
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("silent", ["head", "own"])
     async def test_the_silent_one_is_named(
         self, silent: str, front: FrontEnd, path: str, beside: tuple[FrontEnd, str]

@@ -50,6 +50,7 @@ async def test_a_thousand_requests_at_once() -> None:
         assert max(counts) - min(counts) <= 100, f"{counts}, {sent}"
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "not watched"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Signals, watched: bool) -> None:

@@ -155,6 +155,7 @@ class TestCounts:
 
 
 class TestGarbage:
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize(
         "garbage",
         [

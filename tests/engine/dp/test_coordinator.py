@@ -53,6 +53,7 @@ async def some_traffic(coordinator: DPCoordinator, keys: EngineKeys | None = Non
 
 
 class TestLife:
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("local", [True, False])
     async def test_of_one_that_is_used(self, local: bool, runtime_dir: Path) -> None:
         before, keys = open_things(), EngineKeys.generate()

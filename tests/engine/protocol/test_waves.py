@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support import examples
 
 from aioshm.engine.protocol.messages import SchedulerStats, StartWave
 from aioshm.engine.protocol.waves import INTERVAL_S, QUIET_INTERVAL_S, STEP_S, Published, Waves
@@ -348,4 +349,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestModel.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

@@ -38,6 +38,8 @@ from aioshm.errors import EngineDead, EngineStartupError
 
 ray: Any = pytest.importorskip("ray")
 
+pytestmark = pytest.mark.slow  # a cluster takes ten seconds to start, and each actor some more
+
 GPUS = {"head": 2, "other": 4}
 ADDRESS = get_engine_client_zmq_addr(False, "127.0.0.1")
 

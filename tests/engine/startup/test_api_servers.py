@@ -285,6 +285,7 @@ RUNS = {
 
 
 class TestCtrlC:
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("run", RUNS)
     def test_ends_it_quietly(self, run: str, tmp_path: Path) -> None:
         front_end, pids = self.start("say_and_stay", run, tmp_path)

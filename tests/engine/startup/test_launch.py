@@ -99,6 +99,7 @@ class TestServing:
                 assert not address.endswith(":0")
             assert len(await collected(launch.client.submit(ask("a")))) == 3
 
+    @pytest.mark.slow_on_uvloop
     async def test_all_addresses_of_the_host(self) -> None:
         """What is bound with a wildcard is told with an address that others can connect to."""
         addresses = EngineZmqAddresses(["tcp://*:0"], ["tcp://0.0.0.0:0"])
@@ -115,6 +116,7 @@ class TestServing:
                 await launch.wait_until_ready(60)
                 assert len(await collected(launch.client.submit(ask("a"), engine=1))) == 3
 
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("secure", [True, False])
     async def test_strangers_stay_outside(self, secure: bool) -> None:
         """Over TCP everything is encrypted unless that is switched off; here somebody says that an engine has died."""
@@ -136,6 +138,7 @@ class TestServing:
                         await anext(stream)
                 stranger.close(linger=0)
 
+    @pytest.mark.slow_on_uvloop
     async def test_engines_on_another_host(self) -> None:
         """They are started there, told the handshake address, and meet everybody over TCP."""
         async with launch_core_engines(targets.serve, 2, 1, host="127.0.0.1", wait=False) as launch:
@@ -159,6 +162,7 @@ class TestServing:
                 await launch.wait_until_ready(60)
                 assert len(await collected(launch.client.submit(ask("a")))) == 3
 
+    @pytest.mark.slow_on_uvloop
     async def test_a_host_with_a_front_end_of_its_own(self) -> None:
         """Hybrid load balancing: the head node, and a launch of the second host's engine and client."""
         lb = {"data_parallel_hybrid_lb": True}

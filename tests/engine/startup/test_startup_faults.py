@@ -47,6 +47,7 @@ async def failure(manager: FakeManager, path: str) -> tuple[EngineStartupError, 
     return caught.value, expected
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
     ("fault", "code", "text"),
@@ -70,6 +71,7 @@ async def test_a_process_that_ends(path: str, phase: str, fault: str, code: int,
         assert started[0].state is not CoreEngineState.READY
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("phase", "fault", "rank", "text"),
     [
@@ -108,6 +110,7 @@ async def test_hashes_that_differ(path: str) -> None:
         assert "that of engine" in str(error)
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("phase", PHASES[:2])
 async def test_a_process_that_hangs(path: str, phase: str) -> None:
     async with managed(path, GOOD, (phase, "SIGSTOP")) as manager:
@@ -168,6 +171,7 @@ async def test_cancelling_stops_everything(path: str) -> None:
         assert len(manager.finished_procs()) == 2
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("fault", "text"),
     [

@@ -28,6 +28,7 @@ def group_of(n_workers: int = 2, worker: Any = targets.Worker, **options: Any) -
 
 
 class TestCalls:
+    @pytest.mark.slow_on_uvloop
     async def test_every_worker_is_made_and_called_and_results_come_by_rank(self) -> None:
         async with group_of(3, args=(1, "x"), kwargs={"more": [2]}, name="TP") as group:
             made = await group.collective_rpc("tell_made")
@@ -147,6 +148,7 @@ class TestErrors:
 
 
 class TestDeath:
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize(
         ("how", "code", "manner"),
         [("SIGKILL", -9, "killed by SIGKILL"), ("exit", 0, "exited with code 0"), ("_exit", 3, "exited with code 3")],
@@ -208,6 +210,7 @@ class TestDeath:
 
 
 class TestTime:
+    @pytest.mark.slow_on_uvloop
     async def test_a_timeout_names_who_has_not_answered_and_late_answers_are_nobodys(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of(max_chunks=2) as group:
@@ -219,6 +222,7 @@ class TestTime:
             go.touch()
             assert await group.collective_rpc("slowly", (0, "on time")) == ["on time"] * 2
 
+    @pytest.mark.slow_on_uvloop
     async def test_a_stopped_worker_is_told_as_stopped(self) -> None:
         async with group_of(shutdown_timeout=0.2) as group:
             os.kill(group.pids[0], signal.SIGSTOP)
@@ -247,6 +251,7 @@ class TestTime:
             with pytest.raises(asyncio.CancelledError):
                 await second
 
+    @pytest.mark.slow_on_uvloop
     async def test_cancelled_at_any_moment_the_next_call_gets_its_own_answers(self) -> None:
         async with group_of() as group:
             for number in range(60):
@@ -259,6 +264,7 @@ class TestTime:
 
 
 class TestStarting:
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("rank", [0, 1])
     async def test_a_worker_that_cannot_be_made(self, rank: int) -> None:
         with pytest.raises(WorkerError, match=rf"fails_to_start failed: rank {rank}: ValueError") as caught:
@@ -266,6 +272,7 @@ class TestStarting:
                 pass
         assert "in fails_to_start" in caught.value.errors[rank].traceback
 
+    @pytest.mark.slow_on_uvloop
     async def test_a_worker_that_dies(self) -> None:
         with pytest.raises(WorkerDied, match=r"Worker_1 .* killed by SIGKILL"):
             async with group_of(worker=targets.fails_to_start, args=(), kwargs={"failing": 1, "how": "SIGKILL"}):
@@ -280,6 +287,7 @@ class TestStarting:
         with pytest.raises(WorkerDied, match=r"Worker_1 .* killed by SIGKILL"):
             await entering
 
+    @pytest.mark.slow_on_uvloop
     async def test_what_cannot_be_found_or_sent(self) -> None:
         with pytest.raises(CodecError, match="pickle"):
             async with group_of(worker=lambda rank: None):
@@ -288,12 +296,14 @@ class TestStarting:
             async with group_of(args=(targets.FaultyAt("worker"),)):
                 pass
 
+    @pytest.mark.slow_on_uvloop
     async def test_too_slow(self) -> None:
         group = group_of(worker=targets.fails_to_start, kwargs={"failing": 1, "how": "hang"}, ready_timeout=1)
         with pytest.raises(TimeoutError, match=r"no answer from .*Worker_1 .* within 1\.0 s"):
             await group.__aenter__()
         assert all(gone(pid) for pid in group.pids)
 
+    @pytest.mark.slow_on_uvloop
     async def test_cancelled_at_any_moment_nothing_is_left(self) -> None:
         async with group_of():  # what multiprocessing opens for good
             pass
@@ -310,6 +320,7 @@ class TestStarting:
 
 
 class TestClosing:
+    @pytest.mark.slow_on_uvloop
     async def test_workers_are_closed(self, tmp_path: Path) -> None:
         async with group_of(kwargs={"log": str(tmp_path)}) as group:
             pids = group.pids
@@ -331,6 +342,7 @@ class TestClosing:
         with pytest.raises(QueueClosed):
             await group.collective_rpc("add")
 
+    @pytest.mark.slow_on_uvloop
     async def test_ends_the_calls_that_wait_and_the_workers_that_do_not_end(self) -> None:
         group = await group_of(shutdown_timeout=0.2).__aenter__()
         calls = [asyncio.create_task(group.collective_rpc("wait_for", ("/nowhere", 1, 1))) for _ in range(3)]

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 
 from aioshm.errors import CodecError
 from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, UnknownEvent
@@ -47,7 +48,7 @@ EVENTS = st.lists(STORED | REMOVED | st.builds(AllBlocksCleared), max_size=5)
 @both_encoders
 @pytest.mark.parametrize("encoding", ["array", "map"])
 @given(events=EVENTS, ts=st.floats(0, 2e9), rank=st.none() | SMALL)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_what_goes_in_comes_out(encoding: Any, events: list[Any], ts: float, rank: int | None) -> None:
     payload = BatchEncoder(encoding).encode(EventBatch(ts, events, rank), 7)
     assert BatchDecoder().decode(payload) == KVEventBatch(ts, events, 7 if rank is None else rank)
@@ -155,7 +156,7 @@ def test_what_is_no_batch_raises(payload: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_garbage_is_refused_or_understood(payload: bytes) -> None:
     with suppress(CodecError):
         BatchDecoder().decode(payload)
@@ -177,7 +178,7 @@ TAGGED = st.builds(
 
 
 @given(st.lists(JSONISH | TAGGED, max_size=4), st.binary(max_size=3), st.integers(0, 100))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_wellformed_nonsense_never_loses_the_good_events(events: list[Any], tail: bytes, cut: int) -> None:
     good = ["BlockRemoved", [77], "GPU"]
     whole = pack([1.0, [*events, good], 0])

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 
 from aioshm.errors import CodecError
 from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch, UnknownEvent
@@ -74,7 +75,7 @@ def is_native(form: Any, events: list[Any]) -> bool:
 
 @ENCODINGS
 @given(events=EVENTS, ts=st.floats() | st.integers(-(2**63), 2**64 - 1), rank=st.none() | st.integers(-5, 2**64))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_known_events(form: Any, events: list[Any], ts: float, rank: int | None) -> None:
     check(form, EventBatch(ts, events, rank))
     check(form, KVEventBatch(ts, events), rank)
@@ -82,7 +83,7 @@ def test_known_events(form: Any, events: list[Any], ts: float, rank: int | None)
 
 @ENCODINGS
 @given(values=st.lists(JSONISH, min_size=15, max_size=15))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_fields_of_any_type(form: Any, values: list[Any]) -> None:
     check(form, EventBatch(1.0, [BlockStored(*values), BlockRemoved(*values[:5])]))
 

@@ -7,6 +7,7 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 
 from aioshm.events import KVEventBatch, Lost, Received, Restarted
 from aioshm.events.protocol.numbering import REMEMBERED, Numbering, Verdict
@@ -279,7 +280,7 @@ ACTIONS = st.lists(st.sampled_from(["publish"] * 6 + ["drop"] * 3 + ["step"] * 8
 
 
 @given(actions=ACTIONS, buffer=st.sampled_from([1, 3, 1000]))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_the_consumer_has_everything_or_was_told(actions: list[str], buffer: int) -> None:
     world = World(buffer)
     for action in actions:

@@ -46,6 +46,7 @@ async def unharmed(ends: Ends, at: str, kind: str, name: str, connections: int =
     return await done
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("at", "kind", "name"),
     [
@@ -62,6 +63,7 @@ async def test_an_attack_is_cut_off_and_costs_little(ends: Ends, at: str, kind: 
     assert await unharmed(ends, at, kind, name) == 3, "the attacker was not hung up on each time that it came"
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("name", ["subscriptions", "parts"])
 @pytest.mark.parametrize("connections", [10, 50])
 async def test_many_connections_at_once_cost_no_more(ends: Ends, name: str, connections: int) -> None:

@@ -89,6 +89,7 @@ async def test_who_sends_too_much_is_cut_off(ends: Ends, raw: Any, port: str) ->
     assert publisher.stats().malformed_requests == 0
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_slow_client_is_served_fully_while_others_go_on(ends: Ends, raw: Any) -> None:
     publisher = ends.publisher(buffer_steps=3000)
     for n in range(3000):
@@ -110,6 +111,7 @@ async def test_a_slow_client_is_served_fully_while_others_go_on(ends: Ends, raw:
     assert seen == list(range(3000))
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_client_that_stops_reading_is_given_up(ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_server, "STALLED_S", 0.1)
     publisher = ends.publisher()

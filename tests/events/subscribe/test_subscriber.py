@@ -16,6 +16,7 @@ from ..helpers import PATIENCE_S, Ends, batch, publish_until_delivery, take
 from ..truth import Truth, follow_until, held
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_burst_arrives_whole_and_in_order(ends: Ends) -> None:
     publisher = ends.publisher()
     subscriber = ends.subscriber(publisher)

@@ -102,6 +102,7 @@ async def test_a_killed_publisher_that_comes_back_is_noticed(nothing_left: None)
         assert subscriber.stats().restarts == 3
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_publisher_process_that_is_killed(nothing_left: None) -> None:
     endpoint, replay = free_endpoint(), free_endpoint()
     code = f"""

@@ -123,6 +123,7 @@ async def test_a_stranger_who_sends_too_much_is_cut_off(nothing_left: None, stra
         assert subscriber.stats().cut_off == 1
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("name", ["parts", "large-parts", "nils", "legal-nils", "tokens", "nested"])
 async def test_an_attack_on_an_open_port_costs_little(nothing_left: None, name: str) -> None:
     async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True) as subscriber:
