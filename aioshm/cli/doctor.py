@@ -15,6 +15,7 @@ import msgspec
 import typer
 import zmq
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import aioshm
@@ -226,7 +227,8 @@ def _show(console: Console, findings: list[Finding]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
         verdict = f"[{_STYLES[finding.verdict]}]{finding.verdict}[/]"
-        table.add_row(verdict, finding.name, " - ".join(filter(None, (finding.found, finding.advice))))
+        # Escaped: the extra of a `pip install 'aioshm[torch]'` is no markup.
+        table.add_row(verdict, finding.name, escape(" - ".join(filter(None, (finding.found, finding.advice)))))
     console.print(table)
 
 

@@ -48,6 +48,14 @@ def examined(capsys, *args):
     return json.loads(capsys.readouterr().out)
 
 
+def test_the_table_says_which_extra_to_install(capsys, monkeypatch):
+    there = doctor.importlib.util.find_spec
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "torch" else there(name))
+    monkeypatch.setenv("COLUMNS", "200")
+    run(["doctor"])
+    assert "pip install 'aioshm[torch]'" in capsys.readouterr().out
+
+
 def test_json_tells_what_is_there(capsys):
     assert run(["doctor", "--json"]) == 0
     out, err = capsys.readouterr()

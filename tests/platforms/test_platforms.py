@@ -40,7 +40,7 @@ def test_basics(arguments: list[str], native: str) -> None:
 
 
 def test_version_has_one_source() -> None:
-    root = BASICS.parents[1]
+    root = BASICS.parents[2]
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", aioshm.__version__)
     assert 'version = { attr = "aioshm.__version__" }' in (root / "pyproject.toml").read_text()
     assert aioshm.__version__ not in (root / "pyproject.toml").read_text()

@@ -1,7 +1,7 @@
 """The basics, on any platform: every module imports, and each part does its work once, between processes too.
 
-python -W error tests/basics.py                # as CI does on macOS
-python -W error tests/basics.py --like-macos   # on Linux, without what only Linux has
+python -W error tests/platforms/basics.py                # as CI does on macOS
+python -W error tests/platforms/basics.py --like-macos   # on Linux, without what only Linux has
 """
 
 from __future__ import annotations
