@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Iterator, Mapping
+from math import inf
 from selectors import EVENT_READ, EVENT_WRITE
 from time import monotonic, monotonic_ns
 from types import TracebackType
@@ -14,10 +15,10 @@ from aioshm.codec import cannot_decode
 from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerDied, QueueClosed, QueueEmpty, RoleError
 from aioshm.process.guard import Guard
 from aioshm.queue.blocking import MessageQueue
-from aioshm.queue.inquiry import Inquiry
+from aioshm.queue.inquiry import answer_within
 from aioshm.queue.reader_end import ReaderEnd
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
-from aioshm.wait.stall import Stall
+from aioshm.wait.stall import MIN_PAUSE_S
 
 LINGER_NS = 100_000
 """How long a call looks again and again before it sleeps, if a message came within `HOT_NS`."""
@@ -75,6 +76,9 @@ class Merged(Iterator[tuple[int, Any]]):
         self.failed: dict[int, AioshmError] = {}
         self._running = list(readers.items())  # beginning with whose turn it is
         self._latest_ns = 0
+        self._silences = [_Silence(rank, queue) for rank, queue in readers.items()]
+        self._after_s = self._silences[0].reader._options.stall_warning_s if readers else inf
+        self._watch_silence(monotonic())
 
     def __iter__(self) -> Self:
         return self
@@ -87,7 +91,8 @@ class Merged(Iterator[tuple[int, Any]]):
             RoleError: This thread has an event loop that runs, or is inside of a block that has a reader's slot; or a
                 reader belongs to another process.
         """
-        stall: Stall | None = None
+        if self._latest_ns >= self._look_at_ns and (found := self._check_silence()) is not None:
+            return found
         while running := self._running:
             for place in running:
                 rank, queue = place
@@ -110,18 +115,17 @@ class Merged(Iterator[tuple[int, Any]]):
                     return rank, obj
             if self._linger(running):
                 continue
-            found = False
+            more = False
             for place in running:
                 error = self._look(*place)
                 if error is not None:
                     self._next_begins_behind(place)
                     return place[0], error
-                found = found or bool(place[1]._kept)
-            if not found and running is self._running:
-                if stall is None:
-                    stall = self._new_stall(running[0][1]._end._options.stall_warning_s)
-                stall.check(monotonic())
-                self._sleep(running, stall)
+                more = more or bool(place[1]._kept)
+            if not more and running is self._running:
+                if monotonic_ns() >= self._look_at_ns and (found := self._check_silence()) is not None:
+                    return found
+                self._sleep(running)
         raise StopIteration
 
     def _look(self, rank: int, queue: MessageQueue) -> AioshmError | None:
@@ -166,12 +170,12 @@ class Merged(Iterator[tuple[int, Any]]):
             os.sched_yield()
         return False
 
-    def _sleep(self, running: list[tuple[int, MessageQueue]], stall: Stall) -> None:
+    def _sleep(self, running: list[tuple[int, MessageQueue]]) -> None:
         """Sleep until there may be something to do for one of the queues, or for its loop."""
         guard, poll, parked = Guard(), select.poll(), []
         taken: list[MessageQueue] = []
         now = monotonic()
-        due = [stall.at]
+        due = [] if self._look_at_ns == inf else [self._look_at_ns / 1e9]
         try:
             guard.begin()
             guard.on_error = self._wake
@@ -213,20 +217,46 @@ class Merged(Iterator[tuple[int, Any]]):
         for _, queue in self._running:
             queue._loop.call_soon(_nothing)
 
-    def _new_stall(self, after_s: float) -> Stall:
-        return Stall(after_s, Inquiry(after_s, self._ask_writers, self._report))
+    # Reporting, queue by queue: that others have messages does not keep the silence of one from being told
 
-    def _readers(self) -> list[ReaderEnd]:
-        return [queue._end for _, queue in self._running if isinstance(queue._end, ReaderEnd)]
+    def _watch_silence(self, now: float) -> None:
+        """Count from here how long each queue is silent."""
+        self._look_at_ns, self._asked = (now + self._after_s) * 1e9, list[_Silence]()
+        for silence in self._silences:
+            silence.begin(now)
 
-    def _ask_writers(self) -> bool:
-        """Ask all of them; return whether there is an answer to be waited for."""
-        asked = [reader._ask_writer() for reader in self._readers()]
-        return any(asked)
+    def _check_silence(self) -> tuple[int, AioshmError] | None:
+        """Ask the writers whose queues have been silent since the last time, or report; nothing where nobody iterated.
 
-    def _report(self, waited_s: float) -> None:
-        for reader in self._readers():
-            reader._report_waiting(waited_s)
+        Returns:
+            What is found to be wrong with a queue on the way.
+        """
+        now = monotonic()
+        if now - self._look_at_ns / 1e9 > self._after_s:
+            self._watch_silence(now)
+            return None
+        again_s, answer_s = self._after_s, answer_within(self._after_s)
+        asked, self._asked = self._asked, []
+        running = dict(self._running)
+        for silence in asked or self._silences:
+            queue = silence.queue
+            if silence.rank not in running or silence.ended(now) or not queue._turns.take_now():
+                continue  # or another thread waits for it, and is told
+            try:
+                if not asked and silence.reader._ask_writer():
+                    self._asked.append(silence)
+                    again_s = answer_s
+                    continue
+            finally:
+                queue.end_turn()
+            if asked:
+                again_s = max(MIN_PAUSE_S, self._after_s - answer_s)
+                if (error := self._look(silence.rank, queue)) is not None:  # its loop finds the answer, if there is one
+                    return silence.rank, error
+            if not queue._kept:
+                silence.reader._report_waiting(now - silence.since)
+        self._look_at_ns = (now + again_s) * 1e9
+        return None
 
     # Closing
 
@@ -248,6 +278,29 @@ class Merged(Iterator[tuple[int, Any]]):
 
     def __repr__(self) -> str:
         return f"<blocking {type(self).__name__} of {len(self._running)} queues>"
+
+
+class _Silence:
+    """How long a queue has brought nothing.
+
+    Attributes:
+        since: By ``time.monotonic()``.
+    """
+
+    def __init__(self, rank: int, queue: MessageQueue) -> None:
+        assert isinstance(queue._end, ReaderEnd)
+        self.rank, self.queue, self.reader = rank, queue, queue._end
+
+    def begin(self, now: float) -> None:
+        """Count from here."""
+        self.since, self._progress = now, self.reader._progress()
+
+    def ended(self, now: float) -> bool:
+        """Return whether it has brought something since the last call; if so, count from here."""
+        moved = self.reader._progress() != self._progress
+        if moved:
+            self.begin(now)
+        return moved
 
 
 def _damage(queue: MessageQueue, error: Exception) -> AioshmError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -350,3 +351,44 @@ def test_handles_of_older_releases_are_read() -> None:
             writer.enqueue("hello", 20)
             assert reading.result() == "hello"
             eventually(lambda: not reading.running)
+
+
+@pytest.mark.parametrize("flood", [pytest.param(False, marks=pytest.mark.slow), True])
+async def test_a_blocking_merge_reports_a_silent_queue_too(flood: bool, log: list[logging.LogRecord]) -> None:
+    """Also while others have messages all the time; those of them that are idle are said to be so."""
+    async with silent("asyncio", "awaits") as (idle, idle_at), silent("asyncio", "sleeps") as (hung, hung_at):
+
+        def texts(level: int) -> list[str]:
+            return [record.getMessage() for record in log if record.levelno == level]
+
+        def read() -> None:
+            with (
+                blocking.MessageQueue(1, 1, options=Options(stall_warning_s=STALL_S)) as writer,
+                blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as own,
+                blocking.MessageQueue.create_from_handle(idle_at, 0) as first,
+                blocking.MessageQueue.create_from_handle(hung_at, 0) as second,
+            ):
+                ready = Thread(writer.wait_until_ready, 20)
+                own.wait_until_ready(20)
+                ready.result()
+                with blocking.merge({0: own, 1: first, 2: second}) as merged:
+                    done = threading.Event()
+                    sending = Thread(feed, writer, done)
+                    try:
+                        while min(len(texts(logging.WARNING)), len(texts(logging.INFO))) < 2:
+                            assert next(merged)[1] in ("first", "flood")
+                    finally:
+                        done.set()
+                        sending.result()
+
+        def feed(writer: blocking.MessageQueue, done: threading.Event) -> None:
+            while not done.wait(0 if flood else 0.5):
+                with suppress(TimeoutError):  # nobody reads any more
+                    writer.enqueue("flood", 0.1)
+
+        await asyncio.to_thread(lambda: Thread(read).result(60))
+        for text in texts(logging.WARNING):
+            assert f"the writer (pid {hung.pid})" in text
+            assert HUNG in text
+        assert any(f"the writer (pid {idle.pid})" in text for text in texts(logging.INFO))
+        assert all(IDLE in text for text in texts(logging.INFO))
