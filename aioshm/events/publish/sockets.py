@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import zmq
 
 from aioshm.events.endpoints import check_endpoint, for_rank, is_wildcard, publisher_binds
+from aioshm.events.publish.admission import Admission
+from aioshm.events.publish.reading_apart import ReadingApart
 from aioshm.events.publish.replay_server import CLIENT_BUFFER_BYTES, CLIENT_HWM, MAX_REQUEST_BYTES
 from aioshm.events.publish.subscriptions import Subscriptions
 from aioshm.logs import LogLimiter
@@ -57,6 +60,7 @@ class PublisherEnds:
         endpoint: What ``pub`` is really bound or connected to.
         replay_endpoint: What ``replay`` is really bound to, or None.
         replay_monitor: What limits those who ask for replay, or None.
+        on_ready: Called when batches may go out again, see `ready`.
     """
 
     def __init__(
@@ -81,9 +85,9 @@ class PublisherEnds:
             replay_endpoint,
             what=f"a publisher of events at {endpoint}",
             io_threads=count,
-            sockets=3 * count,  # a monitor for each takes two more
+            sockets=3 * count + 1,  # a monitor for each takes two more; and what lets subscribers in
             connections=2 * count + 2,  # with what guards them
-            threads=1,
+            threads=2,  # what guards the sockets, and what reads subscriptions
         )
         self._sockets: list[zmq.Socket[bytes]] = []
         self._monitors: list[Monitor] = []
@@ -91,7 +95,10 @@ class PublisherEnds:
         self._files: list[BoundFile] = []
         self._limiter = LogLimiter(10.0)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_ready: Callable[[], None] = _nothing
         self._subscriptions: Subscriptions | None = None
+        self._reading: ReadingApart | None = None
+        self._admission: Admission | None = None
         self.replay_monitor: GuardedMonitor | None = None
         try:
             guarded = binds and endpoint.startswith("tcp://")
@@ -121,17 +128,28 @@ class PublisherEnds:
         """Watch the connections on ``loop``."""
         self._loop = loop
         self._watches = [Watch(loop, monitor.pair, self._read_monitors) for monitor in self._monitors]
-        if self._subscriptions is not None:
-            self._watches.append(Watch(loop, self.pub, self.read_subscriptions))
+        if self._reading is not None:
+            self._reading.start(loop)
+        if self._admission is not None:
+            self._admission.start(loop)
+
+    def ready(self) -> bool:
+        """Return whether batches may go out now; if not, ``on_ready`` is called when they may."""
+        return self._reading is None or self._reading.ready()
 
     def read_subscriptions(self) -> None:
         """Read subscriptions; to be called now and then, too: sending hides from the loop that something came."""
-        if self._subscriptions is not None and self._subscriptions.read() and self._loop is not None:
-            self._loop.call_soon(self.read_subscriptions)
+        if self._reading is not None:
+            self._reading.read()
+
+    def stop_reading(self) -> None:
+        """Read nothing more from subscribers, so that batches may go out whether `ready` or not."""
+        if self._reading is not None:
+            self._reading.close()
 
     def abandon_in_child(self) -> None:
         """Read no more: the sockets are the parent's."""
-        self._subscriptions = None
+        self._reading = self._admission = None
 
     def close(self, linger: float) -> asyncio.Future[None] | None:
         """Close the sockets; what ZeroMQ still holds may go out for ``linger`` seconds.
@@ -142,6 +160,9 @@ class PublisherEnds:
         """
         for watch in self._watches:
             watch.pause()
+        self.stop_reading()
+        if self._admission is not None:
+            self._admission.close()
         self._read_monitors()
         for monitor in self._monitors:
             monitor.close()
@@ -182,6 +203,9 @@ class PublisherEnds:
         monitor = GuardedMonitor(socket, limits, name=f"publisher {endpoint}", nudge=self._nudge)
         if kind == zmq.XPUB:
             self._subscriptions = Subscriptions(socket, monitor)
+            self._reading = ReadingApart(socket, self._subscriptions, lambda: self.on_ready())
+            if self._owns_context:  # in another one somebody else may answer
+                self._admission = Admission(self._context, socket, self._subscriptions, self.ready)
         else:
             self.replay_monitor = monitor
         return monitor
@@ -251,3 +275,6 @@ def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> asyncio.Future[None] 
         context.term()
         return None
     return done
+
+
+def _nothing() -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import sys
 import threading
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import zmq
 
 from aioshm.events import Lost, Received, ZmqEventPublisher
-from aioshm.events.publish.subscriptions import MAX_SUBSCRIPTIONS
+from aioshm.events.publish.subscriptions import MAX_SUBSCRIPTIONS, PrefixTree
 from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
 
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
@@ -92,6 +93,82 @@ async def test_hundreds_of_subscribers_come_at_once(ends: Ends) -> None:
     assert publisher.stats().cut_off == 0
 
 
+@pytest.mark.parametrize("name", ["leave-long", "leave-wide", pytest.param("leave-none", marks=pytest.mark.slow)])
+async def test_those_that_come_and_go_cost_little_and_others_still_get_in(ends: Ends, name: str) -> None:
+    publisher = ends.publisher()
+    subscriber = ends.subscriber(publisher, start="live")
+    assert isinstance(await publish_until_delivery(publisher, subscriber), Received)
+    strain = Strain()
+    async with attack(publisher.endpoint, "SUB", name, connections=10) as stranger, strain:
+        done = asyncio.create_task(cuts(stranger))
+        await asyncio.sleep(0.5)
+        late = ends.subscriber(publisher, start="live")
+        assert isinstance(await publish_until_delivery(publisher, late), Received)
+        assert not done.done(), "it came in when the attack was over"
+        while not done.done():
+            publisher.publish(batch(0))
+            await asyncio.sleep(0.005)
+    strain.check()
+    sent = publisher.stats().sent
+    async with asyncio.timeout(PATIENCE_S):
+        while not isinstance(item := await subscriber.receive(PATIENCE_S), Received) or item.seq < sent - 1:
+            assert isinstance(item, Received), "a true peer has lost something"
+    assert subscriber.stats().reconnects == 0, "a true peer was disturbed"
+    assert await done >= 10, "nobody has left"
+
+
+async def test_a_fleet_comes_back_to_a_publisher_that_was_restarted(ends: Ends) -> None:
+    publisher = ends.publisher()
+    context: zmq.Context[Any] = zmq.Context.instance()
+    fleet = [context.socket(zmq.SUB) for _ in range(64)]
+    try:
+        for one in fleet:
+            one.linger = 0
+            one.reconnect_ivl = 20
+            one.subscribe("")
+            one.connect(publisher.endpoint)
+        for round_ in range(2):
+            waiting = set(fleet)
+            async with asyncio.timeout(PATIENCE_S):
+                while waiting:
+                    publisher.publish(batch(0))
+                    await asyncio.sleep(0.01)
+                    waiting = {one for one in waiting if not one.poll(0)}
+            if not round_:
+                await publisher.aclose()
+                for one in fleet:
+                    while one.poll(0):
+                        one.recv_multipart()
+                publisher = ends.publisher(endpoint=publisher.endpoint)
+    finally:
+        for one in fleet:
+            one.close()
+    assert publisher.stats().cut_off == 0
+
+
+def walked(prefixes: set[bytes]) -> int:
+    """Return how many places ZeroMQ's tree of these prefixes has."""
+    children: dict[bytes, set[int]] = {}
+    for prefix in prefixes:
+        for length in range(len(prefix)):
+            children.setdefault(prefix[:length], set()).add(prefix[length])
+    return sum(max(of_node) - min(of_node) + 1 for of_node in children.values())
+
+
+@pytest.mark.parametrize("alphabet", [b"\x00\xff", b"abc", bytes(range(256))])
+def test_the_size_of_zeromqs_tree_is_known(alphabet: bytes) -> None:
+    chance = random.Random(0)
+    tree = PrefixTree()
+    held: list[bytes] = []
+    for _ in range(1000):
+        if held and chance.random() < 0.4:
+            tree.remove(held.pop(chance.randrange(len(held))))
+        else:
+            held.append(bytes(chance.choices(alphabet, k=chance.randrange(6))))
+            tree.add(held[-1])
+        assert tree.slots == walked(set(held))
+
+
 async def test_who_is_hung_up_on_is_named(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     publisher = ends.publisher()
     with caplog.at_level(logging.WARNING, "aioshm.zeromq"):
@@ -128,7 +205,7 @@ async def test_subscriptions_that_come_and_go_are_not_added_up(ends: Ends) -> No
     busy = context.socket(zmq.SUB)
     busy.linger = busy.sndhwm = 0
     busy.connect(publisher.endpoint)
-    seen = publisher._ends._subscriptions._peers_of
+    seen = publisher._ends._subscriptions._tree
     for number in range(4000):  # 80 KB and more, ten times what one peer may send unread
         busy.subscribe(f"subscription {number}")
         if not number % 50:
@@ -163,7 +240,7 @@ async def test_two_hundred_subscribers_in_turn_are_forgotten(ends: Ends) -> None
             while publisher._ends._subscriptions._of_peer:
                 publisher._ends.read_subscriptions()
                 await asyncio.sleep(0.001)
-    assert publisher._ends._subscriptions._total == 0
+    assert publisher._ends._subscriptions.slots == 0
     assert publisher.stats().cut_off == 0
 
 

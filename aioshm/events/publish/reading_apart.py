@@ -1,0 +1,108 @@
+"""Reads an XPUB socket in a thread, where strangers may make that take long, while its loop does something else.
+
+What peers do reaches a socket as commands that whichever thread uses it next has to carry out. Its descriptor tells
+that there are some: then nobody but the thread touches the socket until they are done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import zmq
+
+from aioshm.events.publish.subscriptions import Subscriptions
+from aioshm.zeromq.watch import Watch
+
+# For so long at a time: batches wait meanwhile.
+_TURN_S = 0.002
+
+
+class ReadingApart:
+    """Reads what peers of an XPUB socket subscribe to.
+
+    Args:
+        socket: The XPUB socket.
+        subscriptions: What reads it.
+        on_ready: Called on the loop when the socket may be used again after `ready` said that it may not.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], subscriptions: Subscriptions, on_ready: Callable[[], None]) -> None:
+        self._subscriptions = subscriptions
+        self._on_ready = on_ready
+        self._socket = socket
+        self._poll = select.poll()
+        self._poll.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
+        self._pool: ThreadPoolExecutor | None = None
+        self._watch: Watch | None = None
+        self._lock = threading.Lock()  # held by whoever reads in the thread
+        self._busy = self._awaited = self._closed = False
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read what comes, from now on, for ``loop``."""
+        self._loop = loop
+        self._watch = Watch(loop, self._socket, self._look)
+
+    def ready(self) -> bool:
+        """Return whether the loop may use the socket now; if not, ``on_ready`` follows."""
+        if not self._busy and self._watch is not None and self._poll.poll(0):
+            self.read()
+        self._awaited = self._busy
+        return not self._busy
+
+    def read(self) -> None:
+        """Read; for a call now and then, too: sending hides that something came."""
+        if self._busy or self._closed or self._watch is None:
+            return
+        try:
+            self._pool = self._pool or ThreadPoolExecutor(1, "aioshm-events-subscriptions")
+            self._busy = True
+            self._pool.submit(self._work).add_done_callback(self._tell)
+        except RuntimeError:  # no thread can be had
+            self._busy = False
+            self._subscriptions.read()
+        else:
+            self._watch.pause()
+
+    def close(self) -> None:
+        """Wait until the thread has left the socket alone. Idempotent."""
+        self._closed = True
+        if self._watch is not None:
+            self._watch.pause()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+        with self._lock:
+            return
+
+    def _look(self) -> None:
+        if self._poll.poll(0):
+            self.read()
+
+    def _work(self) -> bool:
+        with self._lock:
+            until = time.monotonic() + _TURN_S
+            more = not self._closed
+            while more and time.monotonic() < until:
+                more = not self._closed and self._subscriptions.read()
+            return more
+
+    def _tell(self, done: Future[bool]) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            self._loop.call_soon_threadsafe(self._done, done)
+
+    def _done(self, done: Future[bool]) -> None:
+        self._busy = False
+        if self._closed:
+            return
+        assert self._watch is not None
+        self._watch.resume()
+        if done.result():
+            self._loop.call_soon(self.read)
+        if self._awaited:
+            self._awaited = False
+            self._on_ready()
