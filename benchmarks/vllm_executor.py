@@ -81,4 +81,4 @@ def _promise(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("vllm_executor", __doc__, run, repeat=5, seconds=1.0, rivals=()))
+    sys.exit(main("vllm_executor", __doc__, run, repeat=4, seconds=2.0, rivals=()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -284,6 +285,7 @@ class MessageQueue:
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> Any:
         """Receive the next message; ``cancel``, a `threading.Event`, ends the wait within `CANCEL_POLL_S`."""
+        looked = False  # once more
         while True:
             kept = self._kept
             if kept:
@@ -297,14 +299,16 @@ class MessageQueue:
                 raise
             except Exception as error:  # the ring's core decodes with the codec's bare function
                 raise cannot_decode(error, cast(ReaderEnd, self._end).codec_name) from error
-            if (
-                obj is NOTHING
-                and self._end.linger_ns
-                and core is self._end._core
-                and timeout != 0
-                and self._end.linger(timeout)
-            ):
-                continue
+            if obj is NOTHING and not looked and timeout != 0:
+                looked = True
+                if self._end.linger_ns and core is self._end._core:
+                    if self._end.linger(timeout):
+                        continue
+                else:
+                    # Before the way to sleep, which takes a tenth of a millisecond and more where it is seldom gone:
+                    # whom this thread has just answered may be waiting for this CPU.
+                    os.sched_yield()
+                    continue
             if obj is NOTHING or obj is ELSEWHERE:
                 began = monotonic()
                 try:

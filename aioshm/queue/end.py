@@ -38,6 +38,10 @@ BLOCKING_TURN_MESSAGES = 1024
 BLOCKING_TURN_NS = 10_000_000
 """The same for an end whose loop has nobody else to serve."""
 
+LOCAL_TURN_NS = 250_000_000
+"""The same where that loop has no network either, and only tells what became of other ends: between messages that are
+milliseconds apart, running it takes as long as all the rest of sending one."""
+
 LOOP_POLL_S = 0.05
 """How often closing from another thread looks whether the loop that is to do it still runs."""
 
@@ -72,6 +76,8 @@ class End(MessageQueue, ABC):
     """
 
     _core: WriterCore | ReaderCore
+
+    _blocking_turn_ns = LOCAL_TURN_NS
 
     linger_ns = 0
     """How long a blocking call that finds nothing should `linger` before it waits."""
@@ -298,7 +304,7 @@ class End(MessageQueue, ABC):
         """Count from here: the other tasks of the loop have just had theirs."""
         # Where calls block, the loop only has to learn now and then what became of the others.
         self._core.turn = BLOCKING_TURN_MESSAGES if self._blocks else TURN_MESSAGES
-        self._core.turn_ends_ns = monotonic_ns() + (BLOCKING_TURN_NS if self._blocks else TURN_NS)
+        self._core.turn_ends_ns = monotonic_ns() + (self._blocking_turn_ns if self._blocks else TURN_NS)
 
     async def _yield_turn(self) -> None:
         """Let the other tasks run, if this end has had its turn."""

@@ -18,7 +18,7 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.leases import Leases
 from aioshm.queue.local_end import LocalEnd
 from aioshm.ring.slot import Slot
-from aioshm.wait.blocking import ANSWER_LINGER_NS, ANSWER_SHARE, NEVER_NS, BlockingPoller
+from aioshm.wait.blocking import NEVER_NS, BlockingPoller
 from aioshm.wait.line import settle
 from aioshm.wait.stall import seconds
 
@@ -31,7 +31,6 @@ class LocalSlots(LocalEnd, ABC):
     def __init__(self, handle: Handle, rank: int, codec: str | Codec | None, options: Options | None) -> None:
         super().__init__(handle, rank, codec, options)
         self._leases: Leases | None = None
-        self._lingered_ns = monotonic_ns()
         self._waking = False
         self._wake_at = 0
 
@@ -101,17 +100,17 @@ class LocalSlots(LocalEnd, ABC):
             return False
         if self._waking:  # which the loop was to do
             self._wake_writer()
-        now = monotonic_ns()
-        until_ns: float = now + max(self.linger_ns, min((now - self._lingered_ns) // ANSWER_SHARE, ANSWER_LINGER_NS))
+        began = now = monotonic_ns()
+        until_ns: float = now + self.linger_ns
         if isinstance(left, (int, float)):
             until_ns = min(until_ns, now + left * 1e9)
         while core.open and now < until_ns:
             os.sched_yield()
             if core.ready() or (core.spin_ns > 0 and core.spin(core.spin_ns)):
-                self._lingered_ns = now
                 return True
             now = monotonic_ns()
-        self._lingered_ns = now
+        if isinstance(self._poller, BlockingPoller):
+            self._poller.lingered(began)
         return False
 
     def watch(self, left: float | None) -> None:

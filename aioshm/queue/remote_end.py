@@ -21,7 +21,7 @@ from aioshm.logs import LogLimiter
 from aioshm.process.limits import shortage
 from aioshm.queue import wire
 from aioshm.queue.delivery import ReceiveWindow
-from aioshm.queue.end import NotAttached, deadline_after
+from aioshm.queue.end import BLOCKING_TURN_NS, NotAttached, deadline_after
 from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.inquiry import findings
 from aioshm.queue.reader_end import ReaderEnd
@@ -52,6 +52,8 @@ COMPLAINT_S = 10.0  # between two warnings of bad messages
 
 class RemoteEnd(ReaderEnd, ABC):
     """Connects when it is first awaited."""
+
+    _blocking_turn_ns = BLOCKING_TURN_NS
 
     def __init__(self, handle: Handle, rank: int, codec: str | Codec | None, options: Options | None) -> None:
         self._core = cast(ReaderCore, NotAttached())

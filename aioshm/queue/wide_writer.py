@@ -13,6 +13,7 @@ from aioshm.codec.frames import INLINE, RAW, body_bytes
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, PeerDied, UnsafePayload
+from aioshm.queue.end import BLOCKING_TURN_NS
 from aioshm.queue.handle import RemoteAddress
 from aioshm.queue.remote_peers import RemotePeers
 from aioshm.queue.stats import QueueStats
@@ -27,6 +28,8 @@ ZEROMQ_POLL_S = 0.002
 
 class WideWriter(Writer):
     """Sends through the ring to the local readers and over the network to the others, what was encoded once."""
+
+    _blocking_turn_ns = BLOCKING_TURN_NS
 
     def _open_remote(self, ranks: tuple[int, ...]) -> None:
         check_safety(self._codec, self._options.secure, self._options)

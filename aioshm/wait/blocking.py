@@ -22,7 +22,7 @@ from aioshm.lifeline.bell import Bell
 from aioshm.ring.atomics import memory_fence
 from aioshm.wait.apart import move_away
 from aioshm.wait.poller import SHARED_CPU_NS, Flags, Poller, Waiting
-from aioshm.wait.predictor import NAPS, Predictor
+from aioshm.wait.predictor import NAPS, YIELDING_SPIN_NS, Predictor
 
 _Args = TypeVarTuple("_Args")
 
@@ -31,13 +31,7 @@ TURN_NS = 200_000
 
 
 LINGER_NS = 500_000
-"""How long a call looks again and again before it runs its loop in order to wait."""
-
-ANSWER_LINGER_NS = 4_000_000
-"""The same, at most, for a caller that has not done it for long: who asks every 20 ms may wait for a slow answer so."""
-
-ANSWER_SHARE = 4
-"""It has not for so many times as long."""
+"""How long a call looks again and again before it runs its loop, which then spins; longer where spins last longer."""
 
 
 NEVER_NS = 1 << 63
@@ -140,7 +134,8 @@ class BlockingPoller(Poller):
             else:
                 await super()._adapt(wait, count, at_ns)
         finally:
-            self.linger_ns = LINGER_NS if self._predictor.hot else 0
+            patience_ns = int(self._predictor.patience_ns)
+            self.linger_ns = LINGER_NS + patience_ns - YIELDING_SPIN_NS if self._predictor.hot else 0
 
     def _woken(self, due_ns: int) -> None:
         if self.leaves:
@@ -153,6 +148,10 @@ class BlockingPoller(Poller):
             self.watch_until_ns = until_ns
             raise WindowBegins
         return await super()._spin(wait, until_ns, window=window)
+
+    def lingered(self, since_ns: int) -> None:
+        """Learn that the call has looked for its message since then, and comes to wait for it now."""
+        self._predictor.looked(since_ns)
 
     def watch(self, ready: Callable[[], object], until_ns: int) -> bool:
         """Spin through the window that the loop was left for; return whether what is waited for came.

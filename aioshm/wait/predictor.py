@@ -46,6 +46,12 @@ YIELDING_GAP_NS = 1_000_000
 """Messages further apart than this are not worth such a spin, unless waits are shorter: an answer comes soon after its
 question, however seldom one is asked."""
 
+ANSWER_NS = 4_000_000
+"""A longer wait for an answer is not worth such a spin, however seldom one is asked."""
+
+ANSWER_SHARE = 4
+"""One that is longer than a millisecond is worth it where questions are so many times as far apart."""
+
 PROBE = 64
 """Every so many waits one spins whatever is expected, or two ends that park would never find out how close they are."""
 
@@ -90,6 +96,8 @@ class Predictor:
         self._naps = crowded
         self._rhythm = Rhythm(max_spin_cpu) if self._spins and max_spin_cpu > 0 else None
         self._gap_ns = 0.0
+        self._period_ns = 0.0  # gap between messages, pauses included: believed slowly, doubted at once
+        self._since_ns = 0  # when the end began to look for a message, if before it came to wait for it
         self._began_ns = 0  # when the first wait for the next message did
         self._waited_ns = 2.0 * YIELDING_GAP_NS  # running mean
         self._count = 0
@@ -111,8 +119,11 @@ class Predictor:
         if passed > 0:
             if self._count:
                 since = at_ns - self._at_ns
+                gap = since / passed
+                longer = min(gap, ANSWER_SHARE * ANSWER_NS) - self._period_ns
+                self._period_ns += _WEIGHT * longer if longer > 0 else longer
                 # Clipped: one pause says no more than that this one message was late.
-                gap = min(since / passed, 2 * self._hot_gap_ns)
+                gap = min(gap, 2 * self._hot_gap_ns)
                 self._gap_ns += _WEIGHT * (gap - self._gap_ns)
                 if gap < HOT_GAP_NS / 4:  # a burst has begun: follow at once, a stale mean would park through it
                     self._gap_ns = min(self._gap_ns, gap)
@@ -120,17 +131,19 @@ class Predictor:
                 if rhythm is not None and since > HOT_GAP_NS:
                     rhythm.beat(passed, count, self._at_ns, at_ns)
                 if passed == 1:
-                    waited = min(max(0, at_ns - self._began_ns), 2 * YIELDING_GAP_NS)
+                    waited = min(max(0, at_ns - self._began_ns), 2 * self.patience_ns)
                     self._waited_ns += _WEIGHT * (waited - self._waited_ns)
-            self._count, self._at_ns, self._began_ns = count, at_ns, now_ns
+            self._count, self._at_ns, self._began_ns = count, at_ns, self._since_ns or now_ns
+        self._since_ns = 0
         if self._naps and 0 < self._gap_ns < self._nap_gap_ns and self._failures < FAILURES:
             return _NAP
         if not self._spins:
             return PARK
         self._waits += 1
-        if self._yields and self._waited_ns <= YIELDING_GAP_NS and self._failures < FAILURES:
-            self.hot = True
-            return self._spin
+        if self._yields and self._waited_ns <= self.patience_ns:
+            self.hot = self._failures < FAILURES
+            if self.hot or self._waits % PROBE == 0:
+                return self._spin._replace(spin_ns=int(self.patience_ns))
         window = PARK
         if rhythm is not None and rhythm.steady:
             of_beat = count - rhythm.begun
@@ -147,6 +160,15 @@ class Predictor:
         if window is PARK and self._waits % PROBE == 0:
             return self._spin
         return window
+
+    @property
+    def patience_ns(self) -> float:
+        """How long a wait for an answer may be, on average, to be worth a spin that hands its CPU on."""
+        return max(YIELDING_SPIN_NS, self._period_ns / ANSWER_SHARE)
+
+    def looked(self, since_ns: int) -> None:
+        """Learn that the end had been looking for a message since then, in vain, when its next wait begins."""
+        self._since_ns = since_ns
 
     def spun(self, hit: bool) -> None:
         """Learn whether the spin or the naps that `plan` asked for ended with a message."""

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ import uvloop
 from members import FileGroup
 
 from aioshm import MessageQueue, Options
+from aioshm.engine.compat.vllm import MessageQueue as VllmQueue
 from aioshm.queue.groups import create_from_process_group, create_from_process_group_single_reader
 from aioshm.queue.same_node import in_the_same_node_as
 from aioshm.queue.stateless_group import StatelessProcessGroup
@@ -61,10 +63,9 @@ def mixed(directory: str, rank: str, world_size: str, run: str) -> None:
 
 def rank(number: str, world_size: str, gloo_port: str, store_port: str) -> None:
     """Be one rank of several groups; do what each line of standard input says, and answer with a line."""
-    import torch.distributed as dist
-
-    global torch
+    global dist, torch
     import torch
+    import torch.distributed as dist
 
     me, world = int(number), int(world_size)
     dist.init_process_group(
@@ -169,6 +170,48 @@ async def to_one(me: int, groups: dict[str, Any], group: str, reader: int, count
                     queues[rank] = await stack.enter_async_context(queue)
             await asyncio.gather(*(queue.wait_until_ready(20) for queue in queues.values()))
             return await asyncio.gather(*(receive(queue, rank, count) for rank, queue in queues.items()))
+
+
+async def vllm_to_all(me: int, groups: dict[str, Any], group: str, writer: int, count: int) -> list[Any]:
+    """One rank of the group writes to all others, through vLLM's interface; say what was sent or received."""
+
+    def member() -> list[Any]:
+        queue = VllmQueue.create_from_process_group(groups[group], 1 << 16, 4, writer)
+        try:
+            sent = [(number, array_of(7, number).tolist()) for number in range(count)]
+            received = [queue.broadcast_object(obj if queue._is_writer else None) for obj in sent]
+            assert received == sent
+            return [queue._is_writer, len(received)]
+        finally:
+            queue.shutdown()
+
+    return await asyncio.to_thread(member) if groups[group] is not dist.GroupMember.NON_GROUP_MEMBER else []
+
+
+async def vllm_to_one(me: int, groups: dict[str, Any], group: str, reader: int, count: int) -> list[Any]:
+    """All ranks of the group write to one, itself included, through vLLM's interface; say what was received."""
+
+    def member() -> list[Any]:
+        own, handles = VllmQueue.create_from_process_group_single_reader(groups[group], 1 << 16, count, reader)
+        queues = [VllmQueue.create_from_handle(handle, 0) for handle in handles]
+        try:
+            send = threading.Thread(target=send_all, args=(own,))
+            send.start()
+            for queue in queues:
+                queue.wait_until_ready()
+            received = [[queue.dequeue(20) for _ in range(count)] for queue in queues]
+            send.join()
+            return received
+        finally:
+            for queue in [*queues, own]:
+                queue.shutdown()
+
+    def send_all(own: VllmQueue) -> None:
+        own.wait_until_ready()
+        for number in range(count):
+            own.enqueue([me, number], 20)
+
+    return await asyncio.to_thread(member) if groups[group] is not dist.GroupMember.NON_GROUP_MEMBER else []
 
 
 async def external(me: int, groups: dict[str, Any], group: str, handle: str, rank: int, count: int) -> int:

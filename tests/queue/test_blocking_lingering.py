@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -62,6 +63,46 @@ def test_a_writer_that_waits_for_room_is_woken_first() -> None:
         for number in range(300):
             writer.enqueue(number, 10)
         assert thread.result() == 301
+
+
+@pytest.mark.skipif(not native_core, reason="without it, every message is received by the loop")
+def test_a_cpu_is_handed_on_before_the_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed_on = threading.Event()
+    sent = threading.Event()
+
+    def hand_on() -> None:
+        handed_on.set()
+        assert sent.wait(20)
+
+    def read(reader: Any) -> list[Any]:
+        received = [reader.dequeue(10)]
+        monkeypatch.setattr(os, "sched_yield", hand_on)
+        monkeypatch.setattr(reader._loop, "run", _never)
+        received.append(reader.dequeue(10))
+        monkeypatch.undo()
+        return received
+
+    with reading(read) as (writer, thread):
+        writer.enqueue("question")
+        assert handed_on.wait(20)
+        writer.enqueue("next one")
+        sent.set()
+        assert thread.result() == ["question", "next one"]
+
+
+@pytest.mark.skipif(not native_core, reason="without it, every message is sent by the loop")
+def test_messages_that_are_milliseconds_apart_need_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(reader: Any) -> list[Any]:
+        return [reader.dequeue(10) for _ in range(6)]
+
+    with reading(read) as (writer, thread):
+        writer.enqueue(0)
+        monkeypatch.setattr(writer._loop, "run", _never)
+        for number in range(1, 6):
+            time.sleep(0.02)
+            writer.enqueue(number)
+        monkeypatch.undo()
+        assert thread.result() == list(range(6))
 
 
 def _expect_soon(reader: Any) -> None:

@@ -120,6 +120,24 @@ def test_three_writers_and_one_reader(crew: Crew, group: str, loop: str) -> None
 
 
 @each_group
+def test_vllms_interface_from_one_to_all_others(crew: Crew, group: str) -> None:
+    crew.do("vllm_to_all", "asyncio", group=group, writer=2, count=200)
+    assert crew.returned() == [[rank == 2, 200] for rank in range(4)]
+
+
+def test_vllms_interface_in_a_subgroup(crew: Crew) -> None:
+    crew.do("vllm_to_all", "asyncio", group="odd", writer=1, count=200)  # by its rank in the group
+    assert crew.returned() == [[], [False, 200], [], [True, 200]]
+
+
+@pytest.mark.parametrize(("group", "members"), [("gloo", [0, 1, 2, 3]), ("stateless", [0, 1, 2, 3]), ("odd", [1, 3])])
+def test_vllms_interface_from_all_to_one(crew: Crew, group: str, members: list[int]) -> None:
+    crew.do("vllm_to_one", "asyncio", group=group, reader=3, count=20)  # by its rank among all
+    received = [[[rank, number] for number in range(20)] for rank in members]
+    assert crew.returned() == [[], [], [], received]
+
+
+@each_group
 async def test_a_writer_outside_of_the_group(crew: Crew, group: str) -> None:
     async with MessageQueue(4, 4, None, 4096, 4) as writer:
         crew.do("external", "asyncio", group=group, handle=writer.export_handle().to_json(), rank=2, count=100)

@@ -14,7 +14,7 @@ import pytest
 from aioshm.errors import QueueCancelled
 from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
 from aioshm.wait.blocking import NEVER_NS, BlockingLoop, BlockingPoller, WindowBegins
-from aioshm.wait.predictor import FAILURES, YIELDING_GAP_NS, Predictor
+from aioshm.wait.predictor import FAILURES, PROBE, YIELDING_GAP_NS, Predictor
 from aioshm.wait.rhythm import PARK
 from aioshm.wait.stall import Stall
 
@@ -276,16 +276,34 @@ class TestAnswers:
     def plans(gap_ns: int, answer_ns: int, *, yields: bool) -> list[int]:
         predictor = Predictor(may_spin=True, crowded=yields, yields=yields)
         at_ns, spins = 1_000 * MS, []
-        for count in range(1, 60):
+        for count in range(1, 60 + PROBE):
             began = at_ns + gap_ns - answer_ns
             spins.append(predictor.plan(count, at_ns, began).spin_ns)
             at_ns += gap_ns
             if spins[-1]:
                 predictor.spun(answer_ns <= spins[-1])
-        return spins[20:]
+        return spins[20 + PROBE :]
 
     def test_are_spun_for_where_calls_block(self) -> None:
         assert all(self.plans(20 * MS, YIELDING_GAP_NS // 3, yields=True))
+
+    def test_may_take_longer_where_they_are_seldom(self) -> None:
+        assert all(self.plans(20 * MS, 3 * YIELDING_GAP_NS, yields=True))
+
+    def test_that_take_most_of_the_time_are_not_spun_for(self) -> None:
+        assert sum(map(bool, self.plans(4 * MS, 3 * YIELDING_GAP_NS, yields=True))) <= 1 + FAILURES
+
+    def test_what_was_looked_for_before_the_wait_counts(self) -> None:
+        predictor = Predictor(may_spin=True, crowded=True, yields=True)
+        at_ns, hot = 1_000 * MS, []
+        for count in range(1, 60):
+            began = at_ns + 10 * MS
+            predictor.looked(began)
+            predictor.plan(count, at_ns, began + 9 * MS)  # a millisecond before it comes
+            hot.append(predictor.hot)
+            predictor.spun(True)
+            at_ns += 20 * MS
+        assert not any(hot[20:])
 
     def test_are_not_elsewhere(self) -> None:
         assert not any(self.plans(20 * MS, YIELDING_GAP_NS // 3, yields=False))

@@ -36,7 +36,7 @@ __all__ = ["Handle", "MessageQueue"]
 
 MAX_CHUNK_BYTES = 24 * 1024 * 1024
 MAX_CHUNKS = 10
-MAX_SPIN_CPU = 0.05
+MAX_SPIN_CPU = 0.04
 """A worker's share of a core for meeting steady steps; with the steps themselves, it stays at 6% or below at 20 ms."""
 
 
