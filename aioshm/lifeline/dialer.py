@@ -20,6 +20,7 @@ from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
 
 _RETRY_S = 0.01  # while the writer's backlog is full
 _MAX_FDS = 3
+_CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux; macOS tells the end of a Unix socket by the other one
 _RECV_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # SCM_RIGHTS does not keep the flag by itself
 _PEEKS = sys.platform == "linux"  # whether MSG_PEEK hands out descriptors, too, and leaves them where they are
 _ROOM_PAUSE_S = 0.05  # between looks whether there is room for a descriptor
@@ -344,7 +345,7 @@ def _receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], boo
 def _has_hung_up(sock: socket.socket) -> bool:
     """Return whether the other end is closed, whatever is still to be read from it."""
     poll = select.poll()
-    poll.register(sock, select.POLLRDHUP)
+    poll.register(sock, _CLOSED)
     return bool(poll.poll(0))
 
 

@@ -33,7 +33,7 @@ import aioshm
 import aioshm.blocking
 from aioshm import Handle, MessageQueue, Options, PeerDied
 from aioshm.engine import WorkerGroup, launch_core_engines, run_engine_core
-from aioshm.events import AllBlocksCleared, EventBatch, EventSubscriber, ZmqEventPublisher
+from aioshm.events import AllBlocksCleared, EventBatch, EventSubscriber, Received, ZmqEventPublisher
 
 TIMEOUT_S = 30.0
 LARGE = b"o" * 10_000
@@ -205,14 +205,16 @@ async def workers() -> None:
 
 
 async def events() -> None:
-    """A batch of events, replayed to who comes late."""
+    """A batch of events, replayed to who comes late, and one that is live."""
     publisher = ZmqEventPublisher(3, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", bind=True)
     async with publisher:
         publisher.publish(EventBatch(1.0, [AllBlocksCleared()]))
         async with EventSubscriber(publisher.endpoint, publisher.replay_endpoint) as subscriber:
-            async with asyncio.timeout(TIMEOUT_S):
-                received = await anext(subscriber.deliveries())
-            assert received.batch.events == [AllBlocksCleared()], received
+            for number in range(2):
+                received = await subscriber.receive(TIMEOUT_S)
+                assert isinstance(received, Received), received
+                assert (received.seq, received.batch.events) == (number, [AllBlocksCleared()])
+                publisher.publish(EventBatch(1.0, [AllBlocksCleared()]))
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import select
 import signal
@@ -17,9 +19,14 @@ _MISSING = {
         "sched_getaffinity", "sched_setaffinity", "splice", "timerfd_create", "timerfd_settime", "timerfd_settime_ns",
         "waitid",
     ),
-    select: ("epoll",),
+    fcntl: tuple(name for name in dir(fcntl) if name.startswith(("F_ADD_SEALS", "F_GET_SEALS", "F_SEAL"))),
+    mmap: ("MAP_NORESERVE", "MAP_POPULATE"),
+    select: ("epoll", "POLLRDHUP"),
     signal: ("pidfd_send_signal", "sigtimedwait", "sigwaitinfo"),
-    socket: ("SO_PASSCRED", "SO_PEERCRED", "SCM_CREDENTIALS", "SOCK_CLOEXEC", "SOCK_NONBLOCK"),
+    socket: (
+        "MSG_CMSG_CLOEXEC", "SCM_CREDENTIALS", "SOCK_CLOEXEC", "SOCK_NONBLOCK", "SO_PASSCRED", "SO_PEERCRED",
+        "TCP_INFO", "TCP_USER_TIMEOUT",
+    ),
 }  # fmt: skip
 _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1
 _LINUX_ONLY = ("/proc", "/dev/shm", "/sys")
