@@ -13,11 +13,10 @@ from aioshm.config import Options
 from aioshm.queue import wire
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.inbox import Inbox
 from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.sockets import BURST, CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
+from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
 from aioshm.zeromq.watch import Watch
-
-_NOTHING = memoryview(b"")
 
 
 class ReaderSockets:
@@ -51,8 +50,8 @@ class ReaderSockets:
         on_change: Callable[[], None],
     ) -> None:
         self._loop = loop
-        self._on_data, self._on_message, self._on_change = on_data, on_message, on_change
-        self._coming: set[str] = set()
+        self._on_message, self._on_change = on_message, on_change
+        self._coming = False
         self._watches: list[Watch] = []
         # Two with a monitor each, which is two more, and a connection.
         self._sockets = Sockets("a remote reader", count=6, connections=2)
@@ -77,11 +76,11 @@ class ReaderSockets:
                 each.setsockopt(zmq.CONNECT_TIMEOUT, max(1, timeout_ms // 2))
             attach(self._sub, data, bind=False)
             attach(self._dealer, control, bind=False)
+            self._payloads = Inbox(self._sub, on_data)
         except BaseException:
             self._sockets.close()
             raise
         self._watches = [
-            Watch(loop, self._sub, self.look),
             Watch(loop, self._dealer, self._look_at_control),
             Watch(loop, self.data_connection.pair, self._look_at_connections),
             Watch(loop, self.control_connection.pair, self._look_at_connections),
@@ -92,7 +91,7 @@ class ReaderSockets:
         if self._sockets.closed:
             return False
         # What made the descriptor readable may be noticed, and forgotten, by a call that sends.
-        self._soon("control", self._look_at_control)
+        self._look_at_control_soon()
         try:
             self._dealer.send(message.pack(), zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -106,12 +105,12 @@ class ReaderSockets:
 
     def look(self) -> None:
         """Read some of the data that has come, without waiting for the loop to find it."""
-        if not self._sockets.closed and self._read_data():
-            self._soon("data", self.look)
+        if not self._sockets.closed:
+            self._payloads.look()
 
     def look_at_all(self) -> None:
         """Read whatever has come, and what has become of the connections."""
-        while not self._sockets.closed and (self._read_data() | self._read_messages()):
+        while not self._sockets.closed and (self._payloads.look() | self._read_messages()):
             pass
         self._look_at_connections()
 
@@ -121,11 +120,12 @@ class ReaderSockets:
             return
         for watch in self._watches:
             watch.pause()
+        self._payloads.close()
         self._sockets.close()
 
     def _look_at_control(self) -> None:
         if not self._sockets.closed and self._read_messages():
-            self._soon("control", self._look_at_control)
+            self._look_at_control_soon()
 
     def _look_at_connections(self) -> None:
         # What had arrived when a connection ended is there when its end is told: so it is read first.
@@ -134,38 +134,15 @@ class ReaderSockets:
         if not self._sockets.closed and (self.data_connection.changed() | self.control_connection.changed()):
             self._on_change()
 
-    def _soon(self, what: str, look: Callable[[], None]) -> None:
+    def _look_at_control_soon(self) -> None:
         """Look again in the loop's next turn."""
-        if what in self._coming or self._loop.is_closed():
-            return
+        if not self._coming and not self._loop.is_closed():
+            self._coming = True
+            self._loop.call_soon(self._come)
 
-        def come() -> None:
-            self._coming.discard(what)
-            look()
-
-        self._coming.add(what)
-        self._loop.call_soon(come)
-
-    def _read_data(self) -> bool:
-        sub = self._sub
-        for _ in range(BURST):
-            if self._sockets.closed:
-                return False
-            try:
-                head = sub.recv(zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError:
-                return False
-            if not head.more:
-                self._on_data(head.buffer, None)
-                continue
-            body = sub.recv(zmq.NOBLOCK, copy=False)
-            if not body.more:
-                self._on_data(head.buffer, body.buffer)
-                continue
-            while sub.getsockopt(zmq.RCVMORE):
-                sub.recv(zmq.NOBLOCK, copy=False)
-            self._on_data(_NOTHING, None)  # no writer sends that
-        return True
+    def _come(self) -> None:
+        self._coming = False
+        self._look_at_control()
 
     def _read_messages(self) -> bool:
         return self._sockets.read_messages(self._dealer, 1, self._on_message)

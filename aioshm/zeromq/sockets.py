@@ -1,8 +1,8 @@
 """The ZeroMQ sockets between a writer and its remote readers; what passes over them is known elsewhere.
 
 Data: the writer's XPUB to each reader's SUB. Control: each reader's DEALER to the writer's ROUTER. Each end has a
-ZeroMQ context, and so an I/O thread, of its own. The sockets are driven by callbacks of the loop instead of
-`zmq.asyncio`: a message costs no future and no turn of the loop, and can be taken where no loop runs.
+ZeroMQ context, and so an I/O thread, of its own. Payloads are received by `zmq.asyncio`, see ``inbox.py``; control
+sockets are driven by callbacks of the loop, see ``watch.py``. Either can be read where no loop runs, too.
 
 **Sockets may not wait.** A data connection must not be given up because a large message takes long, so it is watched by
 TCP alone (keepalive, ``TCP_USER_TIMEOUT``). Control messages are small, so these connections are watched by ZeroMQ's
