@@ -110,5 +110,5 @@ VLLM_VERSIONS := benchmarks/compare/constraints-vllm.txt
 	touch $@
 
 clean:                    ## remove the environment and every cache
-	rm -rf .venv .venv-rivals .venv-vllm results build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-rivals .venv-vllm results build dist .coverage* coverage.xml *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
