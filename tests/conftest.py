@@ -13,6 +13,7 @@ import inspect
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -22,6 +23,7 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
+from _pytest.config import create_terminal_writer
 from hypothesis import settings
 from support import eventually
 
@@ -36,6 +38,9 @@ settings.register_profile("fast", max_examples=30)
 def pytest_configure(config: pytest.Config) -> None:
     """Hear Ctrl-C, which a shell has had ignored by what it runs in the background, and by its children."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(config, "workerinput"):  # of pytest-xdist; the stacks of what hangs would go nowhere
+        writer = create_terminal_writer(config, sys.__stderr__)
+        config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,6 +21,7 @@ from aioshm.cli.demo.display import shown_progress
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 
 
+@pytest.mark.slow
 def test_json_tells_everything():
     command = [sys.executable, "-m", "aioshm", "demo", "--json", "--repeat", "2"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -47,6 +48,7 @@ def test_json_tells_everything():
         assert 0 < reader["phases"][1]["p50_us"] <= reader["phases"][1]["p99_us"]
 
 
+@pytest.mark.slow
 def test_remote_readers_check_every_message_too(start_demo):
     demo = start_demo("--readers", "1", "--remote", "2", "--repeat", "2", "--json", without=("torch",))
     output, errors, code = demo.end()
@@ -56,6 +58,7 @@ def test_remote_readers_check_every_message_too(start_demo):
     assert {reader["messages"] for reader in report["readers"]} == {report["messages"]}
 
 
+@pytest.mark.slow
 def test_there_may_be_remote_readers_only(start_demo):
     demo = start_demo("--readers", "0", "--remote", "1", "--repeat", "2", without=("torch", "numpy"))
     output, errors, code = demo.end()
@@ -87,8 +90,8 @@ def test_plain_output(start_demo, tmp_path):
     ("signum", "whole_group", "code"),
     [
         (signal.SIGINT, True, 130),
-        (signal.SIGINT, False, 130),
-        (signal.SIGTERM, True, 143),
+        pytest.param(signal.SIGINT, False, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, True, 143, marks=pytest.mark.slow),
         (signal.SIGTERM, False, 143),
     ],
 )

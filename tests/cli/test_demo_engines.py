@@ -69,7 +69,9 @@ def long_text(tmp_path):
     return "--engines", "2", "--input", str(text)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_an_interrupt_ends_everything(start_demo, long_text, signum, code):
     demo = start_demo(*long_text)
     demo.wait_for_line("2 of 2 engines connected, 2 ready")

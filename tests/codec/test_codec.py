@@ -80,6 +80,7 @@ class TestImports:
             "assert len(main) < 1000 and len(buffers) == 1\n"
         )
 
+    @pytest.mark.slow
     def test_torch_without_numpy_pickles_in_its_own_way(self) -> None:
         in_new_process(
             "import sys, warnings\n"
@@ -93,6 +94,7 @@ class TestImports:
             "assert torch.equal(codec.decode(memoryview(main), buffers), torch.arange(10_000))\n"
         )
 
+    @pytest.mark.slow
     def test_a_module_that_is_still_being_imported_is_left_alone(self) -> None:
         in_new_process(
             "import importlib.util, sys, types\n"

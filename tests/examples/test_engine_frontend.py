@@ -212,6 +212,7 @@ def test_an_oversized_body_is_refused(server: Server) -> None:
     assert server.complete("x" * 2_000_000, 1)[0] == 413
 
 
+@pytest.mark.slow
 def test_ended_it_leaves_nothing() -> None:
     server = Server("--engines", "1", "--workers", "1")
     try:
@@ -222,6 +223,7 @@ def test_ended_it_leaves_nothing() -> None:
         server.close()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_its_engine_although_nobody_asks_for_anything() -> None:
     server = Server("--engines", "1", "--workers", "1")
     try:

@@ -1,10 +1,11 @@
 """Processes that have few descriptors or threads left, one for each number of them; and what they talk to.
 
-``python starving.py KIND RESOURCE [FIRST LAST STEP]`` forks, for each number from FIRST to LAST, a subject that may
-have that many more of RESOURCE (``descriptors``, or ``threads``), and a peer that may have what it likes: on uvloop for
-odd numbers, on asyncio for the others. What came of it is written as lines of JSON. Forked from a process without
-threads and sockets, they cost a tenth of what started ones would; and that one of them is aborted by libzmq, or does
-not end, is nobody else's business.
+``python starving.py`` reads lines from its standard input, ``KIND RESOURCE FIRST LAST STEP``, and for each number from
+FIRST to LAST forks a subject that may have that many more of RESOURCE (``descriptors``, or ``threads``), and a peer
+that may have what it likes: on uvloop for odd numbers, on asyncio for the others. What came of it is written as lines
+of JSON, and then one with the number of lanes that failed. Forked from a process without threads and sockets, they cost
+a tenth of what started ones would; and that one of them is aborted by libzmq, or does not end, is nobody else's
+business.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ HUNG_S = 20.0
 LANES = 4  # so many numbers at the same time: most of the time is spent waiting for timeouts
 LANES_OF_STARTED = 2  # of those that take steps: they start processes, which keeps a processor busy
 AGAIN = 3
-NOBODY = 54_321  # this one and those that follow are users with no other processes; limits of threads are a user's
+NOBODY = 54_321 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+"""This user and those that follow have no other processes; limits of threads are a user's."""
+
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,
@@ -244,16 +247,8 @@ def sweep(kind: Any, kind_of_limit: str, numbers: Iterable[int], told: int) -> N
         os.write(told, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
 
-def main(name: str, kind_of_limit: str, first: str = "0", last: str = "40", step: str = "1") -> None:
-    from starved_kinds import KINDS
-
-    warnings.simplefilter("ignore")
-    resource_tracker.ensure_running()  # one for all; it would last as long as each of the processes
-    told = os.dup(1)
-    os.dup2(2, 1)
-    numbers = range(int(first), int(last) + 1, int(step))
-    gc.collect()
-    gc.freeze()  # what the imports made: each process would look through it, and so copy it, again and again
+def sweep_all(kind: Any, kind_of_limit: str, numbers: range, told: int) -> int:
+    """Sweep in several lanes; return how many of them failed."""
     directory = os.environ["STARVING_DIR"] = tempfile.mkdtemp(prefix="aioshm-")
     os.chmod(directory, 0o755)
     lanes: list[int] = []
@@ -262,7 +257,7 @@ def main(name: str, kind_of_limit: str, first: str = "0", last: str = "40", step
         pid = os.fork()
         if pid == 0:
             try:
-                sweep(KINDS[name], kind_of_limit, numbers[lane::count], told)
+                sweep(kind, kind_of_limit, numbers[lane::count], told)
             except Exception:
                 traceback.print_exc()
                 os._exit(3)
@@ -270,10 +265,27 @@ def main(name: str, kind_of_limit: str, first: str = "0", last: str = "40", step
         lanes.append(pid)
     failed = [pid for pid in lanes if os.waitpid(pid, 0)[1]]
     shutil.rmtree(directory)
-    if failed:
-        sys.exit(f"{len(failed)} of {len(lanes)} lanes failed")
+    return len(failed)
+
+
+def main() -> None:
+    from starved_kinds import KINDS
+
+    warnings.simplefilter("ignore")
+    resource_tracker.ensure_running()  # one for all; it would last as long as each of the processes
+    wanted, told = os.fdopen(os.dup(0)), os.dup(1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    gc.collect()
+    gc.freeze()  # what the imports made: each process would look through it, and so copy it, again and again
+    for line in wanted:
+        name, kind_of_limit, *numbers = line.split()
+        first, last, step = map(int, numbers)
+        failed = sweep_all(KINDS[name], kind_of_limit, range(first, last + 1, step), told)
+        os.write(told, f"{failed}\n".encode())
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    main(*sys.argv[1:])
+    main()

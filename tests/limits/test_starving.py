@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from starved_kinds import KINDS
@@ -19,25 +22,49 @@ STARTED = {"coordinator", "manager", "worker-group"}
 NAMED_S = 8.0  # most of it is the limit for the start of processes; the others have a timeout of a second
 
 
-def starve(kind: str, resource: str, *numbers: int) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, str(HERE / "starving.py"), kind, resource, *map(str, numbers)],
-        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda line: line["left"])
-    for line in lines:
-        assert "ended" not in line, f"{line}\n{done.stderr[-4000:]}"
-        assert not line["behind"], line
-        assert line["slow"] < NAMED_S, line
-        for error in line["errors"]:
-            # Where a process that was started lacks something, that one says so, in its standard error.
-            assert "LimitReached" in error or (kind in STARTED and "AioshmError" in error), line
-    return lines
+class Starving:
+    """A running ``starving.py``: it imports everything once, for all tests of this file."""
+
+    def __init__(self, complaints: IO[str]) -> None:
+        self._complaints = complaints
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "starving.py")],
+            env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            text=True,
+        )
+
+    def __call__(self, kind: str, resource: str, first: int, last: int, step: int = 1) -> list[dict[str, Any]]:
+        """Return what came of these numbers, after a look at what holds for every kind and number."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._complaints.seek(0, os.SEEK_END)
+        print(kind, resource, first, last, step, file=self._process.stdin, flush=True)
+        lines = []
+        while isinstance(line := json.loads(self._process.stdout.readline() or "-1"), dict):
+            lines.append(line)
+        complaints = self._complaints.read()[-4000:]
+        assert line == 0, f"{line} lanes failed, or it ended:\n{complaints}"
+        for line in lines:
+            assert "ended" not in line, f"{line}\n{complaints}"
+            assert not line["behind"], line
+            assert line["slow"] < NAMED_S, line
+            for error in line["errors"]:
+                # Where a process that was started lacks something, that one says so, in its standard error.
+                assert "LimitReached" in error or (kind in STARTED and "AioshmError" in error), line
+        return sorted(lines, key=lambda line: line["left"])
+
+    def close(self) -> None:
+        with self._process:
+            self._process.kill()
+
+
+@pytest.fixture(scope="module")
+def starve() -> Iterator[Starving]:
+    with tempfile.TemporaryFile("a+") as complaints, closing(Starving(complaints)) as starving:
+        yield starving
 
 
 @pytest.mark.parametrize(
@@ -55,7 +82,7 @@ def starve(kind: str, resource: str, *numbers: int) -> list[dict[str, Any]]:
         ("manager", 9),
     ],
 )
-def test_few_descriptors(kind: str, number: int) -> None:
+def test_few_descriptors(starve: Starving, kind: str, number: int) -> None:
     (line,) = starve(kind, "descriptors", number, number)
     assert line["errors"]
     assert "RLIMIT_NOFILE" in line["errors"][0]
@@ -63,7 +90,7 @@ def test_few_descriptors(kind: str, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_number_of_descriptors(kind: str) -> None:
+def test_every_number_of_descriptors(starve: Starving, kind: str) -> None:
     lines = starve(kind, "descriptors", 0, 40, 4 if kind in STARTED else 1)
     assert lines[0]["errors"], "nothing was lacking"
     assert not lines[-1]["errors"], "it was never enough"
@@ -75,7 +102,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="the limit of threads 
 
 @needs_root
 @pytest.mark.parametrize("number", [0, 2])
-def test_few_threads(number: int) -> None:
+def test_few_threads(starve: Starving, number: int) -> None:
     (line,) = starve("remote-writer", "threads", number, number)
     assert line["errors"]
     assert "needs another thread" in line["errors"][0]
@@ -84,6 +111,6 @@ def test_few_threads(number: int) -> None:
 @needs_root
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in STARTED])
-def test_every_number_of_threads(kind: str) -> None:
+def test_every_number_of_threads(starve: Starving, kind: str) -> None:
     lines = starve(kind, "threads", 0, 12)
     assert not lines[-1]["errors"], "it was never enough"
