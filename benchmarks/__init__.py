@@ -14,4 +14,7 @@ Each of these prints a table, or JSON with ``--json``, and fails with ``--check`
     python -m benchmarks.workers        a step of an engine: a call of every worker, and all their answers
     python -m benchmarks.engine_roundtrip  from a request to an engine's first output
     python -m benchmarks.compare        all of that which other libraries can do too, against them (make bench-rivals)
+
+`benchmarks.trees` compares two checkouts of aioshm instead. All of them are made of the parts in `benchmarks.framework`
+and of `benchmarks.contestants`, each of which is written once.
 """

@@ -12,10 +12,10 @@ import time
 from contextlib import AsyncExitStack
 from statistics import median
 
-from benchmarks.crew import BenchmarkError, Crew
-from benchmarks.harness import Settings, main, percentile, progress
-from benchmarks.report import Promise, Report
-from benchmarks.rivals.engines import ENGINES, Ask, EngineRival, Request
+from benchmarks.contestants.engines import ENGINES, Ask, Request
+from benchmarks.framework.crew import BenchmarkError, Crew
+from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.report import Report, latencies
 
 SHARE = 1.5
 """The promised p50, as a share of zmq.asyncio's."""
@@ -30,15 +30,16 @@ PROBE, LEAST, MOST = 50, 5, 2000
 
 async def run(settings: Settings, report: Report) -> None:
     """Measure, and hold the results against the promise."""
-    rivals = [rival for rival in settings.rivals if isinstance(rival, EngineRival)]
     with Crew(settings.loop_factory) as crew:
         async with AsyncExitStack() as stack:
             progress("starting an engine of each contestant")
-            asks = {rival.name: await stack.enter_async_context(rival.front(crew)) for rival in rivals}
+            asks = {one.name: await stack.enter_async_context(one.front(crew)) for one in settings.chosen(ENGINES)}
             for prompt, length in PROMPTS.items():
                 progress(f"{prompt}: {settings.repeat} time(s)")
                 await _contest(settings, report, asks, prompt, length)
-    _hold_against_promise(report)
+    for prompt in PROMPTS:
+        ratio = report.ratio(prompt, "aioshm", "zmq.asyncio", "p50_us")
+        report.hold(f"p50 from a request of {prompt} to its first output, against bare sockets", ratio, "x", SHARE)
 
 
 async def _contest(settings: Settings, report: Report, asks: dict[str, Ask], prompt: str, length: int) -> None:
@@ -52,9 +53,7 @@ async def _contest(settings: Settings, report: Report, asks: dict[str, Ask], pro
             for name, ask in asks.items():
                 times[name] += await _times(ask, length, counts[name])
         for name, found in times.items():
-            report.result(prompt, name).add(
-                p50_us=percentile(found, 50), p99_us=percentile(found, 99), max_us=max(found)
-            )
+            report.result(prompt, name).add(**latencies(found))
 
 
 async def _times(ask: Ask, length: int, count: int) -> list[float]:
@@ -72,19 +71,5 @@ async def _times(ask: Ask, length: int, count: int) -> list[float]:
     return times
 
 
-def _hold_against_promise(report: Report) -> None:
-    for prompt in PROMPTS:
-        ours, theirs = report.find(prompt, "aioshm"), report.find(prompt, "zmq.asyncio")
-        if ours and theirs:
-            report.promises.append(
-                Promise(
-                    f"p50 from a request of {prompt} to its first output, against bare sockets (at most {SHARE:g}x)",
-                    ours.median("p50_us") / theirs.median("p50_us"),
-                    "x",
-                    SHARE,
-                )
-            )
-
-
 if __name__ == "__main__":
-    sys.exit(main("engine_roundtrip", __doc__, run, repeat=3, seconds=1.0, rivals=ENGINES))
+    sys.exit(main("engine_roundtrip", __doc__, run, repeat=3, seconds=1.0, contestants=ENGINES))

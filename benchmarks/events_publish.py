@@ -28,7 +28,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
-from statistics import median
 from typing import Any, TypeAlias
 
 import msgspec
@@ -38,9 +37,9 @@ from msgspec.structs import astuple
 from aioshm.events import BlockStored, EventBatch, ThreadedEventPublisher, ZmqEventPublisher
 from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.wire import DEFAULT_WIRE, Wire, resolve_wire
-from benchmarks.crew import BenchmarkError, Crew, Hand
-from benchmarks.harness import Settings, main, percentile, progress
-from benchmarks.report import Promise, Report
+from benchmarks.framework.crew import BenchmarkError, Crew, Hand
+from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.report import Report, percentile
 from benchmarks.zmtp_sink import count_bytes, message_bytes
 
 EVENTS = 100
@@ -323,21 +322,15 @@ def _hold_against_promises(report: Report) -> None:
     for form, least in RATIOS.items():
         for load in LOADS:
             name = case(form, load)
-            text = f"median of a publish, {name} (at most {PUBLISH_US:g} us)"
             cost = report.result(name, ON_THE_LOOP).median("publish_p50_us")
-            report.promises.append(Promise(text, cost, "us", PUBLISH_US))
+            report.hold(f"median of a publish, {name}", cost, "us", PUBLISH_US)
             for rival in (RIVAL, SAME_BYTES):
-                ratio, text = _ratio(report, name, rival)
+                ratio = report.ratio(name, ON_THE_LOOP, rival, "batches_per_s", of_repetitions=True)
+                text = f"batches/s of {ON_THE_LOOP} against {rival}, {name}"
                 if load in SUSTAINED:
-                    report.promises.append(Promise(f"{text} (at least {least:g}x)", ratio, "x", least, at_least=True))
+                    report.hold(text, ratio, "x", least, at_least=True)
                 else:
                     report.remarks.append(f"{ratio:.2f}x: {text}; nearly all of it is computing")
-
-
-def _ratio(report: Report, name: str, rival: str) -> tuple[float, str]:
-    ours, theirs = (report.result(name, one).figures["batches_per_s"] for one in (ON_THE_LOOP, rival))
-    ratio = median(our_rate / their_rate for our_rate, their_rate in zip(ours, theirs, strict=True))
-    return ratio, f"batches/s of {ON_THE_LOOP} against {rival}, {name}"
 
 
 if __name__ == "__main__":

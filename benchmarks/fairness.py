@@ -9,19 +9,21 @@ see the kernel's sched-stats.rst) is taken off: what is left, the own lateness, 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
-from benchmarks.cast import Cast, on_stage
-from benchmarks.crew import BenchmarkError, Boss, Crew, Hand
-from benchmarks.harness import Settings, main, percentile, progress
-from benchmarks.payloads import SMALL_DICT, Payload
-from benchmarks.report import Promise, Report
-from benchmarks.rivals import ReaderEnd, WriterEnd
+from benchmarks.contestants import CONTESTANTS, EVERYWHERE
+from benchmarks.framework.contest import Contest
+from benchmarks.framework.crew import BenchmarkError
+from benchmarks.framework.harness import Settings, main
+from benchmarks.framework.loops import Order, Ports
+from benchmarks.framework.report import Report, percentile
+from benchmarks.framework.stage import Stage
+from benchmarks.framework.workload import SMALL_DICT
 
 PERIOD_S = 0.001
 MAX_LATE_MS = 5.0
@@ -36,19 +38,6 @@ MAX_GAP_S = 40e-6
 """A reader that keeps up gets its messages at intervals that grow up to this, from far shorter than a wake-up takes."""
 
 _BATCH = 64  # messages between the sender's looks at whether it is over
-
-
-@dataclass(frozen=True)
-class Tick:
-    """An order: run the ticker for so long, and reply with `Ticks`.
-
-    Attributes:
-        seconds: How long.
-        beside: What else the loop does: one of the cases.
-    """
-
-    seconds: float
-    beside: str
 
 
 @dataclass(frozen=True)
@@ -68,63 +57,46 @@ class Ticks:
 
 async def run(settings: Settings, report: Report) -> None:
     """Measure, and hold the result against the promise."""
-    rivals = [rival for rival in settings.rivals if not rival.blocks]  # nothing else runs on a loop that blocks
-    if not rivals:
+    # Nothing else runs on a loop that blocks.
+    contestants = [contestant for contestant in settings.chosen(CONTESTANTS) if contestant.awaited]
+    if not contestants:
         raise BenchmarkError("these contestants leave their loop no time for anything else")
-    with Crew(settings.loop_factory) as crew:
-        async with AsyncExitStack() as stack:
-            casts = [
-                await stack.enter_async_context(on_stage(crew, rival, read_beside_ticker, [SMALL_DICT]))
-                for rival in rivals
-            ]
-            for repetition in range(settings.repeat):
-                progress(f"repetition {repetition + 1} of {settings.repeat}")
-                for case in [IDLE_LOOP, BUSY_LOOP]:
-                    casts[0].hands[0].order(Tick(settings.seconds, case))
-                    _note(report, case, NO_QUEUE, await _ticks(casts[0].hands[0]), settings.seconds)
-                for case in [SATURATED, KEEPING_UP]:
-                    for cast in casts:
-                        ticks = await _ticks_while_sending(cast, case, settings.seconds)
-                        _note(report, case, cast.name, ticks, settings.seconds)
-    for case in [SATURATED, KEEPING_UP]:
-        ours = report.find(case, "aioshm")
-        if ours:
-            report.promises.append(
-                Promise(
-                    f"own lateness of a 1 ms ticker, {case}, worst of all repetitions (at most {MAX_LATE_MS:g} ms)",
-                    ours.worst("own_max_ms"),
-                    "ms",
-                    MAX_LATE_MS,
-                )
+    seconds = settings.seconds
+    async with Contest(settings, report, contestants, [SMALL_DICT]) as contest:
+
+        async def measure(case: str, name: str | None, write: Order | None, stage: Stage) -> None:
+            _, [ticks] = await stage.perform(write, Order(tick_beside, (seconds, case)))
+            report.result(case, name or stage.name).add(
+                late_p50_ms=percentile(ticks.late_ms, 50),
+                late_p99_ms=percentile(ticks.late_ms, 99),
+                late_max_ms=max(ticks.late_ms),
+                own_p99_ms=percentile(ticks.own_ms, 99),
+                own_max_ms=max(ticks.own_ms),
+                messages_per_s=ticks.messages / seconds,
             )
 
+        for _ in contest.repetitions("ticker"):
+            for case in [IDLE_LOOP, BUSY_LOOP]:
+                for stage in contest.stages[:1]:
+                    await measure(case, NO_QUEUE, None, stage)
+            for case in [SATURATED, KEEPING_UP]:
+                write = Order(send_meanwhile, (seconds, MAX_GAP_S if case == KEEPING_UP else 0.0))
+                await contest.each(partial(measure, case, None, write))
+    for case in [SATURATED, KEEPING_UP]:
+        text = f"own lateness of a 1 ms ticker, {case}, worst of all repetitions"
+        report.hold(text, report.worst(case, "aioshm", "own_max_ms"), "ms", MAX_LATE_MS)
 
-def _note(report: Report, case: str, contestant: str, ticks: Ticks, seconds: float) -> None:
-    report.result(case, contestant).add(
-        late_p50_ms=percentile(ticks.late_ms, 50),
-        late_p99_ms=percentile(ticks.late_ms, 99),
-        late_max_ms=max(ticks.late_ms),
-        own_p99_ms=percentile(ticks.own_ms, 99),
-        own_max_ms=max(ticks.own_ms),
-        messages_per_s=ticks.messages / seconds,
-    )
 
-
-async def _ticks_while_sending(cast: Cast, case: str, seconds: float) -> Ticks:
-    """Send while the ticker runs; not longer, or one that is starved would never finish."""
-    hand, send = cast.hands[0], cast.senders[0].send
-    hand.order(Tick(seconds, case))
+async def send_meanwhile(ports: Ports, seconds: float, most_gap_s: float) -> None:
+    """Send for so long, at intervals that grow; not longer, or a ticker that is starved would never finish."""
+    send, messages = ports.send, ports.work.numbered(itertools.count())
     ends = time.perf_counter() + seconds
-    number = 0
-    while (left := ends - time.perf_counter()) > 0 and not hand.has_replied():
-        gap = MAX_GAP_S * (1 - left / seconds) if case == KEEPING_UP else 0.0
-        for _ in range(_BATCH):
-            await send(SMALL_DICT.message(number))
-            number += 1
-            _pause(gap)
-        await asyncio.sleep(0)
+    while (left := ends - time.perf_counter()) > 0:
+        for message in itertools.islice(messages, _BATCH):
+            await send(message)
+            _pause(most_gap_s * (1 - left / seconds))
+        await ports.turn()
     await send(None)
-    return await _ticks(hand)
 
 
 def _pause(seconds: float) -> None:
@@ -134,38 +106,26 @@ def _pause(seconds: float) -> None:
             pass
 
 
-async def _ticks(hand: Hand) -> Ticks:
-    ticks = await hand.reply()
-    assert isinstance(ticks, Ticks)
-    return ticks
-
-
-async def read_beside_ticker(
-    boss: Boss, ends: Sequence[ReaderEnd], _back: Sequence[WriterEnd], payloads: Sequence[Payload]
-) -> None:
-    """Role: run the ticker beside whatever is asked for."""
-    receiver = await ends[0].open()
-    boss.reply("ready")
+async def tick_beside(ports: Ports, seconds: float, case: str) -> Ticks:
+    """Run the ticker for so long, beside whatever the case says."""
     messages = 0
 
     async def drain() -> None:
         nonlocal messages
-        while (message := await receiver.receive()) is not None:
-            payloads[0].check(message, messages)
+        while (message := await ports.receive()) is not None:
+            ports.work.check(message, messages)
             messages += 1
 
-    while (order := await boss.order()) is not None:
-        messages = 0
-        ticker = asyncio.create_task(_tick(order.seconds))
-        reading = asyncio.create_task(drain()) if order.beside in {SATURATED, KEEPING_UP} else None
-        spinning = asyncio.create_task(_spin()) if order.beside == BUSY_LOOP else None
-        late_ms, own_ms = await ticker
-        boss.reply(Ticks(late_ms, own_ms, messages))
-        if reading is not None:
-            await reading
-        if spinning is not None:
-            spinning.cancel()
-    await receiver.aclose()
+    ticker = asyncio.create_task(_tick(seconds))
+    reading = asyncio.create_task(drain()) if case in {SATURATED, KEEPING_UP} else None
+    spinning = asyncio.create_task(_spin()) if case == BUSY_LOOP else None
+    late_ms, own_ms = await ticker
+    ticks = Ticks(late_ms, own_ms, messages)
+    if reading is not None:
+        await reading
+    if spinning is not None:
+        spinning.cancel()
+    return ticks
 
 
 async def _spin() -> None:
@@ -210,4 +170,4 @@ class _RunQueue:
 
 
 if __name__ == "__main__":
-    sys.exit(main("fairness", __doc__, run, repeat=5, seconds=2.0))
+    sys.exit(main("fairness", __doc__, run, repeat=5, seconds=2.0, contestants=CONTESTANTS, default=EVERYWHERE))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.harness import Settings, main
-from benchmarks.report import Report
-from benchmarks.stream import measure_streams
+from benchmarks.contestants import CONTESTANTS, EVERYWHERE
+from benchmarks.framework.contest import measure_streams
+from benchmarks.framework.harness import Settings, main
+from benchmarks.framework.report import Report
+from benchmarks.framework.workload import usual
 
 READERS = [1, 2, 3, 4]
 QUICK_READERS = [1, 2]
@@ -14,8 +16,9 @@ QUICK_READERS = [1, 2]
 
 async def run(settings: Settings, report: Report) -> None:
     """Measure."""
-    await measure_streams(settings, report, QUICK_READERS if settings.quick else READERS)
+    readers = QUICK_READERS if settings.quick else READERS
+    await measure_streams(settings, report, settings.chosen(CONTESTANTS), usual(settings.quick), readers)
 
 
 if __name__ == "__main__":
-    sys.exit(main("fanout", __doc__, run, repeat=3, seconds=0.25))
+    sys.exit(main("fanout", __doc__, run, repeat=3, seconds=0.25, contestants=CONTESTANTS, default=EVERYWHERE))

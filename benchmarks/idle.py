@@ -6,19 +6,16 @@ Each contestant's reader waits twice: before it has received anything, and right
 from __future__ import annotations
 
 import asyncio
-import resource
 import sys
-import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from benchmarks.cast import Cast, on_stage
-from benchmarks.crew import Boss, Crew
-from benchmarks.harness import Settings, main, progress
-from benchmarks.payloads import SMALL_DICT, Payload
-from benchmarks.report import Promise, Report
-from benchmarks.rivals import ReaderEnd, WriterEnd
+from benchmarks.contestants import CONTESTANTS, EVERYWHERE
+from benchmarks.framework.contest import Contest
+from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.loops import CpuWatch, Order, Ports, send
+from benchmarks.framework.report import Report
+from benchmarks.framework.stage import together
+from benchmarks.framework.workload import SMALL_DICT
 
 MAX_SWITCHES = 5
 MAX_CPU_PERCENT = 0.5
@@ -31,25 +28,16 @@ BEHIND_BURST = "idle after a burst"
 
 
 @dataclass(frozen=True)
-class Wait:
-    """An order: read so many messages, then wait for one more, and reply with `Cost`."""
-
-    burst: int
-
-
-@dataclass(frozen=True)
 class Cost:
     """What the process spent while it waited, all its threads together.
 
     Attributes:
-        wall_s: How long it waited.
-        cpu_s: CPU time.
+        cpu_percent: CPU time, as a share of a core.
         voluntary: Context switches because it had nothing to do, the one that began the wait among them.
         involuntary: Context switches because another process was to run.
     """
 
-    wall_s: float
-    cpu_s: float
+    cpu_percent: float
     voluntary: int
     involuntary: int
 
@@ -57,82 +45,42 @@ class Cost:
 async def run(settings: Settings, report: Report) -> None:
     """Measure, and hold the results against the promises."""
     burst = QUICK_BURST if settings.quick else BURST
-    with Crew(settings.loop_factory) as crew:
-        for repetition in range(settings.repeat):
-            # New readers each time: a wait counts as the first only once.
-            async with AsyncExitStack() as stack:
-                progress(f"repetition {repetition + 1} of {settings.repeat}")
-                casts = [
-                    await stack.enter_async_context(on_stage(crew, rival, wait_and_tell, [SMALL_DICT]))
-                    for rival in settings.rivals
-                ]
-                for case, messages in [(SILENT, 0), (BEHIND_BURST, burst)]:
-                    for cast, cost in zip(casts, await _wait(casts, messages, settings.seconds), strict=True):
-                        report.result(case, cast.name).add(
-                            voluntary_switches=cost.voluntary,
-                            involuntary_switches=cost.involuntary,
-                            cpu_percent=100 * cost.cpu_s / cost.wall_s,
-                        )
+    for repetition in range(settings.repeat):
+        progress(f"repetition {repetition + 1} of {settings.repeat}")
+        # New readers each time: a wait counts as the first only once.
+        async with Contest(settings, report, settings.chosen(CONTESTANTS), [SMALL_DICT]) as contest:
+            for case, messages in [(SILENT, 0), (BEHIND_BURST, burst)]:
+                # All wait at the same time: each process counts only what it does itself.
+                for stage in contest.stages:
+                    stage.readers[0].order(Order(wait_and_tell, (messages,)))
+                    await stage.perform(Order(send, (0, messages)), None)
+                await asyncio.sleep(settings.seconds)
+                for stage in contest.stages:
+                    stage.writer.order(Order(send, (messages, messages + 1)))
+                    _, cost = await together([hand.reply() for hand in (stage.writer, *stage.readers)])
+                    report.result(case, stage.name).add(
+                        voluntary_switches=cost.voluntary,
+                        involuntary_switches=cost.involuntary,
+                        cpu_percent=cost.cpu_percent,
+                    )
     for case in [SILENT, BEHIND_BURST]:
-        _hold_against_promises(report, case, settings.seconds)
+        wait = f"in {settings.seconds:g} s, {case}, most of all repetitions"
+        switches = report.worst(case, "aioshm", "voluntary_switches")
+        report.hold(f"voluntary context switches {wait}", switches, "", MAX_SWITCHES)
+        report.hold(f"CPU {wait}", report.worst(case, "aioshm", "cpu_percent"), "%", MAX_CPU_PERCENT)
 
 
-async def _wait(casts: Sequence[Cast], burst: int, seconds: float) -> list[Cost]:
-    """Let all wait at the same time: each process counts only what it does itself."""
-    for cast in casts:
-        cast.hands[0].order(Wait(burst))
-        for number in range(burst):
-            await cast.senders[0].send(SMALL_DICT.message(number))
-    await asyncio.sleep(seconds)
-    costs = []
-    for cast in casts:
-        await cast.senders[0].send(SMALL_DICT.message(burst))
-        cost = await cast.hands[0].reply()
-        assert isinstance(cost, Cost)
-        costs.append(cost)
-    return costs
-
-
-async def wait_and_tell(
-    boss: Boss, ends: Sequence[ReaderEnd], _back: Sequence[WriterEnd], payloads: Sequence[Payload]
-) -> None:
-    """Role: read a burst, wait for the message behind it, and reply with what waiting cost."""
-    receiver = await ends[0].open()
-    check = payloads[0].check
-    boss.reply("ready")
-    while (order := await boss.order()) is not None:
-        for number in range(order.burst):
-            check(await receiver.receive(), number)
-        before, cpu, wall = resource.getrusage(resource.RUSAGE_SELF), time.process_time(), time.perf_counter()
-        message = await receiver.receive()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        check(message, order.burst)
-        boss.reply(Cost(wall, cpu, after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw))
-    await receiver.aclose()
-
-
-def _hold_against_promises(report: Report, case: str, seconds: float) -> None:
-    ours = report.find(case, "aioshm")
-    if ours is None:
-        return
-    report.promises.append(
-        Promise(
-            f"voluntary context switches in {seconds:g} s, {case}, most of all repetitions (at most {MAX_SWITCHES})",
-            ours.worst("voluntary_switches"),
-            "",
-            MAX_SWITCHES,
-        )
-    )
-    report.promises.append(
-        Promise(
-            f"CPU in {seconds:g} s, {case}, most of all repetitions (at most {MAX_CPU_PERCENT:g}%)",
-            ours.worst("cpu_percent"),
-            "%",
-            MAX_CPU_PERCENT,
-        )
-    )
+async def wait_and_tell(ports: Ports, burst: int) -> Cost:
+    """Read a burst and wait for the message behind it; return what waiting cost."""
+    receive, check = ports.receive, ports.work.check
+    for number in range(burst):
+        check(await receive(), number)
+    watch = CpuWatch()
+    message = await receive()
+    cost = Cost(watch.percent(), *watch.switches())
+    check(message, burst)
+    return cost
 
 
 if __name__ == "__main__":
-    sys.exit(main("idle", __doc__, run, repeat=5, seconds=5.0))
+    sys.exit(main("idle", __doc__, run, repeat=5, seconds=5.0, contestants=CONTESTANTS, default=EVERYWHERE))

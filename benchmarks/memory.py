@@ -7,21 +7,22 @@ ring that this end has touched, private memory (USS) does not. How many messages
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import psutil
 
-from aioshm import Handle, MessageQueue
-from aioshm.codec import get_codec
-from benchmarks.crew import Boss, Crew, Hand
-from benchmarks.harness import Settings, main, progress
-from benchmarks.payloads import KIB, SHORT_BYTES, SMALL_DICT, Payload
-from benchmarks.report import Promise, Report
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.framework.contest import Contest
+from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.loops import Order, Ports
+from benchmarks.framework.report import Report
+from benchmarks.framework.stage import Stage
+from benchmarks.framework.workload import KIB, plain_bytes, small_dict
 
 MESSAGES = 1_000_000
 WARM_UP = 50_000
@@ -32,32 +33,9 @@ POINTS = 10
 
 MAX_GROWTH_KIB = 1024
 
-WRITER, READER = "aioshm writer", "aioshm reader"
+ENDS = ("aioshm writer", "aioshm reader")
 
-READY_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is sent, and how it is encoded."""
-
-    payload: Payload
-    codec: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.payload.name}, {self.codec}"
-
-
-CASES = [Case(SMALL_DICT, "pickle"), Case(SMALL_DICT, "msgpack"), Case(SHORT_BYTES, "raw")]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """An order: let the messages of these numbers pass, and reply with `Memory`."""
-
-    first: int
-    end: int
+CASES = [small_dict("pickle"), small_dict("msgpack"), plain_bytes(64)]
 
 
 @dataclass(frozen=True)
@@ -70,96 +48,65 @@ class Memory:
 
 async def run(settings: Settings, report: Report) -> None:
     """Measure, and hold the results against the promises."""
-    cases = [case for case in CASES if _is_known(case.codec)]
+    messages, warm_up = (QUICK_MESSAGES, QUICK_WARM_UP) if settings.quick else (MESSAGES, WARM_UP)
+    contestants = [one for one in CONTESTANTS if one.name == "aioshm"]
     for repetition in range(settings.repeat):
-        for case in cases:
-            progress(f"{case.name}, repetition {repetition + 1} of {settings.repeat}")
-            with Crew(settings.loop_factory) as crew:
-                await _run_case(crew, case, report, quick=settings.quick)
-    for end in (WRITER, READER):
-        growth = max(report.result(case.name, end).worst("rss_growth_kib") for case in cases)
-        report.promises.append(
-            Promise(
-                f"growth of the {end}'s resident memory over {QUICK_MESSAGES if settings.quick else MESSAGES:,} "
-                f"messages, most of all cases and repetitions (at most {MAX_GROWTH_KIB} KiB)",
-                growth,
-                "KiB",
-                MAX_GROWTH_KIB,
-            )
-        )
+        for work in CASES:
+            name = f"{work.name.partition(',')[0]}, {work.codec}"
+            progress(f"{name}, repetition {repetition + 1} of {settings.repeat}")
+            async with Contest(settings, report, contestants, [work]) as contest:
+                await contest.each(partial(_measure, report, name, messages, warm_up))
+    for end in ENDS:
+        growth = [r.worst("rss_growth_kib") for r in report.results if r.contestant == end]
+        what = f"over {messages:,} messages, most of all cases and repetitions"
+        text = f"growth of the {end}'s resident memory {what}"
+        report.hold(text, max(growth, default=None), "KiB", MAX_GROWTH_KIB)
 
 
-async def _run_case(crew: Crew, case: Case, report: Report, *, quick: bool) -> None:
-    messages, warm_up = (QUICK_MESSAGES, QUICK_WARM_UP) if quick else (MESSAGES, WARM_UP)
-    hands = {WRITER: crew.start(WRITER, write, case), READER: crew.start(READER, read, case)}
-    hands[READER].order(await hands[WRITER].reply())  # the handle
-    await _memory(hands, None)
-    before = await _memory(hands, Pass(0, warm_up))
-    after: dict[str, list[Memory]] = {end: [] for end in hands}
+async def _measure(report: Report, case: str, messages: int, warm_up: int, stage: Stage) -> None:
+    before = await _memory(stage, 0, warm_up)
+    after = []
     began = time.perf_counter()
     for first, end in pairwise(warm_up + messages * point // POINTS for point in range(POINTS + 1)):
-        for name, memory in (await _memory(hands, Pass(first, end))).items():
-            after[name].append(memory)
+        after.append(await _memory(stage, first, end))
     seconds = time.perf_counter() - began
-    await crew.dismiss(list(hands.values()))
-    for name, found in after.items():
-        report.result(case.name, name).add(
-            rss_growth_kib=max(memory.rss - before[name].rss for memory in found) / KIB,
-            private_growth_kib=max(memory.uss - before[name].uss for memory in found) / KIB,
-            rss_at_first_kib=before[name].rss / KIB,
+    for name, at_first, found in zip(ENDS, before, zip(*after, strict=True), strict=True):
+        report.result(case, name).add(
+            rss_growth_kib=max(memory.rss - at_first.rss for memory in found) / KIB,
+            private_growth_kib=max(memory.uss - at_first.uss for memory in found) / KIB,
+            rss_at_first_kib=at_first.rss / KIB,
             rss_at_last_kib=found[-1].rss / KIB,
             messages_per_s=messages / seconds,
         )
 
 
-async def _memory(hands: dict[str, Hand], order: Pass | None) -> dict[str, Memory]:
-    """Give an order to both ends, unless they have theirs, and return what both reply."""
-    if order is not None:
-        for hand in hands.values():
-            hand.order(order)
-    return dict(zip(hands, await asyncio.gather(*(hand.reply() for hand in hands.values())), strict=True))
+async def _memory(stage: Stage, first: int, end: int) -> tuple[Memory, Memory]:
+    """Let the messages of these numbers pass; return what the writer and the reader have then."""
+    written, [read] = await stage.perform(Order(send_and_tell, (first, end)), Order(receive_and_tell, (first, end)))
+    return written, read
 
 
-def _is_known(codec: str) -> bool:
-    try:
-        get_codec(codec)
-    except (ValueError, ImportError):
-        return False
-    return True
+async def send_and_tell(ports: Ports, first: int, end: int) -> Memory:
+    """Send the messages of these numbers; return this process' memory."""
+    send = ports.send
+    for message in ports.work.numbered(range(first, end)):
+        await send(message)
+    return own_memory()
 
 
-def _own_memory() -> Memory:
-    gc.collect()  # what is garbage already is not kept
+async def receive_and_tell(ports: Ports, first: int, end: int) -> Memory:
+    """Receive the messages of these numbers; return this process' memory."""
+    receive, check = ports.receive, ports.work.check
+    for number in range(first, end):
+        check(await receive(), number)
+    return own_memory()
+
+
+def own_memory() -> Memory:
+    """Return what this process has, without what is garbage already."""
+    gc.collect()
     found = psutil.Process().memory_full_info()
     return Memory(found.rss, found.uss)
-
-
-async def write(boss: Boss, case: Case) -> None:
-    """Role: send what is ordered, and reply with this process' memory."""
-    payload = case.payload
-    queue = MessageQueue(1, 1, max_chunk_bytes=payload.chunk_bytes, max_chunks=payload.slots, codec=case.codec)
-    boss.reply(queue.export_handle())
-    await queue.wait_until_ready(READY_TIMEOUT_S)
-    boss.reply(_own_memory())
-    while (order := await boss.order()) is not None:
-        for number in range(order.first, order.end):
-            await queue.enqueue(payload.message(number))
-        boss.reply(_own_memory())
-    await queue.aclose()
-
-
-async def read(boss: Boss, case: Case) -> None:
-    """Role: receive what is ordered, and reply with this process' memory."""
-    handle = await boss.order()
-    assert isinstance(handle, Handle)
-    queue = MessageQueue.create_from_handle(handle, 0)
-    await queue.wait_until_ready(READY_TIMEOUT_S)
-    boss.reply(_own_memory())
-    while (order := await boss.order()) is not None:
-        for number in range(order.first, order.end):
-            case.payload.check(await queue.dequeue(), number)
-        boss.reply(_own_memory())
-    await queue.aclose()
 
 
 if __name__ == "__main__":

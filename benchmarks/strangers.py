@@ -12,10 +12,10 @@ import sys
 import time
 
 from aioshm import Handle, MessageQueue, Options
-from benchmarks.crew import Boss, Crew
-from benchmarks.harness import Settings, main, progress
-from benchmarks.payloads import BYTES_4K
-from benchmarks.report import Promise, Report
+from benchmarks.framework.crew import Boss, Crew
+from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.report import Report
+from benchmarks.framework.workload import BYTES_4K
 
 QUIET, ANNOYED = "quiet", "with strangers"
 RATIO = 0.8
@@ -57,27 +57,18 @@ async def run(settings: Settings, report: Report) -> None:
             await queue.enqueue(b"")
             await hand.reply()
             await crew.dismiss([hand])
-    quiet, annoyed = report.find(BYTES_4K.name, QUIET), report.find(BYTES_4K.name, ANNOYED)
-    assert quiet is not None
-    assert annoyed is not None
-    report.promises.append(
-        Promise(
-            f"messages/s of {BYTES_4K.name} with strangers at every port, against those without (at least {RATIO:g}x)",
-            annoyed.median("messages_per_s") / quiet.median("messages_per_s"),
-            "x",
-            RATIO,
-            at_least=True,
-        )
-    )
+    ratio = report.ratio(BYTES_4K.name, ANNOYED, QUIET, "messages_per_s")
+    text = f"messages/s of {BYTES_4K.name} with strangers at every port, against those without"
+    report.hold(text, ratio, "x", RATIO, at_least=True)
 
 
 async def _rate(queue: MessageQueue, seconds: float) -> float:
     """Send for a while; return the messages/s, up to the last one's acknowledgement."""
     began, sent = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
-        for _ in range(BATCH):
-            await queue.enqueue(BYTES_4K.message(sent))
-            sent += 1
+        for message in BYTES_4K.numbered(range(BATCH)):
+            await queue.enqueue(message)
+        sent += BATCH
     while queue.stats().backlog:  # noqa: ASYNC110 - no call waits for the readers to catch up
         await asyncio.sleep(0.0005)
     return sent / (time.perf_counter() - began)

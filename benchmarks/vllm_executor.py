@@ -11,9 +11,9 @@ import importlib.util
 import sys
 from typing import Any
 
-from benchmarks.crew import BenchmarkError, Crew, Hand
-from benchmarks.harness import Settings, main, percentile, progress
-from benchmarks.report import Promise, Report
+from benchmarks.framework.crew import BenchmarkError, Crew, Hand
+from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.report import Promise, Report, percentile
 from benchmarks.vllm_engine import N_REQUESTS, WORKERS, engine
 
 CADENCES = {"back to back": 0.0, "every 20 ms": 0.020}
@@ -81,4 +81,4 @@ def _promise(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("vllm_executor", __doc__, run, repeat=4, seconds=2.0, rivals=()))
+    sys.exit(main("vllm_executor", __doc__, run, repeat=4, seconds=2.0))

@@ -13,15 +13,15 @@ import pickle
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
 from aioshm.engine import WorkerGroup
-from benchmarks.crew import BenchmarkError
-from benchmarks.harness import Settings, main, percentile, progress
-from benchmarks.report import Report
+from benchmarks.framework.crew import BenchmarkError, Boss, Crew
+from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.report import Report, latencies
 
 WORKERS = (1, 2)
 STEP = {"request_ids": ["a", "b", "c", "d"], "tokens": [[1], [2], [3], [4]]}
@@ -57,9 +57,7 @@ async def run(settings: Settings, report: Report) -> None:
                     for method in ("step", "megabyte"):
                         times = await _steps(step, method, n_workers, settings.seconds)
                         case = f"{method}, {n_workers} worker{'s' if n_workers > 1 else ''}"
-                        report.result(case, name, n_workers).add(
-                            p50_us=percentile(times, 50), p99_us=percentile(times, 99)
-                        )
+                        report.result(case, name, n_workers).add(**latencies(times, slowest=False))
 
 
 async def _steps(step: Step, method: str, n_workers: int, seconds: float) -> list[float]:
@@ -93,47 +91,35 @@ async def group_of(n_workers: int) -> AsyncIterator[Step]:
 @asynccontextmanager
 async def pipes_to(n_workers: int) -> AsyncIterator[Step]:
     """Start workers with a pipe to each; yield what does a step."""
-    context = multiprocessing.get_context("spawn")
-    processes, pipes = [], []
-    try:
+    with Crew(asyncio.new_event_loop) as crew:
+        pipes = []
         for rank in range(n_workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            crew.start(f"worker {rank}", _serve, rank, theirs)
             theirs.close()
-            processes.append(process)
             pipes.append(ours)
 
         async def step(method: str) -> list[Any]:
-            data = pickle.dumps(
-                (method, (STEP,)), 5
-            )  # quicker than Connection.send, which makes a new pickler each time
+            # Quicker than Connection.send, which makes a new pickler each time.
+            data = pickle.dumps((method, (STEP,)), 5)
             for pipe in pipes:
                 pipe.send_bytes(data)
             return [pickle.loads(pipe.recv_bytes()) for pipe in pipes]
 
         yield step
-    finally:
         for pipe in pipes:
             pipe.close()
-        for process in processes:
-            await asyncio.to_thread(process.join, TIMEOUT_S)
-            process.kill()
-            process.join()
-            process.close()
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def _serve(_boss: Boss, rank: int, pipe: Connection) -> None:
     worker = Worker(rank)
-    try:
+    with suppress(EOFError):
         while True:
             method, args = pickle.loads(pipe.recv_bytes())
             pipe.send_bytes(pickle.dumps(getattr(worker, method)(*args), 5))
-    except EOFError:
-        return
 
 
 CONTESTANTS = {"aioshm": group_of, "mp.Pipe": pipes_to}
 
 if __name__ == "__main__":
-    sys.exit(main("workers", __doc__, run, repeat=3, seconds=1.0, rivals=()))
+    sys.exit(main("workers", __doc__, run, repeat=3, seconds=1.0))

@@ -15,10 +15,10 @@ from contextlib import AsyncExitStack
 from statistics import median
 
 from aioshm import Handle, MessageQueue, Options, ShmRingBuffer
-from benchmarks.crew import Boss, Crew, Hand
-from benchmarks.harness import Settings, main, progress
-from benchmarks.payloads import SHORT_BYTES
-from benchmarks.report import Promise, Report
+from benchmarks.framework.crew import Boss, Crew, Hand
+from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.report import Report
+from benchmarks.framework.workload import SHORT_BYTES
 
 READERS = [1, 2, 4, 8, 16, 32, 64]
 QUICK_READERS = [1, 4]
@@ -142,12 +142,14 @@ async def run(settings: Settings, report: Report) -> None:
                         cost = await _measure(writer, hand, number, settings.seconds)
                         report.result(case, OURS, n_reader).add(us_per_message=cost)
                 await crew.dismiss([hand])
-            _hold_against_promise(report, case, readers)
+            fewest, most = (report.result(case, OURS, n).median("us_per_message") for n in (readers[0], readers[-1]))
+            text = f"the writer's cost per message with {readers[-1]} readers, {case}, against {readers[0]}"
+            report.hold(text, most / fewest, "x", MAX_GROWTH)
 
 
 async def _measure(writer: Writer, hand: Hand, number: int, seconds: float) -> float:
     """Return the microseconds that one message takes, in the median over the fillings of the ring."""
-    message = SHORT_BYTES.message(number)
+    [message] = SHORT_BYTES.numbered([number])
     costs: list[float] = []
     ends = time.perf_counter() + seconds
     await writer.fill(message)  # untimed: the memory has gone cold while others were measured
@@ -183,19 +185,6 @@ async def keep_up(boss: Boss) -> None:
         ring.close()
     for queue in queues:
         await queue.aclose()
-
-
-def _hold_against_promise(report: Report, case: str, readers: list[int]) -> None:
-    fewest, most = (report.result(case, OURS, n).median("us_per_message") for n in (readers[0], readers[-1]))
-    report.promises.append(
-        Promise(
-            f"the writer's cost per message with {readers[-1]} readers, {case}, "
-            f"against {readers[0]} (at most {MAX_GROWTH:g}x)",
-            most / fewest,
-            "x",
-            MAX_GROWTH,
-        )
-    )
 
 
 if __name__ == "__main__":

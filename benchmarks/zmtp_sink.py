@@ -10,7 +10,7 @@ import socket
 import sys
 
 from benchmarks.attackers import NULL_GREETING
-from benchmarks.crew import Boss
+from benchmarks.framework.crew import Boss
 
 TIMEOUT_S = 60.0
 _READY_BODY = b"\x05READY\x0bSocket-Type" + (3).to_bytes(4, "big") + b"SUB"

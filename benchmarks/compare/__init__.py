@@ -5,6 +5,6 @@
 
 Every contestant carries the same objects and has each one checked on arrival. Every writer and every reader is a
 process of its own, held to one core where there are enough of them. Contestants that are called without await run in
-plain loops; those that are awaited run on uvloop. Repetitions go round all contestants, so that whatever else happens
-on the machine happens to all of them.
+plain loops; those that are awaited run on uvloop, where it is installed. Repetitions go round all contestants, so that
+whatever else happens on the machine happens to all of them.
 """

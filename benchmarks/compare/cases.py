@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.compare.workload import KIB, MIB, Workload, raw_bytes, small_dict, tensor
+from benchmarks.framework.workload import KIB, MIB, Workload, plain_bytes, small_dict, tensor
 
 Kind = Literal["stream", "round trips", "cadence"]
 
@@ -17,6 +17,7 @@ AIOSHM = ["aioshm", "aioshm blocking"]
 ICEORYX = ["iceoryx2 polling", "iceoryx2 event"]
 ZMQ = ["zmq.asyncio", "pyzmq"]
 STDLIB = ["mp.Queue", "mp.Pipe"]
+RIVAL_PACKAGES = ["vllm", "iceoryx2", "faster-fifo", "pynng", "torch"]
 EVERYONE = [*AIOSHM, "vLLM", *ICEORYX, *ZMQ, *STDLIB, "faster-fifo", "pynng"]
 FOR_TENSORS = ["aioshm", "aioshm blocking", "aioshm leased", "vLLM", "vLLM arena", *ZMQ, *STDLIB]
 
@@ -54,7 +55,7 @@ def _stream(name: str, workload: Workload, contestants: Sequence[str], n_reader:
 
 
 _SMALL = small_dict("pickle")
-_SHORT = raw_bytes(64)
+_SHORT = plain_bytes(64)
 
 SMALL, MSGPACK, RAW = _SMALL.name, small_dict("msgpack").name, _SHORT.name
 PING_PONG, CADENCE = "64 B ping-pong", "cadence"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from benchmarks.compare.troupe import loop_factory
-from benchmarks.compare.workload import MIB
-from benchmarks.crew import Boss, Crew, Hand
+from benchmarks.framework.crew import Boss, Crew, Hand
+from benchmarks.framework.workload import MIB
 
 NAME = "memcpy"
 BLOCK_BYTES = 256 * MIB
@@ -18,9 +18,9 @@ QUICK_BLOCK_BYTES = 16 * MIB
 
 
 @asynccontextmanager
-async def memcpy_on_stage(nbytes: int) -> AsyncIterator[Hand]:
+async def memcpy_on_stage(nbytes: int, loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> AsyncIterator[Hand]:
     """Start a process that answers each order, a number of blocks, with the bytes/s at which it copied them."""
-    with Crew(loop_factory()) as crew:
+    with Crew(loop_factory) as crew:
         hand = crew.start(NAME, copy_blocks, nbytes)
         await hand.reply()
         yield hand

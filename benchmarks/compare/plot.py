@@ -9,19 +9,22 @@ from typing import Any
 from benchmarks.compare.cases import CADENCES_MS, CASES, MSGPACK, PING_PONG, RAW, SMALL
 from benchmarks.compare.measure import cadence_title
 from benchmarks.compare.memcpy import NAME as MEMCPY
-from benchmarks.report import Report
+from benchmarks.framework.crew import BenchmarkError
+from benchmarks.framework.report import Report
 
 HOW_TO_GET_IT = "plots need matplotlib: `make bench-rivals` builds an environment with it"
 
 SUFFIXES = {".svg", ".png", ".pdf"}
 
 
-class NoPlotError(Exception):
+class NoPlotError(BenchmarkError):
     """A plot cannot be made; the text says why."""
 
 
-def require() -> None:
-    """Raise `NoPlotError` unless plots can be made."""
+def check(path: Path) -> None:
+    """Raise `NoPlotError` unless a plot can be made, in a file of this name."""
+    if path.suffix not in SUFFIXES:
+        raise NoPlotError(f"a plot's name ends in {', '.join(sorted(SUFFIXES))}, not {path.suffix or path}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -30,7 +33,7 @@ def require() -> None:
 
 def plot(report: Report, path: Path) -> None:
     """Write the picture to a file, of the kind that its ending says."""
-    require()
+    check(path)
     import matplotlib as mpl
 
     mpl.use("agg")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import zipfile
@@ -11,14 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from support import eventually
 
 from benchmarks.compare.cases import SMALL
 from benchmarks.compare.install_vllm import DEVICES, extract, pinned
 from benchmarks.compare.promises import PROMISES, hold
-from benchmarks.report import Report
+from benchmarks.framework.report import Report
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60
@@ -63,9 +60,9 @@ def test_a_table_a_file_and_who_is_missing(tmp_path: Path) -> None:
     done = run("--only", "fanout-2", "cadence", "--contestants", *names, "--json", str(path))
     report = json.loads(path.read_text())
     assert str(path) in done.stderr
-    assert "small dict, 2 readers" in done.stdout
+    assert any(row.split()[:4] == ["small", "dict", "2", "aioshm"] for row in done.stdout.splitlines())
     assert "every 5 ms" in done.stdout
-    assert "CPU of the reader" in done.stdout
+    assert "reader cpu, %" in done.stdout
     assert "not measured: every 5 ms: p50 of aioshm against vLLM (at most 1x)" in done.stdout
     assert {("small dict", "aioshm", 2), ("every 20 ms", "mp.Pipe", 1)} <= measured(report)
     if find_spec("iceoryx2") is None:
@@ -88,25 +85,6 @@ def test_a_missed_promise_is_an_exit_code() -> None:
     unheld = hold(report)
     assert [promise.kept for promise in report.promises] == [False]
     assert len(unheld) == len(PROMISES) - 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_its_processes_end_with_it(number: signal.Signals) -> None:
-    arguments = ["--only", "dict", "--contestants", "aioshm", "mp.Pipe", "--seconds", "30"]
-    with subprocess.Popen(
-        command(*arguments), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            parent = psutil.Process(process.pid)
-            eventually(lambda: len(parent.children()) == 5, "the start of every process", TIMEOUT_S)
-            children = parent.children(recursive=True)
-            process.send_signal(number)
-            process.wait(TIMEOUT_S)
-            _, alive = psutil.wait_procs(children, TIMEOUT_S)
-            assert not alive
-        finally:
-            process.kill()
 
 
 def test_only_a_few_files_come_out_of_vllm_s_wheel(tmp_path: Path) -> None:

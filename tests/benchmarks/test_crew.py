@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import forkserver
 
 import pytest
 
-from benchmarks.cast import on_stage
-from benchmarks.crew import BenchmarkError, Boss, Crew
-from benchmarks.payloads import SMALL_DICT, Payload
-from benchmarks.rivals import RIVALS, ReaderEnd, Rival, WriterEnd
+from benchmarks.contestants import CONTESTANTS, EVERYWHERE
+from benchmarks.framework.crew import BenchmarkError, Boss, Crew
+from benchmarks.framework.stage import on_stage
+from benchmarks.framework.workload import SMALL_DICT
 
 
 async def obey(boss: Boss, answer: str) -> None:
@@ -23,10 +25,17 @@ async def obey(boss: Boss, answer: str) -> None:
         boss.reply(f"{answer} {order}")
 
 
-async def fail_at_once(
-    _boss: Boss, _ends: Sequence[ReaderEnd], _back: Sequence[WriterEnd], _payloads: Sequence[Payload]
-) -> None:
+def fail_at_once(*_: object) -> None:
     raise RuntimeError("no reader today")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> Iterator[None]:
+    """Have what all processes are forked from while these tests run, and not afterwards."""
+    with Crew(asyncio.new_event_loop):
+        forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -58,8 +67,10 @@ async def test_a_death_is_noticed(crew: Crew) -> None:
 
 
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("rival", RIVALS, ids=lambda rival: rival.name)
-async def test_a_reader_that_fails_while_lines_open_ends_the_wait(crew: Crew, rival: Rival) -> None:
+@pytest.mark.parametrize("name", EVERYWHERE)
+async def test_a_reader_that_fails_while_lines_open_ends_the_wait(name: str) -> None:
+    [contestant] = [one for one in CONTESTANTS if one.name == name]
+    failing = replace(contestant, reader=fail_at_once)
     with pytest.raises(BenchmarkError, match="no reader today"):
-        async with on_stage(crew, rival, fail_at_once, [SMALL_DICT]):
+        async with on_stage(failing, [SMALL_DICT], 1, asyncio.new_event_loop):
             pytest.fail("it opened")

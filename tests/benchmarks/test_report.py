@@ -6,9 +6,17 @@ import json
 
 import pytest
 
-from benchmarks.harness import percentile
-from benchmarks.payloads import PAYLOADS, SHORT_BYTES, WrongMessageError
-from benchmarks.report import Promise, Report
+from benchmarks.framework.report import Promise, Report, percentile
+from benchmarks.framework.workload import (
+    BYTES_4K,
+    SHORT_BYTES,
+    USUAL,
+    Workload,
+    WrongMessageError,
+    plain_bytes,
+    small_dict,
+    tensor,
+)
 
 
 def report() -> Report:
@@ -54,8 +62,45 @@ def test_percentile(percent: float, value: float) -> None:
     assert percentile(list(range(100, 0, -1)), percent) == value
 
 
-@pytest.mark.parametrize("payload", [*PAYLOADS, SHORT_BYTES], ids=lambda payload: payload.name)
-def test_a_message_that_is_not_the_expected_one_is_noticed(payload) -> None:  # type: ignore[no-untyped-def]
-    payload.check(payload.message(7), 7)
+KINDS = [*USUAL, SHORT_BYTES, BYTES_4K, small_dict("msgpack"), plain_bytes(64), tensor(4)]
+
+
+@pytest.mark.parametrize("work", KINDS, ids=lambda work: work.name)
+def test_a_message_that_is_not_the_expected_one_is_noticed(work: Workload) -> None:
+    [message] = work.numbered([7])
+    work.check(message, 7)
+    [message] = work.numbered([8])
     with pytest.raises(WrongMessageError):
-        payload.check(payload.message(8), 7)
+        work.check(message, 7)
+
+
+@pytest.mark.parametrize("work", KINDS, ids=lambda work: work.name)
+def test_a_message_that_is_cut_off_is_noticed(work: Workload) -> None:
+    [message] = work.numbered([7])
+    if work.body is None:
+        message = message[:-1]
+    else:
+        message[work.body] = message[work.body][:-1]
+    with pytest.raises(WrongMessageError):
+        work.check(message, 7)
+
+
+def test_a_ratio_and_a_promise_need_both_contestants() -> None:
+    found = report()
+    assert found.ratio("small dict", "aioshm", "the abacus", "messages_per_s") is None
+    assert not found.hold("against the abacus", None, "x", 5, at_least=True)
+    for rate in [10.0, 10.0, 100.0]:
+        found.result("small dict", "the abacus").add(messages_per_s=rate)
+    ratio = found.ratio("small dict", "aioshm", "the abacus", "messages_per_s")
+    assert ratio == 3
+    assert found.ratio("small dict", "aioshm", "the abacus", "messages_per_s", of_repetitions=True) == 3
+    assert found.hold("against the abacus", ratio, "x", 5, at_least=True)
+    assert [(promise.text, promise.kept) for promise in found.promises] == [("against the abacus (at least 5x)", False)]
+
+
+def test_cases_with_other_figures_have_a_table_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report()
+    found.result("64 B", "aioshm").add(p50_us=1.0)
+    found.show()
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[-1] for row in rows if row.startswith(("small dict", "64 B"))] == ["2,000)", "1"]

@@ -6,22 +6,26 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import psutil
 import pytest
 from support import eventually
-
-ReportOn: TypeAlias = Callable[[str, str], Any]
 
 ROOT = Path(__file__).parents[2]
 RIVALS = {"aioshm", "zmq.asyncio", "mp.Queue", "mp.Pipe"}
 SIZES = {"small dict", "1 MiB"}
 TIMEOUT_S = 100
 
-both_loops = pytest.mark.parametrize("loop_name", ["asyncio", pytest.param("uvloop", marks=pytest.mark.slow)])
+
+def on(benchmark: str, *loops: str) -> pytest.MarkDecorator:
+    """Give a test the report of a benchmark on each of these loops: in the slow lane, except throughput on one loop."""
+    cases = [
+        pytest.param((benchmark, loop), id=loop, marks=[pytest.mark.slow] * (benchmark != "throughput" or n > 0))
+        for n, loop in enumerate(loops)
+    ]
+    return pytest.mark.parametrize("report", cases, indirect=True)
 
 
 def command(benchmark: str, *arguments: str) -> list[str]:
@@ -56,29 +60,27 @@ def run_json(benchmark: str, *arguments: str) -> Any:
 
 
 @pytest.fixture
-def report_on() -> ReportOn:
-    """Return the report of a benchmark on a loop."""
-    return lambda benchmark, loop_name: run_json(benchmark, "--loop", loop_name)
+def report(request: pytest.FixtureRequest) -> Any:
+    benchmark, loop = request.param
+    found = run_json(benchmark, "--loop", loop)
+    assert found["machine"]["loop"] == loop
+    return found
 
 
 def measured(report: Any) -> set[tuple[str, str, int]]:
     return {(result["case"], result["contestant"], result["readers"]) for result in report["results"]}
 
 
-@pytest.mark.slow
-@both_loops
-def test_engine_roundtrip(report_on: ReportOn, loop_name: str) -> None:
-    report = report_on("engine_roundtrip", loop_name)
+@on("engine_roundtrip", "asyncio", "uvloop")
+def test_engine_roundtrip(report: Any) -> None:
     prompts = {"16 tokens", "4,000 tokens"}
     names = ("aioshm", "aioshm, blocking", "zmq.asyncio", "aioshm, TCP, CURVE", "aioshm, TCP, secure=False")
     assert measured(report) == {(prompt, name, 1) for prompt in prompts for name in names}
     assert len(report["promises"]) == 2
 
 
-@pytest.mark.slow
-@both_loops
-def test_remote(report_on: ReportOn, loop_name: str) -> None:
-    report = report_on("remote", loop_name)
+@on("remote", "uvloop", "asyncio")
+def test_remote(report: Any) -> None:
     contestants = {"aioshm, secure=False", "aioshm, CURVE", "aioshm leased, secure=False"}
     contestants |= {"bare zmq.asyncio", "bare zmq.asyncio, copy=False"}
     assert measured(report) == {(size, name, 1) for size in ("4 KiB", "4 MiB") for name in contestants}
@@ -86,26 +88,20 @@ def test_remote(report_on: ReportOn, loop_name: str) -> None:
     assert [remark.split()[0] for remark in report["remarks"]] == ["CURVE", "CURVE"]
 
 
-@pytest.mark.slow
-@both_loops
-def test_startup(report_on: ReportOn, loop_name: str) -> None:
-    report = report_on("startup", loop_name)
+@on("startup", "asyncio", "uvloop")
+def test_startup(report: Any) -> None:
     assert measured(report) == {("2 engines", name, 1) for name in ("aioshm", "multiprocessing")}
     assert len(report["promises"]) == 1
 
 
-@pytest.mark.slow
-@both_loops
-def test_workers(report_on: ReportOn, loop_name: str) -> None:
-    report = report_on("workers", loop_name)
+@on("workers", "uvloop", "asyncio")
+def test_workers(report: Any) -> None:
     cases = {(f"{what}, {n} worker{'s' * (n > 1)}", n) for what in ("step", "megabyte") for n in (1, 2)}
     assert measured(report) == {(case, name, n) for case, n in cases for name in ("aioshm", "mp.Pipe")}
 
 
-@pytest.mark.slow
-@both_loops
-def test_events_publish(report_on: ReportOn, loop_name: str) -> None:
-    report = report_on("events_publish", loop_name)
+@on("events_publish", "asyncio", "uvloop")
+def test_events_publish(report: Any) -> None:
     cases = {
         f"{form}, {load}" for form in ("arrays", "maps") for load in ("burst", "decode loop", "decode loop, 100 us")
     }
@@ -114,42 +110,33 @@ def test_events_publish(report_on: ReportOn, loop_name: str) -> None:
     assert len(report["promises"]) == 14
 
 
-@pytest.mark.slow
-@both_loops
-def test_events_replay(report_on: ReportOn, loop_name: str) -> None:
-    report = report_on("events_replay", loop_name)
+@on("events_replay", "uvloop", "asyncio")
+def test_events_replay(report: Any) -> None:
     assert measured(report) == {("1,000 batches/s", name, 1) for name in ("nobody replays", "4 slow clients replay")}
     assert len(report["promises"]) == 1
 
 
-@pytest.mark.slow
-@both_loops
-def test_strangers(report_on: ReportOn, loop_name: str) -> None:
-    report = report_on("strangers", loop_name)
+@on("strangers", "asyncio", "uvloop")
+def test_strangers(report: Any) -> None:
     assert measured(report) == {("4 KiB", "quiet", 1), ("4 KiB", "with strangers", 1)}
     assert len(report["promises"]) == 1
     assert "'received': 0" in report["remarks"][0]
 
 
-@both_loops
-def test_throughput(report_on: ReportOn, loop_name: str) -> None:
-    report = report_on("throughput", loop_name)
-    assert report["machine"]["loop"] == loop_name
+@on("throughput", "asyncio", "uvloop")
+def test_throughput(report: Any) -> None:
     assert measured(report) == {(size, rival, 1) for size in SIZES for rival in RIVALS}
     assert all(result["figures"]["messages_per_s"]["median"] > 0 for result in report["results"])
     assert len(report["promises"]) == 1
 
 
-@pytest.mark.slow
-def test_fanout() -> None:
-    report = run_json("fanout")
+@on("fanout", "uvloop")
+def test_fanout(report: Any) -> None:
     assert measured(report) == {(size, rival, n) for size in SIZES for rival in RIVALS for n in (1, 2)}
 
 
-@pytest.mark.slow
-@both_loops
-def test_latency(report_on: ReportOn, loop_name: str) -> None:
-    report = report_on("latency", loop_name)
+@on("latency", "uvloop", "asyncio")
+def test_latency(report: Any) -> None:
     cases = {"64 B", "parking reader"} | SIZES
     assert measured(report) == {(case, rival, 1) for case in cases for rival in RIVALS}
     for result in report["results"]:
@@ -158,17 +145,15 @@ def test_latency(report_on: ReportOn, loop_name: str) -> None:
     assert len(report["promises"]) == 2
 
 
-@pytest.mark.slow
-def test_idle() -> None:
-    report = run_json("idle")
+@on("idle", "uvloop")
+def test_idle(report: Any) -> None:
     cases = {"idle", "idle after a burst"}
     assert measured(report) == {(case, rival, 1) for case in cases for rival in RIVALS}
     assert len(report["promises"]) == 4
 
 
-@pytest.mark.slow
-def test_fairness() -> None:
-    report = run_json("fairness")
+@on("fairness", "asyncio")
+def test_fairness(report: Any) -> None:
     assert measured(report) == {
         ("idle loop", "-", 1),
         ("busy loop, no queue", "-", 1),
@@ -180,19 +165,16 @@ def test_fairness() -> None:
     assert len(report["promises"]) == 2
 
 
-@pytest.mark.slow
-@both_loops
-def test_writer_cost(report_on: ReportOn, loop_name: str) -> None:
-    report = report_on("writer_cost", loop_name)
+@on("writer_cost", "asyncio", "uvloop")
+def test_writer_cost(report: Any) -> None:
     cases = {"claim, fill, commit", "enqueue"}
     assert measured(report) == {(case, "aioshm", n) for case in cases for n in (1, 4)}
     assert all(result["figures"]["us_per_message"]["median"] > 0 for result in report["results"])
     assert len(report["promises"]) == 2
 
 
-@pytest.mark.slow
-def test_memory() -> None:
-    report = run_json("memory")
+@on("memory", "uvloop")
+def test_memory(report: Any) -> None:
     cases = {case for case, _, _ in measured(report)}
     assert {"small dict, pickle", "64 B, raw"} <= cases
     assert measured(report) == {(case, f"aioshm {end}", 1) for case in cases for end in ("writer", "reader")}
@@ -201,7 +183,7 @@ def test_memory() -> None:
 
 
 def test_a_table_for_people_and_only_the_rivals_asked_for() -> None:
-    text = run("throughput", "--rivals", "aioshm", "zmq.asyncio")
+    text = run("throughput", "--rivals", "aioshm", "zmq.asyncio", "iceoryx2 polling")
     assert "zmq.asyncio" in text
     assert "mp.Pipe" not in text
     assert "against zmq.asyncio (at least 5x)" in text
@@ -210,20 +192,25 @@ def test_a_table_for_people_and_only_the_rivals_asked_for() -> None:
 @pytest.mark.parametrize(
     ("benchmark", "number"),
     [
-        pytest.param("throughput", signal.SIGINT, marks=pytest.mark.slow),
-        ("throughput", signal.SIGTERM),
-        pytest.param("throughput", signal.SIGKILL, marks=pytest.mark.slow),
+        ("throughput", signal.SIGKILL),
         pytest.param("idle", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("compare", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("throughput", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("throughput", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("compare", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_its_processes_end_with_it(benchmark: str, number: signal.Signals) -> None:
+    arguments = ["--seconds", "30", "--contestants", "aioshm", "mp.Pipe"]
     with subprocess.Popen(
-        command(benchmark, "--seconds", "30"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(benchmark, *arguments), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         try:
             parent = psutil.Process(process.pid)
-            expected = len(RIVALS) + 1  # multiprocessing's resource tracker
-            eventually(lambda: len(parent.children()) == expected, "the start of every reader", TIMEOUT_S)
+            expected = 2 * 2 + 2  # multiprocessing's resource tracker, and what the others are forked from
+            eventually(
+                lambda: len(parent.children(recursive=True)) == expected, "the start of every process", TIMEOUT_S
+            )
             children = parent.children(recursive=True)
             process.send_signal(number)
             process.wait(TIMEOUT_S)
@@ -231,3 +218,27 @@ def test_its_processes_end_with_it(benchmark: str, number: signal.Signals) -> No
             assert not alive
         finally:
             process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".venv/bin/python").exists(), reason="this tree has no .venv of its own")
+def test_trees_of_the_same_code_are_told_apart_by_nothing_but_noise() -> None:
+    folder = str(ROOT)
+    report = json.loads(run("trees", folder, folder, "--only", "remote", "--json"))
+    found = {(result["case"], result["contestant"]): result["figures"] for result in report["results"]}
+    assert ("remote: 4 KiB, messages_per_s", "aioshm, CURVE") in found
+    assert len(found) == 2 * 4
+    assert all(
+        figures["speed"]["median"] == pytest.approx(figures["best_turns"]["median"]) for figures in found.values()
+    )
+    assert [promise["promise"] for promise in report["promises"]] == [
+        "remote: cases that are slower by more than 5% (at most 0)"
+    ]
+
+
+def test_a_tree_without_an_environment_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("trees", str(ROOT), str(tmp_path)), cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 2
+    assert f"{tmp_path} is no checkout" in done.stderr

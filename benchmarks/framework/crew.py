@@ -10,13 +10,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self, TypeAlias
-
-from benchmarks.waiting import readable
 
 REPLY_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 20.0
@@ -47,6 +46,17 @@ class Boss:
     def reply(self, answer: Any) -> None:
         """Answer an order."""
         self._connection.send(answer)
+
+
+async def readable(fd: int) -> None:
+    """Return once this file descriptor can be read."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
 
 
 class Hand:
@@ -95,13 +105,16 @@ class Crew:
 
     def __init__(self, loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
         self._loop_factory = loop_factory
-        self._context = multiprocessing.get_context("spawn")
+        # Processes that are forked from one that has imported everything are there far sooner than spawned ones.
+        self._forking, self._spawning = (multiprocessing.get_context(method) for method in ("forkserver", "spawn"))
+        self._forking.set_forkserver_preload(["benchmarks.framework.stage", "benchmarks.contestants"])
         self._hands: list[Hand] = []
 
     def start(self, name: str, role: Role, *args: Any, has_children: bool = False) -> Hand:
         """Start a process that plays a role; one that is to have children must end them when it loses this one."""
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(
+        context: Any = self._spawning if has_children else self._forking
+        ours, theirs = context.Pipe()
+        process = context.Process(
             target=_play, args=(theirs, self._loop_factory, role, args), name=name, daemon=not has_children
         )
         process.start()
@@ -152,31 +165,28 @@ def _play(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the benchmark ends us
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
+    boss = Boss(connection)
     if not inspect.iscoroutinefunction(role):
-        sys.exit(_perform_plain(connection, role, args))
+        with _reporting(connection):
+            role(boss, *args)
+        return
+
+    async def perform() -> None:
+        with _reporting(connection):  # before the ends close, so that the reason is there when their peers notice
+            await role(boss, *args)
+
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        sys.exit(runner.run(_perform(connection, role, args)))
+        runner.run(perform())
 
 
-def _perform_plain(connection: Connection, role: Role, args: tuple[Any, ...]) -> int:
+@contextmanager
+def _reporting(connection: Connection) -> Iterator[None]:
+    """Send the traceback of a failure to the benchmark, and end with exit code 1."""
     try:
-        role(Boss(connection), *args)
+        yield
     except Exception:
         connection.send(_Failure(traceback.format_exc()))
-        return 1
-    return 0
-
-
-async def _perform(
-    connection: Connection, role: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]
-) -> int:
-    try:
-        await role(Boss(connection), *args)
-    except Exception:
-        # Before the ends close, so that whoever notices that finds the reason.
-        connection.send(_Failure(traceback.format_exc()))
-        return 1
-    return 0
+        sys.exit(1)
 
 
 def _die_with_parent() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -63,7 +63,7 @@ class Promise:
         return self.measured >= self.bound if self.at_least else self.measured <= self.bound
 
     def __str__(self) -> str:
-        gap = "" if self.unit in {"", "x", "%"} else " "
+        gap = "" if self.unit in _TIGHT else " "
         return f"{'ok' if self.kept else 'MISSED':6}  {_number(self.measured)}{gap}{self.unit}: {self.text}"
 
 
@@ -77,6 +77,7 @@ class Report:
     results: list[Result] = field(default_factory=list)
     promises: list[Promise] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def find(self, case: str, contestant: str, n_reader: int = 1) -> Result | None:
         """Return what this contestant did in this case, if it was run."""
@@ -92,6 +93,47 @@ class Report:
             found = Result(case, contestant, n_reader)
             self.results.append(found)
         return found
+
+    def worst(self, case: str, contestant: str, figure: str) -> float | None:
+        """Return the largest value of a figure, or None if it was not measured."""
+        found = self.find(case, contestant)
+        return None if found is None else found.worst(figure)
+
+    def ratio(
+        self, case: str, ours: str, theirs: str, figure: str, *, n_reader: int = 1, of_repetitions: bool = False
+    ) -> float | None:
+        """Return the ratio of two contestants' medians, or None if one of the two was not measured.
+
+        Args:
+            case: In which case.
+            ours: Whose figure is divided.
+            theirs: Whose figure it is divided by.
+            figure: Which figure.
+            n_reader: Readers.
+            of_repetitions: Return the median of the repetitions' ratios instead.
+        """
+        both = [self.find(case, name, n_reader) for name in (ours, theirs)]
+        values = [result.figures[figure] for result in both if result is not None and figure in result.figures]
+        if len(values) < 2:
+            return None
+        if of_repetitions:
+            return median(one / other for one, other in zip(values[0], values[1], strict=True))
+        ours_median, theirs_median = map(median, values)
+        return ours_median / theirs_median
+
+    def hold(self, text: str, measured: float | None, unit: str, bound: float, *, at_least: bool = False) -> bool:
+        """Note a promise, and return whether it could be held against what was measured.
+
+        Args:
+            text: What is promised; its bound is added.
+            measured: The figure, or None if it was not measured.
+            unit: Follows the figure, ``"x"`` for a ratio.
+            bound: The promised figure.
+            at_least: Whether the bound is a lower one.
+        """
+        if measured is not None:
+            self.promises.append(Promise(bounded(text, unit, bound, at_least), measured, unit, bound, at_least))
+        return measured is not None
 
     def to_json(self) -> str:
         """Return everything, with each figure's median, least, largest and all repetitions."""
@@ -118,20 +160,49 @@ class Report:
         )
 
     def show(self) -> None:
-        """Print everything as text."""
+        """Print everything as text: for each kind of case one table."""
         print(f"{self.benchmark} on " + ", ".join(f"{key} {value}" for key, value in self.machine.items()))
-        print("settings: " + ", ".join(f"{key} {value}" for key, value in self.settings.items()))
-        columns = list(dict.fromkeys(name for result in self.results for name in result.figures))
-        head = ["case", "readers", "contestant", *(_heading(name) for name in columns)]
-        rows = [
-            [result.case, str(result.n_reader), result.contestant, *(cell(result.figures.get(c)) for c in columns)]
-            for result in sorted(self.results, key=_case_order(self.results))
-        ]
-        print_table("median of the repetitions (least to largest)", head, rows)
+        plain = {key: value for key, value in self.settings.items() if not isinstance(value, list)}
+        print("settings: " + ", ".join(f"{key} {value}" for key, value in plain.items()))
+        for results in _tables(self.results):
+            columns = list(dict.fromkeys(name for result in results for name in result.figures))
+            head = ["case", "readers", "contestant", *(_heading(name) for name in columns)]
+            rows = [
+                [result.case, str(result.n_reader), result.contestant, *(_cell(result.figures.get(c)) for c in columns)]
+                for result in sorted(results, key=_case_order(results))
+            ]
+            _print_table("median of the repetitions (least to largest)", head, rows)
         for promise in self.promises:
             print(promise)
         for remark in self.remarks:
             print(remark)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the value that this share of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def latencies(times_us: Sequence[float], *, slowest: bool = True) -> dict[str, float]:
+    """Return the figures of times in microseconds: p50, p99, and the slowest, if that is wanted."""
+    figures = {"p50_us": percentile(times_us, 50), "p99_us": percentile(times_us, 99)}
+    return {**figures, "max_us": max(times_us)} if slowest else figures
+
+
+def bounded(text: str, unit: str, bound: float, at_least: bool) -> str:
+    """Return what is promised with its bound."""
+    gap = "" if unit in _TIGHT else " "
+    return f"{text} ({'at least' if at_least else 'at most'} {bound:.4g}{gap}{unit})"
+
+
+def _tables(results: Sequence[Result]) -> list[list[Result]]:
+    """Return the results by table: cases share one if they begin with the same figure."""
+    first: dict[str, str] = {}
+    for result in results:
+        first.setdefault(result.case, next(iter(result.figures)))
+    figures = dict.fromkeys(first.values())
+    return [[result for result in results if first[result.case] == figure] for figure in figures]
 
 
 def _case_order(results: Sequence[Result]) -> Callable[[Result], int]:
@@ -153,6 +224,9 @@ def _result_as_dict(result: Result) -> dict[str, Any]:
     }
 
 
+_TIGHT = {"", "x", "%"}
+"""Units that follow a figure without a blank."""
+
 _UNITS = {"gb_per_s": "GB/s", "per_s": "1/s", "us": "µs", "ms": "ms", "s": "s", "percent": "%"}
 
 
@@ -164,7 +238,7 @@ def _heading(figure: str) -> str:
     return figure.replace("_", " ")
 
 
-def cell(values: Sequence[float] | None) -> str:
+def _cell(values: Sequence[float] | None) -> str:
     """Return a figure's median and, in parentheses, the least and the largest of its repetitions."""
     if not values:
         return ""
@@ -179,15 +253,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
 
 
-def print_table(title: str, head: list[str], rows: list[list[str]], *, left: Set[int] = frozenset({0, 2})) -> None:
-    """Print a table: by rich on a terminal, if it is installed, and as plain text everywhere else.
-
-    Args:
-        title: Above it.
-        head: The columns' names.
-        rows: As many cells each.
-        left: Which columns are words, not figures.
-    """
+def _print_table(title: str, head: list[str], rows: list[list[str]]) -> None:
+    """Print a table: by rich on a terminal, if it is installed, and as plain text everywhere else."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -200,7 +267,7 @@ def print_table(title: str, head: list[str], rows: list[list[str]], *, left: Set
         return
     table = Table(title=title)
     for n, name in enumerate(head):
-        table.add_column(name, justify="left" if n in left else "right")
+        table.add_column(name, justify="left" if n in {0, 2} else "right")
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -28,8 +28,7 @@ from aioshm.engine import (
     run_engine_core,
 )
 from aioshm.engine.blocking import EngineClient as BlockingClient
-from benchmarks.crew import Boss, Crew, Hand
-from benchmarks.rivals.base import Line, Rival
+from benchmarks.framework.crew import Boss, Crew, Hand
 
 READY_S = 30.0
 
@@ -55,13 +54,15 @@ Ask: TypeAlias = Callable[[Request], Awaitable[Output]]
 
 
 @dataclass(frozen=True)
-class EngineRival(Rival):
-    """A contestant.
+class EngineContestant:
+    """One way to bring requests to an engine.
 
     Attributes:
+        name: As reports call it.
         front: Starts an engine; ``async with`` gets what sends it a request and returns the first output.
     """
 
+    name: str
     front: Callable[[Crew], AbstractAsyncContextManager[Ask]]
 
 
@@ -118,13 +119,16 @@ async def _client(crew: Crew) -> AsyncIterator[Ask]:
         async with EngineClient(_addresses(folder), 1, output_type=Output) as client:
             hand = await _start(crew, folder, client.addresses)
             await client.wait_until_ready(READY_S)
-
-            async def ask(request: Request) -> Output:
-                output: Output = await anext(client.submit(request))
-                return output
-
-            yield ask
+            yield _asking(client)
             await crew.dismiss([hand])
+
+
+def _asking(client: EngineClient) -> Ask:
+    async def ask(request: Request) -> Output:
+        output: Output = await anext(client.submit(request))
+        return output
+
+    return ask
 
 
 @asynccontextmanager
@@ -136,12 +140,7 @@ async def _client_over_tcp(crew: Crew, secure: bool) -> AsyncIterator[Ask]:
             hand = crew.start("engine of aioshm", serve, startup.handshake_address, own)
             await startup.wait(READY_S)
         await client.wait_until_ready(READY_S)
-
-        async def ask(request: Request) -> Output:
-            output: Output = await anext(client.submit(request))
-            return output
-
-        yield ask
+        yield _asking(client)
         await crew.dismiss([hand])
 
 
@@ -220,14 +219,10 @@ async def _router(crew: Crew) -> AsyncIterator[Ask]:
             context.term()
 
 
-def _no_line(_payload: object, _n_reader: int) -> Line:
-    raise NotImplementedError("requests and outputs need no lines")
-
-
 ENGINES = [
-    EngineRival("aioshm", _no_line, False, _client),
-    EngineRival("aioshm, blocking", _no_line, False, _blocking_client),
-    EngineRival("zmq.asyncio", _no_line, False, _router),
-    EngineRival("aioshm, TCP, CURVE", _no_line, False, partial(_client_over_tcp, secure=True)),
-    EngineRival("aioshm, TCP, secure=False", _no_line, False, partial(_client_over_tcp, secure=False)),
+    EngineContestant("aioshm", _client),
+    EngineContestant("aioshm, blocking", _blocking_client),
+    EngineContestant("zmq.asyncio", _router),
+    EngineContestant("aioshm, TCP, CURVE", partial(_client_over_tcp, secure=True)),
+    EngineContestant("aioshm, TCP, secure=False", partial(_client_over_tcp, secure=False)),
 ]

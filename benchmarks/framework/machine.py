@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from aioshm.wait.cpus import usable_cpus
 _PACKAGES = ["pyzmq", "uvloop", "numpy", "msgspec"]
 
 
-def describe(loop: str) -> dict[str, str | int | float]:
-    """Return what the figures depend on: processor, system, and the versions of everything involved."""
+def describe(loop: str, packages: Sequence[str] = ()) -> dict[str, str | int | float]:
+    """Return what the figures depend on: processor, system, and versions, those of these packages too."""
     return {
         "cpu": _cpu_model(),
         "usable_cpus": usable_cpus(),
@@ -26,7 +27,7 @@ def describe(loop: str) -> dict[str, str | int | float]:
         "loop": loop,
         "aioshm": f"{__version__} ({'native' if native_core else 'portable'} core)",
         "libzmq": zmq.zmq_version(),
-        **{package: _version(package) for package in _PACKAGES},
+        **{package: _version(package) for package in (*_PACKAGES, *packages)},
     }
 
 

@@ -1,0 +1,120 @@
+"""aioshm: awaited, blocking, and awaited with each message leased instead of copied; and the same over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+from aioshm import MessageQueue, Options
+from aioshm.codec import get_codec
+from benchmarks.contestants.contestant import ALL_CODECS, Contestant, Opened, Port, hand, handed
+from benchmarks.framework.workload import Codec, Workload
+
+READY_TIMEOUT_S = 60.0
+LOOPBACK = "127.0.0.1"
+BLOCKING = "aioshm.blocking"
+
+
+@dataclass(frozen=True)
+class Face:
+    """A way to use aioshm.
+
+    Attributes:
+        blocking: Whether its calls block.
+        leased: Whether readers lease messages.
+        secure: Whether what goes over TCP is encrypted; None for local readers.
+    """
+
+    blocking: bool = False
+    leased: bool = False
+    secure: bool | None = None
+
+
+def open_writer(face: Face, links: Sequence[Connection], workload: Workload) -> Opened:
+    """Create the queue, and give its handle to the readers."""
+    remote: dict[str, Any] = {}
+    if face.secure is not None:
+        remote = {"connect_ip": LOOPBACK, "options": Options(secure=face.secure)}
+    queue = _queue_class(face)(
+        len(links),
+        0 if remote else len(links),
+        max_chunk_bytes=workload.chunk_bytes,
+        max_chunks=workload.slots,
+        codec=_own_codec(workload.codec),
+        **remote,
+    )
+    hand(links, queue.export_handle())
+    return _ready(queue, face, queue.enqueue)
+
+
+def open_reader(face: Face, link: Connection, _workload: Workload, rank: int) -> Opened:
+    """Attach to the queue."""
+    queue = _queue_class(face).create_from_handle(handed(link), rank)
+    return _ready(queue, face, Leases(queue).receive if face.leased else queue.dequeue)
+
+
+class Leases:
+    """Holds each message until the next one is asked for."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self._held: Any = None
+
+    async def receive(self) -> Any:
+        """Give the last message back and lease the next one."""
+        if self._held is not None:
+            await self._held.__aexit__(None, None, None)
+        self._held = self._queue.lease()
+        return await self._held.__aenter__()
+
+
+def _ready(queue: Any, face: Face, call: Callable[..., Any]) -> Opened:
+    if not face.blocking:
+        return _ready_awaited(queue, call)
+    queue.wait_until_ready(READY_TIMEOUT_S)
+    return Port(call, queue.close, lambda: int(queue.stats().parks))
+
+
+async def _ready_awaited(queue: Any, call: Callable[..., Any]) -> Port:
+    try:
+        await queue.wait_until_ready(READY_TIMEOUT_S)
+    except BaseException:
+        await queue.aclose()
+        raise
+    return Port(call, queue.aclose, lambda: int(queue.stats().parks))
+
+
+def _queue_class(face: Face) -> Any:
+    return import_module(BLOCKING).MessageQueue if face.blocking else MessageQueue
+
+
+def _own_codec(codec: Codec) -> str:
+    return "pickle" if codec in {"array", "tensor"} else codec
+
+
+def _lacks(codec: Codec) -> str | None:
+    try:
+        get_codec(_own_codec(codec))
+    except (ValueError, ImportError):
+        return f"this aioshm has no codec {codec!r}"
+    return None
+
+
+def _contestant(name: str, face: Face, *codecs: Codec) -> Contestant:
+    module = BLOCKING if face.blocking else "aioshm"
+    ends = partial(open_writer, face), partial(open_reader, face)
+    return Contestant(name, *ends, not face.blocking, module, module, frozenset(codecs) or ALL_CODECS, lacks=_lacks)
+
+
+CONTESTANTS = [
+    _contestant("aioshm", Face()),
+    _contestant("aioshm blocking", Face(blocking=True)),
+    _contestant("aioshm leased", Face(leased=True), "array", "tensor"),
+]
+PLAIN = _contestant("aioshm, secure=False", Face(secure=False), "raw")
+CURVE = _contestant("aioshm, CURVE", Face(secure=True), "raw")
+LEASED = _contestant("aioshm leased, secure=False", Face(secure=False, leased=True), "raw")

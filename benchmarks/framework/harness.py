@@ -1,0 +1,204 @@
+"""The command line that all benchmarks have in common."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from benchmarks.framework.crew import BenchmarkError
+from benchmarks.framework.machine import describe
+from benchmarks.framework.report import Report
+
+QUICK_SECONDS = 0.05
+LOOPS = ["asyncio", "uvloop"]
+STDOUT = "-"
+
+
+class Named(Protocol):
+    """Anything that takes part in a benchmark under a name."""
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+
+
+NamedT = TypeVar("NamedT", bound=Named)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asks for.
+
+    Attributes:
+        repeat: Repetitions.
+        seconds: About how long each contestant is measured in each repetition of each case.
+        quick: Only show that everything works; the figures mean nothing.
+        loop_factory: What makes the event loops of all processes.
+        names: Who takes part.
+        more: The options that only this benchmark has, and where results go.
+    """
+
+    repeat: int
+    seconds: float
+    quick: bool
+    loop_factory: Callable[[], asyncio.AbstractEventLoop]
+    names: Sequence[str]
+    more: argparse.Namespace
+
+    def chosen(self, contestants: Sequence[NamedT]) -> list[NamedT]:
+        """Return those of the contestants that take part."""
+        return [contestant for contestant in contestants if contestant.name in self.names]
+
+
+def main(
+    name: str,
+    description: str | None,
+    run: Callable[[Settings, Report], Coroutine[Any, Any, None]],
+    *,
+    repeat: int,
+    seconds: float,
+    contestants: Sequence[Named] = (),
+    default: Sequence[str] | None = None,
+    loop: str = LOOPS[0],
+    more: Callable[[argparse.ArgumentParser], None] | None = None,
+    results: Path | None = None,
+    packages: Sequence[str] = (),
+) -> int:
+    """Run a benchmark from the command line.
+
+    Args:
+        name: Of the benchmark.
+        description: For ``--help``.
+        run: Measures, and notes what it finds.
+        repeat: Repetitions, unless the command line says otherwise.
+        seconds: Of one measurement, unless the command line says otherwise.
+        contestants: Who can be chosen to take part.
+        default: The names of those that take part unless others are chosen; None for all of them.
+        loop: The event loop, unless the command line says otherwise or it is not installed.
+        more: Adds the options that only this benchmark has.
+        results: Where JSON is written unless the command line says otherwise; None for nowhere.
+        packages: Whose versions are a part of the machine's description, beside the usual ones.
+
+    Returns:
+        The exit code: 1 if a promise was missed and ``--check`` given, 2 if the benchmark could not be finished, or not
+        by all contestants.
+    """
+    args = _parse(name, description, repeat, seconds, [one.name for one in contestants], default, loop, more)
+    settings = Settings(
+        args.repeat or (1 if args.quick else repeat),
+        args.seconds or (QUICK_SECONDS if args.quick else seconds),
+        args.quick,
+        _loop_factory(args.loop),
+        args.contestants,
+        args,
+    )
+    report = Report(
+        name,
+        describe(args.loop, packages),
+        {"repeat": settings.repeat, "seconds": settings.seconds, "quick": settings.quick},
+    )
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        with asyncio.Runner(loop_factory=settings.loop_factory) as runner:
+            runner.run(run(settings, report))
+    except BenchmarkError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    _publish(report, args.json, results)
+    if args.check and not all(promise.kept for promise in report.promises):
+        return 1
+    return 2 if report.failures else 0
+
+
+def progress(text: str) -> None:
+    """Say on stderr what is being done."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parse(
+    name: str,
+    description: str | None,
+    repeat: int,
+    seconds: float,
+    names: Sequence[str],
+    default: Sequence[str] | None,
+    loop: str,
+    more: Callable[[argparse.ArgumentParser], None] | None,
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--json", nargs="?", const=STDOUT, metavar="FILE", help="print JSON instead of the table, or write it to a file"
+    )
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a promise was missed")
+    parser.add_argument("--quick", action="store_true", help="show in seconds that it works; the figures mean nothing")
+    parser.add_argument("--repeat", type=_positive_int, help=f"repetitions (default: {repeat})")
+    parser.add_argument("--seconds", type=_positive_float, help=f"length of one measurement (default: {seconds:g})")
+    usual = loop if find_spec(loop) else LOOPS[0]
+    parser.add_argument("--loop", choices=LOOPS, default=usual, help=f"event loop of every process (default: {usual})")
+    chosen = names if default is None else default
+    if names:
+        parser.add_argument(
+            "--contestants",
+            "--rivals",
+            nargs="+",
+            metavar="NAME",
+            choices=names,
+            default=chosen,
+            help=f"who takes part, of {', '.join(names)} (default: {'all' if default is None else ', '.join(chosen)})",
+        )
+    if more is not None:
+        more(parser)
+    parser.set_defaults(contestants=chosen)
+    return parser.parse_args()
+
+
+def _publish(report: Report, json: str | None, results: Path | None) -> None:
+    """Print the report, and write it to a file where there is one for it."""
+    if json == STDOUT:
+        print(report.to_json())
+        return
+    report.show()
+    path = results if json is None else Path(json)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(report.to_json() + "\n")
+        progress(f"all figures: {path.resolve()}")
+
+
+def _exit(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)  # unlike the default action, this ends the other processes first
+
+
+def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
+    if name == "uvloop":
+        import uvloop
+
+        return uvloop.new_event_loop
+    return asyncio.new_event_loop
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {value:g}")
+    return value

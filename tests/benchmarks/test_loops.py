@@ -1,0 +1,70 @@
+"""A loop that is written once does the same with and without an event loop."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections import deque
+from typing import Any
+
+import pytest
+
+from benchmarks.framework.loops import Ports, answer, ask, listen, read, send, tick, without_awaits
+from benchmarks.framework.workload import SMALL_DICT, WrongMessageError
+from benchmarks.latency import acknowledge_pairs
+
+
+def plain_ports(messages: deque[Any]) -> Ports:
+    return Ports(SMALL_DICT, messages.append, messages.popleft, lambda: 3, lambda: None)
+
+
+def awaited_ports(messages: deque[Any]) -> Ports:
+    async def put(message: Any) -> None:
+        messages.append(message)
+
+    async def take() -> Any:
+        return messages.popleft()
+
+    async def turn() -> None:
+        pass
+
+    return Ports(SMALL_DICT, put, take, lambda: 3, turn)
+
+
+def numbered(count: int) -> deque[Any]:
+    return deque({**SMALL_DICT.make(), "n": number} for number in range(count))
+
+
+@pytest.mark.parametrize("loop", [send, read, ask, answer, tick, listen, acknowledge_pairs])
+def test_without_its_awaits_a_loop_is_a_plain_function(loop: Any) -> None:
+    plain = without_awaits(loop)
+    assert not inspect.iscoroutinefunction(plain)
+    assert inspect.signature(plain) == inspect.signature(loop)
+    assert without_awaits(loop) is plain
+
+
+async def test_both_read_the_same_messages_and_notice_a_wrong_one() -> None:
+    assert without_awaits(read)(plain_ports(numbered(8)), 3, 5) > 0
+    assert await read(awaited_ports(numbered(8)), 3, 5) > 0
+    wrong = numbered(8)
+    del wrong[4]
+    with pytest.raises(WrongMessageError, match="expected number 4"):
+        without_awaits(read)(plain_ports(deque(wrong)), 3, 5)
+    with pytest.raises(WrongMessageError, match="expected number 4"):
+        await read(awaited_ports(deque(wrong)), 3, 5)
+
+
+async def test_both_send_and_ask_the_same() -> None:
+    plain, awaited = deque[Any](), deque[Any]()
+    without_awaits(send)(plain_ports(plain), 0, 4)
+    await send(awaited_ports(awaited), 0, 4)
+    assert len(plain) == len(awaited) == 4
+    assert len(without_awaits(ask)(plain_ports(deque()), 2, 3)) == 3  # what is sent comes back
+    assert len(await ask(awaited_ports(deque()), 2, 3)) == 3
+
+
+def test_a_traceback_shows_the_line_of_the_loop() -> None:
+    with pytest.raises(IndexError) as caught:
+        without_awaits(read)(plain_ports(deque()), 0, 1)
+    frame = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert frame.line == "message = await receive()"
