@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class AioshmError(Exception):
@@ -83,6 +83,23 @@ class MessagesLost(_RangeLost):
     """
 
     _what = "messages"
+
+
+class PublisherRestarted(AioshmError):
+    """A publisher's numbers went back: it is another one now, and what the old one held is gone.
+
+    Attributes:
+        source: Which publisher, as `aioshm.events.Source` says it.
+        expected: The number that should have come next.
+    """
+
+    def __init__(self, source: Any, expected: int) -> None:
+        super().__init__(f"publisher {source} began again, where batch {expected} should have been next")
+        self.source = source
+        self.expected = expected
+
+    def __reduce__(self) -> tuple[type[PublisherRestarted], tuple[Any, int]]:
+        return type(self), (self.source, self.expected)
 
 
 class EventsLost(_RangeLost):

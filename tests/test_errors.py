@@ -32,6 +32,7 @@ from aioshm.errors import (
     PeerDied,
     ProcessDied,
     PublisherClosed,
+    PublisherRestarted,
     QueueCancelled,
     QueueClosed,
     QueueEmpty,
@@ -79,10 +80,11 @@ PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     WorkerDied: (ProcessDied,),
     WorkerError: (AioshmError, RuntimeError),
     EventsLost: (AioshmError,),
+    PublisherRestarted: (AioshmError,),
     GroupBroken: (AioshmError, ConnectionError),
 }
 
-TELLING = {PeerDied, MessagesLost, CorruptSlot, EventsLost, ProcessDied, WorkerDied, WorkerError}
+TELLING = {PeerDied, MessagesLost, CorruptSlot, EventsLost, PublisherRestarted, ProcessDied, WorkerDied, WorkerError}
 
 FAILURE = RemoteFailure("KeyError", "'a'", "Traceback ...\n")
 
@@ -109,6 +111,11 @@ EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
         EventsLost(1, 1),
         {"first": 1, "last": 1},
         "event batches 1 to 1 are lost: they can no longer be sent again",
+    ),
+    (
+        PublisherRestarted("tcp://a:1 rank 0", 7),
+        {"source": "tcp://a:1 rank 0", "expected": 7},
+        "publisher tcp://a:1 rank 0 began again, where batch 7 should have been next",
     ),
     (
         ProcessDied("EngineCore_1", 7, -9),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from aioshm.arguments import shown
 from aioshm.codec.base import Codec, Loads, Views
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.codec.raw import RawCodec
-from aioshm.config import shown
 
 FIRST_FREE_CODE = 16
 """Codes below are aioshm's own."""

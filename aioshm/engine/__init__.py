@@ -1,4 +1,4 @@
-"""Engines: started, shaken hands with, watched and stopped; the names are those of the field."""
+"""Engines: started, shaken hands with, watched and stopped; the names are vLLM's."""
 
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.streams import OutputStream
@@ -23,14 +23,15 @@ from aioshm.engine.security.keys import EngineCredentials, EngineKeys
 from aioshm.engine.startup.api_servers import APIServerProcessManager
 from aioshm.engine.startup.completion import wait_for_completion_or_failure
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator
-from aioshm.engine.startup.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.startup.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines, wait_for_engine_startup
-from aioshm.engine.startup.processes import CoreEngineProcManager, ProcessManager
+from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.engine.usage import report_usage_stats
 from aioshm.engine.workers.group import WorkerGroup
+from aioshm.process.manager import ProcessManager
 from aioshm.process.parent import die_with_parent
 from aioshm.process.stopping import ashutdown, shutdown
+from aioshm.process.watch import WatchedManager, WatchedProcess
 
 __all__ = [
     "APIServerProcessManager",

@@ -24,10 +24,10 @@ from aioshm.engine.protocol.addresses import EngineZmqAddresses
 from aioshm.engine.protocol.progress import StartupReport
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup import launch as launching
-from aioshm.engine.startup.deaths import WatchedProcess
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.process.child import Child
 from aioshm.process.loop_thread import LoopThread
+from aioshm.process.watch import WatchedProcess
 
 __all__ = ["CoreEngineLaunch", "EngineClient", "OutputStream", "launch_core_engines"]
 

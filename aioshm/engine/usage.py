@@ -1,4 +1,4 @@
-"""Usage reports: nothing is reported unless somebody asks for it, and never over a network."""
+"""Usage reports: nothing is reported unless the user asks for it, and never over a network."""
 
 from __future__ import annotations
 

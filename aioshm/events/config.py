@@ -15,7 +15,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """The field's configuration of KV-event publishing.
+    """vLLM's configuration of KV-event publishing.
 
     Attributes:
         enable_kv_cache_events: Whether anything is published at all.

@@ -55,7 +55,7 @@ def for_rank(endpoint: str, rank: int) -> str:
 
 
 def publisher_binds(endpoint: str) -> bool:
-    """Tell whether a publisher binds here by the field's rule: wildcards, ``::``, ipc and inproc."""
+    """Tell whether a publisher binds here by vLLM's rule: wildcards, ``::``, ipc and inproc."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 

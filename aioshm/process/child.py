@@ -27,7 +27,7 @@ from typing import Any
 from aioshm.process import parent
 
 STATUS_UNKNOWN = 255
-"""The exit code of a process that somebody else has waited for, as asyncio has it."""
+"""The exit code of a process that another part of the program has waited for, as asyncio has it."""
 
 _HAVE_WAITID = hasattr(os, "waitid")  # macOS: from Python 3.13 on
 
@@ -157,7 +157,7 @@ class _Popen(popen_spawn_posix.Popen):
             known = True
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag) is None:
                 return
-        except ChildProcessError:  # somebody else has waited for it, as far as this thread can tell
+        except ChildProcessError:  # another part of the program has waited for it, as far as this thread can tell
             known = False
         with self._reaping:
             if self.returncode is None:

@@ -18,7 +18,7 @@ _getsignal: Callable[[int], Any] = _signal.getsignal
 _signal_signal: Callable[[int, Any], Any] = _signal.signal
 
 PATIENCE_S = 1.0
-"""After so long, what a handler raises once more is raised at once: whoever presses Ctrl-C again wants to leave."""
+"""After so long, what a handler raises once more is raised at once: a user who presses Ctrl-C again wants to leave."""
 
 
 class Guard:

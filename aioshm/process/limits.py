@@ -1,7 +1,7 @@
 """What the system lets this process have: file descriptors and threads; and what becomes of both in a forked child.
 
 libzmq ends the whole process with an assertion where it cannot have a descriptor or a thread that it needs for itself
-(``src/epoll.cpp``, ``src/thread.cpp``). So whoever makes a context asks here first: what can be had for a moment now
+(``src/epoll.cpp``, ``src/thread.cpp``). So a context is made after asking here: what can be had for a moment now
 can be had by libzmq the next moment, unless another thread of this process is faster.
 """
 

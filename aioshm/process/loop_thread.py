@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from aioshm.errors import QueueClosed, RoleError
 
 END_S = 10.0
-"""How long the thread may take to end; more, and somebody's callback is stuck in it."""
+"""How long the thread may take to end; more, and a callback is stuck in it."""
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class LoopThread:
         return self._ended
 
     def check(self) -> None:
-        """Refuse whoever would wait for what cannot come.
+        """Refuse a call that would wait for what cannot come.
 
         Raises:
             RoleError: Called in a forked child, or in the thread itself.

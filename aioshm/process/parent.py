@@ -44,7 +44,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     if os.getppid() == parent_pid:
         _ask_the_kernel(parent_pid)
         exact = _end_of(parent_pid)
-    if os.getppid() != parent_pid:  # before anything was asked; the number may be somebody else's by now
+    if os.getppid() != parent_pid:  # before anything was asked; the number may be another process' by now
         _end()
     if not any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
         threading.Thread(
@@ -78,7 +78,7 @@ def _end_of(pid: int) -> list[int]:
 
 
 def _pipe_from(parent_pid: int) -> list[int]:
-    """Return the pipe from whoever started this process by means of ``multiprocessing``, if somebody has."""
+    """Return the pipe from the process that started this one by means of ``multiprocessing``, if one has."""
     starter = multiprocessing.parent_process()
     if starter is None:
         return []
@@ -96,7 +96,7 @@ def _watch(signs: list[int], exact: bool, parent_pid: int) -> None:
         for sign, event in poller.poll(None if exact else _CHECK_MS):
             if not event & select.POLLNVAL:
                 _end()
-            poller.unregister(sign)  # somebody has closed it
+            poller.unregister(sign)  # closed by another part of the program
             exact = False
         if os.getppid() != parent_pid:
             _end()

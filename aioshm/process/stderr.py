@@ -110,7 +110,7 @@ class StderrRelay:
         if self._thread is None:
             self._take_apart()
         elif wait:
-            self._thread.join(2 * FLUSH_S)  # longer only if somebody else filled the pipe that was writable just now
+            self._thread.join(2 * FLUSH_S)  # longer only if another process filled the pipe that was writable just now
 
     def _run(self) -> None:
         while not self._closing:
@@ -175,7 +175,7 @@ class StderrRelay:
             self._waiting_bytes -= len(data)
         try:
             rest = data[os.write(self._out, data[:_PASS_BYTES]) :]
-        except OSError:  # whoever read it is gone, or the disk is full
+        except OSError:  # its reader is gone, or the disk is full
             return
         if rest:
             with self._lock:

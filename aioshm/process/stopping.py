@@ -14,7 +14,7 @@ import psutil
 
 from aioshm.errors import OutOfThreads
 from aioshm.process.background import in_thread
-from aioshm.process.endings import Endings
+from aioshm.process.watch import ProcessWatch
 
 SHUTDOWN_TIMEOUT_S = 5.0
 """How long processes may take to end when asked to."""
@@ -55,7 +55,7 @@ async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIME
     stopping = _Stopping(procs, timeout)
     loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None
-    with Endings(stopping.procs) as endings:
+    with ProcessWatch(stopping.procs) as watch:
         try:
             if pids := stopping.pids():
                 try:
@@ -63,17 +63,17 @@ async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIME
                 except OutOfThreads:
                     stopping.add(_below(pids))
             stopping.ask()
-            await endings.last(loop.time() + timeout)
+            await watch.all_exited(loop.time() + timeout)
         except asyncio.CancelledError as error:
             cancelled = error
         stopping.kill()
         deadline = loop.time() + KILLED_S
-        while endings.running or stopping.below_run():
+        while watch.running or stopping.below_run():
             if loop.time() >= deadline:
                 break
             try:
-                if endings.running:
-                    await endings.last(deadline)
+                if watch.running:
+                    await watch.all_exited(deadline)
                 else:
                     await asyncio.sleep(_LOOK_S)
             except asyncio.CancelledError as error:

@@ -16,7 +16,8 @@ import os
 import secrets
 from typing import Any, NamedTuple
 
-from aioshm.config import DEFAULT_BACKING, Backing, check_int, shown
+from aioshm.arguments import check_int, shown
+from aioshm.config import DEFAULT_BACKING, Backing
 from aioshm.errors import AioshmError, HandleError, RoleError, SharedMemoryError
 from aioshm.ring import layout as at
 from aioshm.ring.atomics import memory_fence

@@ -12,7 +12,7 @@ class CurveKeys:
     """Keys for an encrypted connection (ZeroMQ CURVE), each 40 characters of Z85.
 
     The end that binds is the server and needs only its own pair; the end that connects also needs the
-    server's public key. Whoever has that public key gets in.
+    server's public key. Every peer that has that public key gets in.
 
     Attributes:
         public: This end's public key.

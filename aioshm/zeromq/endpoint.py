@@ -7,7 +7,7 @@ import os
 
 import zmq
 
-from aioshm.config import shown
+from aioshm.arguments import shown
 from aioshm.errors import EndpointError
 from aioshm.process.limits import naming_limits
 from aioshm.zeromq.curve import CurveKeys
@@ -151,7 +151,7 @@ class BoundFile:
         self._found = self._look()
 
     def remove(self) -> None:
-        """Remove it, unless somebody else has bound the same path meanwhile. Idempotent."""
+        """Remove it, unless another socket was bound to the same path meanwhile. Idempotent."""
         if self._found is not None and self._look() == self._found:
             os.unlink(self._path)
         self._found = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+from fake_process import FakeProcess
 
 from aioshm.engine import EngineHandshakeMetadata, EngineZmqAddresses, shake_hands
 
@@ -42,33 +42,6 @@ async def tasks(*work: Awaitable[Any]) -> AsyncIterator[list[asyncio.Task[Any]]]
 def engine(address: str, index: int, **options: Any) -> Awaitable[EngineHandshakeMetadata]:
     options.setdefault("initialize", ready_with(num_gpu_blocks=100))
     return shake_hands(address, index, **options)
-
-
-class FakeProcess:
-    """What is needed of a process, around one of ``subprocess``."""
-
-    def __init__(self, name: str, *command: str) -> None:
-        self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        self.pid = self._process.pid
-        self.sentinel = os.pidfd_open(self.pid)
-        self._said: tuple[str, str] | None = None
-
-    @property
-    def exitcode(self) -> int | None:
-        return self._process.poll()
-
-    def said(self) -> tuple[str, str]:
-        """Return what it wrote, after its end."""
-        if self._said is None:
-            self._said = self._process.communicate(timeout=10)
-        return self._said
-
-    def kill(self) -> None:
-        self._process.kill()
-        self.said()
 
 
 class FakeManager:

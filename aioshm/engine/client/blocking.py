@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
-from aioshm.config import Options, check_seconds
+from aioshm.arguments import check_seconds
+from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
 from aioshm.engine.client.blocking_streams import OutputStream
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
-from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.startup.deaths import WatchedManager, WatchedProcess
 from aioshm.errors import RoleError
 from aioshm.process.loop_thread import LoopThread
+from aioshm.process.watch import WatchedManager, WatchedProcess
 
 
-class EngineClient:
+class EngineClient(Closing):
     """`aioshm.engine.EngineClient` for plain threads: the same names without ``await``, and `close`.
 
         with EngineClient(addresses, 2) as client:
@@ -35,13 +33,8 @@ class EngineClient:
     Args:
         addresses: Where to bind.
         engines: The engines, or how many there are.
-        client_index: Which of the addresses' inputs and outputs are this client's.
-        request_type: What requests have to be.
-        output_type: What outputs are decoded as.
-        options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here.
-        keys: Who may connect over TCP, and as whom; None: those of this process.
-        secure: Whether connections over TCP are encrypted, and only holders of keys get in.
         loop_factory: Makes the event loop of its thread; None: asyncio's own.
+        arguments: Every other argument of `aioshm.engine.EngineClient`.
 
     Raises:
         TypeError, ValueError: An argument makes no sense; the text names it.
@@ -52,28 +45,14 @@ class EngineClient:
         addresses: EngineZmqAddresses,
         engines: Sequence[CoreEngine] | int,
         *,
-        client_index: int = 0,
-        request_type: type[Any] | None = None,
-        output_type: Any = None,
-        options: Options | None = None,
-        keys: EngineKeys | None = None,
-        secure: bool = True,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+        **arguments: Any,
     ) -> None:
         self._host: LoopThread | None = None
         self._closing = threading.RLock()
         self._owns_host = True
         self._loop_factory = loop_factory
-        self._client = awaited.EngineClient(
-            addresses,
-            engines,
-            client_index=client_index,
-            request_type=request_type,
-            output_type=output_type,
-            options=options,
-            keys=keys,
-            secure=secure,
-        )
+        self._client = awaited.EngineClient(addresses, engines, **arguments)
 
     @classmethod
     def around(cls, client: awaited.EngineClient, host: LoopThread) -> EngineClient:
@@ -109,11 +88,6 @@ class EngineClient:
     def __enter__(self) -> Self:
         self.open()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def open(self) -> None:
         """Bind the addresses and begin to listen; ``with`` does it.
@@ -233,7 +207,7 @@ class EngineClient:
         host = self._host
         if host is None or not self._owns_host or host.ended or host.elsewhere:
             return
-        warnings.warn(f"{self!r} was not closed: use `with`", ResourceWarning, 2, self)
+        warn_not_closed(self, "use `with`")
         client = self._client
 
         async def close() -> None:

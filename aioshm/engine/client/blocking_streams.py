@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from aioshm.closing import Closing
 from aioshm.engine.client.streams import Inbox
 from aioshm.engine.client.streams import OutputStream as AwaitedStream
 from aioshm.errors import RoleError
@@ -16,10 +16,10 @@ from aioshm.process.loop_thread import LoopThread
 Output = TypeVar("Output")
 
 
-class OutputStream(Iterator[Output], Generic[Output]):
+class OutputStream(Closing, Iterator[Output], Generic[Output]):
     """The outputs of one request: ``for`` gets them; it ends after the last one.
 
-    Whoever leaves it before that, by breaking off, by an interrupt in it, or with `close`, aborts the request; what had
+    Leaving it before that, by breaking off, by an interrupt in it, or with `close`, aborts the request; what had
     come is still there. A timeout aborts nothing: the next output may be waited for again.
 
     Attributes:
@@ -76,13 +76,9 @@ class OutputStream(Iterator[Output], Generic[Output]):
         if stream is not None:
             self._host.post(stream.leave)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def forget_stream(self) -> None:
+        """Let go of what aborts the request: it has ended. Called in the client's thread."""
+        self._stream = None
 
     def __repr__(self) -> str:
         return f"<OutputStream of request {self.request_id!r} at engine {self.engine}>"
@@ -122,7 +118,7 @@ class _Bell:
         if self._inbox.ended:
             owner = self._owner()
             if owner is not None:
-                owner._stream = None
+                owner.forget_stream()
         if self._lock.locked():
             self._lock.release()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from aioshm.config import Options, check_seconds
+from aioshm.arguments import check_seconds
+from aioshm.closing import AsyncClosing
+from aioshm.config import Options
 from aioshm.engine.client.link import EngineLink
 from aioshm.engine.client.pending import PendingCall
 from aioshm.engine.client.streams import OutputStream
@@ -17,7 +18,7 @@ from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
 from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.startup.deaths import WatchedManager, WatchedProcess
+from aioshm.process.watch import WatchedManager, WatchedProcess
 
 _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
@@ -26,7 +27,7 @@ _UTILITY = EngineCoreRequestType.UTILITY.value
 _encode_plain = msgspec.msgpack.Encoder().encode
 
 
-class EngineClient:
+class EngineClient(AsyncClosing):
     """Sends requests to engines and brings back their outputs; one event loop's.
 
         async with EngineClient(addresses, 2) as client:
@@ -47,7 +48,7 @@ class EngineClient:
         client_index: Which of the addresses' inputs and outputs are this client's.
         request_type: What requests have to be; None: anything that MessagePack can say, and arrays and tensors.
         output_type: What outputs are decoded as; any type that msgspec knows, or None for plain data. A plain array is
-            read as the field's outputs are: the first is the request's id, the sixth why it is finished.
+            read as vLLM's outputs are: the first is the request's id, the sixth why it is finished.
         options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here; None: as the environment says.
         keys: Who may connect over TCP, and as whom; None: those of this process.
         secure: Whether connections over TCP are encrypted, and only holders of keys get in; engines and the coordinator
@@ -100,16 +101,11 @@ class EngineClient:
         """How many requests are in flight."""
         return len(self._link.pending.inboxes)
 
-    # Its life
+    # Opened, ready, closed
 
     async def __aenter__(self) -> Self:
         self.open()
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     def open(self) -> None:
         """Bind the addresses and begin to listen; ``async with`` does it.
@@ -162,12 +158,12 @@ class EngineClient:
         """
         await self._link.aclose()
 
-    # What it is for
+    # Requests and calls
 
     def submit(self, request: Any, *, engine: int | None = None) -> OutputStream[Any]:
         """Send a request, and return its outputs. It is sent at once, not when the first output is asked for.
 
-        Where a request has ``client_index`` and ``current_wave``, as those of the field have, they are set.
+        Where a request has ``client_index`` and ``current_wave``, as those of vLLM have, they are set.
 
         Args:
             request: Has a ``request_id``, a string that no other request in flight has, as an attribute, a key, or the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from aioshm.config import Options, check_int
+from aioshm.arguments import check_int
+from aioshm.closing import warn_not_closed
+from aioshm.config import Options
 from aioshm.engine.client.liveness import Liveness
 from aioshm.engine.client.pending import Pending
 from aioshm.engine.client.sockets import ClientSockets
@@ -90,7 +91,7 @@ class EngineLink:
         in_flight = len(self.pending.inboxes)
         return f"<EngineClient {self.index} of engines {self.engines.ranks}, {in_flight} requests in flight>"
 
-    # Its life
+    # Opened and closed
 
     def open(self) -> None:
         """Bind the addresses and begin to listen."""
@@ -133,7 +134,7 @@ class EngineLink:
 
     def __del__(self) -> None:
         if self.sockets is not None and not self._closed:
-            warnings.warn(f"{self!r} was not closed: use `async with`", ResourceWarning, 2, self)
+            warn_not_closed(self)
             self.liveness.stop()
             self.sockets.close()
 
@@ -159,7 +160,7 @@ class EngineLink:
             try:
                 self.send(position, _ABORT, [_encode_plain(request_ids)])
             except EngineDead:
-                pass  # whoever waits is told
+                pass  # the waiting calls are told
 
     # What comes
 
@@ -211,7 +212,7 @@ class EngineLink:
         if self._same_route and origin not in self.liveness.hosts:
             raise CodecError(f"it comes from {origin}, and no engine does")
 
-    # The end of things
+    # Requests left, engines dead
 
     def leave(self, request_id: str, inbox: Inbox) -> None:
         """Abort a request whose stream was left."""
@@ -232,7 +233,7 @@ class EngineLink:
         assert self.sockets is not None
         self.sockets.read_outputs()  # its last words
         self._dead = error
-        # Who waits is told; where nobody does, it is but an engine that was stopped.
+        # Waiting calls are told; where there are none, it is but an engine that was stopped.
         logger.debug("%s; %d requests and %d calls were pending", error, len(self.pending.inboxes), self.pending.calls)
         self._fail(lambda: _again(error))
 
@@ -257,7 +258,7 @@ class EngineLink:
         if self._dead is not None:
             raise _again(self._dead)
 
-    # Small things
+    # The coordinator, and complaints
 
     def _subscribe(self, address: str | None) -> None:
         assert self.sockets is not None
@@ -277,5 +278,5 @@ class EngineLink:
 
 
 def _again(error: EngineDead) -> EngineDead:
-    """Return the same error for somebody else: each one gets its own traceback."""
+    """Return the same error once more: each call that raises it has its own traceback."""
     return EngineDead(*error.args, engine=error.engine, pid=error.pid)

@@ -1,24 +1,25 @@
-"""Notices that an engine is gone, and finds out which one it was."""
+"""Notices the death of an engine, and which one it was."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
 
-from aioshm.engine.startup.deaths import DeathWatch, WatchedManager, WatchedProcess
+from aioshm.engine.protocol.progress import engine_of
 from aioshm.errors import EngineDead
+from aioshm.process.watch import ProcessWatch, WatchedManager, WatchedProcess
 
 LAST_WORDS_S = 0.1
 """How long what an engine has sent may arrive after the end of its connection."""
 
 NAME_WITHIN_S = 1.0
-"""How long to wait for somebody who knows more: which engine it was, how its process has ended."""
+"""How long to wait for a sign that says more: which engine it was, how its process has exited."""
 
 
 class Liveness:
     """Puts together what connections, engines and process managers say.
 
-    An engine is gone when its connection has ended, when it says so, or when its process has ended. What says so first
+    An engine is gone when its connection has ended, when it says so, or when its process has exited. What says so first
     is seldom what says most: ``ENGINE_CORE_DEAD`` does not say which engine, a connection not why.
 
     Args:
@@ -31,7 +32,7 @@ class Liveness:
     def __init__(self, on_death: Callable[[EngineDead], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_death = on_death
-        self._watches: list[DeathWatch] = []
+        self._watch: ProcessWatch | None = None
         self._connections: dict[int, int] = {}  # engines' ranks
         self._senders: dict[int, str] = {}
         self.hosts: set[str] = set()
@@ -46,8 +47,11 @@ class Liveness:
         Raises:
             ValueError: A process was not started.
         """
-        watch = DeathWatch(self._loop, manager, processes, lambda: self._process_ended(watch))
-        self._watches.append(watch)
+        if self._watch is None:
+            self._watch = ProcessWatch(on_exit=self._process_exited)
+        if manager is not None:
+            self._watch.add_manager(manager)
+        self._watch.add(processes)
 
     def connected(self, engine: int, connection: int, sender: str) -> None:
         """Note which connection is an engine's, and who that is, for people."""
@@ -65,7 +69,7 @@ class Liveness:
         """Note that an engine cannot be reached any more."""
         if self._lost is None:
             self._lost = engine
-            self._settle_within(NAME_WITHIN_S if self._watches else LAST_WORDS_S)
+            self._settle_within(NAME_WITHIN_S if self._watch is not None else LAST_WORDS_S)
 
     def said_dead(self, engine: int | None = None) -> None:
         """Note that an engine says that it ends, and which one, if that is known."""
@@ -79,8 +83,8 @@ class Liveness:
         self._settled = True
         if self._timer is not None:
             self._timer.cancel()
-        for watch in self._watches:
-            watch.stop()
+        if self._watch is not None:
+            self._watch.close()
 
     def _settle_within(self, seconds: float) -> None:
         when = self._loop.time() + seconds
@@ -90,13 +94,14 @@ class Liveness:
             self._timer.cancel()
         self._timer = self._loop.call_at(when, self._settle)
 
-    def _process_ended(self, watch: DeathWatch) -> None:
+    def _process_exited(self) -> None:
         if self._settled:
             return
-        ended = watch.ended()
-        # Others may end because of the one that was lost first.
-        first = next((each for each in ended if each.engine is not None and each.engine == self._lost), ended[0])
-        self._tell(EngineDead(first.describe(None), engine=first.engine, pid=first.pid))
+        assert self._watch is not None
+        exits = self._watch.exited()
+        # Others may exit because of the one that was lost first.
+        first = next((each for each in exits if self._lost is not None and engine_of(each) == self._lost), exits[0])
+        self._tell(EngineDead(first.describe(), engine=engine_of(first), pid=first.pid))
 
     def _settle(self) -> None:
         engine = self._lost

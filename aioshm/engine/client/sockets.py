@@ -13,18 +13,17 @@ from aioshm.engine.protocol.payloads import MAX_FRAMES, MAX_STRANGE_FRAMES, Fram
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.doorkeeper import Doorkeeper
 from aioshm.engine.security.guard import STRANGE_BYTES, Guard, heartbeat_rate
-from aioshm.engine.security.reading import TURN_FRAMES, MessageReader, sender_of, user_of
+from aioshm.engine.security.reading import First, MessageReader, plain, sender_of, user_of, with_property, with_sender
 from aioshm.process.background import give_back
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
-from aioshm.zeromq.sockets import BURST, Socket, Sockets, watched_by_heartbeats
-from aioshm.zeromq.watch import Watch
+from aioshm.zeromq.pump import Pump, T, whole
+from aioshm.zeromq.sockets import Socket, Sockets, watched_by_heartbeats
 
 LINGER_MS = 500
 """How long the last aborts may take to leave; it takes no time unless an engine is stuck."""
 
 _UNBOUNDED = 0  # what is in flight is bounded by the requests that are open, not by ZeroMQ
-_DECODED_SHIFT = 8  # so many bytes that are to be decoded take as long as a frame
 _REGISTRATION_FRAMES = 2  # that are kept: it should be one
 _OF_STRANGERS = 1000  # unless it may be anybody's
 
@@ -66,7 +65,7 @@ class ClientSockets:
         output_address: Where to bind the PULL.
         listener: Is told what comes.
         protection: Who may connect.
-        max_bytes: Of a frame: whoever sends a larger one is disconnected.
+        max_bytes: Of a frame: a peer that sends a larger one is disconnected.
         silence_s: Seconds after which a connection over TCP that says nothing is given up.
 
     Attributes:
@@ -90,20 +89,18 @@ class ClientSockets:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._sockets = Sockets()
-        self._watches: list[Watch] = []
+        self._pumps: list[Pump] = []
         self._files: list[BoundFile] = []
-        self._partial: tuple[list[Frame], str] | None = None  # of a message that has more frames than a turn has time
         self._closed = False
         self._protection = protection
-        self._origin = ""
-        if over_tcp([output_address]):
-            self._origin = "User-Id" if protection.encrypts(output_address) else "Peer-Address"
         self._doorkeeper: Doorkeeper | None = None
         open_to_all = over_tcp([output_address]) and not protection.encrypts(output_address)
-        self._kept = MAX_STRANGE_FRAMES if open_to_all else MAX_FRAMES
+        first: First[str] = plain
+        if over_tcp([output_address]):
+            first = with_property("Peer-Address" if open_to_all else "User-Id")
         self._guards: list[Guard] = []
         self._guard: Guard | None = None  # of the ROUTER, over TCP; elsewhere there is
-        self._monitor: Socket | None = None
+        self._disconnections: Pump | None = None
         try:
             self._doorkeeper = protection.doorkeeper(self._sockets)
             self._router = self._open(zmq.ROUTER, input_address, max_bytes)
@@ -119,17 +116,20 @@ class ClientSockets:
                 )
                 self._guards.append(self._guard)
             else:
-                self._monitor = self._sockets.add(self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+                monitor = self._sockets.add(self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+                self._disconnections = self._pump(monitor, self._disconnected, whole(monitor))
             self.input_address = self._bind(self._router, input_address)
             self._pull = self._open(zmq.PULL, output_address, max_bytes)
             if protection.encrypts(output_address):  # of others' outputs nobody knows how much they may be
                 self._guards.append(Guard(self._pull, self._sockets, encrypted=True))
             self.output_address = self._bind(self._pull, output_address)
-            self._registrations = MessageReader(self._router, 1 + _REGISTRATION_FRAMES)
-            self._watch(self._router, self._read_registrations)
-            self._watch(self._pull, self.read_outputs)
-            if self._monitor is not None:
-                self._watch(self._monitor, self._read_monitor)
+            registrations = MessageReader(self._router, 1 + _REGISTRATION_FRAMES, with_sender)
+            self._pump(self._router, self._registered, registrations.read)
+            # One frame more than may be, which is refused.
+            kept = 1 + (MAX_STRANGE_FRAMES if open_to_all else MAX_FRAMES)
+            self._outputs = self._pump(
+                self._pull, self._has_output, MessageReader(self._pull, kept, first, views=True).read
+            )
         except BaseException:
             self._release()
             self._sockets.close()
@@ -149,43 +149,16 @@ class ClientSockets:
         Raises:
             OSError: The address is malformed.
         """
-        self._sub = self._sockets.add(
+        sub = self._sockets.add(
             open_socket(self._sockets.context, zmq.SUB, address, bind=False, hwm=_UNBOUNDED, curve=curve)
         )
-        self._sub.setsockopt(zmq.SUBSCRIBE, b"")
-        attach(self._sub, address, bind=False)
-        self._watch(self._sub, self._read_counts)
+        sub.setsockopt(zmq.SUBSCRIBE, b"")
+        attach(sub, address, bind=False)
+        self._pump(sub, lambda frames: self._listener.counts(frames[0]), whole(sub))
 
     def read_outputs(self) -> None:
         """Read what engines have sent, some of it at a time."""
-        pull, noblock, listener, room = self._pull, zmq.NOBLOCK, self._listener, TURN_FRAMES
-        for _ in range(BURST):
-            if self._closed:
-                return
-            try:
-                if self._partial is not None:
-                    (frames, origin), self._partial = self._partial, None
-                elif self._origin:
-                    head = pull.recv(noblock, copy=False)
-                    frames, origin = [head.buffer], str(head.get(self._origin))
-                else:
-                    frames, origin = [pull.recv(noblock)], ""
-            except zmq.ZMQError:
-                return
-            while pull.getsockopt(zmq.RCVMORE):
-                if room <= 0:
-                    self._partial = frames, origin
-                    self._loop.call_soon(self.read_outputs)
-                    return
-                room -= 1
-                frame = pull.recv(noblock, copy=False)
-                if len(frames) <= self._kept:  # one more than may be, which is refused
-                    frames.append(frame.buffer)
-            room -= len(frames[0]) >> _DECODED_SHIFT
-            listener.output(frames, origin)
-            if room <= 0:
-                break
-        self._loop.call_soon(self.read_outputs)
+        self._outputs.run()
 
     async def aclose(self) -> None:
         """Close them once what was sent has left. Idempotent."""
@@ -200,8 +173,8 @@ class ClientSockets:
 
     def _release(self) -> None:
         self._closed = True
-        for watch in self._watches:
-            watch.pause()
+        for pump in self._pumps:
+            pump.pause()
         for file in self._files:
             file.remove()
         for guard in self._guards:
@@ -221,43 +194,24 @@ class ClientSockets:
         self._files.append(BoundFile(actual))
         return actual
 
-    def _watch(self, socket: Socket, callback: Callable[[], None]) -> None:
-        self._watches.append(Watch(self._loop, socket, callback))
+    def _pump(self, socket: Socket, handle: Callable[[T], None], receive: Callable[[], T | None]) -> Pump:
+        self._pumps.append(Pump.of_messages(self._loop, socket, handle, receive))
+        return self._pumps[-1]
 
-    def _read_registrations(self) -> None:
-        self._registrations.begin_turn()
-        while not self._closed:
-            try:
-                message = self._registrations.read()
-            except zmq.ZMQError:
-                return
-            if message is None:
-                if self._registrations.unfinished:
-                    self._loop.call_soon(self._read_registrations)
-                return
-            sender, (name, *frames) = message
-            # The number of a connection that has ended may be this one's now.
-            if self._guard is None:
-                self._read_monitor()
-            else:
-                self._guard.look()
-                self._guard.credit(sender, frames)
-            user = user_of(sender) if self._protection.encrypts(self.input_address) else ""
-            self._listener.registered(name, frames, int(sender.get(zmq.SRCFD)), sender_of(sender), user)
+    def _has_output(self, message: tuple[str, list[Frame]]) -> None:
+        origin, frames = message
+        self._listener.output(frames, origin)
 
-    def _read_monitor(self) -> None:
-        assert self._monitor is not None
-        while not self._closed:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.ZMQError:
-                return
-            self._listener.disconnected(event["value"])
+    def _registered(self, message: tuple[zmq.Frame, list[bytes]]) -> None:
+        sender, (name, *frames) = message
+        # The number of a connection that has ended may be this one's now.
+        if self._disconnections is not None:
+            self._disconnections.run()
+        if self._guard is not None:
+            self._guard.look()
+            self._guard.credit(sender, frames)
+        user = user_of(sender) if self._protection.encrypts(self.input_address) else ""
+        self._listener.registered(name, frames, int(sender.get(zmq.SRCFD)), sender_of(sender), user)
 
-    def _read_counts(self) -> None:
-        while not self._closed:
-            try:
-                payload = self._sub.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return
-            self._listener.counts(payload)
+    def _disconnected(self, frames: list[bytes]) -> None:
+        self._listener.disconnected(parse_monitor_message(frames)["value"])

@@ -63,7 +63,7 @@ class Inbox:
 class OutputStream(AsyncIterator[Output], Generic[Output]):
     """The outputs of one request: ``async for`` gets them; it ends after the last one.
 
-    Whoever leaves it before that, by breaking off, by being cancelled in it, or with `aclose`, aborts the request.
+    Leaving it before that, by breaking off, by being cancelled in it, or with `aclose`, aborts the request.
 
     Attributes:
         request_id: Of the request.

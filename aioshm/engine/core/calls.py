@@ -97,7 +97,7 @@ class Calls:
 
 
 def described(error: Exception) -> str:
-    """Return what an error says, for whoever is far away from it."""
+    """Return the text of an error for another process."""
     return str(error) if isinstance(error, AioshmError) else f"{type(error).__name__}: {error}"
 
 

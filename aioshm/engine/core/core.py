@@ -126,7 +126,7 @@ class EngineCore:
                 busy = busy or unfinished  # others would have to wait, too
             self._report_counts()
             if busy:
-                await asyncio.sleep(0)  # the sockets' turn, and that of whoever wants this to end
+                await asyncio.sleep(0)  # the turn of the sockets, and of a task that cancels this
             else:
                 await self._wait(IDLE_STEP_S)
 
@@ -142,7 +142,7 @@ class EngineCore:
             if shutdown is not None:
                 await _awaited(shutdown())
 
-    # Its turns
+    # Steps
 
     def _has_work(self) -> bool:
         if self._clients or (self._lockstep is not None and self._lockstep.running):

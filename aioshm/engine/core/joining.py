@@ -11,15 +11,15 @@ from typing import Any
 
 import zmq
 
-from aioshm.config import check_seconds
+from aioshm.arguments import check_seconds
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
 from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.process.background import give_back
 from aioshm.zeromq.endpoint import attach, check_endpoint, open_socket
 from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import Sockets
-from aioshm.zeromq.watch import Watch
 
 INIT_TIMEOUT_S = 300.0
 LINGER_MS = 5000
@@ -153,20 +153,20 @@ class _FrontEnd:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[list[bytes]] = loop.create_future()
 
-        def look() -> None:
+        def take(frames: list[bytes]) -> None:
             if not arrived.done():
-                try:
-                    arrived.set_result(self._dealer.recv_multipart(zmq.NOBLOCK))
-                except zmq.ZMQError:
-                    return
+                arrived.set_result(frames)
 
         assert self._monitor is not None
-        watches = [Watch(loop, self._dealer, look), Watch(loop, self._monitor.pair, self._look_at_connection)]
+        pumps = [
+            Pump.of_messages(loop, self._dealer, take, whole(self._dealer)),
+            Pump(loop, self._monitor.pair, self._look_at_connection),
+        ]
         try:
             return await arrived
         finally:
-            for watch in watches:
-                watch.pause()
+            for pump in pumps:
+                pump.pause()
 
     def _look_at_connection(self) -> None:
         if self._monitor is not None and self._monitor.read()[1] and not self._refused:

@@ -10,13 +10,14 @@ import zmq
 
 from aioshm.engine.protocol.addresses import EngineZmqAddresses, identity
 from aioshm.engine.protocol.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL
-from aioshm.engine.protocol.payloads import Frame
+from aioshm.engine.protocol.payloads import MAX_FRAMES, Frame
 from aioshm.engine.security.keys import EngineCredentials
+from aioshm.engine.security.reading import MessageReader, plain
 from aioshm.process.background import give_back
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.sockets import BURST, Socket, Sockets, watched_by_heartbeats
-from aioshm.zeromq.watch import Watch
+from aioshm.zeromq.pump import Pump
+from aioshm.zeromq.sockets import Socket, Sockets, watched_by_heartbeats
 
 LINGER_MS = 2000
 """How long the last messages may take to leave; it takes no time unless a front end is gone or stuck."""
@@ -35,7 +36,7 @@ class CoreSockets:
         addresses: Where to connect.
         on_message: Gets the index of the client and the frames of what has come, on the loop; no frames when the client
             is gone.
-        max_bytes: Of a frame: whoever sends a larger one is disconnected.
+        max_bytes: Of a frame: a peer that sends a larger one is disconnected.
         silence_s: Seconds after which a connection over TCP that says nothing is given up.
         credentials: The engine's keys for connections over TCP; None: these are not encrypted.
 
@@ -63,7 +64,7 @@ class CoreSockets:
         self._on_message = on_message
         self._max_bytes, self._silence_ms = max_bytes, int(silence_s * 1000)
         self._sockets = Sockets()
-        self._watches: list[Watch] = []
+        self._pumps: list[Pump] = []  # of the inputs first, by client
         self._closed = False
         self._identity = identity(index)
         self._credentials = credentials
@@ -97,10 +98,11 @@ class CoreSockets:
             self._subscription.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
         for client, socket in enumerate(self._inputs):
             socket.send(payload, zmq.NOBLOCK)
-            self._watch(socket, partial(self._read, socket, client))
-            self._watch(self._monitors[client].pair, partial(self._read_monitor, client))
+            self._pump(socket, client)
+        for client, monitor in enumerate(self._monitors):
+            self._pumps.append(Pump(self._loop, monitor.pair, partial(self._read_monitor, client)))
         if self.coordinated:
-            self._watch(self._subscription, partial(self._read, self._subscription, COORDINATOR))
+            self._pump(self._subscription, COORDINATOR)
             await self._ready
 
     def send(self, client: int, frames: list[Frame]) -> None:
@@ -122,8 +124,8 @@ class CoreSockets:
         """Close them once what was sent has left. Idempotent; goes on in a thread when it is cancelled."""
         if not self._closed:
             self._closed = True
-            for watch in self._watches:
-                watch.pause()
+            for pump in self._pumps:
+                pump.pause()
             if not self._ready.done():
                 self._ready.cancel()
             await give_back(lambda: self._close(LINGER_MS))
@@ -151,12 +153,11 @@ class CoreSockets:
         attach(socket, address, bind=False)
         return socket
 
-    def _watch(self, socket: Socket, callback: Callable[[], None]) -> None:
-        self._watches.append(Watch(self._loop, socket, callback))
+    def _pump(self, socket: Socket, client: int) -> None:
+        read = MessageReader(socket, 1 + MAX_FRAMES, plain, views=True).read
+        self._pumps.append(Pump.of_messages(self._loop, socket, partial(self._take, client), read))
 
     def _read_monitor(self, client: int) -> None:
-        if self._closed:
-            return
         for kind, _ in self._monitors[client].events():
             if kind == zmq.EVENT_DISCONNECTED and client not in self._gone:
                 self._gone.add(client)
@@ -166,22 +167,12 @@ class CoreSockets:
                 self._gone.discard(client)
                 self._outputs[client] = self._open(zmq.PUSH, self._addresses.outputs[client])
                 self._inputs[client].send(self._registration, zmq.NOBLOCK)
-                # Sending may swallow the sign that there is something to read.
-                self._loop.call_soon(self._read, self._inputs[client], client)
+                self._pumps[client].run_soon()  # sending may swallow the sign that there is something to read
 
-    def _read(self, socket: Socket, client: int) -> None:
-        for _ in range(BURST):
-            if self._closed:
-                return
-            try:
-                frames: list[Frame] = [socket.recv(zmq.NOBLOCK)]
-            except zmq.ZMQError:
-                return
-            while socket.getsockopt(zmq.RCVMORE):
-                frames.append(socket.recv(zmq.NOBLOCK, copy=False).buffer)
-            if client == COORDINATOR and frames == [COORDINATOR_READY]:  # again whenever an engine has come
-                if not self._ready.done():
-                    self._ready.set_result(None)
-            else:
-                self._on_message(client, frames)
-        self._loop.call_soon(self._read, socket, client)
+    def _take(self, client: int, message: tuple[str, list[Frame]]) -> None:
+        frames = message[1]
+        if client == COORDINATOR and frames == [COORDINATOR_READY]:  # again whenever an engine has come
+            if not self._ready.done():
+                self._ready.set_result(None)
+        else:
+            self._on_message(client, frames)

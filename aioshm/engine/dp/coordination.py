@@ -7,11 +7,11 @@ import logging
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import zmq
 
+from aioshm.closing import Closing
 from aioshm.engine.protocol.messages import COORDINATOR_READY, SUBSCRIBE_TO_ALL, StartWave
 from aioshm.engine.protocol.reports import (
     UNSUBSCRIBED,
@@ -25,11 +25,11 @@ from aioshm.engine.security.binding import ENGINES, FRONT_ENDS, Protection, over
 from aioshm.engine.security.doorkeeper import Doorkeeper
 from aioshm.engine.security.guard import STRANGE_BYTES, Guard
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.security.reading import MessageReader, user_of
+from aioshm.engine.security.reading import MessageReader, user_of, with_sender
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.endpoint import BoundFile, attach
-from aioshm.zeromq.sockets import BURST, Socket, Sockets
-from aioshm.zeromq.watch import Watch
+from aioshm.zeromq.pump import Pump, drain
+from aioshm.zeromq.sockets import Socket, Sockets
 
 COMPLAINT_S = 10.0
 REMINDER_S = 60.0
@@ -41,7 +41,8 @@ _FRAMES = 2  # of a message, that are kept: there should be one
 _OVERSIZED = 16 << 20  # ZeroMQ hangs up on who sends that, without a word; less is refused by name
 _RATE = 4096.0  # front ends say when they wake engines, some bytes for each wave, and nobody knows from where
 
-_Source: TypeAlias = "tuple[MessageReader, Callable[[list[bytes], zmq.Frame], None]]"
+_Message: TypeAlias = "tuple[zmq.Frame, list[bytes]]"
+_Handle: TypeAlias = Callable[[list[bytes], zmq.Frame], None]
 
 logger = logging.getLogger("aioshm.engine.coordinator")
 
@@ -60,7 +61,7 @@ class CoordinatorAddresses(NamedTuple):
     engine_output: str
 
 
-class Coordination:
+class Coordination(Closing):
     """Passes on between engines and front ends; a context manager, on the running loop.
 
     Args:
@@ -91,7 +92,9 @@ class Coordination:
         self._limiter = LogLimiter(COMPLAINT_S)
         self._sockets = Sockets()
         self._files: list[BoundFile] = []
-        self._watches: list[Watch] = []
+        self._pumps: list[Pump] = []
+        self._sources: list[tuple[Callable[[], _Message | None], Callable[[_Message], None]]] = []
+        self._moved = False  # something came, or was sent, in this turn of the loop
         self._reminding = self._loop.call_later(REMINDER_S, self._remind)
         self._publishing: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -109,9 +112,7 @@ class Coordination:
             raise
         self.addresses = CoordinatorAddresses(stats_publish, engine_input, engine_output)
         self._recognises = self._protection.encrypts(engine_input)
-        self._readers = [MessageReader(socket, _FRAMES) for socket in (self._engines, self._front_ends, self._reports)]
-        self._sources: list[_Source] = [(self._readers[0], self._from_engine)]
-        self._watch(self._engines)
+        self._read(self._engines, self._from_engine)
 
     def end(self) -> None:
         """Set `over`."""
@@ -120,8 +121,8 @@ class Coordination:
 
     def close(self) -> None:
         """Close everything. Idempotent."""
-        for watch in self._watches:
-            watch.pause()
+        for pump in self._pumps:
+            pump.pause()
         self._reminding.cancel()
         if self._publishing is not None:
             self._publishing.cancel()
@@ -132,14 +133,6 @@ class Coordination:
         if self._doorkeeper is not None:
             self._doorkeeper.close()
         self._sockets.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _bind(self, kind: int, address: str, hwm: int, domain: str = ENGINES) -> tuple[Socket, str]:
         socket = self._protection.open(self._sockets, kind, address, hwm=hwm, domain=domain)
@@ -153,41 +146,35 @@ class Coordination:
         self._files.append(BoundFile(bound))
         return socket, bound
 
-    def _watch(self, socket: Socket) -> None:
-        self._watches.append(Watch(self._loop, socket, self._look))
+    def _read(self, socket: Socket, handle: _Handle) -> None:
+        def take(message: _Message) -> None:
+            self._moved = True
+            try:
+                handle(message[1], message[0])
+            except ValueError as error:
+                self._complain(error)
+
+        self._sources.append((MessageReader(socket, _FRAMES, with_sender).read, take))
+        self._pumps.append(Pump(self._loop, socket, self._look))
 
     # What comes
 
-    def _look(self) -> None:
-        """Read what has come, some of it at a time.
+    def _look(self) -> bool:
+        """Read what has come, some of it at a time; return whether to come back.
 
-        Sending may swallow the sign that there is something to read, so this ends only after a round without either.
+        Sending may swallow the sign that there is something to read, so this ends only after a turn without either.
         """
-        if self._sockets.closed or self.over.done():
-            return
-        for reader in self._readers:
-            reader.begin_turn()
+        if self.over.done():
+            return False
+        self._moved = False
         try:
-            for _ in range(BURST):
-                taken = [self._take(reader, handle) for reader, handle in self._sources]
-                if not any(taken):
-                    break
-            else:
-                self._loop.call_soon(self._look)
+            more = [drain(receive, take) for receive, take in self._sources]
             if self._waves.ready:
                 self._publish()
         except Exception as error:  # engines would wait in vain: better to end, which is noticed
             self.over.set_exception(error)
-
-    def _take(self, reader: MessageReader, handle: Callable[[list[bytes], zmq.Frame], None]) -> bool:
-        message = reader.read()
-        if message is None:
-            return reader.unfinished
-        try:
-            handle(message[1], message[0])
-        except ValueError as error:
-            self._complain(error)
-        return True
+            return False
+        return self._moved or any(more)
 
     def _from_engine(self, frames: list[bytes], sender: zmq.Frame) -> None:
         if frames == [SUBSCRIBE_TO_ALL]:
@@ -205,9 +192,8 @@ class Coordination:
         """Read what engines report, and what front ends say: before, an answer would not have reached all engines."""
         logger.debug("all engines have subscribed")
         self._reminding.cancel()
-        self._sources += [(self._readers[1], self._from_front_end), (self._readers[2], self._from_report)]
-        self._watch(self._front_ends)
-        self._watch(self._reports)
+        self._read(self._front_ends, self._from_front_end)
+        self._read(self._reports, self._from_report)
 
     def _from_front_end(self, frames: list[bytes], _sender: zmq.Frame) -> None:
         if frames == [SUBSCRIBE_TO_ALL]:
@@ -250,7 +236,7 @@ class Coordination:
         now = self._loop.time()
         if self._waves.due() <= now:
             self._tell(self._waves.publish(now))
-            self._loop.call_soon(self._look)
+            self._moved = True
         due = self._waves.due()
         if self._publishing is None or due != self._due:
             if self._publishing is not None:
@@ -260,7 +246,7 @@ class Coordination:
 
     def _is_time(self) -> None:
         self._publishing = None
-        self._look()
+        self._pumps[0].run()
 
     # What is said
 

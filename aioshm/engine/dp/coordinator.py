@@ -6,21 +6,21 @@ import multiprocessing
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from aioshm.config import check_int, check_seconds
+from aioshm.arguments import check_int, check_seconds
 from aioshm.engine.dp.coordination import CoordinatorAddresses, run_coordinator
 from aioshm.engine.protocol.addresses import MAX_INDEX
-from aioshm.engine.protocol.progress import Ended
 from aioshm.engine.protocol.waves import Waves
 from aioshm.engine.security.binding import over_tcp, warn_of_strangers
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.engine.startup.endpoints import get_engine_client_zmq_addr
-from aioshm.engine.startup.processes import Job, ProcessManager
 from aioshm.errors import EngineStartupError
 from aioshm.lifeline.address import connectable
 from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.limits import naming_limits
+from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
+from aioshm.process.watch import ProcessExit
 from aioshm.zeromq.endpoint import BoundFile
 
 NAME = "DPCoordinator"
@@ -38,7 +38,7 @@ class DPCoordinator(ProcessManager):
             addresses.frontend_stats_publish_address = coordinator.get_stats_publish_address()
 
     It tells front ends how many requests wait and run on each engine, at most every 100 ms and at least every 5 s, and
-    wakes engines that are paused when one of them gets a request. Its messages are the field's: front ends are sent
+    wakes engines that are paused when one of them gets a request. Its messages are vLLM's: front ends are sent
     ``(counts, wave, running)`` as MessagePack, with counts of None where only the wave changed. What is not understood,
     or comes from an engine that there is not, is logged and left out.
 
@@ -144,15 +144,13 @@ class DPCoordinator(ProcessManager):
                 return CoordinatorAddresses(*map(connectable, told.recv()))
         except EOFError:
             self.proc.join(_END_S)
-        ended = Ended(self.proc.name, self.proc.pid, self.proc.exitcode)
-        what = f"was not bound after {timeout:g} s"
-        if ended.exitcode is None:
-            text = f"{ended.name} (pid {ended.pid}) {what}"
-            raise EngineStartupError(text)
+        found = ProcessExit(self.proc.name, self.proc.pid, self.proc.exitcode)
+        if found.exitcode is None:
+            raise EngineStartupError(f"{found.name} (pid {found.pid}) was not bound after {timeout:g} s")
         lines = "\n".join(f"  {line}" for line in self.last_lines(NAME))
-        text = f"{ended.describe(None)} before it was bound"
+        text = f"{found.describe()} before it was bound"
         raise EngineStartupError(
-            f"{text}\nlast lines of its stderr:\n{lines}" if lines else text, failed={ended.name: ended.exitcode}
+            f"{text}\nlast lines of its stderr:\n{lines}" if lines else text, failed={found.name: found.exitcode}
         )
 
     def _release(self) -> None:

@@ -1,6 +1,6 @@
 """Who takes part in the startup of engines, and the addresses they are told. No I/O.
 
-The names and the fields are those of the field: what goes over the wire is these dataclasses as MessagePack maps.
+The names and the fields are those of vLLM: what goes over the wire is these dataclasses as MessagePack maps.
 """
 
 from __future__ import annotations

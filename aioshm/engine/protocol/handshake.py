@@ -44,7 +44,7 @@ class _FromEngine(msgspec.Struct):
 
     status: Literal["HELLO", "READY"]
     local: bool
-    headless: bool | None = None  # releases of the field before 0.9.2 do not say
+    headless: bool | None = None  # releases of vLLM before 0.9.2 do not say
     num_gpu_blocks: Annotated[int, msgspec.Meta(ge=0)] | None = None
     dp_stats_address: str | None = None
     parallel_config_hash: Any = None
@@ -62,7 +62,7 @@ class FrontEndHandshake:
     Args:
         engines: Those that are expected; their states are kept up to date.
         addresses: What engines are told; as it is at their HELLO.
-        parallel_config: The parallel configuration that engines are told: a mapping, or an object that has the field's
+        parallel_config: The parallel configuration that engines are told: a mapping, or an object that has vLLM's
             attributes.
         config_hash: What engines that say a ``parallel_config_hash`` must say; None: the same as each other.
         remote_headless: Whether engines on other hosts must be headless (or must not); None: they must unless
@@ -159,7 +159,7 @@ class FrontEndHandshake:
         return None
 
     def forget(self, index: int) -> None:
-        """Take back an engine's HELLO: whoever said it has left without an answer."""
+        """Take back an engine's HELLO: its sender has left without an answer."""
         self.hello.pop(index, None)
         self.engines[index].state = CoreEngineState.NEW
 
@@ -219,7 +219,7 @@ class FrontEndHandshake:
     def _init(self) -> bytes:
         if self._expected_hash is None:
             return _encode(EngineHandshakeMetadata(self._addresses, self._parallel))
-        return _encode(  # releases of the field around 0.12 look for the hash here
+        return _encode(  # releases of vLLM around 0.12 look for the hash here
             {
                 "addresses": self._addresses,
                 "parallel_config": self._parallel,

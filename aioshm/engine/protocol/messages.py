@@ -7,7 +7,7 @@ To an engine, ROUTER to DEALER: the engine's identity, a type byte, the payload'
     START_DP_WAVE  02  [wave, exclude_engine_index], only from the coordinator
     UTILITY        03  [client_index, call_id, method, args]
 
-and back, PUSH to PULL, an envelope, or the one frame `ENGINE_CORE_DEAD`. The names and the forms are the field's.
+and back, PUSH to PULL, an envelope, or the one frame `ENGINE_CORE_DEAD`. The names and the forms are vLLM's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUBSCRIBE_TO_ALL = b"\x01"
 """What an XSUB socket sends to get everything."""
 
 FINISH_REASON = 5
-"""Where the field's outputs, which are arrays, say why they are the last ones; the first is the request's id."""
+"""Where vLLM's outputs, which are arrays, say why they are the last ones; the first is the request's id."""
 
 Output = TypeVar("Output")
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -47,7 +47,7 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     Attributes:
         call_id: Of the call.
         failure_message: Why it failed; None if it did not.
-        result: What the method returned, and before it what the field says about its type, which is not used here.
+        result: What the method returned, and before it what vLLM says about its type, which is not used here.
     """
 
     call_id: int
@@ -56,7 +56,7 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class SchedulerStats(msgspec.Struct):
-    """How much an engine has to do: those of the field's statistics that requests are distributed by."""
+    """How much an engine has to do: those of vLLM's statistics that requests are distributed by."""
 
     num_running_reqs: _Number = 0
     num_waiting_reqs: _Number = 0
@@ -71,7 +71,7 @@ class EngineCoreOutputs(msgspec.Struct, Generic[Output], array_like=True, omit_d
     Attributes:
         engine_index: The engine's rank.
         outputs: Of requests.
-        scheduler_stats: Left to whoever reads it.
+        scheduler_stats: Decoded by its reader.
         timestamp: When it was sent, by the engine's monotonic clock.
         utility_output: The answer to a call.
         finished_requests: The ids of requests that have come to an end.

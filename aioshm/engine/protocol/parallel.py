@@ -1,4 +1,4 @@
-"""What a front end needs to know of a parallel configuration: a mapping, or an object with the field's attributes."""
+"""What a front end needs to know of a parallel configuration: a mapping, or an object with vLLM's attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARALLEL_FIELDS = (
 
 
 def parallel_settings(config: object) -> dict[str, Any]:
-    """Return what of a parallel configuration engines are told: a mapping as it is, of an object the field's names."""
+    """Return what of a parallel configuration engines are told: a mapping as it is, of an object vLLM's names."""
     if config is None:
         return {}
     if isinstance(config, Mapping):

@@ -1,4 +1,4 @@
-"""What requests, outputs and calls consist of: MessagePack, with arrays and tensors beside it, as in the field. No I/O.
+"""What requests, outputs and calls consist of: MessagePack, with arrays and tensors beside it, as in vLLM. No I/O.
 
 An array is ``[dtype, shape, memory]``: the memory is an extension of type 3 where it is small, else the number of the
 message's frame that has it; frame 0 is the MessagePack itself. The dtype of a NumPy array is its ``dtype.str``
@@ -222,7 +222,7 @@ def check_stranger(frames: Sequence[Frame]) -> None:
         CodecError: It has more.
     """
     if len(frames) > MAX_STRANGE_FRAMES:
-        raise CodecError(f"a message of more than {MAX_STRANGE_FRAMES} frames, from whoever can reach the port")
+        raise CodecError(f"a message of more than {MAX_STRANGE_FRAMES} frames, from a peer without keys")
     main = frames[0]
     at, count, end = 0, 0, len(main)
     if end <= _UNCOUNTED_BYTES:
@@ -230,7 +230,7 @@ def check_stranger(frames: Sequence[Frame]) -> None:
     while at < end:
         count += 1
         if count > MAX_STRANGE_OBJECTS:
-            raise CodecError(f"a message of more than {MAX_STRANGE_OBJECTS} objects, from whoever can reach the port")
+            raise CodecError(f"a message of more than {MAX_STRANGE_OBJECTS} objects, from a peer without keys")
         kind = main[at]
         width = _LENGTH_BYTES.get(kind)
         if width is None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from aioshm.engine.protocol.addresses import CoreEngineState
 
 _SHOWN_ENGINES = 8
-_PHASES = {
+PHASES = {
     CoreEngineState.NEW: "before HELLO",
     CoreEngineState.CONNECTED: "connected",
     CoreEngineState.READY: "ready",
 }
+"""What a state is called in sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Waiting:
 
     def __str__(self) -> str:
         pid = f"pid {self.pid}, " if self.pid is not None else ""
-        return f"{self.index} ({pid}{_PHASES[self.state]}, {self.seconds:.0f} s)"
+        return f"{self.index} ({pid}{PHASES[self.state]}, {self.seconds:.0f} s)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,29 +100,13 @@ class StartupReport:
     stats_address: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A process that has ended.
+class Exit(Protocol):
+    """The exit of a process, as `aioshm.process.watch.ProcessExit` tells it."""
 
-    Attributes:
-        name: Its name.
-        pid: Its process id, where known.
-        exitcode: Its exit code, or minus the signal that killed it; None where nobody knows.
-        engine: The rank of the engine in it; None if it is none.
-    """
-
-    name: str
-    pid: int | None
-    exitcode: int | None
-    engine: int | None = None
-
-    def describe(self, state: CoreEngineState | None) -> str:
-        """Say so; ``state`` is how far its engine was, if it is one."""
-        known = [f"pid {self.pid}"] if self.pid is not None else []
-        if state is not None:
-            known.append(_PHASES[state])
-        who = f"{self.name} ({', '.join(known)})" if known else self.name
-        return f"{who} {_manner(self.exitcode)}"
+    @property
+    def name(self) -> str: ...
+    @property
+    def managed(self) -> bool: ...
 
 
 def engine_index(name: str) -> int | None:
@@ -131,31 +115,25 @@ def engine_index(name: str) -> int | None:
     return int(found[0]) if found else None
 
 
+def engine_of(found: Exit) -> int | None:
+    """Return the rank of the engine whose process has exited; None if it was no engine's."""
+    return engine_index(found.name) if found.managed else None
+
+
 def describe_failure(
-    cause: str, ended: Sequence[str], progress: StartupProgress, tails: Mapping[str, Sequence[str]]
+    cause: str, exits: Sequence[str], progress: StartupProgress, tails: Mapping[str, Sequence[str]]
 ) -> str:
     """Return the text of an `EngineStartupError`.
 
     Args:
-        cause: What was wrong, if it was more than that processes ended.
-        ended: What became of each of those that ended.
+        cause: What was wrong, if it was more than that processes exited.
+        exits: What became of each of those that exited.
         progress: How far it was.
         tails: What processes have last written to stderr, by name.
     """
-    what = "; ".join(part for part in (cause, ", ".join(ended)) if part)
+    what = "; ".join(part for part in (cause, ", ".join(exits)) if part)
     lines = [f"engine startup failed: {what} ({progress})"]
     for name, tail in tails.items():
         lines.append(f"last lines of {name}'s stderr:")
         lines += [f"  {line}" for line in tail]
     return "\n".join(lines)
-
-
-def _manner(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "ended; its exit code is not known"
-    if exitcode >= 0:
-        return f"exited with code {exitcode}"
-    try:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    except ValueError:
-        return f"was killed by signal {-exitcode}"

@@ -58,7 +58,7 @@ class Registrations:
             raise ValueError(f"it has the keys of engine {user}, and another one's name")
 
     def take(self, sender: bytes, frames: Sequence[bytes]) -> int:
-        """Take a registration: a map, or nothing as releases of the field before 0.10 send; return the engine's rank.
+        """Take a registration: a map, or nothing as releases of vLLM before 0.10 send; return the engine's rank.
 
         Raises:
             ValueError: It is none, or that of an unknown engine.

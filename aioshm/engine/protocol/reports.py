@@ -1,4 +1,4 @@
-"""What engines and front ends send to the coordinator, and it to them, in the field's MessagePack. No I/O."""
+"""What engines and front ends send to the coordinator, and it to them, in vLLM's MessagePack. No I/O."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aioshm.engine.ray.cluster import require_ray
-from aioshm.engine.security.keys import AnyKeys, hand_over
+from aioshm.engine.security.keys import AnyKeys, as_attributes
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -28,8 +28,7 @@ class EngineCoreActor:
         self, target: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], keys: AnyKeys | None = None
     ) -> int:
         """Run an engine, which has these keys; return its exit code."""
-        if keys is not None:
-            hand_over(multiprocessing.current_process(), keys)
+        vars(multiprocessing.current_process()).update(as_attributes(keys))
         try:
             target(*args, **kwargs)
         except SystemExit as error:

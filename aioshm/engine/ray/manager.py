@@ -6,12 +6,11 @@ import asyncio
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
-from aioshm.config import check_int, check_seconds
+from aioshm.arguments import check_int, check_seconds
+from aioshm.closing import AsyncClosing, Closing, warn_not_closed
 from aioshm.engine.ray.actor import EngineActor, actor_in
 from aioshm.engine.ray.cluster import (
     await_groups,
@@ -23,10 +22,10 @@ from aioshm.engine.ray.cluster import (
 )
 from aioshm.engine.ray.placement import EngineNeeds
 from aioshm.engine.security.keys import EngineKeys, keys_to_hand_over
-from aioshm.engine.startup.deaths import DeathWatch
 from aioshm.engine.startup.supervision import completed
 from aioshm.errors import EngineDead, EngineStartupError
 from aioshm.process.background import in_thread
+from aioshm.process.watch import ProcessWatch
 
 START_TIMEOUT_S = 300.0
 """How long it may take until every actor runs: a node may first have to fetch what its runtime environment needs."""
@@ -36,7 +35,7 @@ KILLED_S = 10.0
 _log = logging.getLogger("aioshm.engine")
 
 
-class CoreEngineActorManager:
+class CoreEngineActorManager(Closing, AsyncClosing):
     """Engines as Ray actors, on this host and on others; a context manager of either kind.
 
         async with await CoreEngineActorManager.start(run, 4, 2, args=(handshake_address,)) as manager:
@@ -198,15 +197,10 @@ class CoreEngineActorManager:
         Raises:
             EngineDead: An engine has raised, or its process died.
         """
-        moved = asyncio.Event()
-        watch = DeathWatch(asyncio.get_running_loop(), self, (), moved.set)
-        try:
+        with ProcessWatch(manager=self) as watch:
             while not self._closed and not all(actor.ended for actor in self.actors):
                 self._raise_if_one_failed()
-                await moved.wait()
-                moved.clear()
-        finally:
-            watch.stop()
+                await watch.next()
         self._raise_if_one_failed()
         return self.finished_procs()
 
@@ -225,25 +219,9 @@ class CoreEngineActorManager:
         await completed(self._closing)
         self._closing.result()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
     def __del__(self) -> None:
         if not self._closed:
-            warnings.warn(f"{self!r} was not closed: use `async with`, or await aclose()", ResourceWarning, 2, self)
+            warn_not_closed(self)
             self._close(wait=False)  # this may be a thread of Ray's, which would wait for itself
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from aioshm.zeromq.endpoint import check_endpoint, open_socket
 from aioshm.zeromq.sockets import Socket, Sockets
 
 HANDSHAKE_MS = 5_000
-"""How long somebody who connects may take to prove who they are."""
+"""How long a peer that connects may take to prove who it is."""
 
 ENGINES, FRONT_ENDS = "engines", "front-ends"
 """Who may connect to a socket: its domain in ZAP (RFC 27)."""
@@ -147,7 +147,7 @@ def warn_of_strangers(addresses: Iterable[str]) -> None:
         if not _warned and over_tcp([address]) and not is_loopback(address):
             _warned = True
             logger.warning(
-                "%s is open to whoever reaches it: with secure=False they can read prompts, "
+                "%s is open to every host that reaches it: with secure=False strangers can read prompts, "
                 "answer in an engine's place, and end it",
                 address,
             )

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import zmq
 
+from aioshm.zeromq.pump import Pump, drain, whole
 from aioshm.zeromq.sockets import Socket, Sockets
-from aioshm.zeromq.watch import Watch
 
 PATIENCE_S = 0.1
 """How long a connection may take to say something before the next one is let in."""
@@ -40,7 +40,7 @@ class Doorkeeper:
         self._inside: asyncio.TimerHandle | None = None  # until one that was let in has said something
         self._zap = sockets.add(sockets.context.socket(zmq.ROUTER))
         self._zap.bind("inproc://zeromq.zap.01")
-        self._watch = Watch(self._loop, self._zap, self._look)
+        self._pump = Pump(self._loop, self._zap, self._work)
 
     def admit_one_by_one(self, router: Socket) -> None:
         """Admit the next connection only when `heard` was called for the previous one.
@@ -60,20 +60,22 @@ class Doorkeeper:
         if self._inside is not None:
             self._inside.cancel()
             self._inside = None
-            self._look()
+            self._pump.run()
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent."""
-        self._watch.pause()
+        self._pump.pause()
         if self._inside is not None:
             self._inside.cancel()
 
-    def _look(self) -> None:
-        while not self._watch.paused:
-            self._read()  # also after each answer: sending may swallow the sign that there is something to read
-            if self._inside is not None or not self._asked:
-                return
-            self._answer(*self._asked.popleft())
+    def _work(self) -> bool:
+        more = drain(whole(self._zap), self._asked.append)
+        if self._inside is not None or not self._asked:
+            return more
+        request = self._asked.popleft()
+        if len(request) >= _REQUEST_FRAMES:
+            self._answer(*request)
+        return True  # sending may swallow the sign that there is something to read
 
     def _answer(
         self,
@@ -95,12 +97,3 @@ class Doorkeeper:
         self._zap.send_multipart([peer, empty, version, request, status, b"", (user or "").encode(), b""], zmq.NOBLOCK)
         if self._one_by_one and user is not None:
             self._inside = self._loop.call_later(PATIENCE_S, self.heard)
-
-    def _read(self) -> None:
-        while True:
-            try:
-                request = self._zap.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return
-            if len(request) >= _REQUEST_FRAMES:
-                self._asked.append(request)

@@ -10,8 +10,8 @@ import zmq
 
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
+from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket, Sockets
-from aioshm.zeromq.watch import Watch
 
 STRANGE_BYTES = 1 << 17
 """What a peer without keys may send, at a socket whose true peers send little, that makes no message."""
@@ -55,7 +55,7 @@ class Guard:
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
         limits = _BEFORE_KEYS if encrypted else PeerLimits(burst_bytes=STRANGE_BYTES, rate=rate)
         self._monitor = GuardedMonitor(socket, limits, name="engines", nudge=self._nudge)
-        self._watch = Watch(self._loop, self._monitor.pair, self.look)
+        self._pump = Pump(self._loop, self._monitor.pair, self.look)
         sockets.close_first(self.close)
 
     def credit(self, frame: zmq.Frame, frames: list[bytes]) -> None:
@@ -65,14 +65,14 @@ class Guard:
 
     def look(self) -> None:
         """Find out what has become of connections."""
-        if self._watch.paused:
+        if self._pump.paused:
             return
         _, failed = self._monitor.read()
         if failed:
             held_back = self._limiter.admit()
             if held_back is not None:
                 logger.warning(
-                    "somebody who connected to %s was refused (and %d more): they do not encrypt, or have other keys",
+                    "a peer that connected to %s was refused (and %d more): it does not encrypt, or has other keys",
                     self._place(),
                     held_back + len(failed) - 1,
                 )
@@ -82,8 +82,8 @@ class Guard:
 
     def close(self) -> None:
         """Watch no longer; before the socket is closed. Idempotent."""
-        if not self._watch.paused:
-            self._watch.pause()
+        if not self._pump.paused:
+            self._pump.pause()
             self._monitor.close()
 
     def _place(self) -> str:

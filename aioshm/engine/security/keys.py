@@ -97,7 +97,7 @@ class EngineKeys:
         AIOSHM_ENGINE_KEYS=engine-3.keys python engine.py             # there, or
         run_engine_core(engine, address, 3, keys=EngineKeys.load("engine-3.keys"))
 
-    Whoever has one engine's can be that engine, and whoever has this can be anybody.
+    The holder of one engine's keys can be that engine, and the holder of this can be any of them.
 
     Args:
         secret: What everything is derived from, 32 random bytes.
@@ -272,12 +272,12 @@ def keys_to_hand_over(given: object, rank: int | None = None) -> AnyKeys | None:
     return keys if rank is None else keys.for_engine(rank)
 
 
-def hand_over(process: object, keys: AnyKeys) -> None:
-    """Have a process of ``multiprocessing`` start with these keys; they travel with the process object, in its pipe.
+def as_attributes(keys: AnyKeys | None) -> dict[str, bytes]:
+    """Return the attributes that a process object carries these keys to a new process in, through its pipe; see `Job`.
 
     As plain bytes: where they are not needed, nothing has to be imported for them.
     """
-    setattr(process, _ATTRIBUTE, _encode(keys))
+    return {} if keys is None else {_ATTRIBUTE: _encode(keys)}
 
 
 def can_encrypt() -> bool:

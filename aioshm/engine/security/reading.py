@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
 import zmq
 
 from aioshm.zeromq.sockets import Socket
@@ -9,53 +12,75 @@ from aioshm.zeromq.sockets import Socket
 TURN_FRAMES = 1024
 """Frames that are read before the loop's other callbacks have their turn."""
 
+_DECODED_SHIFT = 8  # so many bytes that are to be decoded take as long as a frame
 
-class MessageReader:
+Head = TypeVar("Head")
+First = Callable[[Socket], tuple[Head, "bytes | memoryview"]]
+"""Reads the first frame of a message: returns what is to be known of its sender, and its bytes."""
+
+
+class MessageReader(Generic[Head]):
     """Reads the messages of a socket, a bounded number of frames in each turn of the loop.
 
     Args:
-        socket: Which nobody else reads.
+        socket: Which nothing else reads.
         kept: How many frames of a message are kept; the others are read and forgotten.
-
-    Attributes:
-        unfinished: Whether the turn was over in the middle of a message: come back in the next one.
+        first: Reads the first frame: `with_sender`, `with_property` or `plain`.
+        views: Whether the other frames are kept as views of ZeroMQ's memory instead of as bytes.
     """
 
-    def __init__(self, socket: Socket, kept: int) -> None:
-        self.unfinished = False
-        self._socket = socket
-        self._kept = kept
-        self._room = 0
-        self._partial: tuple[zmq.Frame, list[bytes]] | None = None
-
-    def begin_turn(self) -> None:
-        """Note that a new turn of the loop has begun."""
+    def __init__(self, socket: Socket, kept: int, first: First[Head], *, views: bool = False) -> None:
+        self._socket, self._kept, self._first, self._views = socket, kept, first, views
         self._room = TURN_FRAMES
+        self._partial: tuple[Head, list[Any]] | None = None
 
-    def read(self) -> tuple[zmq.Frame, list[bytes]] | None:
-        """Return a message's first frame, and its first frames as bytes; None if there is none now, or not all of it.
+    def read(self) -> tuple[Head, list[Any]] | None:
+        """Return what is known of a message's sender, and its frames; None if this turn of the loop is over.
 
         Raises:
-            zmq.ZMQError: The socket was closed.
+            zmq.ZMQError: There is no message now, or the socket was closed.
         """
-        socket, self.unfinished = self._socket, False
+        socket = self._socket
+        if self._room <= 0:
+            self._room = TURN_FRAMES
+            return None
         if self._partial is None:
-            try:
-                head = socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return None
-            self._partial = head, [head.bytes]
-        frames = self._partial[1]
+            head, frame = self._first(socket)
+            message = head, [frame]
+        else:
+            message, self._partial = self._partial, None
+        frames = message[1]
         while socket.getsockopt(zmq.RCVMORE):
-            if not self._room:
-                self.unfinished = True
+            if self._room <= 0:
+                self._partial, self._room = message, TURN_FRAMES
                 return None
             self._room -= 1
-            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            more = socket.recv(zmq.NOBLOCK, copy=False)
             if len(frames) < self._kept:
-                frames.append(frame.bytes)
-        message, self._partial = self._partial, None
+                frames.append(more.buffer if self._views else more.bytes)
+        self._room -= len(frames[0]) >> _DECODED_SHIFT
         return message
+
+
+def with_sender(socket: Socket) -> tuple[zmq.Frame, bytes]:
+    """Read a first frame, of which `user_of`, `sender_of` and ``zmq.SRCFD`` say who has sent it."""
+    frame = socket.recv(zmq.NOBLOCK, copy=False)
+    return frame, frame.bytes
+
+
+def with_property(name: str) -> First[str]:
+    """Return what reads a first frame and a property of its sender, such as ``"User-Id"``."""
+
+    def first(socket: Socket) -> tuple[str, memoryview]:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        return str(frame.get(name)), frame.buffer
+
+    return first
+
+
+def plain(socket: Socket) -> tuple[str, bytes]:
+    """Read a first frame, of which the sender does not matter."""
+    return "", socket.recv(zmq.NOBLOCK)
 
 
 def user_of(frame: zmq.Frame) -> str:

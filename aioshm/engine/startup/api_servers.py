@@ -6,9 +6,9 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aioshm.config import check_int
-from aioshm.engine.security.keys import EngineKeys, keys_to_hand_over
-from aioshm.engine.startup.processes import Job, ProcessManager
+from aioshm.arguments import check_int
+from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
+from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 
 
@@ -54,11 +54,11 @@ class APIServerProcessManager(ProcessManager):
                 raise ValueError(f"{name} must be {num_servers}, one for each server, not {addresses!r}")
         self.listen_address = listen_address
         self.sock = sock
-        jobs, handed = [], keys_to_hand_over(keys)
+        jobs, attributes = [], as_attributes(keys_to_hand_over(keys))
         for index, addresses in enumerate(zip(input_addresses, output_addresses, strict=True)):
             config: dict[str, Any] = dict(zip(("input_address", "output_address"), addresses, strict=True))
             config |= {"client_count": num_servers, "client_index": index}
             if stats_update_address is not None:
                 config["stats_update_address"] = stats_update_address
-            jobs.append(Job(f"ApiServer_{index}", (listen_address, sock, args, config), keys=handed))
+            jobs.append(Job(f"ApiServer_{index}", (listen_address, sock, args, config), attributes=attributes))
         super().__init__(target_server_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)

@@ -9,13 +9,12 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 from aioshm.engine.startup.api_servers import APIServerProcessManager
 from aioshm.errors import ProcessDied
 from aioshm.process.background import in_thread
-from aioshm.process.endings import Endings
+from aioshm.process.watch import ProcessWatch, WatchedProcess
 
 _log = logging.getLogger("aioshm.engine")
 
@@ -61,8 +60,8 @@ async def wait_for_completion_or_failure(
 async def _until_done(servers: APIServerProcessManager, *others: Stoppable | None) -> None:
     processes = [*servers.processes, *(process for other in others for process in _processes(other))]
     apart: list[Any] = [other for other in others if hasattr(other, "join_first") and not _processes(other)]
-    with _ctrl_c() as pressed, Endings(processes) as endings:
-        waiting = [_servers_end(endings, servers), *(other.join_first() for other in apart)]
+    with _ctrl_c() as pressed, ProcessWatch(processes) as watch:
+        waiting = [_servers_exit(watch, servers), *(other.join_first() for other in apart)]
         try:
             await (_first_and_no_failure(waiting) if apart else waiting[0])
         except asyncio.CancelledError:
@@ -71,17 +70,17 @@ async def _until_done(servers: APIServerProcessManager, *others: Stoppable | Non
             _log.info("interrupted: stopping everything")
 
 
-async def _servers_end(endings: Endings, servers: APIServerProcessManager) -> None:
-    left: set[BaseProcess] = set(servers.processes)
+async def _servers_exit(watch: ProcessWatch, servers: APIServerProcessManager) -> None:
+    left = {process.pid for process in servers.processes}
     while left:
-        for process in await endings.next():
-            if process.exitcode != 0:
-                raise ProcessDied(process.name, process.pid, process.exitcode)
-            left.discard(process)
+        for found in await watch.next():
+            if found.exitcode != 0:
+                raise ProcessDied(found.name, found.pid, found.exitcode)
+            left.discard(found.pid)
 
 
 async def _first_and_no_failure(waiting: Sequence[Awaitable[object]]) -> None:
-    """Wait for the first one's end, unless another one raises before that."""
+    """Wait until the first one is done, unless another one raises before that."""
     first, *_ = tasks = [asyncio.ensure_future(each) for each in waiting]
     try:
         left = set(tasks)
@@ -96,7 +95,7 @@ async def _first_and_no_failure(waiting: Sequence[Awaitable[object]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _processes(manager: Any) -> Sequence[BaseProcess]:
+def _processes(manager: Any) -> Sequence[WatchedProcess]:
     if hasattr(manager, "processes"):
         return list(manager.processes)
     return [manager.proc] if hasattr(manager, "proc") else []

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import warnings
 from collections.abc import Callable, Iterable
 from time import monotonic
-from types import TracebackType
 
 import zmq
 
-from aioshm.config import check_seconds, engine_ready_timeout
+from aioshm.arguments import check_seconds
+from aioshm.closing import AsyncClosing, warn_not_closed
+from aioshm.config import engine_ready_timeout
 from aioshm.engine.protocol.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
 from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.protocol.progress import EngineReport, StartupProgress, StartupReport, Waiting
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.startup.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.startup.endpoints import check_handshake_address
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.engine.startup.supervision import Supervision, completed
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
+from aioshm.process.watch import WatchedManager, WatchedProcess
 from aioshm.zeromq.sockets import Socket
 
 logger = logging.getLogger("aioshm.engine")
@@ -36,13 +36,13 @@ SETTLE_S = 0.1
 """What brings one process down often brings down others: those are named, too, if they end within this."""
 
 
-class EngineStartupCoordinator:
+class EngineStartupCoordinator(AsyncClosing):
     """The front end's side of a startup: shakes hands with engines, and watches all processes meanwhile.
 
         async with EngineStartupCoordinator(address, engines, addresses, proc_manager=manager) as startup:
             report = await startup.wait()
 
-    It has failed when a watched process ends, however well; when a handshake message is refused, whoever sent it,
+    It has failed when a watched process exits, however well; when a handshake message is refused, from any sender,
     because an engine with a wrong rank is a message from an unknown sender, and the engine that is missing would never
     come; and when nothing has moved for ``progress_timeout``. What has failed, or is left before every engine is ready,
     stops the engines of ``proc_manager`` and ``coord_process``; ``watched_processes`` belong to others and are only
@@ -55,13 +55,13 @@ class EngineStartupCoordinator:
 
     Args:
         handshake_address: Where engines say HELLO: an ``ipc://`` or ``tcp://`` address to bind, or a bound ROUTER
-            socket (plain, or of ``zmq.asyncio``), which stays open and is nobody else's to read meanwhile. With such a
+            socket (plain, or of ``zmq.asyncio``), which stays open and is read by nothing else meanwhile. With such a
             socket two engines of one rank that come at the same moment are noticed only by the lack of progress.
         engines: Those that are expected; their states are kept up to date.
         addresses: What engines are told, as it is when they say HELLO. Gets the ``frontend_stats_publish_address`` that
             an engine passes on.
         parallel_config: What engines are to change in their parallel configuration: a mapping, sent as it is, or an
-            object with the field's attributes. Its ``data_parallel_hybrid_lb`` and ``data_parallel_external_lb`` say
+            object with vLLM's attributes. Its ``data_parallel_hybrid_lb`` and ``data_parallel_external_lb`` say
             whether engines on other hosts have front ends of their own.
         proc_manager: What has started the local engines.
         coord_process: The process of the data-parallel coordinator.
@@ -120,7 +120,7 @@ class EngineStartupCoordinator:
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
         self._strange = ""  # the last message that was refused and may be a stranger's
         self._since: dict[int, float] = {}
-        self._processes = Supervision(watched_processes, self._died)
+        self._processes = Supervision(watched_processes, self._process_exited)
         self._timers: list[asyncio.TimerHandle] = []
         self._settled = asyncio.Event()
         self._report: StartupReport | None = None
@@ -146,11 +146,6 @@ class EngineStartupCoordinator:
     async def __aenter__(self) -> EngineStartupCoordinator:
         self.open()
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     def open(self) -> None:
         """Bind the address and begin to listen; ``async with`` does it.
@@ -187,7 +182,7 @@ class EngineStartupCoordinator:
 
         Raises:
             HandshakeError: A message was refused. The engines were stopped.
-            EngineStartupError: A process ended, or nothing has moved for too long. The engines were stopped.
+            EngineStartupError: A process exited, or nothing has moved for too long. The engines were stopped.
             TimeoutError: They are not ready in time. They go on, and it may be waited for them again.
             RoleError: The block was not entered, or left.
         """
@@ -232,7 +227,7 @@ class EngineStartupCoordinator:
 
     def __del__(self) -> None:
         if self._router is not None and not self._closed:
-            warnings.warn(f"{self!r} was not closed: use `async with`", ResourceWarning, 2, self)
+            warn_not_closed(self)
             self._close_sockets()
 
     # What happens
@@ -288,8 +283,8 @@ class EngineStartupCoordinator:
             self._succeed()
 
     def _succeed(self) -> None:
-        if self._processes.ended():
-            self._fail()  # READY was the last thing that somebody said
+        if self._processes.exited():
+            self._fail()  # READY was the last message of a process that has exited
             return
         self._report = StartupReport(
             {
@@ -303,7 +298,7 @@ class EngineStartupCoordinator:
         self._settle()
         self._processes.close()
 
-    def _died(self) -> None:
+    def _process_exited(self) -> None:
         assert self._router is not None
         self._router.look()  # what it said before it died may be the reason
         self._fail()
@@ -360,7 +355,7 @@ class EngineStartupCoordinator:
         if self._on_progress is not None:
             asyncio.get_running_loop().call_soon(self._on_progress, progress)
 
-    # The end
+    # Failure and closing
 
     async def _conclude(self) -> EngineStartupError:
         """Stop everything, and return what is to be raised."""

@@ -15,8 +15,8 @@ _LAST_PORT = 65535
 def get_engine_client_zmq_addr(local_only: bool, host: str, port: int = 0) -> str:
     """Return an address for a socket between the front end and its engines.
 
-    No port is tried out here: with port 0 the kernel chooses one when the socket is bound, and whoever binds it
-    publishes what was chosen (`EngineStartupCoordinator.handshake_address`, ``zmq.LAST_ENDPOINT``).
+    No port is tried out here: with port 0 the kernel chooses one when the socket is bound, and the end that
+    binds it publishes what was chosen (`EngineStartupCoordinator.handshake_address`, ``zmq.LAST_ENDPOINT``).
 
     Args:
         local_only: Whether both ends are on this host; a new ``ipc://`` path in the runtime directory, which only this

@@ -1,4 +1,4 @@
-"""A startup in one call: with everything around it, or of engines that somebody else has started."""
+"""A startup in one call: with everything around it, or of engines that another program has started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from aioshm.config import Options, check_int, engine_ready_timeout
+from aioshm.arguments import check_int
+from aioshm.config import Options, engine_ready_timeout
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
@@ -15,12 +16,12 @@ from aioshm.engine.protocol.progress import StartupProgress, StartupReport
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator
-from aioshm.engine.startup.deaths import WatchedManager, WatchedProcess
 from aioshm.engine.startup.layout import Layout
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import RoleError
 from aioshm.process.child import Child
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
+from aioshm.process.watch import WatchedManager, WatchedProcess
 from aioshm.zeromq.sockets import Socket
 
 Backend = Literal["mp", "ray"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aioshm.config import check_int
+from aioshm.arguments import check_int
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.parallel import balanced_outside
 from aioshm.engine.startup.endpoints import check_handshake_address, get_engine_client_zmq_addr

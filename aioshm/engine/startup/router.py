@@ -13,14 +13,13 @@ from aioshm.engine.security.binding import Protection, over_tcp, warn_of_strange
 from aioshm.engine.security.doorkeeper import Doorkeeper
 from aioshm.engine.security.guard import STRANGE_BYTES, Guard
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.engine.security.reading import MessageReader, sender_of, user_of
+from aioshm.engine.security.reading import MessageReader, sender_of, user_of, with_sender
 from aioshm.zeromq.endpoint import BoundFile, attach
-from aioshm.zeromq.sockets import BURST, Socket, Sockets
-from aioshm.zeromq.watch import Watch
+from aioshm.zeromq.pump import Pump
+from aioshm.zeromq.sockets import Socket, Sockets
 
 MAX_FRAME_BYTES = 16 << 20
-"""ZeroMQ hangs up on whoever sends more, without a word; what is too much below that can be refused by name."""
-
+"""ZeroMQ hangs up on a peer that sends more, without a word; what is too much below that can be refused by name."""
 
 _HWM = 1000
 _FRAMES = 2  # of a payload, that are kept: it should be one
@@ -80,8 +79,10 @@ class HandshakeRouter:
             if isinstance(place, str):
                 self.address = attach(self._router, place, bind=True)
                 self._file = BoundFile(self.address)
-            self._reader = MessageReader(self._router, 1 + _FRAMES)
-            self._watch = Watch(self._loop, self._router, self.look, self._descriptor)
+            self._reader = MessageReader(self._router, 1 + _FRAMES, with_sender)
+            self._pump = Pump.of_messages(
+                self._loop, self._router, self._take, self._receive, descriptor=self._descriptor
+            )
         except BaseException:
             self._release()
             raise
@@ -114,24 +115,19 @@ class HandshakeRouter:
 
     def look(self) -> None:
         """Read what has come, some of it at a time."""
-        self._reader.begin_turn()
-        for _ in range(BURST):
-            if self._watch.paused:
-                return
-            try:
-                message = self._reader.read()
-            except zmq.ZMQError:
-                return
-            if message is None:
-                if self._reader.unfinished:
-                    break
-                return
-            sender, (_, *frames) = message
-            if self._guard is not None:
-                self._guard.credit(sender, frames)
-            if not self._on_message(self._rank_of(sender), frames, sender_of(sender)):
-                self._watch.pause()
-        self._loop.call_soon(self.look)
+        self._pump.run()
+
+    def _receive(self) -> tuple[zmq.Frame, list[bytes]] | None:
+        if self._pump.paused:  # what comes now is for the owner of the socket
+            raise zmq.Again
+        return self._reader.read()
+
+    def _take(self, message: tuple[zmq.Frame, list[bytes]]) -> None:
+        sender, (_, *frames) = message
+        if self._guard is not None:
+            self._guard.credit(sender, frames)
+        if not self._on_message(self._rank_of(sender), frames, sender_of(sender)):
+            self._pump.pause()
 
     def _rank_of(self, sender: zmq.Frame) -> bytes:
         """Return the identity of an engine as it is without keys; one that is no engine's if its keys are another's."""
@@ -156,7 +152,7 @@ class HandshakeRouter:
 
     def close(self) -> None:
         """Read no more, and close the socket unless it was given. Idempotent."""
-        self._watch.pause()
+        self._pump.pause()
         self._release()
 
     def _release(self) -> None:

@@ -11,13 +11,13 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from aioshm.engine.protocol.addresses import CoreEngine
-from aioshm.engine.protocol.progress import Ended, StartupProgress, describe_failure
-from aioshm.engine.startup.deaths import DeathWatch, WatchedManager, WatchedProcess
-from aioshm.engine.startup.processes import ProcessManager
+from aioshm.engine.protocol.progress import PHASES, StartupProgress, describe_failure, engine_index, engine_of
 from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.background import in_thread
+from aioshm.process.manager import ProcessManager
 from aioshm.process.state import SUSPECT_STATES, process_state
 from aioshm.process.stopping import ashutdown
+from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedManager, WatchedProcess
 
 STOP_S = 1.0
 """How long processes may take to end when asked to: they have nothing yet that they would have to bring to an end."""
@@ -32,24 +32,20 @@ class Supervision:
 
     Args:
         watched: Processes that are not of the startup itself, and so are not stopped.
-        on_death: Called when another process has ended.
+        on_exit: Called when more processes have exited.
     """
 
-    def __init__(self, watched: Iterable[WatchedProcess], on_death: Callable[[], None]) -> None:
+    def __init__(self, watched: Iterable[WatchedProcess], on_exit: Callable[[], None]) -> None:
         self._watched = tuple(watched)
-        self._on_death = on_death
+        self._on_exit = on_exit
         self._manager: WatchedManager | None = None
         self._coordinator: WatchedProcess | None = None
-        self._deaths: DeathWatch | None = None
+        self._watch: ProcessWatch | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     def watch_also(self, processes: Iterable[WatchedProcess]) -> None:
-        """Have `watch` watch these, too, which are not stopped; those that it has are left as they are."""
-        more = [process for process in processes if process not in self._watched]
-        if more:
-            self._watched += tuple(more)
-            self.close()
-            self._deaths = None
+        """Have `watch` watch these, too, which are not stopped."""
+        self._watched += tuple(processes)
 
     def watch(self, manager: WatchedManager | None, coordinator: WatchedProcess | None) -> None:
         """Watch these processes, too; nothing happens if they are watched.
@@ -57,21 +53,21 @@ class Supervision:
         Raises:
             ValueError: A process was not started.
         """
-        if self._deaths is not None:
-            if manager is self._manager and coordinator is self._coordinator:
-                return
-            self._deaths.stop()
+        if self._watch is None:
+            self._watch = ProcessWatch(on_exit=self._on_exit)
+        if manager is not None and manager is not self._manager:
+            self._watch.add_manager(manager)
         self._manager, self._coordinator = manager, coordinator
-        others = (*self._watched, coordinator) if coordinator is not None else self._watched
-        self._deaths = DeathWatch(asyncio.get_running_loop(), manager, others, self._on_death)
+        self._watch.add(self._watched if coordinator is None else (*self._watched, coordinator))
 
     def engines(self) -> dict[int, WatchedProcess]:
         """Return the processes of engines, as far as they are known, by rank."""
-        return self._deaths.engines() if self._deaths is not None else {}
+        ranks = ((engine_index(process.name), process) for process in getattr(self._manager, "processes", ()))
+        return {rank: process for rank, process in ranks if rank is not None}
 
-    def ended(self) -> list[Ended]:
-        """Return the processes that have ended."""
-        return self._deaths.ended() if self._deaths is not None else []
+    def exited(self) -> list[ProcessExit]:
+        """Return the processes that have exited."""
+        return self._watch.exited() if self._watch is not None else []
 
     def failure(
         self, cause: str, refusal: HandshakeError | None, progress: StartupProgress, engines: Mapping[int, CoreEngine]
@@ -79,24 +75,25 @@ class Supervision:
         """Return the error to raise.
 
         Args:
-            cause: What was wrong, if it was more than that processes ended.
+            cause: What was wrong, if it was more than that processes exited.
             refusal: The refused message that was the cause, if it was one.
             progress: How far the startup was.
             engines: The engines, by rank.
         """
-        ended, processes = self.ended(), self.engines()
+        exits, processes = self.exited(), self.engines()
         said = []
-        for each in ended:
-            engine = None if each.engine is None else engines.get(each.engine)
-            said.append(each.describe(None if engine is None else engine.state))
-        failed = {each.name: each.exitcode for each in ended}
+        for each in exits:
+            rank = engine_of(each)
+            engine = None if rank is None else engines.get(rank)
+            said.append(each.describe("" if engine is None else PHASES[engine.state]))
+        failed = {each.name: each.exitcode for each in exits}
         late = [processes[engine.index] for engine in progress.waiting if engine.index in processes]
         alive = [process for process in late if process.name not in failed]
         for process in alive:
             state = process_state(process.pid or 0)
             if state in SUSPECT_STATES:
                 said.append(f"{process.name} (pid {process.pid}) is {state}")
-        names = [each.name for each in ended if each.engine is not None] + [process.name for process in alive]
+        names = [each.name for each in exits if engine_of(each) is not None] + [process.name for process in alive]
         text = describe_failure(cause, said, progress, self._last_lines(names))
         if refusal is None:
             return EngineStartupError(text, failed=failed)
@@ -113,8 +110,8 @@ class Supervision:
 
     def close(self) -> None:
         """Watch no more. Idempotent."""
-        if self._deaths is not None:
-            self._deaths.stop()
+        if self._watch is not None:
+            self._watch.close()
 
     def _last_lines(self, names: Iterable[str]) -> dict[str, list[str]]:
         last_lines = getattr(self._manager, "last_lines", None)

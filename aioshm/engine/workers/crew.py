@@ -10,13 +10,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from aioshm.config import Options
-from aioshm.engine.protocol.progress import Ended
-from aioshm.engine.startup.deaths import DeathWatch
-from aioshm.engine.startup.processes import Job, ProcessManager
+from aioshm.engine.protocol.progress import engine_index
 from aioshm.engine.workers.process import run_worker
 from aioshm.errors import WorkerDied
-from aioshm.process.endings import Endings
+from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.state import SUSPECT_STATES, process_state
+from aioshm.process.watch import ProcessExit, ProcessWatch
 from aioshm.queue import Handle
 
 
@@ -31,7 +30,7 @@ class WorkerCrew:
         options: Of that queue.
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
-        on_death: Called on the loop when one has ended.
+        on_exit: Called on the loop when one has exited.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class WorkerCrew:
         *,
         shutdown_timeout: float,
         capture_stderr: bool,
-        on_death: Callable[[], None],
+        on_exit: Callable[[], None],
     ) -> None:
         self._introductions: list[Connection] = []
         with ExitStack() as mine, ExitStack() as theirs:
@@ -58,7 +57,7 @@ class WorkerCrew:
                 run_worker, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr
             )
             try:
-                self._watch = DeathWatch(asyncio.get_running_loop(), self._manager, (), on_death)
+                self._watch = ProcessWatch(manager=self._manager, on_exit=on_exit)
             except BaseException:
                 self._manager.close()
                 raise
@@ -86,19 +85,19 @@ class WorkerCrew:
             yield rank, introduction.recv_bytes().decode()  # short enough to have come at once
 
     def death(self, rank: int = 0) -> Callable[[], WorkerDied]:
-        """Return what makes the error for those that have ended by now.
+        """Return what makes the error for those that have exited by now.
 
         Args:
-            rank: Who is meant if none has ended yet, but ought to have.
+            rank: Who is meant if none has exited yet, but ought to have.
         """
-        ended = sorted(self._watch.ended(), key=lambda each: -1 if each.engine is None else each.engine)
-        if not ended:
+        exits = {engine_index(each.name) or 0: each for each in self._watch.exited()}
+        if not exits:
             process = self._manager.processes[rank]
-            ended = [Ended(process.name, process.pid, None, rank)]
-        first = ended[0]
-        text = ", ".join(each.describe(None) for each in ended)
+            exits = {rank: ProcessExit(process.name, process.pid, None)}
+        rank, first = min(exits.items())
+        text = ", ".join(exits[each].describe() for each in sorted(exits))
         tail = self._manager.last_lines(first.name)
-        return functools.partial(WorkerDied, first.engine or 0, first.name, first.pid, first.exitcode, text, tail)
+        return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, text, tail)
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Name workers that have not done something, with what is wrong with them as far as the system knows."""
@@ -111,7 +110,7 @@ class WorkerCrew:
 
     def forget(self) -> None:
         """Watch them no more, and close the pipes to them. Idempotent."""
-        self._watch.stop()
+        self._watch.close()
         for introduction in self._introductions:
             introduction.close()
 
@@ -124,7 +123,7 @@ class WorkerCrew:
         self.forget()
         try:
             if patience:
-                with Endings(self._manager.processes) as endings:
-                    await endings.last(asyncio.get_running_loop().time() + patience)
+                with ProcessWatch(self._manager.processes) as watch:
+                    await watch.all_exited(asyncio.get_running_loop().time() + patience)
         finally:
             await self._manager.aclose()

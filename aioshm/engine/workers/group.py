@@ -6,10 +6,11 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from aioshm.config import Options, check_int, check_seconds
+from aioshm.arguments import check_int, check_seconds
+from aioshm.closing import AsyncClosing
+from aioshm.config import Options
 from aioshm.engine.workers.answers import WorkerAnswers, WorkerLost
 from aioshm.engine.workers.crew import WorkerCrew
 from aioshm.engine.workers.process import Step
@@ -30,7 +31,7 @@ CODE_WITHIN_S = 1.0
 """How long a worker whose queue has ended may take to end itself, before it is told without its exit code."""
 
 
-class WorkerGroup:
+class WorkerGroup(AsyncClosing):
     """Worker processes that are called together, such as the ranks of a tensor-parallel model.
 
         async with WorkerGroup(Worker, 2, kwargs={"model": path}) as group:
@@ -155,7 +156,7 @@ class WorkerGroup:
         return results if unique_reply_rank is None else results[unique_reply_rank]
 
     async def join_first(self) -> AioshmError | None:
-        """Wait until a worker has ended, also while nobody calls them; return what calls raise from then on.
+        """Wait until a worker has exited, also while there are no calls; return what calls raise from then on.
 
         None if the group was closed. Cancelling this changes nothing.
         """
@@ -203,7 +204,7 @@ class WorkerGroup:
 
     # Death
 
-    def _died(self) -> None:
+    def _process_exited(self) -> None:
         assert self._crew is not None
         self._break_off(self._crew.death())
 
@@ -250,7 +251,7 @@ class WorkerGroup:
             self._options,
             shutdown_timeout=self._shutdown_timeout,
             capture_stderr=self._capture_stderr,
-            on_death=self._died,
+            on_exit=self._process_exited,
         )
         missing = set(everybody)
         async with self._turn("the start of the workers", self._ready_timeout, missing):
@@ -262,11 +263,6 @@ class WorkerGroup:
                 await self._lost(min(missing))
             missing |= everybody
             await self._exchange(self._construction, missing)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Let the workers end by themselves, then stop what is left; calls that wait raise `QueueClosed`. Idempotent.

@@ -326,7 +326,7 @@ static uint8_t *put_map(Out *out, uint8_t *at, const Kind *kind, PyObject *event
     size_t written = kind->always;
     for (size_t i = kind->always; i < kind->fields; i++)
         written += field(kind, event, i) != Py_None;
-    /* Like msgspec, and so like the field: in the form that a full map of this kind has. */
+    /* Like msgspec, and so like vLLM: in the form that a full map of this kind has. */
     at = write_header(at, written + 1, 0x80, kind->fields + 1 < 16 ? 16 : 0, 0, 0xde);
     at = write_stamp(at, &kind->head);
     for (size_t i = 0; i < kind->fields; i++) {

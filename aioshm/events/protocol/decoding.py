@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, TypeVar
+from types import GenericAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import astuple
@@ -17,12 +18,13 @@ from msgspec.structs import astuple
 from aioshm.errors import CodecError
 from aioshm.events.protocol.messages import (
     AllBlocksCleared,
-    BlockHash,
     BlockRemoved,
     BlockStored,
+    EventBatch,
     KVEvent,
     KVEventBatch,
     UnknownEvent,
+    derived,
 )
 from aioshm.events.protocol.wire import Encoding
 from aioshm.process.guard import built
@@ -48,117 +50,28 @@ _TIME_BYTES = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0x
 _BAD_BYTES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError, OverflowError)
 
 
-class _StoredMap(msgspec.Struct, gc=False, tag="BlockStored"):
-    block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-    session_id: str | None = None
-    lookahead_token_ids: list[list[int]] | None = None
-
-
-class _RemovedMap(msgspec.Struct, gc=False, tag="BlockRemoved"):
-    block_hashes: list[BlockHash]
-    medium: str | None = None
-    group_idx: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class _ClearedMap(msgspec.Struct, gc=False, tag="AllBlocksCleared"):
-    pass
-
-
-class _FirstStored(msgspec.Struct, array_like=True, gc=False, tag="BlockStored"):
-    """The first generation: nothing yet said where a block lies."""
-
-    block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-
-
-class _FirstRemoved(msgspec.Struct, array_like=True, gc=False, tag="BlockRemoved"):
-    block_hashes: list[BlockHash]
-
-
-_ArrayEvent = BlockStored | BlockRemoved | AllBlocksCleared
-_MapEvent = _StoredMap | _RemovedMap | _ClearedMap
-
-
 _NONE = msgspec.Raw(b"\xc0")
+# In a large event, what may hold anything is left as it is at first.
+_RAW: dict[str, tuple[Any, Any]] = dict.fromkeys(("extra_keys", "lookahead_token_ids"), (msgspec.Raw, _NONE))
+
+_StoredMap, _RemovedMap, _ClearedMap = derived(BlockStored, 4), derived(BlockRemoved, 1), derived(AllBlocksCleared, 0)
+# The first generation: nothing yet said where a block lies.
+_FirstStored = derived(BlockStored, 5, last=5, array_like=True)
+_FirstRemoved = derived(BlockRemoved, 1, last=1, array_like=True)
+_LargeMap, _LargeArray = derived(BlockStored, 4, _RAW), derived(BlockStored, 4, _RAW, array_like=True)
+
+_ArrayEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+_MapEvent: Any = _StoredMap | _RemovedMap | _ClearedMap
 
 
-class _LargeMap(msgspec.Struct, gc=False, tag="BlockStored"):
-    """A large ``BlockStored`` with what may hold anything left as it is."""
-
-    block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: msgspec.Raw = _NONE
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-    session_id: str | None = None
-    lookahead_token_ids: msgspec.Raw = _NONE
-
-
-class _LargeArray(msgspec.Struct, array_like=True, gc=False, tag="BlockStored"):
-    block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: msgspec.Raw = _NONE
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-    session_id: str | None = None
-    lookahead_token_ids: msgspec.Raw = _NONE
-
-
-class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
-    ts: float
-    events: list[_ArrayEvent]
-    data_parallel_rank: int | None = None
-
-
-class _MapBatch(msgspec.Struct, array_like=True, gc=False):
-    ts: float
-    events: list[_MapEvent]
-    data_parallel_rank: int | None = None
-
-
-class _AnyBatch(msgspec.Struct, array_like=True, gc=False):
-    ts: float
-    events: list[msgspec.Raw]
-    data_parallel_rank: int | None = None
+def _batch_of(event: Any) -> Any:
+    return derived(EventBatch, 2, {"events": (GenericAlias(list, (event,)), None)}, tag=None, array_like=True)
 
 
 _T = TypeVar("_T")
-_array_batch = built(lambda: msgspec.msgpack.Decoder(_ArrayBatch))
-_map_batch = built(lambda: msgspec.msgpack.Decoder(_MapBatch))
-_any_batch = built(lambda: msgspec.msgpack.Decoder(_AnyBatch))
+_array_batch = built(lambda: msgspec.msgpack.Decoder(_batch_of(_ArrayEvent)))
+_map_batch = built(lambda: msgspec.msgpack.Decoder(_batch_of(_MapEvent)))
+_any_batch = built(lambda: msgspec.msgpack.Decoder(_batch_of(msgspec.Raw)))
 _large_map = built(lambda: msgspec.msgpack.Decoder(_LargeMap | _RemovedMap | _ClearedMap))
 _large_array = built(lambda: msgspec.msgpack.Decoder(_LargeArray | BlockRemoved | AllBlocksCleared))
 _extra_keys = built(lambda: msgspec.msgpack.Decoder(list[tuple[Any, ...] | None] | None))
@@ -184,8 +97,7 @@ class Decoding:
             _check_containers(payload, len(payload) // _BYTES_PER_CONTAINER)
         self.maps: bool | None = None if at >= len(payload) or not count else payload[at] in _MAPS
         self._payload = payload
-        self._raws: list[msgspec.Raw] | None = None
-        self._batch: _AnyBatch | None = None
+        self._batch: Any = None  # with its events as they came
         self._events: list[KVEvent] = []
 
     def whole(self) -> KVEventBatch | None:
@@ -204,14 +116,12 @@ class Decoding:
 
     def work(self, deadline: float) -> KVEventBatch | None:
         """Decode event by event until the deadline (``time.perf_counter``); None if some are left."""
-        if self._raws is None:
+        if self._batch is None:
             try:
                 self._batch = _any_batch.decode(self._payload)
             except _BAD_BYTES as error:
                 raise CodecError(f"not an event batch: {error}") from None
-            self._raws = self._batch.events
-        assert self._batch is not None
-        events, raws = self._events, self._raws
+        events, raws = self._events, self._batch.events
         for index in range(len(events), len(raws)):
             events.append(decode_event(raws[index]))
             if time.perf_counter() > deadline and len(events) < len(raws):
@@ -319,7 +229,6 @@ def decode_event(raw: msgspec.Raw | bytes) -> KVEvent:
 def _decode_large(raw: msgspec.Raw | bytes, view: memoryview, maps: bool) -> KVEvent:
     """Decode an event that takes its time; what may hold anything is looked at before it is decoded."""
     try:
-        large: _LargeMap | _LargeArray | BlockRemoved | _RemovedMap | AllBlocksCleared | _ClearedMap
         large = (_large_map if maps else _large_array).decode(raw)
         if isinstance(large, (_LargeMap, _LargeArray)):
             for some in (large.extra_keys, large.lookahead_token_ids):
@@ -340,17 +249,9 @@ def _from_anything(data: Any, raw: msgspec.Raw | bytes, complaint: str) -> KVEve
         tag = data[0]
         if isinstance(tag, str) and _FIRST_LENGTHS.get(tag) == len(data):
             first = _attempt(_first_event, raw)
-            if isinstance(first, _FirstStored):
-                return BlockStored(
-                    first.block_hashes,
-                    first.parent_block_hash,
-                    first.token_ids,
-                    first.block_size,
-                    first.lora_id,
-                    None,
-                )
             if first is not None:
-                return BlockRemoved(first.block_hashes, None)
+                fields = (*astuple(first), None)
+                return BlockStored(*fields) if isinstance(first, _FirstStored) else BlockRemoved(*fields)
     elif isinstance(data, dict):
         tag = data.get("type")
     if not isinstance(tag, str):
@@ -360,7 +261,7 @@ def _from_anything(data: Any, raw: msgspec.Raw | bytes, complaint: str) -> KVEve
     return UnknownEvent(tag, data)
 
 
-def _from_map(event: _MapEvent) -> _ArrayEvent:
+def _from_map(event: Any) -> _ArrayEvent:
     if isinstance(event, _StoredMap):
         return BlockStored(*astuple(event))
     if isinstance(event, _RemovedMap):

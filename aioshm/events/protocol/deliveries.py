@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from aioshm.errors import AioshmError, EventsLost
+from aioshm.errors import EventsLost, PublisherRestarted
 from aioshm.events.protocol.messages import KVEventBatch
 
 
@@ -27,23 +27,6 @@ class Source:
     def __str__(self) -> str:
         topic = "" if not self.topic else f" topic {self.topic.decode(errors='replace')}"
         return f"{self.endpoint}{topic} rank {self.rank}"
-
-
-class PublisherRestarted(AioshmError):
-    """A publisher's numbers went back: it is another one now, and what the old one held is gone.
-
-    Attributes:
-        source: Which publisher.
-        expected: The number that should have come next.
-    """
-
-    def __init__(self, source: Source, expected: int) -> None:
-        super().__init__(f"publisher {source} began again, where batch {expected} should have been next")
-        self.source = source
-        self.expected = expected
-
-    def __reduce__(self) -> tuple[type[PublisherRestarted], tuple[Source, int]]:
-        return type(self), (self.source, self.expected)
 
 
 @dataclass(frozen=True, slots=True)

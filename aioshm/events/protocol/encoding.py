@@ -25,6 +25,7 @@ from aioshm.events.protocol.messages import (
     EventBatch,
     KVEventBatch,
     UnknownEvent,
+    derived,
 )
 from aioshm.events.protocol.wire import ENCODINGS, Encoding
 
@@ -68,35 +69,8 @@ def _native_encoder(encoding: Encoding) -> EventEncoder | None:
         return None
 
 
-class _StoredMap(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored"):
-    """The map form. ``lora_name`` is always written: the consumers that read maps require the key."""
-
-    block_hashes: Any
-    parent_block_hash: Any
-    token_ids: Any
-    block_size: Any
-    lora_id: Any
-    medium: Any
-    lora_name: Any
-    extra_keys: Any = None
-    group_idx: Any = None
-    kv_cache_spec_kind: Any = None
-    kv_cache_spec_sliding_window: Any = None
-    locality: Any = None
-    ownership: Any = None
-    session_id: Any = None
-    lookahead_token_ids: Any = None
-
-
-class _RemovedMap(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockRemoved"):
-    block_hashes: Any
-    medium: Any
-    group_idx: Any = None
-    locality: Any = None
-    ownership: Any = None
-
-
-_CLEARED_MAP = {"type": "AllBlocksCleared"}
+# ``lora_name`` is always written: the consumers that read maps require the key.
+_MAPS = {kind: derived(kind, always, omit_defaults=True) for kind, always in _ALWAYS["map"].items()}
 
 
 class BatchEncoder:
@@ -187,13 +161,7 @@ def _to_maps(events: list[Any]) -> list[Any]:
 
 
 def _to_map(event: Any) -> Any:
-    kind = type(event)
-    if kind is BlockStored:
-        return _StoredMap(*astuple(event))
-    if kind is BlockRemoved:
-        return _RemovedMap(*astuple(event))
-    if kind is AllBlocksCleared:
-        return _CLEARED_MAP
-    if kind is UnknownEvent:
-        return event.data
-    return event
+    form = _MAPS.get(type(event))
+    if form is not None:
+        return form(*astuple(event))
+    return event.data if type(event) is UnknownEvent else event

@@ -1,12 +1,13 @@
-"""What is published: batches of KV-cache events, as the engines of the field write them.
+"""What is published: batches of KV-cache events, as vLLM writes them.
 
-The classes keep the field's names, order and defaults, because the order *is* the wire format of the array
+The classes keep vLLM's names, order and defaults, because the order *is* the wire format of the array
 encoding. They are plain data: how they become bytes is in ``encoding.py``, how bytes become them in
 ``decoding.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -140,3 +141,27 @@ def hashable(value: Any) -> Any:
     if isinstance(value, bytearray):
         return bytes(value)
     return value
+
+
+def derived(
+    kind: type[msgspec.Struct],
+    required: int,
+    replaced: Mapping[str, tuple[Any, Any]] = {},  # never changed
+    *,
+    last: int | None = None,
+    **options: Any,
+) -> Any:
+    """Return a struct class with the fields of an event, or of a batch, in another form on the wire.
+
+    Args:
+        kind: The class.
+        required: How many fields a message must have; the others are None by default.
+        replaced: Other types, and defaults, of fields by their names.
+        last: How many fields there are; None: all.
+        options: Of `msgspec.defstruct`.
+    """
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(kind)[:last]:
+        wanted, default = replaced.get(field.name, (field.type, None))
+        fields.append((field.name, wanted) if len(fields) < required else (field.name, wanted, default))
+    return msgspec.defstruct(kind.__name__, fields, **{"tag": kind.__name__, "gc": False, **options})

@@ -20,7 +20,7 @@ from aioshm.events.protocol.messages import EventBatch
 Overflow: TypeAlias = Literal["block", "drop", "raise"]
 OVERFLOWS = ("block", "drop", "raise")
 
-# How often a thread that waits for room looks whether there is still somebody to make any.
+# How often a thread that waits for room looks whether the sender is still there to make any.
 _LOOK_S = 0.5
 
 # The sender is at work: no number of batches needs to wake it.
@@ -91,7 +91,7 @@ class Outbox:
             return True
 
     def wait_for_room(self, wake: Callable[[], None], timeout: float | None) -> bool:
-        """Block this thread until there is room; whoever is quick may take it.
+        """Block this thread until there is room, which another thread may take first.
 
         Args:
             wake: Sees to it that the sender is at work; raises if there is none any more.
@@ -127,7 +127,7 @@ class Outbox:
                 self._room.notify_all()
 
     def close(self) -> None:
-        """Take no more batches; whoever waits for room hears of it. Idempotent."""
+        """Take no more batches; threads that wait for room are told. Idempotent."""
         with self._room:
             self._closed = True
             self._room.notify_all()

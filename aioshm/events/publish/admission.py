@@ -16,7 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from aioshm.events.publish.subscriptions import Subscriptions
-from aioshm.zeromq.watch import Watch
+from aioshm.zeromq.pump import Pump, drain, whole
 
 DOMAIN = b"aioshm-events"
 # Of the loop's time, what those that leave may take of it on average; and how much of it at once, after a calm.
@@ -54,7 +54,7 @@ class Admission:
         self._subscriptions = subscriptions
         self._ready = ready
         self._waiting: deque[list[bytes]] = deque()
-        self._watch: Watch | None = None
+        self._pump: Pump | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._spent_s = 0.0
         self._at = time.monotonic()
@@ -62,23 +62,27 @@ class Admission:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let them in from now on, on ``loop``."""
         self._loop = loop
-        self._watch = Watch(loop, self.zap, self._look)
+        self._pump = Pump(loop, self.zap, self._work)
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent."""
-        if self._watch is not None:
-            self._watch.pause()
+        if self._pump is not None:
+            self._pump.pause()
         if self._timer is not None:
             self._timer.cancel()
         self.zap.close(linger=0)
 
-    def _look(self) -> None:
-        while self._watch is not None and not self._watch.paused and self._read() and self._timer is None:
-            self._admit()
+    def _work(self) -> bool:
+        more = drain(whole(self.zap), self._take)
+        if self._timer is not None or not self._waiting:
+            return more
+        self._admit()
+        return True  # sending may swallow the sign that there is something to read
 
     def _come_back(self) -> None:
         self._timer = None
-        self._look()
+        if self._pump is not None:
+            self._pump.run()
 
     def _admit(self) -> None:
         """Let some in, or wait until there is time for them."""
@@ -101,22 +105,15 @@ class Admission:
             return (self._spent_s - _AT_ONCE_S) / _SHARE + _PAUSE_S
         return _PAUSE_S if self._subscriptions.full else 0.0
 
-    def _read(self) -> bool:
-        """Read who wants to come in; return whether there is anybody."""
-        while len(self._waiting) < 2 * _MAX_WAITING:
-            try:
-                request = self.zap.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                break
-            if len(request) < _REQUEST_FRAMES:
-                continue
-            if request[4] != DOMAIN:  # another socket's peer
-                self._answer(request, _ADMITTED)
-            elif len(self._waiting) >= _MAX_WAITING:
-                self._answer(request, _LATER)
-            else:
-                self._waiting.append(request)
-        return bool(self._waiting)
+    def _take(self, request: list[bytes]) -> None:
+        if len(request) < _REQUEST_FRAMES:
+            return
+        if request[4] != DOMAIN:  # another socket's peer
+            self._answer(request, _ADMITTED)
+        elif len(self._waiting) >= _MAX_WAITING:
+            self._answer(request, _LATER)
+        else:
+            self._waiting.append(request)
 
     def _answer(self, request: list[bytes], status: bytes) -> None:
         self.zap.send_multipart([*request[:4], status, b"", b"", b""], zmq.NOBLOCK)

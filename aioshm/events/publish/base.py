@@ -12,7 +12,7 @@ from aioshm.events.protocol.wire import END_SEQ
 
 
 class EventPublisher(ABC):
-    """Takes event batches and sends them, in order, to whoever listens.
+    """Takes event batches and sends them, in order, to all subscribers.
 
     Every data-parallel rank has its own publisher, which writes its rank into the batches that name none.
     """

@@ -1,17 +1,16 @@
-"""The publisher on an event loop: PUB for what happens now, ROUTER for what somebody missed."""
+"""The publisher on an event loop: PUB for what happens now, ROUTER for batches that were missed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident
-from types import TracebackType
 from weakref import WeakMethod
 
+from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.errors import PublisherClosed, RoleError
 from aioshm.events.config import (
     CLOSE_TIMEOUT_S,
@@ -51,7 +50,7 @@ _GATHER_S = 0.001
 _LISTEN_S = 0.25
 
 
-class ZmqEventPublisher(EventPublisher):
+class ZmqEventPublisher(AsyncClosing, EventPublisher):
     """Publishes on the running event loop; ``publish`` costs about a microsecond and never waits.
 
     ``await apublish(batch)`` waits while the queue is full, so nothing is dropped.
@@ -78,7 +77,7 @@ class ZmqEventPublisher(EventPublisher):
             them.
         max_queue_size: Batches that may wait to be sent.
         topic: The first frame of every message.
-        bind: Bind the endpoint, or connect to it; None is the field's rule: wildcards, ``::``, ipc and inproc
+        bind: Bind the endpoint, or connect to it; None is vLLM's rule: wildcards, ``::``, ipc and inproc
             bind.
         wire: Which releases of vLLM to write like, for consumers that were made for them: ``"vllm-0.24+"`` (maps, and
             the topic in replies), ``"vllm-0.24"`` (maps, no topic) or ``"vllm-0.9"`` to 0.23 (arrays, no topic).
@@ -300,19 +299,12 @@ class ZmqEventPublisher(EventPublisher):
         self._attach_to_loop(required=True)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {self.endpoint}>"
 
     def __del__(self) -> None:
         if not self._closed:
-            warnings.warn(
-                f"{type(self).__name__} {self.endpoint} was never closed",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+            warn_not_closed(self)
             self._closed = True
             self._stop(0.0)
 

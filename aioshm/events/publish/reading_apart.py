@@ -17,7 +17,7 @@ from contextlib import suppress
 import zmq
 
 from aioshm.events.publish.subscriptions import Subscriptions
-from aioshm.zeromq.watch import Watch
+from aioshm.zeromq.pump import Pump
 
 # For so long at a time: batches wait meanwhile.
 _TURN_S = 0.002
@@ -39,25 +39,25 @@ class ReadingApart:
         self._poll = select.poll()
         self._poll.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
         self._pool: ThreadPoolExecutor | None = None
-        self._watch: Watch | None = None
+        self._pump: Pump | None = None
         self._lock = threading.Lock()  # held by whoever reads in the thread
         self._busy = self._awaited = self._closed = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read what comes, from now on, for ``loop``."""
         self._loop = loop
-        self._watch = Watch(loop, self._socket, self._look)
+        self._pump = Pump(loop, self._socket, self._look)
 
     def ready(self) -> bool:
         """Return whether the loop may use the socket now; if not, ``on_ready`` follows."""
-        if not self._busy and self._watch is not None and self._poll.poll(0):
+        if not self._busy and self._pump is not None and self._poll.poll(0):
             self.read()
         self._awaited = self._busy
         return not self._busy
 
     def read(self) -> None:
         """Read; for a call now and then, too: sending hides that something came."""
-        if self._busy or self._closed or self._watch is None:
+        if self._busy or self._closed or self._pump is None:
             return
         try:
             self._pool = self._pool or ThreadPoolExecutor(1, "aioshm-events-subscriptions")
@@ -67,13 +67,13 @@ class ReadingApart:
             self._busy = False
             self._subscriptions.read()
         else:
-            self._watch.pause()
+            self._pump.pause()
 
     def close(self) -> None:
         """Wait until the thread has left the socket alone. Idempotent."""
         self._closed = True
-        if self._watch is not None:
-            self._watch.pause()
+        if self._pump is not None:
+            self._pump.pause()
         if self._pool is not None:
             self._pool.shutdown(wait=False)
         with self._lock:
@@ -99,8 +99,8 @@ class ReadingApart:
         self._busy = False
         if self._closed:
             return
-        assert self._watch is not None
-        self._watch.resume()
+        assert self._pump is not None
+        self._pump.resume()
         if done.result():
             self._loop.call_soon(self.read)
         if self._awaited:

@@ -23,7 +23,7 @@ from aioshm.events.protocol import wire
 from aioshm.events.protocol.replay_buffer import Entry, ReplayBuffer
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.guard import GuardedMonitor
-from aioshm.zeromq.watch import Watch
+from aioshm.zeromq.pump import Pump
 
 logger = logging.getLogger("aioshm.events")
 
@@ -34,7 +34,7 @@ CLIENT_HWM = 64
 # The kernel's buffer for one client. Left alone it grows to megabytes, and filling it for a few slow clients at once
 # would delay live batches for tens of milliseconds.
 CLIENT_BUFFER_BYTES = 1 << 17
-# A client's own requests are a few bytes; ZeroMQ hangs up on whoever sends more.
+# A client's own requests are a few bytes; ZeroMQ hangs up on a peer that sends more.
 MAX_REQUEST_BYTES = 1024
 # What a request may be on the wire, encrypted.
 _REQUEST_WIRE_BYTES = 256
@@ -95,15 +95,14 @@ class ReplayServer:
         self._blocked: list[_Client] = []
         self._limiter = LogLimiter(10.0)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch: Watch | None = None
+        self._pump: Pump | None = None
         self._retry: asyncio.TimerHandle | None = None
-        self._again = False
         self._inherited = False
         self._idle = asyncio.Event()
 
     @property
     def busy(self) -> bool:
-        """Whether somebody still waits for the rest of an answer."""
+        """Whether a client still waits for the rest of an answer."""
         return bool(self._ready or self._blocked)
 
     async def wait_idle(self, timeout: float) -> None:
@@ -117,7 +116,7 @@ class ReplayServer:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Serve on ``loop`` from now on."""
         self._loop = loop
-        self._watch = Watch(loop, self._socket, self._run)
+        self._pump = Pump(loop, self._socket, self._run)
 
     def abandon_in_child(self) -> None:
         """Stop serving, without touching what is the parent's."""
@@ -125,9 +124,8 @@ class ReplayServer:
 
     def close(self) -> None:
         """Stop serving; the socket stays open."""
-        if self._watch is not None:
-            self._watch.pause()
-            self._watch = None
+        if self._pump is not None:
+            self._pump.pause()
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -135,16 +133,12 @@ class ReplayServer:
         self._ready.clear()
         self._blocked.clear()
 
-    def _run_again(self) -> None:
-        self._again = False
-        if self._watch is not None:
-            self._run()
-
-    def _run(self) -> None:
-        """Take requests and send for one slice of time; the rest continues on the loop's next turn."""
+    def _run(self) -> bool:
+        """Take requests and send for one slice of time; return whether to go on in the loop's next turn."""
         assert self._loop is not None
+        assert self._pump is not None
         if self._inherited:
-            return
+            return False
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -155,15 +149,14 @@ class ReplayServer:
         while self._ready and time.perf_counter() < deadline:
             self._serve(self._ready.popleft())
         if self._ready or more_requests:
-            if not self._again:
-                self._again = True
-                self._loop.call_soon(self._run_again)
-        elif not self._blocked:
+            return True
+        if not self._blocked:
             self._idle.set()
         else:
             # Room for one client can be noticed while another is served, and then the descriptor stays
             # silent.
-            self._retry = self._loop.call_later(_RETRY_S, self._run)
+            self._retry = self._loop.call_later(_RETRY_S, self._pump.run)
+        return False
 
     def _accept(self, deadline: float) -> bool:
         """Read requests; True if there may be more that could be taken now."""

@@ -73,7 +73,7 @@ class Sender:
             self.unencodable += 1
             self._complain("publisher %s: batch %d is lost: %s (%d others)", seq, error)
             return
-        # Buffer first: whoever sees the live message and asks for its predecessors must find it there.
+        # Buffer first: a subscriber that sees the live message and asks for its predecessors must find it there.
         if self._buffer is not None:
             self._buffer.append(seq, payload)
         self._outbox.last_sent = seq
@@ -82,7 +82,7 @@ class Sender:
             send(self._topic, _MORE)
             send(pack_seq(seq), _MORE)
             send(payload, _LAST)
-        except zmq.ZMQError as error:  # the context was ended by somebody else
+        except zmq.ZMQError as error:  # the context was ended by another part of the program
             self._outbox.dropped += 1
             self._complain("publisher %s: batch %d cannot be sent: %s (%d others)", seq, error)
         else:

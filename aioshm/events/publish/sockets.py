@@ -21,11 +21,11 @@ from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
 from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
 from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.watch import Watch
+from aioshm.zeromq.pump import Pump
 
 logger = logging.getLogger("aioshm.events")
 
-# The longest subscription, or command of a handshake; ZeroMQ hangs up on whoever sends more.
+# The longest subscription, or command of a handshake; ZeroMQ hangs up on a peer that sends more.
 MAX_SUBSCRIPTION_BYTES = 512
 # All that subscribers send and that was not read yet, in a turn of the loop: ZeroMQ takes some 10 ms for so much.
 _PUB_TOTAL_BYTES = 1 << 15
@@ -91,7 +91,7 @@ class PublisherEnds:
         )
         self._sockets: list[zmq.Socket[bytes]] = []
         self._monitors: list[Monitor] = []
-        self._watches: list[Watch] = []
+        self._pumps: list[Pump] = []
         self._files: list[BoundFile] = []
         self._limiter = LogLimiter(10.0)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -127,7 +127,7 @@ class PublisherEnds:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch the connections on ``loop``."""
         self._loop = loop
-        self._watches = [Watch(loop, monitor.pair, self._read_monitors) for monitor in self._monitors]
+        self._pumps = [Pump(loop, monitor.pair, self._read_monitors) for monitor in self._monitors]
         if self._reading is not None:
             self._reading.start(loop)
         if self._admission is not None:
@@ -158,8 +158,8 @@ class PublisherEnds:
             Where a loop is running and there is something to wait for: a future that is done once it went
             out, or the time is over.
         """
-        for watch in self._watches:
-            watch.pause()
+        for pump in self._pumps:
+            pump.pause()
         self.stop_reading()
         if self._admission is not None:
             self._admission.close()

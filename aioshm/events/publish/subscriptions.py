@@ -1,7 +1,7 @@
 """Who has subscribed to what at a publisher's port: strangers may not make it hold more than a little.
 
 ZeroMQ keeps all prefixes that anybody has subscribed to as a tree, and walks through all of it when any subscriber
-leaves. It tells subscriptions to whoever reads the XPUB socket.
+leaves. It tells subscriptions to the reader of the XPUB socket.
 """
 
 from __future__ import annotations

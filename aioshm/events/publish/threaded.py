@@ -6,28 +6,23 @@ import asyncio
 import os
 import threading
 import time
-import warnings
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
+from aioshm.closing import warn_not_closed
 from aioshm.errors import PublisherClosed, QueueFull, RoleError
 from aioshm.events.config import (
     CLOSE_TIMEOUT_S,
-    DEFAULT_BUFFER_STEPS,
     DEFAULT_ENDPOINT,
-    DEFAULT_HWM,
-    DEFAULT_MAX_QUEUE_SIZE,
     KVEventsConfig,
 )
 from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.protocol.outbox import OVERFLOWS, Overflow
-from aioshm.events.protocol.wire import DEFAULT_WIRE, Encoding, ReplayFormat, Wire
 from aioshm.events.publish.base import EventPublisher
 from aioshm.events.publish.publisher import ZmqEventPublisher
 from aioshm.events.stats import PublisherStats
 from aioshm.process.limits import check_descriptors, naming_limits
-from aioshm.zeromq.curve import CurveKeys
 
 _T = TypeVar("_T")
 
@@ -78,38 +73,15 @@ class ThreadedEventPublisher(EventPublisher):
         self,
         data_parallel_rank: int,
         endpoint: str = DEFAULT_ENDPOINT,
-        replay_endpoint: str | None = None,
-        buffer_steps: int = DEFAULT_BUFFER_STEPS,
-        hwm: int = DEFAULT_HWM,
-        max_queue_size: int = DEFAULT_MAX_QUEUE_SIZE,
-        topic: str = "",
-        *,
-        bind: bool | None = None,
-        wire: Wire = DEFAULT_WIRE,
-        encoding: Encoding | None = None,
-        replay_format: ReplayFormat | None = None,
+        *arguments: Any,
         overflow: Overflow = "block",
-        curve: CurveKeys | None = None,
+        **options: Any,
     ) -> None:
         self._closed = True
         super().__init__(data_parallel_rank)
 
         async def make() -> _HostedPublisher:
-            return _HostedPublisher(
-                data_parallel_rank,
-                endpoint,
-                replay_endpoint,
-                buffer_steps,
-                hwm,
-                max_queue_size,
-                topic,
-                bind=bind,
-                wire=wire,
-                encoding=encoding,
-                replay_format=replay_format,
-                overflow=overflow,
-                curve=curve,
-            )
+            return _HostedPublisher(data_parallel_rank, endpoint, *arguments, overflow=overflow, **options)
 
         self._pid = os.getpid()
         self._blocks = overflow == "block"
@@ -231,14 +203,12 @@ class ThreadedEventPublisher(EventPublisher):
     ) -> None:
         self.shutdown()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {self.endpoint}>"
+
     def __del__(self) -> None:
         if not self._closed and self._pid == os.getpid():
-            warnings.warn(
-                f"{type(self).__name__} {self.endpoint} was never shut down",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+            warn_not_closed(self, "use `with`, or call shutdown()")
             self._closed = True
             self._loop.call_soon_threadsafe(self._publisher.shutdown)
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -15,9 +15,9 @@ from aioshm.events.protocol.zmtp import GREETING, Refused, SubPeer
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
 from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.watch import Watch
+from aioshm.zeromq.pump import Pump
 
-# Of all messages that are not whole yet, at an open port; whoever has sent most of that is hung up on.
+# Of all messages that are not whole yet, at an open port; the peer that has sent most of that is hung up on.
 MAX_HELD_BYTES = 1 << 24
 # Pieces of 8 KiB that ZeroMQ reads ahead from one peer.
 _CHUNKS = 16
@@ -51,7 +51,7 @@ class LivePort(Protocol):
     def read(self) -> tuple[int, list[str]]:
         """Return how many connections came back since the last call, and what to say of peers that were refused."""
 
-    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Watch, Watch | None]:
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Pump, Pump | None]:
         """Have ``callback`` called when there may be a message, and when there may be news of connections only."""
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class SubPort:
         self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve)
         try:
             self._sub.setsockopt(zmq.SUBSCRIBE, topic)
-            if bind:  # whoever connects would not be connected again after a message that is too large
+            if bind:  # a socket that connects would not be connected again after a message that is too large
                 self._sub.setsockopt(zmq.MAXMSGSIZE, max_bytes)
             self._monitor = Monitor(self._sub)
             try:
@@ -107,8 +107,8 @@ class SubPort:
         came_back, failed = self._monitor.read()
         return came_back, [f"the handshake at {one} failed: not ZeroMQ, or wrong keys" for one in failed]
 
-    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Watch, Watch | None]:
-        return Watch(loop, self._sub, callback), Watch(loop, self._monitor.pair, callback)
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Pump, Pump | None]:
+        return Pump(loop, self._sub, callback), Pump(loop, self._monitor.pair, callback)
 
     def close(self) -> None:
         if self._sub.closed:
@@ -163,8 +163,8 @@ class OpenPort:
         self.reconnects += came_back
         return came_back, refused
 
-    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Watch, Watch | None]:
-        return Watch(loop, self._stream, callback), None
+    def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Pump, Pump | None]:
+        return Pump(loop, self._stream, callback), None
 
     def close(self) -> None:
         self._stream.close(linger=0)

@@ -25,7 +25,7 @@ from aioshm.logs import LogLimiter
 from aioshm.process.limits import SIGNAL_DESCRIPTORS, abandon_when_forked, check_descriptors
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
-from aioshm.zeromq.watch import Watch
+from aioshm.zeromq.pump import Pump
 
 logger = logging.getLogger("aioshm.events")
 
@@ -85,7 +85,7 @@ class EventSource:
         self._delivered = self._replayed = self._garbage = self._replay_failures = 0
 
         self._dealer: zmq.Socket[bytes] | None = None
-        self._dealer_watch: Watch | None = None
+        self._dealer_pump: Pump | None = None
         self._asked_at = 0.0
         self._attempts = 0
         self._replay_silent = False
@@ -106,7 +106,7 @@ class EventSource:
         self.endpoint = self._port.endpoint
         self._closed = False
         self._tracker = SourceTracker(self.endpoint, start, can_replay=replay_endpoint is not None)
-        self._sub_watch, self._monitor_watch = self._port.watch(loop, self._run)
+        self._sub_pump, self._monitor_pump = self._port.watch(loop, self._run)
         abandon_when_forked(self)
 
     def stats(self) -> SubscriberStats:
@@ -131,11 +131,11 @@ class EventSource:
         if self._paused:
             self._paused = False
             self._asked_at = self._loop.time()  # the publisher could not have sent while nobody read
-            if self._monitor_watch is not None:
-                self._monitor_watch.resume()
-            self._sub_watch.resume()
-            if self._dealer_watch is not None:
-                self._dealer_watch.resume()
+            if self._monitor_pump is not None:
+                self._monitor_pump.resume()
+            self._sub_pump.resume()
+            if self._dealer_pump is not None:
+                self._dealer_pump.resume()
 
     def close(self) -> None:
         """Close the sockets and forget what was not delivered."""
@@ -155,11 +155,11 @@ class EventSource:
         """Leave every socket alone; one that is watched but not read would wake the loop for ever."""
         self._paused = True
         self._set_timer(None)
-        self._sub_watch.pause()
-        if self._monitor_watch is not None:
-            self._monitor_watch.pause()
-        if self._dealer_watch is not None:
-            self._dealer_watch.pause()
+        self._sub_pump.pause()
+        if self._monitor_pump is not None:
+            self._monitor_pump.pause()
+        if self._dealer_pump is not None:
+            self._dealer_pump.pause()
 
     # The loop calls
 
@@ -198,9 +198,9 @@ class EventSource:
             return True
         self._read_monitor()
         if self._tracker.asking is None:
-            self._sub_watch.resume()
+            self._sub_pump.resume()
             return self._read_live()
-        self._sub_watch.pause()
+        self._sub_pump.pause()
         if self._dealer is None:
             self._request()
         return self._dealer is not None and self._read_reply()
@@ -296,13 +296,13 @@ class EventSource:
             return
         self._lacking = None
         dealer.send_multipart(wire.request(start), zmq.NOBLOCK)
-        self._dealer_watch = Watch(self._loop, dealer, self._run)
+        self._dealer_pump = Pump(self._loop, dealer, self._run)
         self._asked_at = now
 
     def _end_request(self) -> None:
-        if self._dealer_watch is not None:
-            self._dealer_watch.pause()
-            self._dealer_watch = None
+        if self._dealer_pump is not None:
+            self._dealer_pump.pause()
+            self._dealer_pump = None
         if self._dealer is not None:
             self._dealer.close(linger=0)
             self._dealer = None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
-from types import TracebackType
 
 import zmq
 
+from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.errors import QueueClosed, RoleError
 from aioshm.events.config import DEFAULT_HWM
 from aioshm.events.endpoints import check_endpoint, is_loopback, subscriber_binds
@@ -43,7 +42,7 @@ MAX_WAITING_BYTES = 1 << 20
 _YIELD_EVERY = 64
 
 
-class EventSubscriber:
+class EventSubscriber(AsyncClosing):
     """Receives the batches of one or many publishers, each publisher's in order, without holes and copies.
 
     What live delivery lost is fetched from the replay endpoint, where one is given: a gap, what was published
@@ -232,19 +231,12 @@ class EventSubscriber:
         self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
+    def __repr__(self) -> str:
+        return f"<EventSubscriber of {', '.join(self.endpoints)}>"
 
     def __del__(self) -> None:
         if getattr(self, "_sources", None):  # not if the arguments were refused
-            warnings.warn(
-                f"EventSubscriber of {', '.join(self.endpoints)} was never closed",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+            warn_not_closed(self)
             self._close_sources()
 
     def abandon_in_child(self) -> None:

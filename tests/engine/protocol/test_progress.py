@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from aioshm.engine import CoreEngineState, StartupProgress, Waiting
-from aioshm.engine.protocol.progress import Ended, describe_failure, engine_index
+from aioshm.engine.protocol.progress import PHASES, describe_failure, engine_index, engine_of
+from aioshm.process.watch import ProcessExit
 
 NEW, CONNECTED, READY = CoreEngineState
 
@@ -32,18 +33,19 @@ def test_many_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended", "state", "text"),
+    ("found", "state", "text"),
     [
-        (Ended("EngineCore_1", 7, 3, 1), NEW, "EngineCore_1 (pid 7, before HELLO) exited with code 3"),
-        (Ended("EngineCore_1", None, 0, 1), READY, "EngineCore_1 (ready) exited with code 0"),
-        (Ended("EngineCore_1", 7, -9, 1), CONNECTED, "EngineCore_1 (pid 7, connected) was killed by SIGKILL"),
-        (Ended("DPCoordinator", 7, -15), None, "DPCoordinator (pid 7) was killed by SIGTERM"),
-        (Ended("DPCoordinator", 7, -63), None, "DPCoordinator (pid 7) was killed by signal 63"),
-        (Ended("DPCoordinator", None, None), None, "DPCoordinator ended; its exit code is not known"),
+        (ProcessExit("EngineCore_1", 7, 3, True), NEW, "EngineCore_1 (pid 7, before HELLO) exited with code 3"),
+        (ProcessExit("EngineCore_1", None, 0, True), READY, "EngineCore_1 (ready) exited with code 0"),
+        (ProcessExit("EngineCore_1", 7, -9, True), CONNECTED, "EngineCore_1 (pid 7, connected) was killed by SIGKILL"),
+        (ProcessExit("DPCoordinator", 7, -15), None, "DPCoordinator (pid 7) was killed by SIGTERM"),
+        (ProcessExit("DPCoordinator", 7, -63), None, "DPCoordinator (pid 7) was killed by signal 63"),
+        (ProcessExit("DPCoordinator", None, None), None, "DPCoordinator exited; its exit code is not known"),
     ],
 )
-def test_what_became_of_a_process(ended: Ended, state: CoreEngineState | None, text: str) -> None:
-    assert ended.describe(state) == text
+def test_what_became_of_a_process(found: ProcessExit, state: CoreEngineState | None, text: str) -> None:
+    assert found.describe("" if state is None else PHASES[state]) == text
+    assert engine_of(found) == (1 if found.managed else None)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ class TestDeath:
     @pytest.mark.parametrize(
         ("fault", "says"),
         [
-            ("die", ["EngineCore_1 (connected) ended; its exit code is not known", "worker process has died"]),
+            ("die", ["EngineCore_1 (connected) exited; its exit code is not known", "worker process has died"]),
             ("exit", ["EngineCore_1 (connected) exited with code 3"]),
             ("raise", ["EngineCore_1 (connected) exited with code 1", "ArithmeticError: the model is too large"]),
         ],

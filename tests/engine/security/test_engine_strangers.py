@@ -393,7 +393,7 @@ class TestWarning:
         for _ in range(2):
             security.warn_of_strangers(["tcp://0.0.0.0:5", "tcp://node-3:1"])
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "tcp://0.0.0.0:5 is open to whoever reaches it" in caplog.text
+        assert "tcp://0.0.0.0:5 is open to every host that reaches it" in caplog.text
 
 
 def curved(context: Any, kind: int, address: str, keys: Any, identity: bytes = b"") -> Any:

@@ -21,9 +21,15 @@ from aioshm.engine import (
     ProcessManager,
     shake_hands,
 )
-from aioshm.engine.security.keys import keys_for_engine, keys_for_front_end, keys_to_hand_over, own_keys
-from aioshm.engine.startup.processes import Job
+from aioshm.engine.security.keys import (
+    as_attributes,
+    keys_for_engine,
+    keys_for_front_end,
+    keys_to_hand_over,
+    own_keys,
+)
 from aioshm.errors import RoleError
+from aioshm.process.manager import Job
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
@@ -138,7 +144,7 @@ class TestHandingOver:
             assert self.said(manager) == ["keys rank 3", "keys rank 4"]
 
     def test_front_ends_get_all_and_others_none(self) -> None:
-        jobs = [Job("front end", keys=keys_to_hand_over(None)), Job("other")]
+        jobs = [Job("front end", attributes=as_attributes(keys_to_hand_over(None))), Job("other")]
         with ProcessManager(tell_keys, jobs) as manager:
             assert self.said(manager) == ["keys <EngineKeys>", "keys None"]
 

@@ -25,9 +25,9 @@ from managed import gone, open_things, wait_for_all, wait_for_line
 from support import eventually
 
 from aioshm.engine import CoreEngineProcManager
-from aioshm.engine.startup.processes import Job, ProcessManager
 from aioshm.process import child, stderr
 from aioshm.process.child import STATUS_UNKNOWN, Child
+from aioshm.process.manager import Job, ProcessManager
 
 
 @pytest.fixture

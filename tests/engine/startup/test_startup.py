@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import re
 import socket
 import time
@@ -340,3 +341,11 @@ class TestWaiting:
             with pytest.raises(OSError, match=re.escape(first.handshake_address)):
                 async with EngineStartupCoordinator(first.handshake_address, [], addresses()):
                     pass
+
+
+async def test_a_process_that_was_not_started_is_refused(path: str) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=print)
+    with pytest.raises(ValueError, match="not started"):
+        async with EngineStartupCoordinator(path, [], addresses(), coord_process=process):
+            pass
+    assert not Path(path.removeprefix("ipc://")).exists()

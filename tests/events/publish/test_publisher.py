@@ -347,7 +347,7 @@ async def test_curve_lets_in_only_those_with_the_key(nothing_left: None) -> None
 async def test_a_forgotten_publisher_warns_and_closes(nothing_left: None) -> None:
     publisher = ZmqEventPublisher(0, ANY, ANY, bind=True)
     endpoint = publisher.endpoint
-    with pytest.warns(ResourceWarning, match="never closed"):
+    with pytest.warns(ResourceWarning, match="was not closed"):
         del publisher
     await until(lambda: not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")])
     async with ZmqEventPublisher(0, endpoint, bind=True):  # the port is free again

@@ -63,7 +63,7 @@ class TestThreaded:
 
     def test_a_forgotten_one_warns_and_ends_its_thread(self) -> None:
         publisher = ThreadedEventPublisher(0, ANY, bind=True)
-        with pytest.warns(ResourceWarning, match="never shut down"):
+        with pytest.warns(ResourceWarning, match="was not closed: use `with`"):
             del publisher
         deadline = time.monotonic() + PATIENCE_S
         while [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]:

@@ -162,7 +162,7 @@ async def test_a_forgotten_subscriber_warns_and_closes(ends: Ends) -> None:
     publisher = ends.publisher()
     subscriber = EventSubscriber(publisher.endpoint, publisher.replay_endpoint)
     subscriber.open()
-    with pytest.warns(ResourceWarning, match="never closed"):
+    with pytest.warns(ResourceWarning, match="was not closed"):
         del subscriber
 
 

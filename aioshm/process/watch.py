@@ -1,0 +1,287 @@
+"""The exits of processes, noticed by an event loop: without a thread, and without polling where the system tells."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from aioshm.closing import Closing
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.25
+_CODE_WITHIN_S = 1.0
+"""How long the exit code of a process may take that has exited; more, and another part of the program has taken it."""
+_LOOK_FOR_S = 2.0
+"""How long a manager is asked after one of its descriptors became readable, which may tell what is known already."""
+
+
+class WatchedProcess(Protocol):
+    """What is needed of a process; those of ``multiprocessing`` have it."""
+
+    @property
+    def name(self) -> str:
+        """Its name, for people."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs."""
+
+    @property
+    def sentinel(self) -> Any:
+        """A descriptor that is readable once it has exited."""
+
+
+@runtime_checkable
+class WatchedManager(Protocol):
+    """What is needed of what has started the local engines.
+
+    What it may have besides is used: ``processes``, its processes; ``aclose()`` or ``close()``, which stop all of them;
+    ``last_lines(name)``, the last lines that a process wrote to stderr.
+    """
+
+    def sentinels(self) -> Sequence[Any]:
+        """Return descriptors that are readable once a process has exited."""
+
+    def finished_procs(self) -> Mapping[str, int | None]:
+        """Return the exit codes of the processes that have exited, by name; None where the code is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExit:
+    """The exit of a process.
+
+    Attributes:
+        name: The name of the process.
+        pid: Its process id, where known.
+        exitcode: Its exit code, or minus the signal that killed it; None where that is not known.
+        managed: Whether it is one of a watched manager's.
+    """
+
+    name: str
+    pid: int | None
+    exitcode: int | None
+    managed: bool = False
+
+    def describe(self, phase: str = "") -> str:
+        """Say it in a sentence, with the ``phase`` that the process had reached, if that is given."""
+        known = [f"pid {self.pid}"] if self.pid is not None else []
+        if phase:
+            known.append(phase)
+        who = f"{self.name} ({', '.join(known)})" if known else self.name
+        return f"{who} {self._manner()}"
+
+    def _manner(self) -> str:
+        if self.exitcode is None:
+            return "exited; its exit code is not known"
+        if self.exitcode >= 0:
+            return f"exited with code {self.exitcode}"
+        try:
+            return f"was killed by {signal.Signals(-self.exitcode).name}"
+        except ValueError:
+            return f"was killed by signal {-self.exitcode}"
+
+
+class ProcessWatch(Closing):
+    """The exits of some processes, awaited with `next` or called back; a context manager.
+
+    Every descriptor that is watched is its own: others may watch the same processes on the same loop, and close theirs.
+    A sentinel of ``multiprocessing`` stays silent as long as any descendant that inherited it lives, so a process is
+    watched by its id (``pidfd_open(2)``) where there is such a thing.
+
+    Args:
+        processes: Processes to watch.
+        manager: Has more of them.
+        on_exit: Called on the loop when there are new exits; also soon after the beginning, if there were any before.
+
+    Raises:
+        ValueError: A process was not started.
+    """
+
+    def __init__(
+        self,
+        processes: Iterable[WatchedProcess] = (),
+        *,
+        manager: WatchedManager | None = None,
+        on_exit: Callable[[], object] | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._owner_pid = os.getpid()
+        self._on_exit = on_exit
+        self._known: set[WatchedProcess] = set()
+        self._running: dict[WatchedProcess, bool] = {}  # and whether it is a manager's
+        self._managers: list[WatchedManager] = []  # those that do not say which processes they have
+        self._descriptors: set[int] = set()
+        # Processes whose exit code is to be asked for again, and when they count as exited without one.
+        self._due: dict[WatchedProcess, float] = {}
+        self._exits: list[ProcessExit] = []
+        self._named: set[str] = set()
+        self._announced = self._taken = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._next_look: asyncio.Handle | None = None
+        self._delay, self._look_until = _FIRST_LOOK_S, 0.0
+        self._closed = False
+        try:
+            if manager is not None:
+                self.add_manager(manager)
+            self.add(processes)
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, processes: Iterable[WatchedProcess], *, managed: bool = False) -> None:
+        """Watch more processes; those that are watched already stay as they are.
+
+        Raises:
+            ValueError: One was not started.
+        """
+        for process in processes:
+            if process not in self._known:
+                if process.exitcode is None:
+                    self._watch_process(process)
+                self._known.add(process)
+                self._running[process] = managed
+        self._look_again(0.0)
+
+    def add_manager(self, manager: WatchedManager) -> None:
+        """Watch the processes of a manager, too.
+
+        Raises:
+            ValueError: One was not started.
+        """
+        if hasattr(manager, "processes"):
+            self.add(manager.processes, managed=True)
+            return
+        self._managers.append(manager)
+        for sentinel in manager.sentinels():
+            self._watch(os.dup(_fileno(sentinel)), None, 0.0)
+        self._look_again(0.0)
+
+    @property
+    def running(self) -> bool:
+        """Whether any process may still run."""
+        return bool(self._running or self._managers)
+
+    def exited(self) -> list[ProcessExit]:
+        """Return the exits up to now, in their order."""
+        now = self._loop.time()
+        for process in [*self._running]:
+            code = process.exitcode
+            if code is not None or now >= self._due.get(process, math.inf):
+                managed = self._running.pop(process)
+                self._due.pop(process, None)
+                self._exits.append(ProcessExit(process.name, process.pid, code, managed))
+        for manager in self._managers:
+            for name, code in manager.finished_procs().items():
+                if name not in self._named:
+                    self._named.add(name)
+                    self._exits.append(ProcessExit(name, None, code, managed=True))
+        return self._exits.copy()
+
+    async def next(self, deadline: float | None = None) -> list[ProcessExit]:
+        """Return the exits since the last call; wait until there are any, as long as any process runs.
+
+        Cancelling this loses nothing. One task at a time may wait.
+
+        Args:
+            deadline: By the clock of the loop; the list is empty then.
+        """
+        if len(self.exited()) == self._taken and self.running:
+            self._waiter = self._loop.create_future()
+            timer = None if deadline is None else self._loop.call_at(deadline, self._wake)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        new, self._taken = self._exits[self._taken :], len(self._exits)
+        return new
+
+    async def all_exited(self, deadline: float | None = None) -> bool:
+        """Wait until all processes have exited, or the deadline has passed; return whether they have."""
+        while self.running and (deadline is None or self._loop.time() < deadline):
+            await self.next(deadline)
+        return not self.running
+
+    def close(self) -> None:
+        """Watch no longer. Idempotent; safe on a closed loop, and in a forked child, whose parent goes on watching."""
+        self._closed = True
+        if self._owner_pid != os.getpid():
+            return
+        if self._next_look is not None:
+            self._next_look.cancel()
+        for descriptor in [*self._descriptors]:
+            self._forget(descriptor)
+
+    def _watch_process(self, process: WatchedProcess) -> None:
+        # Not in the interpreter on macOS, not allowed in some sandboxes; and it may have exited this moment.
+        if hasattr(os, "pidfd_open") and process.pid is not None:
+            with suppress(OSError):
+                self._watch(os.pidfd_open(process.pid), process, _CODE_WITHIN_S)
+                return
+        sentinel = _fileno(process.sentinel)
+        try:
+            # The pipe that multiprocessing makes may be closed by a process that lives on.
+            self._watch(os.dup(sentinel), process, math.inf)
+        except OSError:  # there is no descriptor left
+            self._due[process] = math.inf
+
+    def _watch(self, descriptor: int, process: WatchedProcess | None, code_within_s: float) -> None:
+        self._descriptors.add(descriptor)
+        self._loop.add_reader(descriptor, self._readable, descriptor, process, code_within_s)
+
+    def _forget(self, descriptor: int) -> None:
+        self._descriptors.discard(descriptor)
+        if not self._loop.is_closed():
+            self._loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+    def _readable(self, descriptor: int, process: WatchedProcess | None, code_within_s: float) -> None:
+        if descriptor not in self._descriptors:
+            return
+        self._forget(descriptor)
+        now = self._loop.time()
+        if process is None:
+            self._look_until = now + _LOOK_FOR_S
+        elif process in self._running:
+            self._due[process] = now + code_within_s
+        self._delay = _FIRST_LOOK_S
+        self._look()
+
+    def _look(self) -> None:
+        """Announce new exits; come back where a descriptor has told of one, a moment before there is an exit code."""
+        if self._closed:
+            return
+        if len(self.exited()) > self._announced:
+            self._announced = len(self._exits)
+            self._look_until = 0.0
+            self._wake()
+            if self._on_exit is not None:
+                self._on_exit()
+        if self._due or self._loop.time() < self._look_until:
+            self._look_again(self._delay)
+            self._delay = min(2 * self._delay, _LAST_LOOK_S)
+
+    def _look_again(self, delay: float) -> None:
+        if self._closed:
+            return
+        if self._next_look is not None:
+            self._next_look.cancel()
+        self._next_look = self._loop.call_later(delay, self._look)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _fileno(sentinel: Any) -> int:
+    return sentinel if isinstance(sentinel, int) else int(sentinel.fileno())

@@ -1,0 +1,124 @@
+"""The read loop over a ZeroMQ socket: a callback whenever it may have something to read, until nothing is left.
+
+A ZeroMQ descriptor is edge-triggered: it turns readable when the socket's state *may* have changed, and only once. So
+the callback must read until there is nothing left, or come back by itself (``zmq_getsockopt(3)``, ZMQ_FD); and sending
+may swallow the sign that there is something to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import zmq
+
+from aioshm.process.limits import abandon_when_forked
+from aioshm.zeromq.sockets import BURST, Socket
+
+T = TypeVar("T")
+
+
+def drain(receive: Callable[[], T | None], handle: Callable[[T], object], burst: int = BURST) -> bool:
+    """Read messages until nothing is left, or a burst is over; for a task that waits with ``zmq.asyncio``, too.
+
+    Args:
+        receive: Returns the next message, without waiting; raises `zmq.ZMQError` where there is none, or the socket is
+            closed; returns None where this turn of the loop is over, maybe in the middle of a message.
+        handle: Gets each message.
+        burst: How many messages a turn of the loop may take.
+
+    Returns:
+        Whether there may be more: come back, after the other callbacks of the loop.
+    """
+    for _ in range(burst):
+        try:
+            message = receive()
+        except zmq.ZMQError:
+            return False
+        if message is None:
+            return True
+        handle(message)
+    return True
+
+
+def whole(socket: Socket) -> Callable[[], list[bytes]]:
+    """Return what receives the messages of a socket for `drain`, all frames at once: from peers that are trusted."""
+    return lambda: socket.recv_multipart(zmq.NOBLOCK)
+
+
+class Pump:
+    """Calls back on the loop whenever a ZeroMQ socket may have something to do, and again as long as it has.
+
+    Args:
+        loop: Calls back.
+        socket: The socket.
+        work: Called; does what there is to do for one turn of the loop, and returns whether there may be more.
+        descriptor: A duplicate of the socket's, for one whose own is watched by another part of the program.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        socket: Socket,
+        work: Callable[[], bool | None],
+        *,
+        descriptor: int | None = None,
+    ) -> None:
+        self._loop = loop
+        self._work = work
+        self._descriptor = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
+        self._running = self._scheduled = False
+        abandon_when_forked(self)
+        self.resume()
+
+    @classmethod
+    def of_messages(
+        cls,
+        loop: asyncio.AbstractEventLoop,
+        socket: Socket,
+        handle: Callable[[T], object],
+        receive: Callable[[], T | None],
+        *,
+        descriptor: int | None = None,
+    ) -> Pump:
+        """Return one that reads messages; see `drain` for ``handle`` and ``receive``."""
+        return cls(loop, socket, lambda: drain(receive, handle), descriptor=descriptor)
+
+    @property
+    def paused(self) -> bool:
+        """Whether it calls nobody at present."""
+        return not self._running
+
+    def resume(self) -> None:
+        """Watch again, beginning with one call: the descriptor tells nothing about what came meanwhile."""
+        if not self._running:
+            self._running = True
+            self._loop.add_reader(self._descriptor, self.run)
+            self.run_soon()
+
+    def pause(self) -> None:
+        """Stop calling; safe on a closed loop."""
+        if self._running:
+            self._running = False
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
+
+    def run(self) -> None:
+        """Call back now, unless it is paused."""
+        if self._running and self._work():
+            self.run_soon()
+
+    def run_soon(self) -> None:
+        """Call back on the next turn of the loop, once."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._run_scheduled)
+
+    def abandon_in_child(self) -> None:
+        """Leave the loop alone: it shares with the parent's what it waits by."""
+        self._running = False
+
+    def _run_scheduled(self) -> None:
+        self._scheduled = False
+        self.run()

@@ -1,0 +1,131 @@
+"""The exits of processes, noticed by an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import multiprocessing
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_process import FakeProcess
+
+from aioshm.process.watch import ProcessWatch
+
+
+async def test_a_sentinel_that_others_hold_open_hides_nothing() -> None:
+    read, write = os.pipe()
+    process = FakeProcess("EngineCore_0", "-c", "import time; time.sleep(1000)")
+    pidfd, process.sentinel = process.sentinel, read
+    died = asyncio.Event()
+    watch = ProcessWatch([process], on_exit=died.set)
+    try:
+        await asyncio.sleep(0.02)
+        assert not died.is_set()
+        process.kill()
+        await asyncio.wait_for(died.wait(), 2)
+        assert [(each.name, each.exitcode) for each in watch.exited()] == [("EngineCore_0", -9)]
+    finally:
+        watch.close()
+        watch.close()
+        for descriptor in (read, write, pidfd):
+            os.close(descriptor)
+
+
+async def test_an_exit_code_that_somebody_else_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshm.process.watch._CODE_WITHIN_S", 0.05)
+    process = FakeProcess("EngineCore_0", "-c", "")
+    stolen: Any = SimpleNamespace(name="X", pid=process.pid, exitcode=None, sentinel=process.sentinel)
+    stolen = type("Stolen", (), vars(stolen))()
+    died = asyncio.Event()
+    watch = ProcessWatch([stolen], on_exit=died.set)
+    await asyncio.wait_for(died.wait(), 5)
+    assert [(each.name, each.exitcode) for each in watch.exited()] == [("X", None)]
+    watch.close()
+    process.said()
+    os.close(process.sentinel)
+
+
+async def test_a_sentinel_that_tells_nothing_does_not_spin() -> None:
+    read, write = os.pipe()
+    os.close(write)
+    looks = 0
+
+    def finished_procs() -> dict[str, int]:
+        nonlocal looks
+        looks += 1
+        return {}
+
+    manager: Any = SimpleNamespace(sentinels=lambda: [read], finished_procs=finished_procs)
+    died = asyncio.Event()
+    watch = ProcessWatch(manager=manager, on_exit=died.set)
+    await asyncio.sleep(0.3)
+    assert looks < 20
+    assert not died.is_set()
+    watch.close()
+    os.close(read)
+
+
+async def test_one_that_was_not_started_is_refused() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=print)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="not started"):
+        ProcessWatch([process])
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+async def test_exits_are_awaited_one_after_the_other() -> None:
+    first, second = (FakeProcess(name, "-c", "import time; time.sleep(1000)") for name in ("first", "second"))
+    with ProcessWatch([first, second]) as watch:
+        assert await watch.next(asyncio.get_running_loop().time() + 0.01) == []
+        waiting = asyncio.ensure_future(watch.next())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        first.kill()
+        assert [each.name for each in await watch.next()] == ["first"]
+        assert not await watch.all_exited(asyncio.get_running_loop().time() + 0.01)
+        assert watch.running
+        second.kill()
+        assert await watch.all_exited()
+        assert not watch.running
+        assert await watch.next() == []
+        assert [each.describe() for each in watch.exited()] == [
+            f"first (pid {first.pid}) was killed by SIGKILL",
+            f"second (pid {second.pid}) was killed by SIGKILL",
+        ]
+    for process in (first, second):
+        os.close(process.sentinel)
+
+
+async def test_without_a_descriptor_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "none left")
+
+    process = FakeProcess("one", "-c", "import time; time.sleep(1000)")
+    monkeypatch.setattr(os, "dup", refuse)
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with ProcessWatch([process]) as watch:
+        monkeypatch.undo()
+        process.kill()
+        assert [each.exitcode for each in await watch.next()] == [-9]
+    os.close(process.sentinel)
+
+
+async def test_it_shares_the_sentinels() -> None:
+    process = FakeProcess("EngineCore_0", "-c", "import time; time.sleep(1000)")
+    loop = asyncio.get_running_loop()
+    seen, died = asyncio.Event(), asyncio.Event()
+
+    def mine() -> None:
+        loop.remove_reader(process.sentinel)
+        seen.set()
+
+    loop.add_reader(process.sentinel, mine)
+    watch = ProcessWatch([process], on_exit=died.set)
+    process.kill()
+    await asyncio.wait_for(asyncio.gather(seen.wait(), died.wait()), 5)
+    watch.close()
+    os.close(process.sentinel)
