@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 
@@ -22,3 +23,11 @@ class LogLimiter:
         self._next = now + self._interval
         held, self._held_back = self._held_back, 0
         return held
+
+    def warn(self, logger: logging.Logger, text: str, *args: object, level: int = logging.WARNING) -> None:
+        """Log a message, with how many were held back since the last one, or hold it back."""
+        held_back = self.admit()
+        if held_back:
+            logger.log(level, f"{text} (and %d more like this)", *args, held_back)
+        elif held_back is not None:
+            logger.log(level, text, *args)

@@ -171,7 +171,9 @@ class EngineLink:
                 self.engines.check(sender_identity, user)
             rank = self.engines.take(sender_identity, frames)
         except ValueError as error:
-            self._complain("a registration of %s by %s is ignored: %s", sender_identity[:16].hex(), sender, error)
+            self._limiter.warn(
+                logger, "a registration of %s by %s is ignored: %s", sender_identity[:16].hex(), sender, error
+            )
             return
         self.liveness.connected(rank, connection, sender)
         if not self.engines.missing and not self.settled.is_set():
@@ -193,7 +195,7 @@ class EngineLink:
                 return
             unwanted = self.pending.take(frames, int(origin) if self._recognised[1] else None)
         except CodecError as error:
-            self._complain("a message from an engine is dropped: %s", error)
+            self._limiter.warn(logger, "a message from an engine is dropped: %s", error)
             return
         for position, request_id in unwanted:
             self.abort(position, [request_id])
@@ -205,7 +207,7 @@ class EngineLink:
             if counts is not None:
                 self.balance.update([counts[rank] for rank in self.engines.ranks])
         except (ValueError, IndexError) as error:
-            self._complain("counts from the coordinator are ignored: %s", error)
+            self._limiter.warn(logger, "counts from the coordinator are ignored: %s", error)
 
     def _check_origin(self, origin: str) -> None:
         """Make sure that it comes from a host that an engine has connected from, where strangers may send, too."""
@@ -269,12 +271,7 @@ class EngineLink:
                     address, keys_for_front_end(self._given_keys).to_coordinator() if encrypted else None
                 )
         except (OSError, RuntimeError) as error:  # requests are distributed by what this client knows, then
-            self._complain("there are no counts from the coordinator: %s", error)
-
-    def _complain(self, text: str, *args: object) -> None:
-        held_back = self._limiter.admit()
-        if held_back is not None:
-            logger.warning(f"{text} (and %d more like this)", *args, held_back)
+            self._limiter.warn(logger, "there are no counts from the coordinator: %s", error)
 
 
 def _again(error: EngineDead) -> EngineDead:

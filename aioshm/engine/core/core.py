@@ -200,7 +200,7 @@ class EngineCore:
                 raise CodecError(f"a message of type {bytes(kind[:8])!r}")
         except CodecError as error:
             who = "the coordinator" if client == COORDINATOR else f"client {client}"
-            self._complain("engine %d ignores a message from %s: %s", self._index, who, error)
+            self._limiter.warn(logger, "engine %d ignores a message from %s: %s", self._index, who, error)
 
     async def _add(self, client: int, payload: list[Frame]) -> None:
         try:
@@ -327,11 +327,6 @@ class EngineCore:
     def _report_wave(self, *, start: int | None = None, complete: int | None = None) -> None:
         if (start is not None or complete is not None) and self._sockets is not None and self._sockets.coordinated:
             self._send(COORDINATOR, EngineCoreOutputs(self._index, wave_complete=complete, start_wave=start))
-
-    def _complain(self, text: str, *args: object) -> None:
-        held_back = self._limiter.admit()
-        if held_back is not None:
-            logger.warning(f"{text} (and %d more like this)", *args, held_back)
 
 
 async def _awaited(result: Any) -> Any:

@@ -152,7 +152,7 @@ class Coordination(Closing):
             try:
                 handle(message[1], message[0])
             except ValueError as error:
-                self._complain(error)
+                self._limiter.warn(logger, "dropped a message: %s", error)
 
         self._sources.append((MessageReader(socket, _FRAMES, with_sender).read, take))
         self._pumps.append(Pump(self._loop, socket, self._look))
@@ -253,11 +253,6 @@ class Coordination(Closing):
     def _remind(self) -> None:
         logger.warning("waiting for engines to subscribe: %d of %d have", self._waves.subscribed, self._waves.n_engines)
         self._reminding = self._loop.call_later(REMINDER_S, self._remind)
-
-    def _complain(self, error: ValueError) -> None:
-        held_back = self._limiter.admit()
-        if held_back is not None:
-            logger.warning("dropped a message: %s (and %d more)", error, held_back)
 
 
 def run_coordinator(

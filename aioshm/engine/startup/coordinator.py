@@ -265,9 +265,7 @@ class EngineStartupCoordinator(AsyncClosing):
     def _ignore(self, strange: str) -> None:
         """Go on after a message that is refused: it may be a stranger's, whose words are not to end a startup."""
         self._strange = strange
-        held_back = self._limiter.admit()
-        if held_back is not None:
-            logger.warning("ignored a message: %s (and %d more)", strange, held_back)
+        self._limiter.warn(logger, "ignored a message: %s", strange)
 
     def _move(self, index: int) -> None:
         self._since[index] = monotonic()

@@ -187,18 +187,12 @@ class ReplayServer:
 
     def _complain(self, frame: zmq.Frame, error: CodecError) -> None:
         self.malformed += 1
-        held_back = self._limiter.admit()
-        if held_back is None:
-            return
         try:
             address = frame.get("Peer-Address")
         except (zmq.ZMQError, KeyError):
             address = "an unknown address"
-        more = f" ({held_back} more since the last warning)" if held_back else ""
-        logger.warning(
-            "replay %s: malformed request from %s, identity %s: %s%s",
-            self._where, address, frame.bytes.hex(), error, more,
-        )  # fmt: skip
+        text = "replay %s: malformed request from %s, identity %s: %s"
+        self._limiter.warn(logger, text, self._where, address, frame.bytes.hex(), error)
 
     def _serve(self, client: _Client) -> None:
         """Send one turn's worth; afterwards the client is ready, blocked or done."""

@@ -71,7 +71,7 @@ class Sender:
             payload = self._encode(batch, self._rank)
         except CodecError as error:
             self.unencodable += 1
-            self._complain("publisher %s: batch %d is lost: %s (%d others)", seq, error)
+            self._complain("publisher %s: batch %d is lost: %s", seq, error)
             return
         # Buffer first: a subscriber that sees the live message and asks for its predecessors must find it there.
         if self._buffer is not None:
@@ -84,7 +84,7 @@ class Sender:
             send(payload, _LAST)
         except zmq.ZMQError as error:  # the context was ended by another part of the program
             self._outbox.dropped += 1
-            self._complain("publisher %s: batch %d cannot be sent: %s (%d others)", seq, error)
+            self._complain("publisher %s: batch %d cannot be sent: %s", seq, error)
         else:
             self.sent += 1
 
@@ -97,6 +97,4 @@ class Sender:
         )
 
     def _complain(self, text: str, seq: int, error: Exception) -> None:
-        held_back = self._limiter.admit()
-        if held_back is not None:
-            logger.error(text, self._endpoint, seq, error, held_back)
+        self._limiter.warn(logger, text, self._endpoint, seq, error, level=logging.ERROR)

@@ -388,10 +388,5 @@ class EventSource:
 
     def _complain(self, where: str, error: Exception) -> None:
         self._garbage += 1
-        held_back = self._limiter.admit()
-        if held_back is not None:
-            endpoint = self._replay_endpoint if where == "replay" else self.endpoint
-            logger.warning(
-                "subscriber %s: a %s message cannot be used: %s (%d more since the last warning)",
-                endpoint, where, error, held_back,
-            )  # fmt: skip
+        endpoint = self._replay_endpoint if where == "replay" else self.endpoint
+        self._limiter.warn(logger, "subscriber %s: a %s message cannot be used: %s", endpoint, where, error)

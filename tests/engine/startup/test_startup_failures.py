@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import zmq
+from fake_process import FakeProcess
 from startups import GOOD, LOADING, FakeManager, addresses, engine, managed, tasks
 
 from aioshm.engine import CoreEngine, CoreEngineState, EngineStartupCoordinator, wait_for_engine_startup
@@ -101,7 +102,7 @@ class TestFailure:
         startup.open()
         router = startup._router
         assert router is not None
-        router._watch.pause()  # as when the loop is closed
+        router._pump.pause()  # as when the loop is closed
         startup._processes.close()
         with pytest.warns(ResourceWarning, match="was not closed"):
             del startup
@@ -158,17 +159,18 @@ class TestProcesses:
             with pytest.raises(EngineStartupError, match="exited with code 3"):
                 await wait_for_engine_startup(path, addresses(), [CoreEngine(0)], None, proc_manager=manager)
 
-    async def test_ready_is_not_enough_for_the_dead(self, path: str) -> None:
+    async def test_ready_is_not_enough_for_the_dead(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         async with managed(path, ("ready", "exit 0")) as manager:
             async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), proc_manager=manager) as startup:
-                finished = manager.finished_procs
+                exitcode = FakeProcess.exitcode.fget
+                assert exitcode is not None
 
-                def finished_once_ready() -> dict[str, int]:
+                def exited_once_ready(process: FakeProcess) -> int | None:
                     if startup._handshake.complete:
-                        manager.processes[0].said()  # until its end: READY and that are seen at the same moment
-                    return finished()
+                        process.said()  # until its exit: READY and that are seen at the same moment
+                    return exitcode(process)
 
-                manager.finished_procs = finished_once_ready  # type: ignore[method-assign]
+                monkeypatch.setattr(FakeProcess, "exitcode", property(exited_once_ready))
                 with pytest.raises(EngineStartupError, match="exited with code 0"):
                     await startup.wait(5)
 
