@@ -179,7 +179,7 @@ class EngineStartupError(AioshmError, RuntimeError):
     """Engines did not come up; the text names each with its exit code, phase and last lines of stderr.
 
     Attributes:
-        failed: Of every process that ended, by name: its exit code (minus the signal that killed it), or None where
+        failed: Of every process that exited, by name: its exit code (minus the signal that killed it), or None where
             nobody knows it.
     """
 
@@ -254,7 +254,7 @@ class RequestFailed(AioshmError, RuntimeError):
 
 
 class ProcessDied(AioshmError, RuntimeError):
-    """A process that was to run, or to end well, has ended with an exit code other than 0.
+    """A process that was to run, or to exit well, has exited with a code other than 0.
 
     Attributes:
         name: The name of the process.
@@ -273,7 +273,7 @@ class ProcessDied(AioshmError, RuntimeError):
 
 
 class WorkerDied(ProcessDied):
-    """A worker of a group has ended while the group was open; with whatever exit code, and so has the group.
+    """A worker of a group has exited while the group was open, with any exit code; the group is broken.
 
     Attributes:
         rank: Its rank.

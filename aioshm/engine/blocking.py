@@ -19,13 +19,8 @@ from typing import Any
 
 from aioshm.engine.client.blocking import EngineClient
 from aioshm.engine.client.blocking_streams import OutputStream
-from aioshm.engine.dp.coordinator import DPCoordinator
-from aioshm.engine.protocol.addresses import EngineZmqAddresses
 from aioshm.engine.protocol.progress import StartupReport
-from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup import launch as launching
-from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.process.child import Child
 from aioshm.process.loop_thread import LoopThread
 from aioshm.process.watch import WatchedProcess
 
@@ -37,37 +32,20 @@ class CoreEngineLaunch:
 
     Attributes:
         awaited: The same, as it is on the loop of the thread.
+        engine_manager: The engines of this host, or Ray's actors.
+        coordinator: The data-parallel coordinator, if there is one.
+        processes: The processes of this host's engines.
+        addresses: What engines are told, and API servers in other processes need.
+        handshake_address: Where engines say HELLO.
     """
 
     def __init__(self, launch: launching.CoreEngineLaunch, host: LoopThread) -> None:
         self.awaited = launch
+        self.engine_manager, self.coordinator = launch.engine_manager, launch.coordinator
+        self.processes = launch.processes
+        self.addresses, self.handshake_address = launch.addresses, launch.handshake_address
         self._host = host
         self._client = EngineClient.around(launch.client, host) if launch.has_client else None
-
-    @property
-    def engine_manager(self) -> CoreEngineProcManager | CoreEngineActorManager:
-        """The engines of this host, or Ray's actors."""
-        return self.awaited.engine_manager
-
-    @property
-    def coordinator(self) -> DPCoordinator | None:
-        """The data-parallel coordinator, if there is one."""
-        return self.awaited.coordinator
-
-    @property
-    def processes(self) -> list[Child]:
-        """The processes of this host's engines."""
-        return self.awaited.processes
-
-    @property
-    def addresses(self) -> EngineZmqAddresses:
-        """What engines are told, and API servers in other processes need."""
-        return self.awaited.addresses
-
-    @property
-    def handshake_address(self) -> str:
-        """Where engines say HELLO."""
-        return self.awaited.handshake_address
 
     @property
     def report(self) -> StartupReport | None:

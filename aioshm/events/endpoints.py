@@ -72,14 +72,6 @@ def is_wildcard(endpoint: str) -> bool:
     return host in WILDCARD_HOSTS
 
 
-def is_loopback(endpoint: str) -> bool:
-    """Tell whether only programs of this machine reach an endpoint that is bound."""
-    if not endpoint.startswith("tcp://"):
-        return True
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return host == "localhost" or host == "::1" or host.startswith("127.")
-
-
 def passed_on(asked: str, bound: str) -> str:
     """Return what a configuration says of an endpoint that was asked for and bound: others may connect to it.
 

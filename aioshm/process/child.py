@@ -1,12 +1,12 @@
-"""Processes that end with the one that starts them, from their first instruction on.
+"""Processes that exit with the one that starts them, from their first instruction on.
 
 `Child` is a process of ``multiprocessing``'s spawn method, started in another way, so that:
 
 * it calls `die_with_parent` before it imports the main module, which may take seconds;
 * its standard error can be a pipe from the beginning on, so that a target that cannot be imported is heard, too;
 * it leads a process group. Ctrl-C in a terminal reaches only who started it, who knows what to do about it; and what is
-  left of the group when it ends is killed, wherever in the tree that has got to (not on macOS before Python 3.13);
-* on Linux its sentinel is a pidfd (pidfd_open(2)), which is readable only, and exactly, when the process has ended. The
+  left of the group when it exits is killed, wherever in the tree that has got to (not on macOS before Python 3.13);
+* on Linux its sentinel is a pidfd (pidfd_open(2)), which is readable exactly when the process has exited. The
   pipe that ``multiprocessing`` uses also ends when the process closes it, and lasts while anything forked from it does.
 """
 
@@ -69,11 +69,11 @@ class Child(SpawnProcess):
     @property
     def sentinel(self) -> int:
         if self._launched is None or self._launched.released:
-            raise ValueError(f"{self.name} has no sentinel: it was not started, or has ended and been released")
+            raise ValueError(f"{self.name} has no sentinel: it was not started, or has exited and been released")
         return super().sentinel
 
     def release(self) -> None:
-        """Give its descriptors back, if it has ended; its exit code stays. Idempotent."""
+        """Give its descriptors back, if it has exited; its exit code stays. Idempotent."""
         if self._launched is not None and self._launched.poll() is not None:
             self._launched.close()
 

@@ -46,13 +46,13 @@ class Job(NamedTuple):
 class ProcessManager(Closing, AsyncClosing):
     """Processes that are started together, watched together and stopped together; a context manager of either kind.
 
-    They end when this process ends, however that happens, and so does what they start if it calls `die_with_parent`.
+    They exit when this process does, however that happens, and so does what they start if it calls `die_with_parent`.
     They lead process groups of their own: Ctrl-C reaches this process only, and `close` stops them.
 
     Args:
         target: What each process runs; importable in it, without side effects.
         jobs: One for each process.
-        shutdown_timeout: Seconds that all together may take to end when asked to, before they are killed.
+        shutdown_timeout: Seconds that all together may take to exit when asked to, before they are killed.
         capture_stderr: Whether to keep the last lines of what each writes to its standard error, for `last_lines`. It
             goes to this process' standard error all the same, but through a pipe.
 
@@ -107,20 +107,20 @@ class ProcessManager(Closing, AsyncClosing):
             self.processes.append(child)
 
     def sentinels(self) -> list[int]:
-        """Return a descriptor for each process, readable when it has ended; none when this is closed.
+        """Return a descriptor for each process, readable when it has exited; none when this is closed.
 
         A loop calls back only one for each descriptor: who waits beside `join_first` duplicates them.
         """
         return [] if self._closed else [process.sentinel for process in self.processes]
 
     def finished_procs(self) -> dict[str, int]:
-        """Return the exit codes of the processes that have ended, by name; ``-n`` for one killed by signal ``n``."""
+        """Return the exit codes of the processes that have exited, by name; ``-n`` for one killed by signal ``n``."""
         return {process.name: code for process in self.processes if (code := process.exitcode) is not None}
 
     async def join_first(self) -> dict[str, int]:
-        """Wait until a process has ended; return what `finished_procs` does then.
+        """Wait until a process has exited; return what `finished_procs` does then.
 
-        Without processes it returns at once. Cancelling this changes nothing. Closing the manager ends it too.
+        Without processes it returns at once. Cancelling this changes nothing. Closing the manager ends the wait, too.
         """
         with ProcessWatch(self.processes) as watch:
             await watch.next()
@@ -155,7 +155,7 @@ class ProcessManager(Closing, AsyncClosing):
         """Do what `close` does; under vLLM's name.
 
         Args:
-            timeout: Seconds that all together may take to end when asked to; None: as the manager was made with.
+            timeout: Seconds that all together may take to exit when asked to; None: as the manager was made with.
         """
         if timeout is not None:
             self._shutdown_timeout = timeout

@@ -1,4 +1,4 @@
-"""Ending with the process that started this one, however that one ends.
+"""Exiting with the process that started this one, however that one exits.
 
 This file is also run by its path, before anything of the package can be imported (see ``child.py``), so it needs only
 the standard library.
@@ -19,11 +19,11 @@ from typing import NoReturn
 _THREAD_NAME = "aioshm-parent-watch"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CHECK_MS = 250
-"""How often to look who the parent is, where nothing tells when it ends."""
+"""How often to look who the parent is, where nothing tells when it exits."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """End this process as soon as the one that started it has ended, even if that was killed.
+    """End this process as soon as the one that started it has exited, even if that was killed.
 
     Call it first thing in a process that must not outlive its parent. What the managers start does so before its
     first import; what those processes start in turn has to call it. Idempotent; not passed on through a fork.
@@ -70,7 +70,7 @@ def _started_by_main_thread(parent_pid: int) -> bool:
 
 
 def _end_of(pid: int) -> list[int]:
-    """Return a descriptor that becomes readable when the process ends, if there is such a thing here."""
+    """Return a descriptor that becomes readable when the process exits, if there is such a thing here."""
     try:
         return [os.pidfd_open(pid)]
     except (AttributeError, OSError):  # not Linux, a kernel before 5.3, or a sandbox

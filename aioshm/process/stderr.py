@@ -86,7 +86,7 @@ class StderrRelay:
             os.close(writer)
 
     def last_lines(self, name: str, count: int) -> list[str]:
-        """Return the last lines that a process has written up to now, also directly after its end."""
+        """Return the last lines that a process has written up to now, also directly after its exit."""
         with self._lock:
             stream = self._streams[name]
             self._read(stream)

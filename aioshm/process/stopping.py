@@ -17,9 +17,9 @@ from aioshm.process.background import in_thread
 from aioshm.process.watch import ProcessWatch
 
 SHUTDOWN_TIMEOUT_S = 5.0
-"""How long processes may take to end when asked to."""
+"""How long processes may take to exit when asked to."""
 KILLED_S = 5.0
-"""How long the kernel may take to end what was killed; a process with much memory or a device takes a moment."""
+"""How long killed processes may take to be gone; a process with much memory or a device takes a moment."""
 
 _LOOK_S = 0.005
 
@@ -29,10 +29,10 @@ _log = logging.getLogger("aioshm.engine")
 def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
     """Stop processes: SIGTERM to all, one deadline for all, then kill the tree of each that still runs.
 
-    What a process that ends in time has left behind of its own is killed, too. Blocks; see `ashutdown`.
+    What a process that exits in time has left behind of its own is killed, too. Blocks; see `ashutdown`.
 
     Args:
-        procs: The processes; those that have ended, or were never started, do no harm.
+        procs: The processes; those that have exited, or were never started, do no harm.
         timeout: Seconds that all of them together may take; 0 kills at once.
     """
     stopping = _Stopping(procs, timeout)
@@ -94,7 +94,7 @@ class _Stopping:
         return {proc.pid for proc in self._running() if proc.pid is not None}
 
     def add(self, below: set[psutil.Process]) -> None:
-        """Note what the processes have started: when they have ended, that can no longer be told."""
+        """Note what the processes have started: when they have exited, that can no longer be told."""
         self._below |= below
 
     def ask(self) -> None:
@@ -109,7 +109,7 @@ class _Stopping:
                 return
             wait([proc.sentinel for proc in running], left)
             if len(self._running()) == len(running):
-                time.sleep(min(left, _LOOK_S))  # the sentinel of one may end a little before it does
+                time.sleep(min(left, _LOOK_S))  # the sentinel of one may close a little before it exits
 
     def kill(self) -> None:
         self.add(_below(self.pids()))
@@ -150,7 +150,7 @@ def _below(roots: Collection[int]) -> set[psutil.Process]:
     found: set[psutil.Process] = set()
     try:
         below = psutil.Process().children(recursive=True)
-    except OSError:  # there is no descriptor left to look at the process table; each leads a group, which ends with it
+    except OSError:  # no descriptor is left for the process table; each leads a group, which is killed with it
         return found
     for process in below:  # parents come before their children
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from ipaddress import ip_address
 
 import zmq
 
@@ -12,15 +13,28 @@ from aioshm.errors import EndpointError
 from aioshm.process.limits import naming_limits
 from aioshm.zeromq.curve import CurveKeys
 
-RECONNECT_MS = 50
-
-
-RECONNECT_MAX_MS = 1000
+RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
 
 
 def is_ipv6(endpoint: str) -> bool:
     """Tell whether the socket needs IPv6 switched on."""
     return endpoint.startswith("tcp://") and ("[" in endpoint or "::" in endpoint)
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of a ``tcp://`` endpoint, IPv6 without brackets; of others nothing."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]") if endpoint.startswith("tcp://") else ""
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Tell whether only programs of this machine reach an endpoint that is bound."""
+    if not endpoint.startswith("tcp://"):
+        return True
+    host = host_of(endpoint)
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name or a wildcard
+        return host == "localhost"
 
 
 def open_socket(

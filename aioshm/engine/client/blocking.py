@@ -20,6 +20,8 @@ from aioshm.process.watch import WatchedManager, WatchedProcess
 class EngineClient(Closing):
     """`aioshm.engine.EngineClient` for plain threads: the same names without ``await``, and `close`.
 
+    What its methods raise, and more of what they do, is said there.
+
         with EngineClient(addresses, 2) as client:
             ...  # start the engines, who are told client.addresses, and shake hands with them
             client.wait_until_ready()
@@ -106,40 +108,20 @@ class EngineClient(Closing):
             raise
 
     def watch(self, manager: WatchedManager | None = None, processes: Iterable[WatchedProcess] = ()) -> None:
-        """Take the end of these processes for the death of an engine.
-
-        Raises:
-            RoleError: The client is not open.
-            ValueError: A process was not started.
-        """
+        """Take the exit of any of these processes for the death of an engine."""
         self._open_host().do(lambda: self._client.watch(manager, processes))
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until every engine has registered.
-
-        Args:
-            timeout: Seconds to wait; None waits for ever.
-
-        Raises:
-            EngineDead: One is gone.
-            TimeoutError: Not all have registered in time; the text names those that have not.
-            QueueClosed, RoleError: The client is closed, or not open.
-        """
+        """Wait until every engine has registered, for ``timeout`` seconds at most; None waits for ever."""
         self._open_host().run(lambda: self._client.wait_until_ready(timeout))
 
     def submit(self, request: Any, *, engine: int | None = None, timeout: float | None = None) -> OutputStream[Any]:
         """Send a request, and return its outputs. It is sent when this returns.
 
         Args:
-            request: See `aioshm.engine.EngineClient.submit`; do not change it before this returns.
+            request: Do not change it before this returns.
             engine: The rank of the engine that gets it; None: the one with the least to do.
             timeout: Seconds that each output may take; None: as long as it takes.
-
-        Raises:
-            CodecError: It cannot be encoded, or has no id.
-            EngineDead: An engine is gone.
-            QueueClosed, RoleError: The client is closed, or not ready.
-            TypeError, ValueError: It is no ``request_type``, its id is in use, or there is no such engine.
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
@@ -147,17 +129,12 @@ class EngineClient(Closing):
         return host.do(lambda: OutputStream(self._client.submit(request, engine=engine), host, timeout))
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests: their streams end after what has come. Ids of requests that are not in flight do no harm.
-
-        Raises:
-            EngineDead: An engine is gone.
-            QueueClosed, RoleError: The client is closed, or not ready.
-        """
+        """Abort requests: their streams end after what has come. Ids of requests that are not in flight do no harm."""
         ids = request_ids if isinstance(request_ids, str) else list(request_ids)
         self._open_host().run(lambda: self._client.abort(ids))
 
     def call(self, method: str, *args: Any, engine: int | None = None, timeout: float | None = None) -> Any:
-        """Call a method of the engine; see `aioshm.engine.EngineClient.call`.
+        """Call a method of the engine, or of all engines.
 
         Args:
             method: Its name.
@@ -166,12 +143,7 @@ class EngineClient(Closing):
             timeout: Seconds to wait; None waits for ever. The method runs all the same.
 
         Raises:
-            CallFailed: It has failed in one of the engines; the others are not waited for.
-            CodecError: The arguments cannot be encoded.
-            EngineDead: An engine is gone.
-            QueueClosed, RoleError: The client is closed, or not ready.
             TimeoutError: No answer in time.
-            ValueError: There is no such engine.
         """
         if timeout is not None:
             check_seconds("timeout", timeout)

@@ -117,9 +117,9 @@ class EngineClient(AsyncClosing):
         self._link.open()
 
     def watch(self, manager: WatchedManager | None = None, processes: Iterable[WatchedProcess] = ()) -> None:
-        """Take the end of these processes for the death of an engine, however well they end.
+        """Take the exit of any of these processes for the death of an engine, however well it went.
 
-        Without it an engine's death is noticed, too: its connection ends. With it the error says how the process ended.
+        Without it an engine's death is noticed, too: its connection ends. With it the error has its exit code.
 
         Raises:
             RoleError: The client is not open.

@@ -25,12 +25,13 @@ from aioshm.engine.protocol.envelopes import EnvelopeDecoder
 from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
 from aioshm.engine.protocol.payloads import Frame, check_stranger
 from aioshm.engine.protocol.registrations import Registrations
-from aioshm.engine.security.binding import Protection, host_of, over_tcp
+from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.errors import CodecError, EngineDead, QueueClosed, RoleError
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
 from aioshm.process.guard import built
+from aioshm.zeromq.endpoint import host_of
 
 logger = logging.getLogger("aioshm.engine")
 

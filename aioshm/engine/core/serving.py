@@ -52,7 +52,7 @@ async def run_engine_core(
     ZeroMQ's own thread receives it meanwhile.
 
     When a step fails, or the process gets SIGTERM, or this is cancelled, every client is told that the engine is dead.
-    After SIGTERM this returns; otherwise it raises, and if nobody catches that, the process ends with an exit code
+    After SIGTERM this returns; otherwise it raises, and if nobody catches that, the process exits with a code
     other than 0.
 
     Args:

@@ -27,7 +27,7 @@ NAME = "DPCoordinator"
 START_TIMEOUT_S = 60.0
 """How long its process may take until it is bound."""
 
-_END_S = 2.0  # from the end of its pipe to its own
+_EXIT_S = 2.0  # from the end of its pipe to its exit
 
 
 class DPCoordinator(ProcessManager):
@@ -62,7 +62,7 @@ class DPCoordinator(ProcessManager):
             have to say, too.
 
     Raises:
-        EngineStartupError: It ended, or was not bound in time; the text says why, as far as it is known.
+        EngineStartupError: It exited, or was not bound in time; the text says why, as far as it is known.
         TypeError, ValueError: An argument makes no sense.
     """
 
@@ -143,7 +143,7 @@ class DPCoordinator(ProcessManager):
             if told.poll(timeout):
                 return CoordinatorAddresses(*map(connectable, told.recv()))
         except EOFError:
-            self.proc.join(_END_S)
+            self.proc.join(_EXIT_S)
         found = ProcessExit(self.proc.name, self.proc.pid, self.proc.exitcode)
         if found.exitcode is None:
             raise EngineStartupError(f"{found.name} (pid {found.pid}) was not bound after {timeout:g} s")

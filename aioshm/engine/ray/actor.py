@@ -48,8 +48,8 @@ class EngineActor:
         where_ref: What Ray has for what `EngineCoreActor.where` returns, once its process runs.
         address: Its node's address, once it is known.
         pid: Its process id there, once it is known.
-        run_ref: What Ray has for the end of its run; None before it runs.
-        sentinel: A descriptor that is readable when it has ended.
+        run_ref: Ray's reference to the result of its run; None before it runs.
+        sentinel: A descriptor that is readable when its run is over.
     """
 
     def __init__(self, rank: int, local: bool, handle: Any) -> None:

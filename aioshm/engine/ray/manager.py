@@ -46,7 +46,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
     Ray is in its placement group; other processes that it starts have to call `die_with_parent`.
 
     Making one blocks until every actor's process runs; `start` does not. Without a connection to Ray it makes one,
-    which ends when it is closed. Its actors end when this process does, however that happens.
+    which ends when it is closed. Its actors exit when this process does, however that happens.
 
     Args:
         target_fn: What each actor runs; importable on its node, or else sent there.
@@ -65,7 +65,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         kwargs: For the target; every other argument by name.
 
     Attributes:
-        actors: The actors, by rank; how they ended stays known when this is closed.
+        actors: The actors, by rank; their exit codes stay known when this is closed.
         created_placement_groups: Those that were made here.
 
     Raises:
@@ -151,7 +151,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         )
 
     def get_run_refs(self) -> list[Any]:
-        """Return what Ray has for the ends of the engines' runs, by rank."""
+        """Return Ray's references to the results of the engines' runs, by rank."""
         return [actor.run_ref for actor in self.actors if actor.run_ref is not None]
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from ipaddress import ip_address
 
 import zmq
 from zmq.utils import z85
@@ -18,7 +17,7 @@ from aioshm.engine.protocol.addresses import MAX_INDEX, identity
 from aioshm.engine.security.doorkeeper import Doorkeeper
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import check_endpoint, open_socket
+from aioshm.zeromq.endpoint import check_endpoint, is_loopback, open_socket
 from aioshm.zeromq.sockets import Socket, Sockets
 
 HANDSHAKE_MS = 5_000
@@ -124,20 +123,6 @@ class Protection:
 def over_tcp(addresses: Iterable[str | None]) -> bool:
     """Tell whether any of these addresses is on the network."""
     return any(address is not None and check_endpoint(address).startswith("tcp://") for address in addresses)
-
-
-def host_of(address: str) -> str:
-    """Return the host of a ``tcp://`` address; of others nothing."""
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]") if over_tcp([address]) else ""
-
-
-def is_loopback(address: str) -> bool:
-    """Tell whether a ``tcp://`` address can be reached from this host only."""
-    host = host_of(address)
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:  # a name or a wildcard
-        return host == "localhost"
 
 
 def warn_of_strangers(addresses: Iterable[str]) -> None:

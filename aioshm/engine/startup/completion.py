@@ -44,7 +44,7 @@ async def wait_for_completion_or_failure(
         coordinator: The DP coordinator, with its process as ``proc``.
 
     Raises:
-        ProcessDied: A process ended with an exit code other than 0.
+        ProcessDied: A process exited with a code other than 0.
     """
     managers = [manager for manager in (api_server_manager, engine_manager, coordinator) if manager is not None]
     try:

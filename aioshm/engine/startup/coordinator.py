@@ -33,7 +33,7 @@ REMINDER_S, LAST_REMINDER_S = 10.0, 60.0
 """After this long without progress, and then ever more rarely, it is said once more who is waited for."""
 
 SETTLE_S = 0.1
-"""What brings one process down often brings down others: those are named, too, if they end within this."""
+"""What brings one process down often brings down others: those are named, too, if they exit within this."""
 
 
 class EngineStartupCoordinator(AsyncClosing):

@@ -185,7 +185,7 @@ async def launch_core_engines(
             what can be started at the same time, such as API servers.
         watched_processes: Processes without which there is nothing to start for.
         progress_timeout: See `EngineStartupCoordinator`.
-        shutdown_timeout: Seconds that engines may take to end when asked to.
+        shutdown_timeout: Seconds that engines may take to exit when asked to.
         on_progress: See `EngineStartupCoordinator`.
         cache_config: See `wait_for_engine_startup`.
 
@@ -193,7 +193,7 @@ async def launch_core_engines(
         What was started.
 
     Raises:
-        EngineStartupError: A process ended, a handshake message was refused, or nothing has moved for too long; the
+        EngineStartupError: A process exited, a handshake message was refused, or nothing has moved for too long; the
             text names each culprit, with the last lines of its stderr.
         EngineDead: An engine was ready, and then gone before the client had heard of it.
         OSError: An address cannot be bound.
@@ -272,7 +272,7 @@ async def launch_core_engines(
             )
         startup.proc_manager = await stack.enter_async_context(manager)
         if client is not None:
-            stack.push_async_callback(client.aclose)  # first of all: that the engines then end is no surprise
+            stack.push_async_callback(client.aclose)  # first of all: that the engines then exit is no surprise
         launch = CoreEngineLaunch(
             manager,
             coordination,
@@ -299,11 +299,7 @@ async def wait_for_engine_startup(
     cache_config: Any = None,
     proc_manager: WatchedManager | None = None,
     coord_process: WatchedProcess | None = None,
-    *,
-    watched_processes: Iterable[WatchedProcess] = (),
-    progress_timeout: float | None = None,
-    keys: EngineKeys | None = None,
-    secure: bool = True,
+    **options: Any,
 ) -> StartupReport:
     """Wait until every engine is ready, and return what they said; `EngineStartupCoordinator` in one call.
 
@@ -317,14 +313,11 @@ async def wait_for_engine_startup(
         cache_config: Its ``num_gpu_blocks`` grows by what the engines have in all, if they say.
         proc_manager: What has started the local engines.
         coord_process: The process of the data-parallel coordinator.
-        watched_processes: Other processes without which there is nothing to start for.
-        progress_timeout: Seconds without progress after which the startup has failed.
-        keys: See `EngineStartupCoordinator`.
-        secure: See `EngineStartupCoordinator`.
+        options: Every other argument of `EngineStartupCoordinator`, such as ``watched_processes`` and ``keys``.
 
     Raises:
         HandshakeError: A message was refused.
-        EngineStartupError: A process ended, or nothing has moved for too long.
+        EngineStartupError: A process exited, or nothing has moved for too long.
         OSError: The address cannot be bound.
     """
     async with EngineStartupCoordinator(
@@ -334,10 +327,7 @@ async def wait_for_engine_startup(
         parallel_config=parallel_config,
         proc_manager=proc_manager,
         coord_process=coord_process,
-        watched_processes=watched_processes,
-        progress_timeout=progress_timeout,
-        keys=keys,
-        secure=secure,
+        **options,
     ) as startup:
         report = await startup.wait()
     _add_gpu_blocks(report, cache_config)

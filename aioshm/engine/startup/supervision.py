@@ -20,7 +20,7 @@ from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedManager, WatchedProcess
 
 STOP_S = 1.0
-"""How long processes may take to end when asked to: they have nothing yet that they would have to bring to an end."""
+"""How long processes may take to exit when asked to: they have nothing yet that they would have to finish."""
 
 _TAILS = 8  # of how many processes the last lines are told
 

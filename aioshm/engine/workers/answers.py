@@ -10,7 +10,7 @@ from aioshm.queue import Merged, MessageQueue, merge
 
 
 class WorkerLost(Exception):
-    """A worker's queue has ended, and so has the worker, or will soon.
+    """A worker's queue is closed or broken: the worker has exited, or will soon.
 
     Attributes:
         rank: Its rank.
@@ -51,7 +51,7 @@ class WorkerAnswers:
             The results, by rank, and what went wrong.
 
         Raises:
-            WorkerLost: A queue has ended.
+            WorkerLost: A queue is closed or broken.
             LimitReached: A queue cannot be attached to, for want of descriptors here.
         """
         if self._merged is None:

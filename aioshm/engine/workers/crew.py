@@ -1,4 +1,4 @@
-"""The processes of a `WorkerGroup`: started, met, watched, named when one ends, and stopped."""
+"""The processes of a `WorkerGroup`: started, met, watched, named when one exits, and stopped."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class WorkerCrew:
         """Yield each worker's rank, and the handle of its queue once it has sent that.
 
         Raises:
-            EOFError, OSError: It has ended before.
+            EOFError, OSError: It has exited before.
         """
         loop = asyncio.get_running_loop()
         for rank, introduction in enumerate(self._introductions):
@@ -115,7 +115,7 @@ class WorkerCrew:
             introduction.close()
 
     async def stop(self, patience: float) -> None:
-        """Wait for them to end by themselves, then stop what is left; see `ashutdown`.
+        """Wait for them to exit by themselves, then stop what is left; see `ashutdown`.
 
         Args:
             patience: How long to wait, in seconds.

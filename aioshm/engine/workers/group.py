@@ -28,7 +28,7 @@ from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.end import deadline_after
 
 CODE_WITHIN_S = 1.0
-"""How long a worker whose queue has ended may take to end itself, before it is told without its exit code."""
+"""How long a worker whose queue is closed may take to exit, before it is told without its exit code."""
 
 
 class WorkerGroup(AsyncClosing):
@@ -42,7 +42,7 @@ class WorkerGroup(AsyncClosing):
     ``close``, that is called when the group is closed. Entering the block starts the processes and waits until every
     worker is made.
 
-    The processes end with this one, however that happens. If one of them ends while the group is open, every call that
+    The processes exit with this one, however that happens. If one of them exits while the group is open, each call that
     waits raises `WorkerDied`, and so does every later one: what is left of the group is only good for being closed.
     An exception in a worker is no such thing: the call raises `WorkerError`, and the group goes on.
 
@@ -56,7 +56,7 @@ class WorkerGroup(AsyncClosing):
         max_chunk_bytes: Room for one message in each queue's ring, in bytes; larger ones take longer.
         max_chunks: How many messages each ring holds.
         ready_timeout: Seconds that starting may take; None: as long as it takes.
-        shutdown_timeout: Seconds that workers may take to end by themselves, and then once more when asked to.
+        shutdown_timeout: Seconds that workers may take to exit by themselves, and then once more when asked to.
         capture_stderr: See `ProcessManager`.
 
     Raises:
@@ -135,7 +135,7 @@ class WorkerGroup(AsyncClosing):
 
         Raises:
             WorkerError: Workers raised exceptions.
-            WorkerDied: One has ended.
+            WorkerDied: One has exited.
             CodecError, MessageTooLarge, SharedMemoryError: The arguments cannot be sent; no worker has seen them.
             TimeoutError: It took too long; the text says which workers have not answered.
             QueueClosed: The group was closed.
@@ -209,7 +209,7 @@ class WorkerGroup(AsyncClosing):
         self._break_off(self._crew.death())
 
     async def _lost(self, rank: int) -> NoReturn:
-        """Raise what has become of a worker whose queue has ended."""
+        """Raise what has become of a worker whose queue is closed or broken."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CODE_WITHIN_S):
                 await self._failed.wait()
@@ -265,7 +265,7 @@ class WorkerGroup(AsyncClosing):
             await self._exchange(self._construction, missing)
 
     async def aclose(self) -> None:
-        """Let the workers end by themselves, then stop what is left; calls that wait raise `QueueClosed`. Idempotent.
+        """Let the workers exit by themselves, then stop what is left; calls that wait raise `QueueClosed`. Idempotent.
 
         Cancelling this stops them at once, and nothing is left. If one has died, the others are not waited for either:
         they may be waiting for it.

@@ -67,6 +67,9 @@ class ThreadedEventPublisher(EventPublisher):
 
     Where the queue is full (``max_queue_size``), ``publish`` waits until there is room, as that of vLLM does, so
     nothing is dropped. ``overflow="drop"`` and ``"raise"`` never wait, see ``ZmqEventPublisher``.
+
+    Attributes:
+        endpoint, replay_endpoint, connect_endpoint, connect_replay_endpoint: See ``ZmqEventPublisher``.
     """
 
     def __init__(
@@ -102,27 +105,10 @@ class ThreadedEventPublisher(EventPublisher):
         except BaseException:
             self._end_thread()
             raise
+        self.endpoint, self.replay_endpoint = self._publisher.endpoint, self._publisher.replay_endpoint
+        self.connect_endpoint = self._publisher.connect_endpoint
+        self.connect_replay_endpoint = self._publisher.connect_replay_endpoint
         self._closed = False
-
-    @property
-    def endpoint(self) -> str:
-        """Where batches really go out: rank added, port 0 replaced by the port that was bound."""
-        return self._publisher.endpoint
-
-    @property
-    def replay_endpoint(self) -> str | None:
-        """Where replay requests are really served, or None."""
-        return self._publisher.replay_endpoint
-
-    @property
-    def connect_endpoint(self) -> str:
-        """What to pass on to subscribers: ``endpoint``, with this host's own address where all of them are bound."""
-        return self._publisher.connect_endpoint
-
-    @property
-    def connect_replay_endpoint(self) -> str | None:
-        """What to pass on to those who replay, or None."""
-        return self._publisher.connect_replay_endpoint
 
     def get_publisher_config(self) -> KVEventsConfig:
         """Return the configuration with the endpoints that are really in use."""

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import zmq
@@ -40,11 +41,30 @@ _SLICE_S = 0.002
 _Where: TypeAlias = Literal["live", "replay"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """What all sources of a subscriber have in common; see `EventSubscriber`."""
+
+    topic: str
+    start: Start
+    hwm: int
+    curve: CurveKeys | None
+    replay_timeout: float
+    check_interval: float | None
+
+
 class EventSource:
     """Reads one endpoint on one loop and hands deliveries to ``deliver``.
 
     Args:
+        loop: Calls back.
+        context: Has the sockets.
+        endpoint: Where live batches come from.
+        replay_endpoint: Where missed batches can be asked for; None for no replay.
+        options: What all sources have in common.
+        bind: Whether to bind the endpoint instead of connecting to it.
         open_to_all: Whether anybody may connect to it, who is then held to limits.
+        max_payload_bytes: The largest payload that is taken.
         deliver: Called with each delivery; returns False to be left alone until ``resume``.
         fail: Called with what went wrong in here, should anything.
     """
@@ -55,15 +75,10 @@ class EventSource:
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         replay_endpoint: str | None,
+        options: SourceOptions,
         *,
-        topic: str,
-        start: Start,
         bind: bool,
         open_to_all: bool,
-        hwm: int,
-        curve: CurveKeys | None,
-        replay_timeout: float,
-        check_interval: float | None,
         max_payload_bytes: int,
         deliver: Callable[[Delivery], bool],
         fail: Callable[[BaseException], None],
@@ -71,10 +86,10 @@ class EventSource:
         self._loop = loop
         self._context = context
         self._replay_endpoint = replay_endpoint
-        self._topic = topic.encode()
-        self._curve = curve
-        self._replay_timeout = replay_timeout
-        self._check_interval = check_interval if replay_endpoint is not None else None
+        self._topic = options.topic.encode()
+        self._curve = options.curve
+        self._replay_timeout = options.replay_timeout
+        self._check_interval = options.check_interval if replay_endpoint is not None else None
         self._deliver = deliver
         self._fail = fail
         self._decoder = BatchDecoder(max_bytes=max_payload_bytes)
@@ -101,11 +116,17 @@ class EventSource:
             self._port = OpenPort(context, endpoint, self._topic, max_bytes=max_payload_bytes)
         else:
             self._port = SubPort(
-                context, endpoint, self._topic, bind=bind, hwm=hwm, curve=curve, max_bytes=max_payload_bytes
+                context,
+                endpoint,
+                self._topic,
+                bind=bind,
+                hwm=options.hwm,
+                curve=options.curve,
+                max_bytes=max_payload_bytes,
             )
         self.endpoint = self._port.endpoint
         self._closed = False
-        self._tracker = SourceTracker(self.endpoint, start, can_replay=replay_endpoint is not None)
+        self._tracker = SourceTracker(self.endpoint, options.start, can_replay=replay_endpoint is not None)
         self._sub_pump, self._monitor_pump = self._port.watch(loop, self._run)
         abandon_when_forked(self)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
 
@@ -13,16 +12,18 @@ import zmq
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.errors import QueueClosed, RoleError
 from aioshm.events.config import DEFAULT_HWM
-from aioshm.events.endpoints import check_endpoint, is_loopback, subscriber_binds
+from aioshm.events.endpoints import check_endpoint, subscriber_binds
 from aioshm.events.protocol.deliveries import Delivery, Received
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Start
 from aioshm.events.protocol.wire import MAX_SEQ
 from aioshm.events.stats import SubscriberStats
-from aioshm.events.subscribe.source import EventSource
+from aioshm.events.subscribe.inbox import Inbox
+from aioshm.events.subscribe.source import EventSource, SourceOptions
 from aioshm.process.limits import abandon_when_forked
 from aioshm.zeromq.context import shared_context
 from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import is_loopback
 
 logger = logging.getLogger("aioshm.events")
 
@@ -36,8 +37,6 @@ DEFAULT_MAX_WAITING = 1024
 OPEN_MAX_PAYLOAD_BYTES = 1 << 21
 # The same of publishers that one has chosen.
 MAX_PAYLOAD_BYTES = 1 << 24
-# Payloads that may wait for the consumer together; decoded, they take up to 14 times as much.
-MAX_WAITING_BYTES = 1 << 20
 
 _YIELD_EVERY = 64
 
@@ -111,15 +110,17 @@ class EventSubscriber(AsyncClosing):
             raise ValueError(f"max_waiting must be at least 1, not {max_waiting}")
         if max_payload_bytes is not None and max_payload_bytes < 1:
             raise ValueError(f"max_payload_bytes must be at least 1, not {max_payload_bytes}")
-        self._topic = topic
-        self._start = start
+        self._options = SourceOptions(
+            topic=topic,
+            start=start,
+            hwm=hwm,
+            curve=curve,
+            replay_timeout=replay_timeout,
+            check_interval=check_interval,
+        )
         self._bind = bind
-        self._hwm = hwm
-        self._curve = curve
-        self._replay_timeout = replay_timeout
-        self._check_interval = check_interval
         self._max_payload_bytes = max_payload_bytes
-        self._inbox = _Inbox(max_waiting)
+        self._inbox = Inbox(max_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._since_yield = 0
         self._inherited = False  # whether this is a forked child's copy
@@ -252,7 +253,7 @@ class EventSubscriber(AsyncClosing):
         replay_endpoint: str | None,
     ) -> EventSource:
         binds = subscriber_binds(endpoint) if self._bind is None else self._bind
-        open_to_all = binds and endpoint.startswith("tcp://") and self._curve is None
+        open_to_all = binds and endpoint.startswith("tcp://") and self._options.curve is None
         if open_to_all and not is_loopback(endpoint):
             logger.warning(
                 "events are taken from anybody who reaches %s, unencrypted: pass curve=, or bind a loopback address",
@@ -263,14 +264,9 @@ class EventSubscriber(AsyncClosing):
             context,
             endpoint,
             replay_endpoint,
-            topic=self._topic,
-            start=self._start,
+            self._options,
             bind=binds,
             open_to_all=open_to_all,
-            hwm=self._hwm,
-            curve=self._curve,
-            replay_timeout=self._replay_timeout,
-            check_interval=self._check_interval,
             max_payload_bytes=self._max_payload_bytes or (OPEN_MAX_PAYLOAD_BYTES if open_to_all else MAX_PAYLOAD_BYTES),
             deliver=self._inbox.put,
             fail=self._inbox.fail,
@@ -282,64 +278,6 @@ class EventSubscriber(AsyncClosing):
         for source in self._sources:
             source.close()
         self._sources.clear()
-
-
-class _Inbox:
-    """Deliveries on their way from the sources to the consumer.
-
-    The sources know only this, not the subscriber, so a subscriber that is forgotten can be collected.
-    """
-
-    def __init__(self, room: int) -> None:
-        self.waiting: deque[Delivery] = deque()
-        self._room = room
-        self._full = False
-        self._bytes = 0
-        self._failure: BaseException | None = None
-        self._arrived = asyncio.Event()
-
-    def put(self, delivery: Delivery) -> bool:
-        """Keep a delivery; False if that was the last one with room."""
-        self.waiting.append(delivery)
-        if isinstance(delivery, Received):
-            self._bytes += len(delivery.payload)
-        self._arrived.set()
-        if len(self.waiting) >= self._room or self._bytes >= MAX_WAITING_BYTES:
-            self._full = True
-        return not self._full
-
-    def take(self) -> Delivery:
-        """Remove the next delivery and return it."""
-        delivery = self.waiting.popleft()
-        if isinstance(delivery, Received):
-            self._bytes -= len(delivery.payload)
-        return delivery
-
-    def has_room_again(self) -> bool:
-        """Tell once, when half of what filled it has been taken."""
-        if self._full and len(self.waiting) <= self._room // 2 and self._bytes <= MAX_WAITING_BYTES // 2:
-            self._full = False
-            return True
-        return False
-
-    async def arrival(self) -> None:
-        """Wait until something may have arrived."""
-        self._arrived.clear()
-        await self._arrived.wait()
-
-    def wake(self) -> None:
-        """Let everybody who waits look again."""
-        self._arrived.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Let the consumer have an error that came up in a callback."""
-        self._failure = error
-        self._arrived.set()
-
-    def raise_failure(self) -> None:
-        """Raise that error, if there is one."""
-        if self._failure is not None:
-            raise self._failure
 
 
 def _pair_up(
