@@ -20,6 +20,7 @@ from rich.table import Table
 
 import aioshm
 from aioshm.cli.outcome import CommandFailed
+from aioshm.cli.output import print_json
 from aioshm.config import Options, native_wanted
 from aioshm.events.protocol.encoding import NativeEncoder
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
@@ -78,8 +79,7 @@ def _doctor(
     findings = list(examine())
     left = [_orphan(name, remove=clean) for name in orphans()]
     if as_json:
-        report = {"aioshm": aioshm.__version__, "findings": findings, "orphans": left}
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_json({"aioshm": aioshm.__version__, "findings": findings, "orphans": left})
     else:
         console = Console(highlight=False)
         _show(console, findings)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
 
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from aioshm.cli.event_lines import kind_of, lines_of
-from aioshm.cli.outcome import UNUSABLE, CommandFailed, until_interrupted
+from aioshm.cli.outcome import UNUSABLE, CommandFailed, run_interruptibly
 from aioshm.errors import AioshmError
 from aioshm.events import (
     Delivery,
@@ -70,7 +70,7 @@ def tail(
 
     async def run() -> None:
         shown = 0
-        async with _opened(endpoints, replay, topic, from_start) as subscriber:
+        async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
             async for item in _deliveries(subscriber, duration):
                 if rank and item.source.rank not in rank:
                     continue
@@ -101,7 +101,7 @@ def record(
         with output.open("wb") as file, _progress("recorded") as show:
             recorder = Recorder(file)
             try:
-                async with _opened(endpoints, replay, topic, from_start) as subscriber:
+                async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
                     async for item in _deliveries(subscriber, duration):
                         if isinstance(item, Received):
                             source = item.source
@@ -196,7 +196,7 @@ def stats(
     """Report rates, gaps and lag of every publisher, again and again."""
 
     async def run() -> None:
-        async with _opened(endpoints, replay, topic, from_start) as subscriber:
+        async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
             meters: dict[str, _Meter] = {}
             reporting = asyncio.create_task(_report(subscriber, meters, interval, as_json))
             try:
@@ -277,12 +277,8 @@ def _print_report(subscriber: EventSubscriber, meters: dict[str, _Meter], interv
         _print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in line.items()))
 
 
-@asynccontextmanager
-async def _opened(
-    endpoints: list[str], replays: list[str] | None, topic: str, from_start: bool
-) -> AsyncIterator[EventSubscriber]:
-    async with EventSubscriber(endpoints, replays or None, topic, start=None if from_start else "live") as subscriber:
-        yield subscriber
+def _subscriber(endpoints: list[str], replays: list[str] | None, topic: str, from_start: bool) -> EventSubscriber:
+    return EventSubscriber(endpoints, replays or None, topic, start=None if from_start else "live")
 
 
 async def _deliveries(subscriber: EventSubscriber, duration: float | None) -> AsyncIterator[Delivery]:
@@ -327,7 +323,7 @@ def _complain(item: Lost | Restarted) -> None:
 def _run(work: Any) -> None:
     """Run to the end; what the user did wrong is one line, not a traceback."""
     try:
-        asyncio.run(until_interrupted(work))
+        run_interruptibly(work)
     except (AioshmError, OSError, ValueError) as error:
         print(f"aioshm events: {error}", file=sys.stderr)
         raise typer.Exit(UNUSABLE) from None

@@ -1,10 +1,10 @@
-"""How a command ends when it does not end well: one line on stderr, and an exit code."""
+"""How a command runs, and how it ends when it does not end well: one line on stderr, and an exit code."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,19 +26,43 @@ class CommandFailed(Exception):
         self.exit_code = exit_code
 
 
-async def until_interrupted(work: Coroutine[Any, Any, T]) -> T:
+def run_interruptibly(work: Coroutine[Any, Any, T], loop: str = "asyncio") -> T:
     """Run ``work`` to its end; SIGINT and SIGTERM cancel it, and it is given the time to clean up.
+
+    Args:
+        work: What to run.
+        loop: The name of the event loop, see `loop_factory`.
 
     Raises:
         CommandFailed: It was interrupted; the exit code is the one that shells give to that signal.
     """
+    with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
+        return runner.run(_until_interrupted(work))
+
+
+def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return what makes the loops of ``"uvloop"`` or ``"asyncio"``; None is asyncio's own."""
+    if name != "uvloop":
+        return None
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def interrupted(signum: int = signal.SIGINT) -> CommandFailed:
+    """Return the end of a command that a signal has interrupted."""
+    return CommandFailed("interrupted" if signum == signal.SIGINT else "terminated", 128 + signum)
+
+
+async def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
     caught: list[int] = []
 
     def interrupt(signum: int) -> None:
         caught.append(signum)
-        if len(caught) == 1:  # whoever is impatient must not interrupt the cleaning up
+        if len(caught) == 1:  # a second Ctrl-C must not interrupt the cleaning up
             task.cancel()
 
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -53,8 +77,3 @@ async def until_interrupted(work: Coroutine[Any, Any, T]) -> T:
     finally:
         for signum in signals:
             loop.remove_signal_handler(signum)
-
-
-def interrupted(signum: int = signal.SIGINT) -> CommandFailed:
-    """Return the end of a command that a signal has interrupted."""
-    return CommandFailed("interrupted" if signum == signal.SIGINT else "terminated", 128 + signum)

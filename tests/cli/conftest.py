@@ -29,10 +29,10 @@ class Demo:
                 break
         else:
             raise AssertionError(f"no line {beginning!r}: {self.process.communicate()[1]}")
-        self.workers = psutil.Process(self.process.pid).children(recursive=True)
-
-    def worker(self, role: str) -> psutil.Process:
-        return next(worker for worker in self.workers if role in worker.cmdline())
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        # multiprocessing's resource tracker, which outlives them by a moment, is none of them.
+        found = [process for process in below if "spawn_main" in " ".join(process.cmdline())]
+        self.workers = sorted(found, key=psutil.Process.create_time)  # the order in which they were started
 
     def end(self) -> tuple[str, str, int]:
         """Wait for the end; return the rest of the output, the errors and the exit code."""

@@ -7,7 +7,7 @@ import pytest
 
 from aioshm import MessageQueue, QueueClosed
 from aioshm.cli.demo.ends import receive, send
-from aioshm.cli.demo.script import Lines, Mismatch, Paced
+from aioshm.cli.demo.script import Mismatch, Phase
 
 LINES = [b"a\n", b"\n", b"c"]
 
@@ -29,7 +29,7 @@ async def sent(writer, messages):
 
 async def test_what_is_sent_checks_and_is_measured(monkeypatch):
     monkeypatch.setattr("aioshm.cli.demo.ends.PACE_S", 0.0004)
-    script = [Lines(0, LINES, 100), Paced(300, LINES)]
+    script = [Phase("lines", 0, LINES, 300), Phase("paced", 300, LINES, 500, paced=True)]
 
     async def write(writer):
         figures = await send(writer, script)
@@ -49,31 +49,31 @@ async def test_what_is_sent_checks_and_is_measured(monkeypatch):
 
 
 async def test_single_message_leaves_no_rate():
-    script = [Lines(0, LINES[:1], 1)]
+    script = [Phase("lines", 0, LINES[:1], 1)]
     async with queue_pair() as (writer, reader):
-        _, (figures,) = await asyncio.gather(sent(writer, [(0, b"a\n")]), receive(reader, script))
+        _, (figures,) = await asyncio.gather(sent(writer, [(0, 0, b"a\n")]), receive(reader, script))
     assert (figures.messages, figures.messages_per_s, figures.cpu_share) == (1, None, None)
 
 
 async def test_wrong_message_is_found():
-    script = [Lines(0, LINES, 2)]
+    script = [Phase("lines", 0, LINES, 6)]
     messages = [script[0].make(index, 0) for index in range(6)]
-    messages[4] = (4, b"?\n")
+    messages[4] = (4, 0, b"?\n")
     async with queue_pair() as (writer, reader):
-        with pytest.raises(Mismatch, match=r"message 4 \(lines\) is \(4, b'\?\\n'\), not \(4, b'\\n'\)"):
+        with pytest.raises(Mismatch, match=r"message 4 \(lines\) is b'\?\\n', not b'\\n'"):
             await asyncio.gather(sent(writer, messages), receive(reader, script))
 
 
 async def test_message_too_many_is_found():
-    script = [Lines(0, LINES, 1)]
-    messages = [(0, b"a\n"), (1, b"\n"), (2, b"c"), (3, b"a\n")]
+    script = [Phase("lines", 0, LINES, 3)]
+    messages = [(0, 0, b"a\n"), (1, 0, b"\n"), (2, 0, b"c"), (3, 0, b"a\n")]
     async with queue_pair() as (writer, reader):
         with pytest.raises(Mismatch, match="message 3"):
             await asyncio.gather(sent(writer, messages), receive(reader, script))
 
 
 async def test_message_too_few_is_found():
-    script = [Lines(0, LINES, 1)]
+    script = [Phase("lines", 0, LINES, 3)]
     async with queue_pair() as (writer, reader):
         with pytest.raises(QueueClosed):
-            await asyncio.gather(sent(writer, [(0, b"a\n")]), receive(reader, script))
+            await asyncio.gather(sent(writer, [(0, 0, b"a\n")]), receive(reader, script))

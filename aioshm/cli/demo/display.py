@@ -1,11 +1,11 @@
-"""What the demo shows: progress while it runs, and its results."""
+"""What the demo of a queue shows: progress while it runs, and its results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Protocol
+from typing import TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -13,29 +13,29 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from aioshm.cli.demo.orders import Figures, Result
+from aioshm.cli.demo.ends import Figures
+from aioshm.cli.demo.processes import Result
 
 NOTES = (
     'Latency is from just before enqueue to just after dequeue, in the phase "paced", where no message waits behind '
     "another; the other phases run flat out. CPU is of one core, with the making and checking of the messages."
 )
 
-
-class Progressed(Protocol):
-    """Shows how many messages every reader has read."""
-
-    def __call__(self, done: int, /) -> None: ...
+Progressed: TypeAlias = Callable[[int], None]
+"""Shows how many messages every reader has read."""
 
 
 @contextmanager
 def shown_progress(console: Console, phases: Mapping[str, int]) -> Iterator[Progressed]:
     """Show progress inside the block: a bar for each phase, or, where nobody watches, a line for each that is over."""
+    # Each phase's name and count, and how many messages have been read when it is over.
+    ends = [(*phase, end) for phase, end in zip(phases.items(), accumulate(phases.values()), strict=True)]
     if not console.is_interactive:
-        yield _PlainLines(console, phases)
+        yield _lines(console, ends)
         return
     columns = (TextColumn("{task.description:<8}"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,}"))
     with Progress(*columns, console=console) as progress:
-        yield _Bars(progress, phases)
+        yield _bars(progress, ends)
 
 
 def show_results(console: Console, writer: Result, readers: Sequence[Result], n_local: int) -> None:
@@ -57,44 +57,35 @@ def _row(figures: Figures) -> Iterator[str]:
     yield figures.phase
     yield f"{figures.messages:,}"
     yield _number(figures.messages_per_s, ",.0f")
-    yield _number(figures.gb_per_s, ".2f" if figures.phase == "tensors" else None)
+    yield _number(figures.gb_per_s, ".2f") if figures.phase == "tensors" else ""
     yield _number(figures.p50_us, ",.0f")
     yield _number(figures.p99_us, ",.0f")
     yield _number(figures.cpu_share, ".0%")
 
 
-def _number(value: float | None, form: str | None) -> str:
-    return "" if value is None or form is None else format(value, form)
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
-class _PlainLines:
-    def __init__(self, console: Console, phases: Mapping[str, int]) -> None:
-        self._console = console
-        self._coming = list(_with_ends(phases))
+def _lines(console: Console, phases: Sequence[tuple[str, int, int]]) -> Progressed:
+    coming = list(phases)
 
-    def __call__(self, done: int, /) -> None:
-        while self._coming and done >= self._coming[0][2]:
-            name, count, _ = self._coming.pop(0)
-            self._console.print(f"{name}: {count:,} messages read by every reader")
+    def progressed(done: int) -> None:
+        while coming and done >= coming[0][2]:
+            name, count, _ = coming.pop(0)
+            console.print(f"{name}: {count:,} messages read by every reader")
+
+    return progressed
 
 
-class _Bars:
-    def __init__(self, progress: Progress, phases: Mapping[str, int]) -> None:
-        self._progress = progress
-        # A bar that has not been started pulses: the first one does, until the processes are up.
-        self._bars = [
-            (progress.add_task(name, total=count, start=count < end), count, end)
-            for name, count, end in _with_ends(phases)
-        ]
+def _bars(progress: Progress, phases: Sequence[tuple[str, int, int]]) -> Progressed:
+    # A bar that has not been started pulses: the first one does, until the processes are up.
+    bars = [progress.add_task(name, total=count, start=count < end) for name, count, end in phases]
 
-    def __call__(self, done: int, /) -> None:
-        for bar, count, end in self._bars:
+    def progressed(done: int) -> None:
+        for bar, (_, count, end) in zip(bars, phases, strict=True):
             if done > end - count:
-                self._progress.start_task(bar)
-                self._progress.update(bar, completed=min(count, done - end + count))
+                progress.start_task(bar)
+                progress.update(bar, completed=min(count, done - end + count))
 
-
-def _with_ends(phases: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
-    """Yield each phase's name and count, and how many messages have been read when it is over."""
-    ends = accumulate(phases.values())
-    return ((name, count, end) for (name, count), end in zip(phases.items(), ends, strict=True))
+    return progressed

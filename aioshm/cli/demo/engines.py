@@ -7,17 +7,14 @@ import logging
 import os
 import signal
 import statistics
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Protocol
 
 import msgspec
 
 from aioshm.cli.demo.teller import Telling, Word, run_teller, words_of
 from aioshm.cli.outcome import CommandFailed
-from aioshm.engine import EngineClient, StartupProgress, launch_core_engines
+from aioshm.engine import CoreEngineState, EngineClient, StartupProgress, launch_core_engines
 from aioshm.errors import EngineDead, EngineStartupError, RequestFailed
 
 REQUESTS_EACH = 8
@@ -26,26 +23,7 @@ DOOMED_EACH = 2
 """How many more are in flight for each when one of them is killed."""
 STARTUP_TIMEOUT_S = 60.0
 
-_ENDLESS = 1000  # that often a line is told to whom it is not told to the end
-
-
-class Display(Protocol):
-    """Shows what happens."""
-
-    def progressed(self, progress: StartupProgress) -> None:
-        """An engine has come further, or is still waited for."""
-
-    def ready(self, pids: Sequence[int]) -> None:
-        """All engines are ready; these are their processes."""
-
-    def heard(self, engine: int, word: str, said: str | None) -> None:
-        """An engine has said a word; ``said`` is the whole line if that was the last one."""
-
-    def killing(self, engine: int) -> None:
-        """An engine is being killed."""
-
-    def died(self, error: EngineDead) -> None:
-        """It was noticed."""
+_ENDLESS = 1000  # times a line is told to a request that is not to reach its end
 
 
 class EngineFigures(msgspec.Struct):
@@ -72,7 +50,7 @@ class Killing(msgspec.Struct, frozen=True):
     Attributes:
         engine: Its rank.
         pid: Its process id.
-        requests: How many requests were in flight, to whichever engine; all were told.
+        requests: How many requests were in flight, to all engines together; all were told.
         noticed_ms: How long it took until the last of them was, in milliseconds.
         error: What they were told.
     """
@@ -111,16 +89,22 @@ class FrontEnd:
         lines: Its lines.
         n_engines: How many engines there are.
         loop: The name of their event loop.
-        display: Shows what happens.
+
+    Attributes:
+        figures: What each engine has done up to now.
+        states: How far each engine is, in one word.
+        latest: What each engine has said, its last words at the end.
+        say: Called with a line for people about everything that happens.
     """
 
-    def __init__(self, text: bytes, lines: Sequence[bytes], n_engines: int, loop: str, display: Display) -> None:
-        self._text = text
-        self._lines = lines
+    def __init__(self, text: bytes, lines: Sequence[bytes], n_engines: int, loop: str) -> None:
+        self.figures = [EngineFigures(index) for index in range(n_engines)]
+        self.states = ["starting"] * n_engines
+        self.latest = [""] * n_engines
+        self.say: Callable[[str], object] = lambda _: None
+        self._engine = {"text": text, "loop": loop}
+        self._words = [words_of(line) for line in lines]
         self._worth_telling = [number for number, line in enumerate(lines) if line.split()] or [0]
-        self._loop = loop
-        self._display = display
-        self._figures = [EngineFigures(index) for index in range(n_engines)]
         self._waits: list[float] = []
         self._began = monotonic()
 
@@ -131,49 +115,49 @@ class FrontEnd:
             CommandFailed: Something was not as it must be; the text says what.
         """
         logging.getLogger("aioshm").addHandler(logging.NullHandler())  # what it says is shown here in another way
+        self._began = monotonic()
         try:
-            async with AsyncExitStack() as stack:
-                client = await self._start(stack)
-                requests = REQUESTS_EACH * len(self._figures)
-                await asyncio.gather(*(self._follow(client, number) for number in range(requests)))
-                killed = await self._kill(client)
+            async with launch_core_engines(
+                run_teller,
+                len(self.figures),
+                kwargs=self._engine,
+                coordinator=False,  # the one client here knows what there is to do
+                request_type=Telling,
+                output_type=Word,
+                on_progress=self.progressed,
+                progress_timeout=STARTUP_TIMEOUT_S,
+            ) as launch:
+                for address in (*launch.addresses.inputs, *launch.addresses.outputs):
+                    # All have connected: a crash from now on leaves no socket file behind.
+                    os.unlink(address.removeprefix("ipc://"))
+                for figures, process in zip(self.figures, launch.processes, strict=True):
+                    figures.pid = process.pid or 0
+                requests = REQUESTS_EACH * len(self.figures)
+                await asyncio.gather(*(self._follow(launch.client, number) for number in range(requests)))
+                killed = await self._kill(launch.client)
         except (EngineStartupError, EngineDead, RequestFailed, TimeoutError) as error:
             raise CommandFailed(str(error).partition("\n")[0]) from None  # an engine's stderr was shown already
-        words = sum(figures.words for figures in self._figures)
-        return EnginesResult(requests, words, statistics.median(self._waits) * 1e3, self._figures, killed)
+        words = sum(figures.words for figures in self.figures)
+        return EnginesResult(requests, words, statistics.median(self._waits) * 1e3, self.figures, killed)
 
-    async def _start(self, stack: AsyncExitStack) -> EngineClient:
-        self._began = monotonic()
-        launching = launch_core_engines(
-            run_teller,
-            len(self._figures),
-            kwargs={"text": self._text, "loop": self._loop},
-            coordinator=False,  # the one client here knows what there is to do
-            request_type=Telling,
-            output_type=Word,
-            on_progress=self._progressed,
-            progress_timeout=STARTUP_TIMEOUT_S,
-        )
-        launch = await stack.enter_async_context(launching)
-        _unlink([*launch.addresses.inputs, *launch.addresses.outputs])
-        for figures, process in zip(self._figures, launch.processes, strict=True):
-            figures.pid = process.pid or 0
-        self._display.ready([figures.pid for figures in self._figures])
-        return launch.client
-
-    def _progressed(self, progress: StartupProgress) -> None:
-        waiting = {each.index for each in progress.waiting}
+    def progressed(self, progress: StartupProgress) -> None:
+        """Note how far the engines are; called while they start."""
+        waiting = {each.index: each for each in progress.waiting}
+        for each in progress.waiting:
+            self.states[each.index] = "connected" if each.state is CoreEngineState.CONNECTED else "starting"
+            self.figures[each.index].pid = each.pid or 0
         if progress.moved is not None and progress.moved not in waiting:
-            self._figures[progress.moved].ready_s = monotonic() - self._began
-        self._display.progressed(progress)
+            self.states[progress.moved] = "ready"
+            self.figures[progress.moved].ready_s = monotonic() - self._began
+        self.say(str(progress))
 
     async def _follow(self, client: EngineClient, number: int) -> None:
         """Have a line told, and check it word by word."""
         line = self._worth_telling[number % len(self._worth_telling)]
-        expected = words_of(self._lines[line])
+        expected = self._words[line]
         began, heard = monotonic(), 0
         outputs = client.submit(Telling(f"line {line}, request {number}", line))
-        figures = self._figures[outputs.engine]
+        figures = self.figures[outputs.engine]
         figures.requests += 1
         async for output in outputs:
             if not heard:
@@ -182,32 +166,37 @@ class FrontEnd:
                 raise CommandFailed(f"engine {outputs.engine}: word {heard} of line {line} is not what it must be")
             heard += 1
             figures.words += 1
-            self._display.heard(outputs.engine, _shown(output.word), _said(expected) if output.finish_reason else None)
+            self.heard(outputs.engine, output.word)
         if heard != len(expected):
             raise CommandFailed(f"engine {outputs.engine}: line {line} has {len(expected)} words, {heard} have come")
+        self.say(f"engine {outputs.engine}: {b' '.join(expected).decode(errors='replace')}")
+
+    def heard(self, engine: int, word: bytes) -> None:
+        """Note a word that an engine has said."""
+        shown = "".join(letter if letter.isprintable() else "?" for letter in word.decode(errors="replace"))
+        self.latest[engine] = f"{self.latest[engine]} {shown}"[-1000:]
 
     async def _kill(self, client: EngineClient) -> Killing:
-        """Kill the last engine while all of them are at work; see that everybody who waits is told."""
-        victim = self._figures[-1]
-        count = DOOMED_EACH * len(self._figures)
+        """Kill the last engine while all of them are at work; see that every request in flight is told."""
+        victim = self.figures[-1]
+        count = DOOMED_EACH * len(self.figures)
         speaking = asyncio.Semaphore(0)
-        doomed = [asyncio.create_task(self._follow_to_the_death(client, number, speaking)) for number in range(count)]
         try:
-            for _ in doomed:
-                await speaking.acquire()
-            self._display.killing(victim.engine)
-            began = monotonic()
-            os.kill(victim.pid, signal.SIGKILL)
-            errors = await asyncio.gather(*doomed)
-            noticed_s = monotonic() - began
-        finally:
-            for task in doomed:
-                task.cancel()
-            await asyncio.gather(*doomed, return_exceptions=True)
-        error = errors[0]
-        if {each.engine for each in errors} != {victim.engine}:
+            async with asyncio.TaskGroup() as group:
+                doomed = [group.create_task(self._follow_to_the_death(client, each, speaking)) for each in range(count)]
+                for _ in doomed:
+                    await speaking.acquire()
+                self.states[victim.engine] = "killed"
+                self.say(f"engine {victim.engine} is killed now, with more requests in flight")
+                began = monotonic()
+                os.kill(victim.pid, signal.SIGKILL)
+        except BaseExceptionGroup as group_of_errors:
+            raise group_of_errors.exceptions[0] from None
+        noticed_s = monotonic() - began
+        error = doomed[0].result()
+        if {each.result().engine for each in doomed} != {victim.engine}:
             raise CommandFailed(f"engine {victim.engine} (pid {victim.pid}) was killed, not the one of: {error}")
-        self._display.died(error)
+        self.latest[victim.engine] = str(error)
         return Killing(victim.engine, victim.pid, count, noticed_s * 1e3, str(error))
 
     async def _follow_to_the_death(self, client: EngineClient, number: int, speaking: asyncio.Semaphore) -> EngineDead:
@@ -219,23 +208,9 @@ class FrontEnd:
                 heard += 1
                 if heard == 1:
                     speaking.release()
-                self._display.heard(outputs.engine, _shown(output.word), None)
+                self.heard(outputs.engine, output.word)
         except EngineDead as error:
             if not heard:
-                raise  # before its time: nobody has killed one yet
+                raise  # before its time: none has been killed yet
             return error
         raise CommandFailed(f"a request has ended after {heard} words, although an engine was killed")
-
-
-def _unlink(addresses: Sequence[str]) -> None:
-    """Remove the files of sockets to which all have connected: a crash from now on leaves none behind."""
-    for address in addresses:
-        Path(address.removeprefix("ipc://")).unlink()
-
-
-def _shown(word: bytes) -> str:
-    return word.decode(errors="replace")
-
-
-def _said(words: Sequence[bytes]) -> str:
-    return " ".join(map(_shown, words))

@@ -1,15 +1,14 @@
 """What the demo sends, message by message, and how a reader checks each. Pure: no queue, no clock but the caller's.
 
-Every message begins with its number. What else it must be, each process works out for itself: the lines from its own
+A message is ``(number, sent_ns, content)``. What it must be, each process works out for itself: the lines from its own
 reading of the input, the tensors from the number.
 """
 
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from aioshm.cli.demo.blocks import SEED, Blocks
 
@@ -30,127 +29,80 @@ MAX_TENSOR_BYTES = max(size for size, _ in TENSOR_SIZES)
 class Mismatch(Exception):
     """A message is not what it must be; the text says which and what differs."""
 
-    def __init__(self, number: int, phase: str, detail: str) -> None:
-        super().__init__(f"message {number} ({phase}) {detail}")
 
-
-class Phase(ABC):
-    """A run of messages of one kind.
+class Phase:
+    """A run of messages of one kind; their contents are the lines of the input, again and again.
 
     Args:
+        name: For people.
         first: The number of its first message.
+        lines: The lines.
+        count: How many messages it has.
+        paced: Whether there is time between them, so that none waits behind another: then ``sent_ns`` is told.
     """
 
-    name: ClassVar[str]
-    paced: ClassVar[bool] = False
-
-    def __init__(self, first: int) -> None:
+    def __init__(self, name: str, first: int, lines: Sequence[bytes], count: int, *, paced: bool = False) -> None:
+        self.name = name
         self.first = first
+        self.paced = paced
+        self._lines = lines
+        self._count = count
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self._count
 
-    @abstractmethod
-    def payload_bytes(self, index: int) -> int:
-        """Return the size of a message's content."""
+    def size(self, index: int) -> int:
+        """Return the size of a message's content in bytes."""
+        return len(self._lines[index % len(self._lines)])
 
-    @abstractmethod
-    def make(self, index: int, now_ns: int) -> tuple[Any, ...]:
+    def content(self, index: int) -> Any:
+        """Return a message's content."""
+        return self._lines[index % len(self._lines)]
+
+    def difference(self, index: int, found: Any) -> str | None:
+        """Return what distinguishes ``found`` from a message's content, or None."""
+        wanted = self.content(index)
+        return None if found == wanted else f"is {_shown(found)}, not {_shown(wanted)}"
+
+    def make(self, index: int, now_ns: int) -> tuple[int, int, Any]:
         """Return a message."""
+        return self.first + index, now_ns if self.paced else 0, self.content(index)
 
-    @abstractmethod
     def check(self, index: int, message: Any) -> None:
         """Check a received message in full.
 
         Raises:
             Mismatch: It is another one, or not what was sent.
         """
-
-    def _mismatch(self, index: int, detail: str) -> Mismatch:
-        return Mismatch(self.first + index, self.name, detail)
-
-
-class Lines(Phase):
-    """Every line of the input, as often as wanted."""
-
-    name = "lines"
-
-    def __init__(self, first: int, lines: Sequence[bytes], repeat: int) -> None:
-        super().__init__(first)
-        self._lines = lines
-        self._repeat = repeat
-
-    def __len__(self) -> int:
-        return len(self._lines) * self._repeat
-
-    def payload_bytes(self, index: int) -> int:
-        return len(self._lines[index % len(self._lines)])
-
-    def make(self, index: int, now_ns: int) -> tuple[int, bytes]:
-        return self.first + index, self._lines[index % len(self._lines)]
-
-    def check(self, index: int, message: Any) -> None:
-        wanted = self.make(index, 0)
-        if message != wanted:
-            raise self._mismatch(index, f"is {_shown(message)}, not {_shown(wanted)}")
-
-
-class Paced(Phase):
-    """Lines of the input with time between them: what a message takes when none waits before it."""
-
-    name = "paced"
-    paced = True
-
-    def __init__(self, first: int, lines: Sequence[bytes]) -> None:
-        super().__init__(first)
-        self._lines = lines
-
-    def __len__(self) -> int:
-        return PACED_MESSAGES
-
-    def payload_bytes(self, index: int) -> int:
-        return len(self._lines[index % len(self._lines)])
-
-    def make(self, index: int, now_ns: int) -> tuple[int, int, bytes]:
-        return self.first + index, now_ns, self._lines[index % len(self._lines)]
-
-    def check(self, index: int, message: Any) -> None:
-        sent_ns = message[1] if isinstance(message, tuple) and len(message) == 3 else 0
-        wanted = self.make(index, sent_ns)
-        if message != wanted:
-            raise self._mismatch(index, f"is {_shown(message)}, not {_shown(wanted)}")
+        number = self.first + index
+        wrong: str | None
+        if not (isinstance(message, tuple) and len(message) == 3 and isinstance(message[1], int)):
+            wrong = f"is {_shown(message)}"
+        elif message[0] != number or bool(message[1]) != self.paced:
+            wrong = f"has number and time {_shown(message[:2])}"
+        else:
+            wrong = self.difference(index, message[2])
+        if wrong is not None:
+            raise Mismatch(f"message {number} ({self.name}) {wrong}")
 
 
 class Tensors(Phase):
     """Tensors of all sizes, mixed, so that those through the ring and those past it take turns."""
 
-    name = "tensors"
-
     def __init__(self, first: int, blocks: Blocks) -> None:
-        super().__init__(first)
-        self._blocks = blocks
         self._sizes = [size for size, count in TENSOR_SIZES for _ in range(count)]
+        super().__init__("tensors", first, (), len(self._sizes))
+        self._blocks = blocks
         random.Random(SEED).shuffle(self._sizes)
 
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def payload_bytes(self, index: int) -> int:
+    def size(self, index: int) -> int:
         return self._sizes[index]
 
-    def make(self, index: int, now_ns: int) -> tuple[int, Any]:
-        number = self.first + index
-        return number, self._blocks.make(number, self._sizes[index])
+    def content(self, index: int) -> Any:
+        return self._blocks.make(self.first + index, self._sizes[index])
 
-    def check(self, index: int, message: Any) -> None:
-        number = self.first + index
-        if not (isinstance(message, tuple) and len(message) == 2):
-            raise self._mismatch(index, f"is {_shown(message)}")
-        if message[0] != number:
-            raise self._mismatch(index, f"has number {_shown(message[0])}")
-        difference = self._blocks.difference(number, self._sizes[index], message[1])
-        if difference is not None:
-            raise self._mismatch(index, difference)
+    def difference(self, index: int, found: Any) -> str | None:
+        return self._blocks.difference(self.first + index, self._sizes[index], found)
 
 
 def split_lines(text: bytes) -> list[bytes]:
@@ -158,20 +110,17 @@ def split_lines(text: bytes) -> list[bytes]:
     return text.splitlines(keepends=True)
 
 
-def make_script(lines: Sequence[bytes], repeat: int, blocks: Blocks) -> list[Phase]:
-    """Return the phases, one after the other."""
-    text = Lines(0, lines, repeat)
-    paced = Paced(len(text), lines)
-    return [text, paced, Tensors(paced.first + len(paced), blocks)]
-
-
 def outline(n_lines: int, repeat: int) -> dict[str, int]:
     """Return the phases' names and how many messages each has."""
-    return {
-        Lines.name: n_lines * repeat,
-        Paced.name: PACED_MESSAGES,
-        Tensors.name: sum(count for _, count in TENSOR_SIZES),
-    }
+    n_tensors = sum(count for _, count in TENSOR_SIZES)
+    return {"lines": n_lines * repeat, "paced": PACED_MESSAGES, "tensors": n_tensors}
+
+
+def make_script(lines: Sequence[bytes], repeat: int, blocks: Blocks) -> list[Phase]:
+    """Return the phases, one after the other."""
+    text = Phase("lines", 0, lines, len(lines) * repeat)
+    paced = Phase("paced", len(text), lines, PACED_MESSAGES, paced=True)
+    return [text, paced, Tensors(len(text) + len(paced), blocks)]
 
 
 def _shown(thing: Any) -> str:

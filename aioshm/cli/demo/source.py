@@ -18,8 +18,7 @@ def default_input() -> tuple[Path, str | None]:
     found = _in_checkout() or _in_installation()
     if found is not None:
         return found, None
-    source = _PACKAGE / "errors.py"
-    return source, "(aioshm's licence is not installed here: this is one of its source files)"
+    return _PACKAGE / "errors.py", "(aioshm's licence is not installed here: this is one of its source files)"
 
 
 def read_checked(path: Path) -> bytes:
@@ -49,7 +48,7 @@ def printable(path: bytes) -> str:
 
 def _in_checkout() -> Path | None:
     root = _PACKAGE.parent
-    # In site-packages, a LICENSE beside the package would be somebody else's.
+    # In site-packages, a LICENSE beside the package belongs to another one.
     return _readable(root / "LICENSE") if (root / "pyproject.toml").is_file() else None
 
 
@@ -58,10 +57,8 @@ def _in_installation() -> Path | None:
         files = metadata.files("aioshm") or []
     except metadata.PackageNotFoundError:
         return None
-    for file in files:
-        if file.name == "LICENSE" and ".dist-info" in str(file):
-            return _readable(Path(str(file.locate())))
-    return None
+    licences = (file for file in files if file.name == "LICENSE" and ".dist-info" in str(file))
+    return next((_readable(Path(str(file.locate()))) for file in licences), None)
 
 
 def _readable(path: Path) -> Path | None:

@@ -9,21 +9,15 @@ from typing import Any
 
 import msgspec
 
-from aioshm.cli.demo.loops import loop_factory
 from aioshm.cli.demo.script import split_lines
+from aioshm.cli.outcome import loop_factory
 from aioshm.engine import EngineHandshakeMetadata, run_engine_core
 
 STEP_S = 0.02
 
 
 class Telling(msgspec.Struct, frozen=True):
-    """A request.
-
-    Attributes:
-        request_id: Its name.
-        line: Which line of the text is to be told.
-        times: How often.
-    """
+    """A request to tell a line of the text, by its number, so many times."""
 
     request_id: str
     line: int
@@ -39,11 +33,7 @@ class Word(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Teller:
-    """The engine, see `run_engine_core`; it reads the text for itself.
-
-    Args:
-        text: The path of the text.
-    """
+    """The engine, see `run_engine_core`; it reads the text, at this path, for itself."""
 
     def __init__(self, text: bytes) -> None:
         self._path = text
@@ -67,12 +57,8 @@ class Teller:
     async def step(self) -> list[Word]:
         """Tell a word of each request."""
         await asyncio.sleep(STEP_S)
-        words = []
-        for request_id, left in list(self._left.items()):
-            word = left.pop()
-            if not left:
-                del self._left[request_id]
-            words.append(Word(request_id, word, None if left else "stop"))
+        words = [Word(name, left.pop(), None if left else "stop") for name, left in self._left.items()]
+        self._left = {name: left for name, left in self._left.items() if left}
         return words
 
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 from aioshm.config import Options
 from aioshm.engine.protocol.progress import engine_index
-from aioshm.engine.workers.process import run_worker
+from aioshm.engine.workers.process import LoopFactory, run_worker
 from aioshm.errors import WorkerDied
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.state import SUSPECT_STATES, process_state
@@ -30,6 +30,7 @@ class WorkerCrew:
         options: Of that queue.
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
+        loop_factory: See `WorkerGroup`.
         on_exit: Called on the loop when one has exited.
     """
 
@@ -43,6 +44,7 @@ class WorkerCrew:
         *,
         shutdown_timeout: float,
         capture_stderr: bool,
+        loop_factory: LoopFactory | None,
         on_exit: Callable[[], None],
     ) -> None:
         self._introductions: list[Connection] = []
@@ -52,7 +54,7 @@ class WorkerCrew:
                 reading, writing = Pipe(duplex=False)
                 self._introductions.append(mine.enter_context(reading))
                 theirs.enter_context(writing)
-                jobs.append(Job(f"{name}_{rank}", (rank, steps, writing, *sizes, options)))
+                jobs.append(Job(f"{name}_{rank}", (rank, steps, writing, *sizes, options, loop_factory)))
             self._manager = ProcessManager(
                 run_worker, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr
             )

@@ -13,7 +13,7 @@ from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.workers.answers import WorkerAnswers, WorkerLost
 from aioshm.engine.workers.crew import WorkerCrew
-from aioshm.engine.workers.process import Step
+from aioshm.engine.workers.process import LoopFactory, Step
 from aioshm.errors import (
     AioshmError,
     PeerDied,
@@ -58,6 +58,8 @@ class WorkerGroup(AsyncClosing):
         ready_timeout: Seconds that starting may take; None: as long as it takes.
         shutdown_timeout: Seconds that workers may take to exit by themselves, and then once more when asked to.
         capture_stderr: See `ProcessManager`.
+        loop_factory: Makes each worker's event loop, such as ``uvloop.new_event_loop``; None: asyncio's own. It travels
+            by pickle, as ``worker`` does.
 
     Raises:
         TypeError, ValueError: An argument makes no sense; the text names it.
@@ -77,9 +79,12 @@ class WorkerGroup(AsyncClosing):
         ready_timeout: float | None = None,
         shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
         capture_stderr: bool = True,
+        loop_factory: LoopFactory | None = None,
     ) -> None:
         if not callable(worker):
             raise TypeError(f"worker must be callable, not {worker!r}")
+        if loop_factory is not None and not callable(loop_factory):
+            raise TypeError(f"loop_factory must be callable, or None, not {loop_factory!r}")
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be a string, and not empty, not {name!r}")
         self.n_workers = check_int("n_workers", n_workers, minimum=1)
@@ -90,6 +95,7 @@ class WorkerGroup(AsyncClosing):
         self._ready_timeout = None if ready_timeout is None else check_seconds("ready_timeout", ready_timeout)
         self._shutdown_timeout = check_seconds("shutdown_timeout", shutdown_timeout)
         self._capture_stderr = capture_stderr
+        self._loop_factory = loop_factory
         self._crew: WorkerCrew | None = None
         self._steps: MessageQueue | None = None
         self._answers = WorkerAnswers(self._options)
@@ -251,6 +257,7 @@ class WorkerGroup(AsyncClosing):
             self._options,
             shutdown_timeout=self._shutdown_timeout,
             capture_stderr=self._capture_stderr,
+            loop_factory=self._loop_factory,
             on_exit=self._process_exited,
         )
         missing = set(everybody)

@@ -20,12 +20,20 @@ from aioshm.queue import Handle, MessageQueue
 Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 """What to call, with what, and the one rank whose result is wanted; None: every rank's."""
 
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
 MAX_TEXT = 1 << 14
 """How many characters are told of an exception, and of its traceback's end."""
 
 
 def run_worker(
-    rank: int, steps: Handle, introduction: Connection, chunk_bytes: int, chunks: int, options: Options
+    rank: int,
+    steps: Handle,
+    introduction: Connection,
+    chunk_bytes: int,
+    chunks: int,
+    options: Options,
+    loop_factory: LoopFactory | None,
 ) -> None:
     """Work until the driver closes its queue, or dies; what a `WorkerGroup` starts.
 
@@ -36,8 +44,10 @@ def run_worker(
         chunk_bytes: For this worker's queue, in bytes.
         chunks: For this worker's queue.
         options: For this worker's queue.
+        loop_factory: Makes the event loop; None: asyncio's own.
     """
-    asyncio.run(_work(rank, steps, introduction, MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)))
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(_work(rank, steps, introduction, MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)))
 
 
 async def _work(rank: int, handle: Handle, introduction: Connection, answers: MessageQueue) -> None:

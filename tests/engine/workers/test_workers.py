@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import uvloop
 import worker_targets as targets
 from managed import gone, open_things
 from support import eventually
@@ -43,6 +44,16 @@ class TestCalls:
     async def test_a_worker_may_be_made_by_a_coroutine(self) -> None:
         async with group_of(1, targets.made_slowly) as group:
             assert await group.collective_rpc("add", (1,)) == [1]
+
+    async def test_workers_run_the_event_loop_that_the_factory_makes(self) -> None:
+        async with group_of(1, loop_factory=uvloop.new_event_loop) as group:
+            assert await group.collective_rpc(targets.loop_of) == ["uvloop"]
+        async with group_of(1) as group:
+            assert "uvloop" not in (await group.collective_rpc(targets.loop_of))[0]
+
+    def test_a_loop_factory_that_makes_nothing_is_refused(self) -> None:
+        with pytest.raises(TypeError, match="loop_factory must be callable, or None, not 'uvloop'"):
+            group_of(loop_factory="uvloop")
 
     async def test_arrays_larger_than_a_slot_go_both_ways(self) -> None:
         array = np.arange(200_000, dtype=np.float32)

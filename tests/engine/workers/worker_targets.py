@@ -106,6 +106,10 @@ def rank_of(worker: Worker, more: int) -> int:
     return worker.rank + more
 
 
+async def loop_of(worker: Worker) -> str:
+    return type(asyncio.get_running_loop()).__module__
+
+
 async def made_slowly(rank: int) -> Worker:
     await asyncio.sleep(0.01)
     return Worker(rank=rank)
