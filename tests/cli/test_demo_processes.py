@@ -70,7 +70,7 @@ async def test_queue_that_cannot_be_made_is_an_unusable_machine(text, monkeypatc
 
 async def test_broken_torch_is_named(text, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('half installed')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(CommandFailed, match=r"^cannot import torch: half installed") as caught:
         await run(msgspec.structs.replace(job_on(text), arrays="torch"))
     assert caught.value.exit_code == 2

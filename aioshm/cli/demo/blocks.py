@@ -66,14 +66,10 @@ class Blocks:
             return f"has shape {tuple(found.shape)}, not {tuple(wanted.shape)}"
         if not (found.is_contiguous() if self._arrays == "torch" else found.flags.c_contiguous):
             return "is not contiguous"
-        words = self._module.int64
-        same = self._module.equal if self._arrays == "torch" else self._module.array_equal
-        return None if same(found.view(words), wanted.view(words)) else _first_difference(_raw(found), _raw(wanted))
-
-
-def _raw(block: Any) -> bytes:
-    array = block.numpy(force=True) if hasattr(block, "numpy") else block
-    return bytes(array.tobytes())
+        found, wanted = found.view(self._module.int64), wanted.view(self._module.int64)
+        if self._arrays == "torch":
+            found, wanted = found.numpy(), wanted.numpy()
+        return None if (found == wanted).all() else _first_difference(found.tobytes(), wanted.tobytes())
 
 
 def _first_difference(found: bytes, wanted: bytes) -> str:
