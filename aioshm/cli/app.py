@@ -53,7 +53,7 @@ def run(args: Sequence[str]) -> int:
             raise
         _give_up_stdout()
         if error.errno == errno.EPIPE:
-            return FAILED  # whoever read the output has seen enough
+            return FAILED  # the process that read the output has closed the pipe
         return _told(CommandFailed(f"cannot write the output: {error.strerror}", UNUSABLE))
     return code
 

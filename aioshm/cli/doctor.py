@@ -195,7 +195,7 @@ def _named_memory() -> Finding:
             "no ring with backing='named' can be made: remove files there (aioshm doctor --clean), or mount it with "
             "more (nr_inodes); backing='memfd' does not need it",
         )
-    # Whoever truncates a segment of this user's ends all processes of its queue with SIGBUS.
+    # A process that truncates a segment of this user ends all processes of its queue with SIGBUS.
     return Finding(name, "good", f"{found}, for backing='named': not sealed against being truncated, as a memfd is")
 
 

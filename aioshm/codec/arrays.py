@@ -1,4 +1,4 @@
-"""How NumPy arrays travel: one block of memory, and what to read it as. Imports NumPy."""
+"""NumPy arrays on the wire: one block of memory, and its dtype, shape and order. Imports NumPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Memory: TypeAlias = bytearray | PickleBuffer
 
 
 def memory_of(array: Array) -> tuple[Memory, Order]:
-    """Return what pickle shall store of an array without objects in it, and the order in which that has the elements.
+    """Return the buffer that pickle stores of an array without objects in it, and the order of its elements.
 
     Only the elements that the array shows, however large the memory is that it is a view of. A large array that is
     contiguous in either order is not copied.
@@ -41,7 +41,7 @@ def _exporter(array: Any) -> Any:
 
 
 def reduce_array(array: Array) -> str | tuple[Any, ...]:
-    """Say how to rebuild an array: twice as fast as its own reduction when small, and out of band in every layout."""
+    """Reduce an array for pickle: twice as fast as its own reduction when small, and out of band in every layout."""
     dtype = array.dtype
     if dtype.hasobject or not dtype.itemsize:
         return array.__reduce_ex__(5)

@@ -1,4 +1,4 @@
-"""What every codec is, and the error that decoding ends in."""
+"""The protocol of codecs, and the error of decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Encoded: TypeAlias = bytes | tuple[Sequence[bytes | memoryview], Sequence[memory
 
 
 class Codec(Protocol):
-    """One way to turn objects into bytes.
+    """Encodes objects into bytes and buffers, and decodes them.
 
     An instance belongs to one end of one queue and is used by one thread at a time. It may be entered again while it
     is encoding: user code that runs then can encode something of its own.
@@ -22,7 +22,7 @@ class Codec(Protocol):
 
     Attributes:
         name: What a handle and ``MessageQueue(codec=...)`` call it.
-        code: The same in one byte, for the slot header: 1 to 15 are aioshm's own, 16 to 255 everybody else's.
+        code: The same in one byte, for the slot header: 1 to 15 are aioshm's own, 16 to 255 are for others.
     """
 
     @property
@@ -68,7 +68,7 @@ class Loads(Protocol):
 
 @runtime_checkable
 class Views(Protocol):
-    """A codec that can show a message where it lies."""
+    """A codec that can decode in place, zero-copy."""
 
     def view(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
         """Decode without copying: arrays, tensors and bytes-like parts point into the given memory.
@@ -82,7 +82,7 @@ class Views(Protocol):
 
 
 def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
-    """Make the error that decoding ends in; ``error`` is its cause.
+    """Return the error of a message that cannot be decoded; ``error`` is its cause.
 
     The frames that ``error`` came through are cleared: otherwise the views in them would live as long as the error
     does, and the memory could not be unmapped. A caller that was given views lets go of them itself.

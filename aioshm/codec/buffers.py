@@ -1,4 +1,4 @@
-"""The memory that travels beside a message: which blocks do, and what they arrive in."""
+"""Out-of-band buffers: which blocks of memory travel beside a message, and what they arrive in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HUGE_PAGE_BYTES = 4 * 1024 * 1024
 
 
 def is_loaded(name: str) -> bool:
-    """Say whether the program has finished importing the module.
+    """Return whether the program has finished importing the module.
 
     One that is still being imported, perhaps by another thread, does not count: importing it too would wait for that.
     """
@@ -39,7 +39,7 @@ def own_copy(view: memoryview) -> bytearray | memoryview:
 
 
 def flat(obj: Any) -> memoryview:
-    """Show C-contiguous memory, whatever its shape and type, as plain bytes.
+    """Return a view of C-contiguous memory, of any shape and type, as plain bytes.
 
     A memoryview is cast, not exported: CPython (3.11 at least) crashes when its collector frees a cycle in which one
     memoryview exports to another, and a message on its way may well hang in the cycle of an error and its frames.

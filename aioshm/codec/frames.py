@@ -1,4 +1,4 @@
-"""What is inside a slot: a fixed header, then the message. Pure arithmetic over memory that somebody else owns.
+"""The content of a slot: a fixed header, then the message. Pure arithmetic over memory that the caller owns.
 
     0          64                                                     64 + max_chunk_bytes
     +----------+---------------------------------------------------------------+
@@ -38,7 +38,7 @@ pack_header = HEADER.pack_into
 unpack_header = HEADER.unpack_from
 
 INLINE = 1  # the body is in the chunk
-OVERFLOW = 2  # the body did not fit the chunk and lies in an annex, which the rest of the header names
+OVERFLOW = 2  # the body did not fit the chunk and lies in an overflow segment, which the rest of the header names
 RAW = 3  # the chunk was written with acquire_write: no codec
 
 
@@ -67,7 +67,7 @@ def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
 def write_body(
     target: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | bytearray | memoryview]
 ) -> None:
-    """Gather a message in a chunk.
+    """Write a message's main part and buffers into a chunk.
 
     Args:
         target: At least `body_bytes` long, one-dimensional, of format ``B``; what lies behind the body is left alone.

@@ -161,11 +161,11 @@ class MsgpackCodec:
             arriving.clear()
         if self._type is None:
             return obj
-        # Not at once: where a type says bytes, msgspec refuses an extension without asking anybody.
+        # Not at once: where a type says bytes, msgspec refuses an extension without calling the hook.
         return msgspec.convert(obj, self._type, builtin_types=_BUILTIN_TYPES, dec_hook=self._dec_hook)
 
     def _arrive(self, code: int, data: memoryview) -> Any:
-        """Turn an extension into what it stands for."""
+        """Decode an extension: an array, a tensor or large bytes."""
         if code == _BYTES:
             (index,) = _INDEX.unpack(data)
             buffer = self._take_arriving(index)
@@ -199,7 +199,7 @@ class MsgpackCodec:
         return buffer
 
     def _stand_in(self, obj: Any) -> Any:
-        """Turn what msgspec does not know into what it does."""
+        """Encode an object that msgspec does not know as one that it does."""
         kind = type(obj)
         packer = _packers.get(kind)
         if packer is None:
@@ -226,7 +226,7 @@ class MsgpackCodec:
             self._leaving = before
 
     def _set_aside(self, obj: Any) -> Any:
-        """Put large bytes beside the message."""
+        """Set large bytes aside as an out-of-band buffer."""
         if len(self._leaving) == MAX_BUFFERS:
             return obj
         self._leaving.append(flat(obj))
@@ -238,7 +238,7 @@ class MsgpackCodec:
         return taken
 
     def _refusal(self, obj: Any, error: Exception) -> CodecError:
-        """Say which part of an object cannot be encoded."""
+        """Return the error that names the part of an object that cannot be encoded."""
         self._leaving.clear()
         raised = find_raised(error)
         if raised is not None:  # by a signal's handler: nothing is wrong with the object
@@ -252,7 +252,7 @@ class MsgpackCodec:
 
 
 def _learn() -> None:
-    """Learn how arrays and tensors travel once the program has imported their libraries, never before."""
+    """Load the encoders of arrays and tensors once the program has imported their libraries, never before."""
     if is_loaded("numpy"):
         from aioshm.codec import msgpack_arrays
 

@@ -1,4 +1,4 @@
-"""How NumPy arrays travel inside MessagePack. Imports NumPy, so import this only where it is."""
+"""NumPy arrays inside MessagePack. Imports NumPy, so import this only where it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _decode_head = built(lambda: msgspec.msgpack.Decoder(tuple[Any, tuple[Length, ..
 
 
 def pack_array(array: Array) -> tuple[bytes, Memory]:
-    """Return what to read the array's memory as, and that memory.
+    """Return an array's description (dtype, shape, order), and its memory.
 
     Raises:
         TypeError: The elements hold Python objects, or nothing at all.
@@ -37,7 +37,7 @@ def pack_array(array: Array) -> tuple[bytes, Memory]:
 
 
 def unpack_array(head: memoryview, memory: Any) -> Array:
-    """Lay an array over memory."""
+    """Return an array over memory, without a copy."""
     element, shape, by_columns = _decode_head(head)
     return np.ndarray(shape, _dtype(element), memory, 0, None, "F" if by_columns else "C")
 

@@ -1,4 +1,4 @@
-"""How torch tensors travel inside MessagePack. Imports torch, so import this only where it is."""
+"""Torch tensors inside MessagePack. Imports torch, so import this only where it is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _decode_head = built(lambda: msgspec.msgpack.Decoder(tuple[str, tuple[Length, ..
 
 
 def pack_tensor(tensor: torch.Tensor) -> tuple[bytes, Memory]:
-    """Return what to read the tensor's memory as, and that memory, which is a copy if it is on another device.
+    """Return a tensor's description, and its memory, which is a copy if it is on another device.
 
     Raises:
         TypeError: This is no dense tensor, or one without memory.
@@ -38,7 +38,7 @@ def pack_tensor(tensor: torch.Tensor) -> tuple[bytes, Memory]:
 
 
 def unpack_tensor(head: memoryview, memory: Any) -> torch.Tensor:
-    """Lay a tensor over memory, and take it to its device."""
+    """Return a tensor over memory, moved to its device."""
     name, shape, by_columns, requires_grad, is_parameter, device = _decode_head(head)
     tensor = rebuild_tensor(memory, name, shape, "F" if by_columns else "C")
     if device:

@@ -70,7 +70,7 @@ class PickleCodec:
 
 
 def _find_reducers() -> int:
-    """Learn how arrays and tensors travel once the program has imported their libraries, never before.
+    """Load the reducers of arrays and tensors once the program has imported their libraries, never before.
 
     Returns:
         The number of modules that there were; -1 if one of these two was still being imported.
@@ -91,7 +91,7 @@ def _find_reducers() -> int:
 
 
 class _Reducers(dict[type, Callable[[Any], Any]]):
-    """How some exact types are reduced here; all others as everywhere.
+    """The reducers of arrays and tensors, by exact type; all others are pickle's own.
 
     A pickler with a dispatch table of its own does not ask ``copyreg`` any more. Passing the question on, rather than
     starting from a copy, also finds what is registered later.
@@ -185,7 +185,7 @@ def _with_buffers(main: bytes | memoryview, buffers: Iterable[Any], loads: Calla
 
 
 class _LentUnpickler(pickle.Unpickler):
-    """Leaves memory where it is, also of arrays that were read-only at their source."""
+    """Unpickles zero-copy, also arrays that were read-only at their source."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_writable_array" and module == "aioshm.codec.arrays":

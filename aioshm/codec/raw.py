@@ -18,7 +18,7 @@ class RawCodec:
     loads = bytes
 
     def encode(self, obj: Any) -> Encoded:
-        """Show the memory of a bytes-like object.
+        """Return a view of a bytes-like object's memory.
 
         Raises:
             CodecError: The object has no C-contiguous memory to show.

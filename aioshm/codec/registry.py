@@ -1,4 +1,4 @@
-"""Which codecs there are, by name and by code."""
+"""The registry of codecs, by name and by code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _codes: dict[str, int] = {codec.name: codec.code for codec in _OWN}
 
 
 def register_codec(name: str, factory: Callable[[], Codec]) -> None:
-    """Make a codec known by name in this process.
+    """Register a codec by name in this process.
 
     A handle carries only the name, so do this in every process that has an end of the queue. Registering the same
     factory again changes nothing.
@@ -71,7 +71,7 @@ def get_codec(codec: str | Codec) -> Codec:
 
 
 def loads_of(codec: Codec) -> Callable[[bytes], Any]:
-    """Return what decodes a message without buffers: the codec's ``loads``, or its ``decode`` in that form."""
+    """Return the function that decodes a message without buffers: ``loads``, or ``decode`` in that form."""
     if isinstance(codec, Loads):
         return codec.loads
     decode = codec.decode
@@ -83,7 +83,7 @@ def loads_of(codec: Codec) -> Callable[[bytes], Any]:
 
 
 def view_of(codec: Codec) -> Callable[[memoryview, Sequence[memoryview]], Any]:
-    """Return what decodes a message in place: the codec's ``view``, or its ``decode``, which copies."""
+    """Return the function that decodes a message in place: the codec's ``view``, or its ``decode``, which copies."""
     return codec.view if isinstance(codec, Views) else codec.decode
 
 

@@ -1,4 +1,4 @@
-"""Walks over what MessagePack can carry: to set large parts aside, and to find what it refuses."""
+"""Walks over objects for MessagePack: set large parts aside, and find the part that it refuses."""
 
 from __future__ import annotations
 

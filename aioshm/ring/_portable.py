@@ -1,4 +1,4 @@
-"""The hot path of a ring in Python: the twin of ``_native.c``, and what that is held against by the tests.
+"""The hot path of a ring in Python: the twin of ``_native.c``, and its reference in the tests.
 
 Nothing here waits, and nothing is allocated that is not the message itself. Slices of the segment are cut once; what
 a message costs then is a few byte stores, two comparisons of a slice with constant bytes (whatever the number of
@@ -32,7 +32,7 @@ NOTHING: Final[Any] = object()
 """There is no message, or the gate is shut."""
 
 ELSEWHERE: Final[Any] = object()
-"""There is a message, but not an ordinary one: whoever asks has to look at the slot."""
+"""There is a message, but not an ordinary one: the caller has to look at the slot."""
 
 COPY_MAX = 65536
 """Larger messages are no ordinary ones: they are decoded in place."""
@@ -47,7 +47,7 @@ _lock = threading.Lock()
 
 
 def memory_fence() -> None:
-    """Let no earlier load or store pass a later one.
+    """Full memory fence: let no earlier load or store pass a later one.
 
     The twin's lock round trip holds a locked instruction, which is a full fence on x86. Elsewhere it orders as acquire
     and release only; see `atomics.FULL_FENCE`.
@@ -57,7 +57,7 @@ def memory_fence() -> None:
 
 
 class _Core(ABC):
-    """What both ends have.
+    """The part that both ends share: gate, spinning, parked flags, memory.
 
     Attributes:
         seq: Sequence number of the next message.
@@ -96,7 +96,7 @@ class _Core(ABC):
         self._on_parked: Callable[[], object] | None = None
         self._slots = slots
         self._slot = slots[0]
-        # memory_fence() inline, at half of its cost. Nobody else has this lock; it is not waited for because an
+        # memory_fence() inline, at half of its cost. No other thread has this lock; it is not waited for because an
         # exception that a signal handler raises between the two calls leaves it taken, and release() alone is a fence.
         self._fence = threading.Lock()
         self._read_by_all = bytes([1]) * layout.flag_bytes
@@ -126,7 +126,7 @@ class _Core(ABC):
         self._runs = runs
 
     def passes(self) -> bool:
-        """Return whether the gate lets this thread pass."""
+        """Return whether the gate (loop, thread, process of this end) lets this thread pass."""
         return self._lets_pass(get_ident())
 
     def _lets_pass(self, me: int) -> bool:
@@ -163,7 +163,7 @@ class _Core(ABC):
         return False
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent.
+        """Release every view of the shared memory. Idempotent.
 
         Raises:
             BufferError: Called from inside of a batch, or of a spin in another thread.
@@ -176,7 +176,7 @@ class _Core(ABC):
 
     @abstractmethod
     def _may_go_on(self) -> bool:
-        """Return whether what this end waits for is there."""
+        """Return whether this end's message or free slot is there."""
 
     def _check_unused(self) -> None:
         if self._slot is _CLOSED:
@@ -210,7 +210,7 @@ class _Unraisable:
 
 
 class _ClosedSlot:
-    """What stands for every slot once the memory was let go of: using it raises ValueError."""
+    """Stands for every slot once the memory is released: using it raises ValueError."""
 
     index = 0
     flags = reader_flags = header = chunk = memoryview(b"")
@@ -231,12 +231,12 @@ class WriterCore(_Core):
         self._ahead = 1
 
     def spin_for(self, ahead: int, /) -> None:
-        """Let spins wait for so many free slots."""
+        """Set how many free slots a spin waits for."""
         self._check_ahead(ahead)
         self._ahead = ahead
 
     def free(self, ahead: int = 1, /) -> bool:
-        """Return whether so many of the next slots can be written."""
+        """Return whether the next ``ahead`` slots can be written."""
         if self._slot is _CLOSED:
             self._check_unused()
         self._check_ahead(ahead)
@@ -337,7 +337,7 @@ class WriterCore(_Core):
             self._hushed = False
 
     def evict(self, reader: int, /) -> None:
-        """Count a reader that is gone as having read everything, now and from now on."""
+        """Evict a reader: it counts as having read every message, past and future."""
         if self._slot is _CLOSED:
             self._check_unused()
         if not 0 <= reader < len(self._unread):

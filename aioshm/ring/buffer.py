@@ -29,7 +29,7 @@ __all__ = ["RingHandle", "RingReader", "RingWriter", "ShmRingBuffer", "memory_fe
 
 
 class RingHandle(NamedTuple):
-    """What reopens a ring: its sizes, and where its memory is found."""
+    """The address of a ring: its sizes, and the descriptor or name of its segment."""
 
     n_reader: int
     max_chunk_bytes: int
@@ -135,7 +135,7 @@ class ShmRingBuffer:
         self._segment: Segment | None = segment
         self._why = ""
 
-    # Using it
+    # Cursors and views
 
     @property
     def view(self) -> memoryview:
@@ -184,7 +184,7 @@ class ShmRingBuffer:
         for index in range(sizes.max_chunks if share else 0):
             segment.prefault(sizes.slot(index), share, write=write)
 
-    # Passing it on
+    # Handles
 
     @property
     def fd(self) -> int:
@@ -197,7 +197,7 @@ class ShmRingBuffer:
         return self._mapped().name
 
     def handle(self) -> RingHandle:
-        """Return what reopens this ring; a memfd can be reopened while this process lives."""
+        """Return the handle that reopens this ring; a memfd can be reopened while this process runs."""
         sizes, segment = self.layout, self._mapped()
         return RingHandle(
             sizes.n_reader,
@@ -212,7 +212,7 @@ class ShmRingBuffer:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.handle(),)
 
-    # Leaving it
+    # Closing
 
     def unlink(self) -> None:
         """Remove the segment's name, if it has one and this process made it; mappings live on."""

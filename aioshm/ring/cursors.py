@@ -1,4 +1,4 @@
-"""The two ends of a ring: what each message needs is the core's, native or portable; the rest is here."""
+"""The cursors of a ring's two ends: the native or portable core does what each message needs, this module the rest."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RingWriter(_Cursor):
         return 0 not in self.slots[seq % len(self.slots)].reader_flags.tobytes()
 
     def set_reader_state(self, reader: int, state: int, pid: int) -> None:
-        """Note in the header what became of a reader, for whoever inspects the ring."""
+        """Write a reader's state to the header, where it can be inspected."""
         line = self.layout.reader_line(reader)
         self._header[line + at.STATE] = state
         self._header[line + at.PID : line + at.PID + 4] = pid.to_bytes(4, "little")
@@ -80,13 +80,13 @@ class RingWriter(_Cursor):
         self._words[at.WRITER_WANTS // 8] = slots - 1
 
     def set_writer_state(self, closed: bool, pid: int) -> None:
-        """Note in the header who writes, and whether that has ended."""
+        """Write the writer's pid and whether it has closed to the header."""
         line = at.WRITER_LINE
         self._header[line + at.PID : line + at.PID + 4] = pid.to_bytes(4, "little")
         self._header[line + at.STATE] = closed
 
     def close(self) -> None:
-        """Give every view back, so that the segment can be unmapped."""
+        """Release every view, so that the segment can be unmapped."""
         self.core.close()
         self._close()
 
@@ -136,7 +136,7 @@ class RingReader(_Cursor):
         return [int.from_bytes(self._header[line : line + 4], "little") for line in lines]
 
     def writer_closed(self) -> bool:
-        """Return whether the writer has said that it will write no more."""
+        """Return whether the writer has closed the ring."""
         return self._header[at.WRITER_LINE + at.STATE] != 0
 
     def writer_pid(self) -> int:
@@ -145,7 +145,7 @@ class RingReader(_Cursor):
         return int.from_bytes(self._header[line : line + 4], "little")
 
     def close(self) -> None:
-        """Give every view back, so that the segment can be unmapped."""
+        """Release every view, so that the segment can be unmapped."""
         self.core.close()
         self.parked.release()
         self._close()

@@ -1,4 +1,4 @@
-"""Where every byte of a segment is.
+"""The layout of a segment: the offset of the header, of each reader's line, of flags and slots.
 
     offset            what                                                       written by
     0                 magic, version, sizes, queue id                            creator, once
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 MAGIC = b"aioshm\r\n"  # CR LF: a transfer that mangles line ends shows at once, as in PNG's signature
 VERSION = 2
 LINE = 64
-PAGE = resource.getpagesize()  # what can be mapped in its own way
+PAGE = resource.getpagesize()  # bytes; protection and mappings are set by the page
 SLOT_HEADER_BYTES = 64
 
 QUEUE_ID_BYTES = 16

@@ -1,4 +1,4 @@
-"""Why there is no shared memory to be had, told with what was asked for, what is free, and what to do."""
+"""Errors for want of shared memory: how much was asked for, how much is free, what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def check_memory(size: int) -> None:
-    """Refuse what can never fit.
+    """Refuse a segment that can never fit into this machine's memory.
 
     Raises:
         SharedMemoryError: This machine has less memory.
@@ -25,14 +25,14 @@ def check_memory(size: int) -> None:
     try:
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     except OSError:
-        return  # without /proc nobody knows
+        return  # without /proc it is unknown
     # Pages are committed when touched, so only what can never fit is refused.
     if size > memory.total + swap.total:
         raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
 
 
 def cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -> SharedMemoryError | OutOfDescriptors:
-    """Return what tells why a segment of so many bytes cannot be created."""
+    """Return the error for a segment of ``size`` bytes that cannot be created."""
     if not isinstance(error, OverflowError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
         return refused(error, f"cannot create {_mib(size)} MiB of shared memory")
     remedy = "use fewer or smaller chunks"
@@ -52,7 +52,7 @@ def cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -
 
 
 def refused(error: OSError, what: str) -> SharedMemoryError | OutOfDescriptors:
-    """Return what tells why the system refuses something else, and what to do."""
+    """Return the error for another refusal of the system, with what to do."""
     if is_out_of_descriptors(error):
         return OutOfDescriptors(error.errno, f"{what}: {why_no_descriptor(error.errno, 'this process')}")
     remedies = {
@@ -70,7 +70,7 @@ def _available() -> int | None:
     try:
         return int(psutil.virtual_memory().available)
     except OSError:
-        return None  # without /proc nobody knows
+        return None  # without /proc it is unknown
 
 
 def _too_large(size: int, free: int | None, where: str, remedy: str) -> SharedMemoryError:

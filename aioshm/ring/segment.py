@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _posixshmem  # what multiprocessing.shared_memory stands on, without its resource tracker
+import _posixshmem  # the base of multiprocessing.shared_memory, without its resource tracker
 import fcntl
 import mmap
 import os
@@ -34,7 +34,7 @@ class Segment:
     The file descriptor stays open as long as the mapping: it is what gets passed to readers (memfd), and it carries
     the shared lock that tells a segment in use from an orphan (named).
 
-    A memfd is sealed: nobody can make it smaller. A named segment cannot be sealed: a process of the same user that
+    A memfd is sealed: no process can make it smaller. A named segment cannot be sealed: a process of the same user that
     truncates it ends every process that has it mapped, with SIGBUS.
 
     Attributes:
@@ -115,7 +115,7 @@ class Segment:
         except OSError as error:
             raise cannot_create(size, "memfd", error) from None
         _or_close(fd, size, "memfd", lambda: os.ftruncate(fd, size))
-        # No reader can shrink it under the others, which would turn their next touch into a SIGBUS.
+        # Sealed: a reader that truncated it would turn the next access of every other end into a SIGBUS.
         seals = fcntl.F_SEAL_SHRINK if may_grow else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
         return cls._mapped(fd, size, None, "memfd")
@@ -173,7 +173,7 @@ class Segment:
             raise refused(error, "there is no descriptor to pass to the readers") from None
 
     def _reopened(self) -> int | None:
-        """Return a new, read-only descriptor; None where there is no way to one."""
+        """Return a new, read-only descriptor; None where the system cannot give one."""
         with suppress(FileNotFoundError):
             return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         if self.name is None:
@@ -188,7 +188,7 @@ class Segment:
     def grow(self, size: int) -> bool:
         """Make the segment larger and map it anew; return whether this system and this segment can.
 
-        Nobody may hold a view of it here; mappings elsewhere stay as they are. Where it cannot, it stays usable.
+        No view of it may be held in this process; mappings elsewhere stay as they are. If it cannot, it stays usable.
 
         Raises:
             SharedMemoryError: There can never be enough memory.
@@ -210,13 +210,13 @@ class Segment:
         return True
 
     def forget(self) -> None:
-        """Give the pages back to the system, where that is possible; all bytes may be zeros afterwards."""
+        """Return the pages to the system where possible (madvise(2)); all bytes may be zeros afterwards."""
         if hasattr(mmap, "MADV_REMOVE"):
             with suppress(OSError):
                 self._map.madvise(mmap.MADV_REMOVE)
 
     def prefault(self, offset: int, length: int, *, write: bool) -> None:
-        """Fault in the pages of a range, so that no first message pays for them."""
+        """Fault in the pages of a range, so that the first messages do not pay for page faults."""
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         end = min(offset + length, self.size)
         if hasattr(self._map, "madvise"):
@@ -254,7 +254,7 @@ class Segment:
             self.view.release()
             self._map.close()
         except BufferError:
-            pass  # somebody still holds a view; the mapping goes when that does
+            pass  # a view is still held; the mapping goes when it is released
 
 
 def _new_name(size: int) -> tuple[str, int]:
@@ -268,7 +268,7 @@ def _new_name(size: int) -> tuple[str, int]:
         _hold(fd)
         if os.fstat(fd).st_nlink:
             return name, fd
-        os.close(fd)  # somebody who removes orphans was faster than the lock
+        os.close(fd)  # another process, which removes orphans, was faster than the lock
 
 
 def orphans() -> list[str]:
@@ -296,7 +296,7 @@ def _owner(path: Path) -> int | None:
 
 
 def _if_orphan(name: str, action: Callable[[], None]) -> bool:
-    """Do something to a segment while nobody can take hold of it; return whether nobody held it."""
+    """Call ``action`` on a segment under its lock if no process holds it; return whether that was so."""
     # A lock rather than a pid: pids mean nothing across containers that share /dev/shm.
     try:
         fd = _posixshmem.shm_open(f"/{name}", os.O_RDWR, mode=0o600)
@@ -314,7 +314,7 @@ def _if_orphan(name: str, action: Callable[[], None]) -> bool:
 
 def _hold(fd: int) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)  # waits only for somebody who looks for orphans, and for an instant
+        fcntl.flock(fd, fcntl.LOCK_SH)  # waits only for a process that looks for orphans, and for an instant
     except OSError:
         pass  # macOS knows no lock on shared memory, and has no directory to sweep
 

@@ -33,7 +33,7 @@ class Slot:
         self.chunk = body_view[body : body + layout.max_chunk_bytes]
 
     def release(self) -> None:
-        """Give the views back, so that the segment can be unmapped."""
+        """Release the views, so that the segment can be unmapped."""
         for part in (self.flags, self.reader_flags, self.header, self.chunk):
             part.release()
 

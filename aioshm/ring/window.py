@@ -1,11 +1,11 @@
-"""Windows: second mappings of slots, which leave a copy behind for whoever still looks through them.
+"""Windows: second mappings of slots for leases, replaced by a private copy where a view outlives its lease.
 
 A reader may look at a message where it lies, in its slot, until it gives the slot back; then the writer overwrites it.
-Python cannot take an array away from whoever kept it, so what it points to is exchanged instead: a leased message is
-seen through a mapping of its own, and if somebody still holds a view when the lease ends, private memory with the same
+Python cannot take an array away from code that kept it, so the memory behind it is exchanged instead: a leased message
+is seen through a mapping of its own, and if a view is still held when the lease ends, private memory with the same
 bytes is put under that view, at the same addresses. The array that was kept is a copy from then on.
 
-How it is known that somebody holds a view: every buffer over an ``mmap`` object, however it came about (a slice of a
+How it is known that a view is held: every buffer over an ``mmap`` object, however it came about (a slice of a
 memoryview, a NumPy array over a cast of that), hangs on one managed buffer, which holds one reference to the object
 until the last of them is gone; and what keeps the object itself (a memoryview's ``obj``) holds a reference too. Nobody
 else knows the object, so it is held exactly if it has more references than the one in our dictionary. This counts
@@ -82,14 +82,14 @@ class Windows:
         return memoryview(window)[start : start + nbytes]
 
     def held(self, index: int) -> bool:
-        """Return whether somebody holds a view of a slot."""
+        """Return whether a view of a slot is held."""
         try:
             return getrefcount(self._windows[index]) > _UNHELD
         except KeyError:
             return False
 
     def settle(self, index: int, nbytes: int) -> bool:
-        """Make a copy of what is still held of a slot; called before the slot is released.
+        """Move a slot's window to a private copy if a view is still held; called before the slot is released.
 
         The caller's own views have to be dropped by then, and dropped only (see this module's beginning).
 
@@ -115,7 +115,7 @@ class Windows:
         return True
 
     def close(self) -> None:
-        """Unmap what nobody holds, and make a copy of every chunk that is held. Idempotent.
+        """Unmap every window without views, and make a copy of every chunk with one. Idempotent.
 
         Raises:
             SharedMemoryError: There is no memory for a copy; this can be called again.
@@ -171,7 +171,7 @@ _UNHELD: Final = _count_unheld()
 
 
 def _replace(address: int, length: int, start: int, nbytes: int) -> None:
-    """Put private memory in a window's place: these bytes of it, zeros elsewhere."""
+    """Replace a window by private memory: these bytes of it, zeros elsewhere."""
     try:
         _exchange(address, length, start, nbytes)
     except OSError as error:
@@ -187,7 +187,7 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def _move_over(address: int, length: int, start: int, nbytes: int) -> None:
-    """Fill private memory elsewhere, then move it to the window: whoever looks meanwhile sees either, or waits."""
+    """Fill private memory elsewhere, then mremap(2) it to the window: a concurrent read sees either, or waits."""
     copy = map_memory(None, length, _READ_WRITE, _PRIVATE)
     ctypes.memmove(copy + start, address + start, nbytes)
     try:
@@ -198,7 +198,7 @@ def _move_over(address: int, length: int, start: int, nbytes: int) -> None:
 
 
 def _map_over(address: int, length: int, start: int, nbytes: int) -> None:
-    """Map private memory onto the window, then fill it: another thread that looks meanwhile may see zeros."""
+    """Map private memory onto the window, then fill it: a concurrent read may see zeros."""
     copy = ctypes.string_at(address + start, nbytes)
     map_memory(address, length, _READ_WRITE, _PRIVATE)
     ctypes.memmove(address + start, copy, nbytes)
