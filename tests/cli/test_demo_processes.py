@@ -53,12 +53,14 @@ async def test_the_reader_for_which_the_writer_failed_is_named():
     assert caught.value.exit_code == 1
 
 
+@pytest.mark.slow_on_uvloop
 async def test_file_that_vanished_is_named(tmp_path):
     with pytest.raises(CommandFailed, match=r"^cannot read .*gone: No such file") as caught:
         await run(job_on(tmp_path / "gone"))
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.slow_on_uvloop
 async def test_queue_that_cannot_be_made_is_an_unusable_machine(text, monkeypatch):
     monkeypatch.setenv("AIOSHM_LIFELINE", "directory")
     monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(text))  # a file
@@ -68,6 +70,7 @@ async def test_queue_that_cannot_be_made_is_an_unusable_machine(text, monkeypatc
     assert str(text) in str(caught.value)
 
 
+@pytest.mark.slow_on_uvloop
 async def test_broken_torch_is_named(text, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('half installed')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -76,6 +79,7 @@ async def test_broken_torch_is_named(text, tmp_path, monkeypatch):
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_bug_in_a_process_is_told_with_its_traceback(text):
     with pytest.raises(WorkerError, match=r"(?s)ValueError: .*traceback.*in _prepare"):
         await run(msgspec.structs.replace(job_on(text), input=b"zero\0byte"))
@@ -95,6 +99,7 @@ def test_the_failure_is_told_for_which_the_others_failed(errors, text, code):
     assert (str(failure), failure.exit_code) == (text, code)
 
 
+@pytest.mark.slow_on_uvloop
 async def test_cancelling_leaves_no_process(text):
     before = set(psutil.Process().children())
     running = asyncio.Event()
