@@ -30,6 +30,9 @@ from aioshm.zeromq.sentry import Sentry
 
 logger = logging.getLogger("aioshm.zeromq")
 
+# Of ZMTP 3, which is sent as a whole to those who have begun with theirs.
+_GREETING_BYTES = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLimits:
@@ -76,7 +79,6 @@ class GuardedMonitor(Monitor):
 
     Attributes:
         cut_off: Peers that were hung up on.
-        peers: Those that have finished the handshake and are there.
 
     Raises:
         OutOfDescriptors, OutOfThreads: No descriptors or no thread can be had.
@@ -92,7 +94,9 @@ class GuardedMonitor(Monitor):
     ) -> None:
         super().__init__(socket, also=zmq.EVENT_ACCEPTED)
         self.cut_off = 0
-        self.peers = 0
+        self._open: dict[int, bool] = {}  # descriptors of connections, and whether they have been greeted
+        self._greeted = 0  # of those that are open
+        self._succeeded = self._accounted = 0  # handshakes, and those of which it is known whose they were
         self._departed = 0
         self._failed = False
         self._limits = limits
@@ -123,6 +127,11 @@ class GuardedMonitor(Monitor):
             events = list(self._put_by)
             self._put_by.clear()
         yield from events
+
+    @property
+    def peers(self) -> int:
+        """How many peers have finished the handshake and are there."""
+        return self._greeted if self._sentry is not None else self._succeeded - self._accounted
 
     def take_gone(self) -> set[int]:
         """Return the descriptors of connections that have ended since the last call; they may be in use again."""
@@ -213,18 +222,36 @@ class GuardedMonitor(Monitor):
             if kind == zmq.EVENT_DISCONNECTED:
                 self._forget(value)
                 self._gone.add(value)
-                if not self._failed:
-                    self.peers -= 1
-                    self._departed += 1
-                self._failed = False
+                if self._has_failed(value):
+                    self._put_by.append((zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, endpoint))
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.peers += 1
-            else:  # a handshake has failed: the end of that connection follows
-                self._failed = True
+                self._succeeded += 1
+            else:
+                self._failed = True  # the end of that connection follows
             self._put_by.append((kind, endpoint))
+
+    def _has_failed(self, fd: int) -> bool:
+        """Return whether a connection that has ended was one whose handshake failed without an event that says so.
+
+        ZeroMQ has none for those that do not begin to speak ZMTP where it asks who may come in (RFC 27). Nor do its
+        events say whose handshake has succeeded; the greeting, which only those are sent to the end, does.
+        """
+        greeted, said_so, self._failed = self._open.pop(fd, False), self._failed, False
+        if greeted:
+            self._greeted -= 1
+        elif said_so:
+            return False
+        elif self._sentry is not None and self._succeeded <= self._accounted:
+            return True
+        else:  # it has gone before anybody looked
+            self._accounted += 1
+        self._departed += 1
+        return False
 
     def _welcome(self, fd: int, endpoint: str) -> None:
         self._forget(fd)
+        self._greeted -= self._open.get(fd, False)
+        self._open[fd] = False
         if self._sentry is None:
             return
         try:
@@ -254,6 +281,10 @@ class GuardedMonitor(Monitor):
         except OSError:
             self._forget(peer.fd)
             return
+        if acknowledged >= _GREETING_BYTES and self._open.get(peer.fd) is False:
+            self._open[peer.fd] = True
+            self._greeted += 1
+            self._accounted += 1
         if limits.admitted_after is not None and acknowledged > limits.admitted_after:
             self._forget(peer.fd)
             if self._sentry is not None:

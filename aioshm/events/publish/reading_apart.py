@@ -46,17 +46,33 @@ class ReadingApart:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read what comes, from now on, for ``loop``."""
         self._loop = loop
-        self._pump = Pump(loop, self._socket, self._look)
+        self._pump = Pump(loop, self._socket, self.look)
 
     def ready(self) -> bool:
         """Return whether the loop may use the socket now; if not, ``on_ready`` follows."""
-        if not self._busy and self._pump is not None and self._poll.poll(0):
-            self.read()
+        self.look()
         self._awaited = self._busy
         return not self._busy
 
-    def read(self) -> None:
-        """Read; for a call now and then, too: sending hides that something came."""
+    def look(self, *, listen: bool = False) -> None:
+        """Read what has come: here if that is brief, else in the thread, which takes the GIL from a busy loop.
+
+        Args:
+            listen: Read also where the descriptor tells of nothing: sending carries out commands, too, and what they
+                brought is there to be read. That takes no walk any more.
+        """
+        if self._busy or self._closed or self._pump is None:
+            return
+        told = bool(self._poll.poll(0))
+        if told and not self._subscriptions.brief:
+            self._read()
+        elif (told or listen) and self._subscriptions.read():
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self.look(listen=True)
+
+    def _read(self) -> None:
         if self._busy or self._closed or self._pump is None:
             return
         try:
@@ -79,10 +95,6 @@ class ReadingApart:
         with self._lock:
             return
 
-    def _look(self) -> None:
-        if self._poll.poll(0):
-            self.read()
-
     def _work(self) -> bool:
         with self._lock:
             until = time.monotonic() + _TURN_S
@@ -102,7 +114,7 @@ class ReadingApart:
         assert self._pump is not None
         self._pump.resume()
         if done.result():
-            self._loop.call_soon(self.read)
+            self._loop.call_soon(self._read)
         if self._awaited:
             self._awaited = False
             self._on_ready()

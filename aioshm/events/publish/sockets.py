@@ -140,7 +140,7 @@ class PublisherEnds:
     def read_subscriptions(self) -> None:
         """Read subscriptions; to be called now and then, too: sending hides from the loop that something came."""
         if self._reading is not None:
-            self._reading.read()
+            self._reading.look(listen=True)
 
     def stop_reading(self) -> None:
         """Read nothing more from subscribers, so that batches may go out whether `ready` or not."""

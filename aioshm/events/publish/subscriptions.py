@@ -22,6 +22,8 @@ MAX_WALK = 2_000_000
 # What a walk takes, and what every subscriber that comes and leaves does besides: measured, with a reserve.
 _SLOT_S = 70e-9
 _PEER_S = 100e-6
+# For what takes no longer than this at worst, no thread is asked.
+_BRIEF_S = 0.005
 # How many are read in one turn of the loop.
 _TURN = 64
 # What a subscription may have around its prefix on the wire: the name of a command, encryption.
@@ -104,6 +106,12 @@ class Subscriptions:
     def full(self) -> bool:
         """Whether one more subscriber would be too many, for now."""
         return bool(self._refused) or self.slots > MAX_SLOTS or (self._monitor.peers + 1) * self.slots > MAX_WALK
+
+    @property
+    def brief(self) -> bool:
+        """Whether reading takes a few milliseconds at most, even if all subscribers have left, and none has come."""
+        peers = self._monitor.peers
+        return peers <= len(self._of_peer) and peers * (_PEER_S + self.slots * _SLOT_S) < _BRIEF_S
 
     def take_cost(self) -> float:
         """Return how many seconds the subscribers have taken that have left since the last call."""

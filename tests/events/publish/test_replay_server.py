@@ -69,6 +69,7 @@ async def test_strangers_that_do_not_speak_zeromq(ends: Ends, caplog: pytest.Log
     assert "handshake" in caplog.text
     publisher.publish(batch(0))
     assert [item.seq for item in await take(subscriber, 1) if isinstance(item, Received)] == [0]
+    await until(lambda: publisher._ends._monitors[0].peers == 1)  # the subscriber, and no stranger
 
 
 @pytest.mark.parametrize("port", ["endpoint", "replay_endpoint"])
@@ -123,7 +124,6 @@ async def test_a_client_that_stops_reading_is_given_up(ends: Ends, raw: Any, mon
     await until(lambda: publisher.stats().abandoned_replays == 1)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_client_that_leaves_is_forgotten(ends: Ends, raw: Any) -> None:
     publisher = ends.publisher()
     for n in range(5000):
