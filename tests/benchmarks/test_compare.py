@@ -41,6 +41,7 @@ def measured(report: Any) -> set[tuple[str, str, int]]:
     return {(result["case"], result["contestant"], result["readers"]) for result in report["results"]}
 
 
+@pytest.mark.slow
 def test_streams_and_round_trips_as_json() -> None:
     done = run("--only", "dict", "pingpong", "--contestants", *HERE, "--json", "-")
     report = json.loads(done.stdout)

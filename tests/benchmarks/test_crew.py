@@ -44,6 +44,7 @@ def crew() -> Iterator[Crew]:
         yield crew
 
 
+@pytest.mark.slow_on_uvloop
 async def test_orders_are_answered(crew: Crew) -> None:
     hand = crew.start("a hand", obey, "done:")
     hand.order("sweep")

@@ -57,6 +57,7 @@ class TestImports:
             "assert 'torch' not in sys.modules\n"
         )
 
+    @pytest.mark.slow
     def test_a_reader_need_not_have_imported_them(self) -> None:
         codec = get_codec("pickle")
         import numpy as np

@@ -175,6 +175,7 @@ class TestDeath:
                 await until(lambda: door.log[-1] == ("died", 7), "the news of its death")
                 assert not fork or psutil.pid_exists(child)
 
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("fork", [False, True], ids=["", "with a forked child"])
     async def test_of_the_writer(self, any_address: str, fork: bool) -> None:
         with another_process(listen_for_ever, any_address, fork) as (process, pipe):

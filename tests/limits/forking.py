@@ -9,6 +9,7 @@ said, how it ended, and "the parent goes on". What came of it is written as a li
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -47,7 +48,7 @@ from aioshm.events import (
 
 AT_A_TIME = 2  # so many processes: most of the time is spent waiting
 ENDS_WITHIN_S = 15.0
-HUNG_S = 60.0
+HUNG_S = 30.0
 AT_ONCE_S = 5.0  # on a machine that has much else to do; what hung, hung for ever
 ANYWHERE = "tcp://127.0.0.1:0"
 
@@ -300,6 +301,7 @@ class Case:
         if self._pid == 0:
             for standard, file in enumerate(self._files, 1):
                 os.dup2(file.fileno(), standard)
+            faulthandler.register(signal.SIGUSR1)  # no thread of its own, which its child would wait for in vain
             try:
                 run_one(kind, *case.split("-", 1))
             except Exception:
@@ -313,7 +315,10 @@ class Case:
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         if not pid:
             if time.monotonic() > self._deadline:
+                os.kill(self._pid, signal.SIGUSR1)
+                time.sleep(0.5)
                 os.kill(self._pid, signal.SIGKILL)
+                self._deadline += HUNG_S
             return None
         texts = []
         for file in self._files:

@@ -146,6 +146,7 @@ class TestAReaderThatCloses:
 
 
 class TestAReaderThatDies:
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("policy", ["raise", "evict"])
     async def test_before_the_writer_was_there_was_never_there(self, policy: Any) -> None:
         async with wide_writer(1, 0, on_reader_death=policy) as writer:
@@ -219,6 +220,7 @@ class TestAReaderThatDies:
                 await reader.wait_until_ready(20)
                 await ready
 
+    @pytest.mark.slow_on_uvloop
     async def test_on_another_host_makes_way_for_the_next(self) -> None:
         async with wide_writer(0, 1) as writer:
             handle = writer.export_handle()

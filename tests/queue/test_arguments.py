@@ -84,6 +84,7 @@ async def use(ends: tuple[MessageQueue, list[MessageQueue]], name: str, argument
     await finish(getattr(end, name)(*first.get(name, ())[:arguments], **named))
 
 
+@pytest.mark.slow_on_uvloop
 @EITHER_PLACE
 @pytest.mark.parametrize(("name", "arguments"), SECONDS_OF, ids=[name for name, _ in SECONDS_OF])
 async def test_timeouts(n_local: int, n_remote: int, name: str, arguments: int) -> None:

@@ -107,6 +107,7 @@ async def test_random_cancellations_of_enqueue(n_local: int, n_remote: int, canc
         assert waited > cancellations // 10, "the ring or the window was full often enough"
 
 
+@pytest.mark.slow_on_uvloop
 @EITHER_PLACE
 async def test_cancelling_one_of_many_consumers_loses_nothing(n_local: int, n_remote: int) -> None:
     rng = random.Random(3)

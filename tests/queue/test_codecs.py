@@ -90,7 +90,7 @@ async def test_msgpack_in_another_process() -> None:
     assert received[5] == "end"
 
 
-@pytest.mark.slow_on_uvloop
+@pytest.mark.slow
 async def test_a_third_party_codec_in_another_process(reversed_codec: None) -> None:
     sent = [b"", b"abc", bytes(range(256)) * 1000]
     assert await _through_a_process("reversed", None, sent, register=True) == sent

@@ -163,6 +163,7 @@ async def test_readers_that_leave_hold_nobody_up() -> None:
                 await writer.enqueue("z", 5)
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "annexes"])
 async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
     async with child("write", "5", str(size)) as writer:
@@ -181,6 +182,7 @@ async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
                 reader.dequeue_nowait()
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("wait", ["park", "spin", "adaptive"])
 async def test_a_killed_writer_ends_a_waiting_dequeue(wait: str) -> None:
     async with child("write", "0", "0") as writer:
@@ -208,6 +210,7 @@ async def test_a_writer_killed_before_it_answers() -> None:
                 await asyncio.wait_for(waiting, 5)
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_reader_killed_before_it_attaches_is_missed_by_name() -> None:
     async with _writer(2) as writer:
         handle = writer.export_handle().to_json()

@@ -113,6 +113,7 @@ def test_ranks_are_the_subgroups(crew: Crew, loop: str) -> None:
         }
 
 
+@pytest.mark.slow_on_uvloop
 @each_group
 def test_three_writers_and_one_reader(crew: Crew, group: str, loop: str) -> None:
     crew.do("to_one", loop, group=group, reader=2, count=300)

@@ -171,6 +171,7 @@ async def test_a_cancelled_block_releases() -> None:
         assert await reader.dequeue(5) == "next"
 
 
+@pytest.mark.slow_on_uvloop
 async def test_5_000_random_cancellations() -> None:
     rng = random.Random(3)
     async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):

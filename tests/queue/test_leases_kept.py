@@ -23,6 +23,7 @@ def _array(number: int, size: int) -> Any:
     return np.full(size, number % 251, np.uint8)
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("chunks", [1, 2, 3, 10])
 @pytest.mark.parametrize("size", [100, 5000, LARGE])
 async def test_what_is_kept_never_changes_while_the_writer_laps(size: int, chunks: int) -> None:

@@ -76,6 +76,7 @@ class TestTurns:
             assert [rank for rank, _ in items] == [1, 0] * 39 + [1]
             assert [obj for rank, obj in items if rank] == [bytes([number]) * BIG for number in range(40)]
 
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("wait", ["adaptive", "spin", "park"])
     async def test_each_queue_keeps_its_order(self, wait: str) -> None:
         async with queues(3, 2, wait=wait) as (writers, readers):
@@ -115,6 +116,7 @@ class TestTurns:
             rank, obj = await anext(merged)
             assert (rank, repr(obj), merged.failed) == (0, "ValueError('sent')", {})
 
+    @pytest.mark.slow_on_uvloop
     async def test_a_stream_of_other_processes(self) -> None:
         async with child("write", "3000", "10") as one, child("write", "3000", "10") as other:
             handles = [await one.says("{"), await other.says("{")]

@@ -136,6 +136,7 @@ class TestEnds:
             assert merged.failed == {}
             assert await _rest(merged) == [], "it stays at its end"
 
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "annexes"])
     async def test_a_killed_writer_is_reported_and_the_rest_goes_on(self, size: int) -> None:
         async with queues(1, 1) as (writers, readers), child("write", "5", str(size)) as writer:
@@ -199,6 +200,7 @@ class TestEnds:
             await writers[0].enqueue("on")
             assert await anext(merged) == (0, "on")
 
+    @pytest.mark.slow_on_uvloop
     async def test_a_stopped_writer_is_reported_by_name(self, caplog: pytest.LogCaptureFixture) -> None:
         async with queues(1, stall_warning_s=0.2) as (writers, readers), child("write", "0", "0") as writer:
             handle = await writer.says("{")
@@ -245,6 +247,7 @@ class TestDamage:
             assert [obj for _, obj in items if isinstance(obj, int)] == [0, 0, 1, 2, 2]
             assert merged.failed == {}
 
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("n_remote", [0, 1])
     @pytest.mark.parametrize("size", [0, 2000, BIG])
     async def test_what_cannot_be_decoded_is_reported(self, n_remote: int, size: int) -> None:

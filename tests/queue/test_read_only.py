@@ -61,6 +61,7 @@ async def test_the_slots_are_read_only_in_readers_and_nothing_else_is(backing: s
         assert permissions(ring_of(writer), 0, sizes.total_bytes) == {"rw-s"}
 
 
+@pytest.mark.slow_on_uvloop
 @BACKINGS
 async def test_a_readers_process_cannot_get_them_writable(backing: str) -> None:
     writer = MessageQueue(1, 1, max_chunk_bytes=4096, options=Options(backing=backing))  # type: ignore[arg-type]

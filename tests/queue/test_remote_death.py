@@ -253,6 +253,7 @@ async def test_a_writer_that_is_stopped_for_a_while() -> None:
             await writer.says("closed")
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("size", [0, 100_000])
 async def test_a_writer_that_closes_before_anything_was_read(size: int) -> None:
     async with remote_child("close", "10", "300", str(size)) as writer:

@@ -130,6 +130,7 @@ async def test_losing_the_end_of_a_closed_queue_ends_it() -> None:
         await asyncio.wait_for(closing, 10)
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_data_port_that_lets_nothing_through_is_no_readiness() -> None:
     async with wide_writer(0, 1) as writer, proxied(writer.export_handle()) as (handle, data, _):
         data.stall()

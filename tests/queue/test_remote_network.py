@@ -84,6 +84,7 @@ async def test_a_goodbye_that_is_lost_is_said_again() -> None:
                         await writer.enqueue("x", 1)
 
 
+@pytest.mark.slow_on_uvloop
 async def test_closing_over_connections_that_end_all_the_time(caplog: pytest.LogCaptureFixture) -> None:
     for seed in range(20):
         writer = wide_writer(0, 1, remote_timeout=5.0)

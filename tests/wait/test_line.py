@@ -228,6 +228,7 @@ actions = st.one_of(
 )
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 @settings(deadline=None, max_examples=examples(150))
 @given(st.lists(actions, max_size=40))

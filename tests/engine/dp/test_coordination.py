@@ -120,6 +120,7 @@ class TestCounts:
             for front_end in front_ends:
                 await until(front_end, [[[1, 2, 0.5], [3, 4, 0.0]], 0, False])
 
+    @pytest.mark.slow_on_uvloop
     async def test_go_out_rarely_while_they_come_often(self) -> None:
         with coordination(1) as peers:
             await peers.engines(1)

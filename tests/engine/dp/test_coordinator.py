@@ -109,6 +109,7 @@ class TestFailure:
         assert os.listdir(runtime_dir) == []
         eventually(lambda: open_things() <= before)
 
+    @pytest.mark.slow_on_uvloop
     async def test_its_start_is_cancelled(self) -> None:
         before, children = open_things(), set(psutil.Process().children())
         starting = asyncio.create_task(DPCoordinator.start(2))

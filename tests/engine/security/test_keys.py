@@ -184,6 +184,7 @@ class TestOverTCP:
                 assert len(await collected(serving.client.submit(ask(f"r{number}")))) == 3
             assert (await serving.client.call("add", 2, 3, engine=1)) == 5
 
+    @pytest.mark.slow_on_uvloop
     async def test_processes(self) -> None:
         async with served_by_processes(2, addresses=over_tcp(), handshake=LOOPBACK) as serving:
             found = await asyncio.gather(*(collected(serving.client.submit(ask(f"r{n}"))) for n in range(4)))

@@ -168,6 +168,7 @@ class TestWaiting:
         with pytest.raises(ProcessDied, match="ApiServer_0"):
             await waiting
 
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("culprit", ["server", "engine", "coordinator"])
     async def test_until_the_first_fails(self, culprit: str) -> None:
         api = servers([0, 3 if culprit == "server" else None])

@@ -55,6 +55,7 @@ def pids_of(launch: CoreEngineLaunch) -> list[int]:
 
 
 class TestServing:
+    @pytest.mark.slow_on_uvloop
     async def test_everything_is_there_and_ends(self) -> None:
         progress: list[StartupProgress] = []
         cache = SimpleNamespace(num_gpu_blocks=1)
@@ -88,6 +89,7 @@ class TestServing:
                 assert len(await collected(launch.client.submit(ask("a")))) == 3
         assert not caplog.records
 
+    @pytest.mark.slow_on_uvloop
     async def test_addresses_of_ones_own(self) -> None:
         addresses = EngineZmqAddresses([ANY], [ANY])
         async with launch_core_engines(
@@ -226,6 +228,7 @@ class TestFailures:
             caught.match(text)
         assert "EngineCore_1" in caught.value.failed
 
+    @pytest.mark.slow_on_uvloop
     async def test_one_that_hangs(self) -> None:
         with pytest.raises(
             EngineStartupError, match=r"no progress for .* waiting for engines 0 \(pid \d+, before HELLO"

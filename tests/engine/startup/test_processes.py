@@ -336,6 +336,7 @@ class TestStopping:
         await manager.aclose()
         eventually(lambda: open_things() <= before)
 
+    @pytest.mark.slow_on_uvloop
     async def test_being_cancelled_at_every_step(self) -> None:
         before = open_things()
         for delay_s in (None, 0, 0.001, 0.005, 0.02, 0.1):

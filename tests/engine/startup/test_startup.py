@@ -142,6 +142,7 @@ class TestSuccess:
                 async with tasks(engine(startup.handshake_address, 0)):
                     await startup.wait(20)
 
+    @pytest.mark.slow_on_uvloop
     async def test_those_who_connect_and_say_nothing_keep_nobody_out(self, address: str) -> None:
         async with EngineStartupCoordinator(address, [CoreEngine(0)], addresses()) as startup:
             with zmq.Context() as context:
@@ -278,6 +279,7 @@ class TestWaiting:
             with pytest.raises(EngineStartupError, match=r"no progress for 0\.1 s"):
                 await startup.wait()
 
+    @pytest.mark.slow_on_uvloop
     async def test_progress_gives_more_time(self, path: str) -> None:
         async def slowly(_metadata: object) -> dict[str, Any]:
             await asyncio.sleep(0.2)

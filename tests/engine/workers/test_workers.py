@@ -55,6 +55,7 @@ class TestCalls:
         with pytest.raises(TypeError, match="loop_factory must be callable, or None, not 'uvloop'"):
             group_of(loop_factory="uvloop")
 
+    @pytest.mark.slow_on_uvloop
     async def test_arrays_larger_than_a_slot_go_both_ways(self) -> None:
         array = np.arange(200_000, dtype=np.float32)
         async with group_of(max_chunk_bytes=1 << 16, max_chunks=2) as group:
@@ -63,6 +64,7 @@ class TestCalls:
                     assert (doubled == array * 2).all()
                     doubled += 1  # it is the caller's own
 
+    @pytest.mark.slow_on_uvloop
     async def test_concurrent_calls_are_served_in_their_order(self) -> None:
         async with group_of() as group:
             calls = [group.collective_rpc("add", (number,)) for number in range(50)]
@@ -71,6 +73,7 @@ class TestCalls:
 
 
 class TestErrors:
+    @pytest.mark.slow_on_uvloop
     async def test_an_exception_names_every_rank_and_brings_the_traceback(self) -> None:
         async with group_of() as group:
             with pytest.raises(
@@ -97,6 +100,7 @@ class TestErrors:
                 await group.collective_rpc(targets.rank_of)
             assert await group.collective_rpc("add", (1,)) == [1, 2]
 
+    @pytest.mark.slow_on_uvloop
     async def test_strange_errors_and_results(self) -> None:
         async with group_of() as group:
             for way, kind in (
@@ -110,6 +114,7 @@ class TestErrors:
                 assert {rank: error.kind for rank, error in caught.value.errors.items()} == {0: kind, 1: kind}
             assert await group.collective_rpc("add", (1,)) == [1, 2]
 
+    @pytest.mark.slow_on_uvloop
     async def test_arguments_that_cannot_be_sent_or_received(self) -> None:
         async with group_of(options=Options(max_message_bytes=100_000)) as group:
             with pytest.raises(CodecError, match="pickle"):
@@ -185,6 +190,7 @@ class TestDeath:
             async with asyncio.timeout(3):  # the other one, which would wait for long, is not waited for
                 await group.aclose()
 
+    @pytest.mark.slow_on_uvloop
     async def test_of_an_idle_worker(self) -> None:
         async with group_of() as group:
             first = asyncio.create_task(group.join_first())
@@ -245,6 +251,7 @@ class TestTime:
             assert await group.collective_rpc("add", (5,)) == [5, 6]
             os.kill(group.pids[0], signal.SIGSTOP)
 
+    @pytest.mark.slow_on_uvloop
     async def test_a_call_in_line_may_run_out_of_time_or_be_cancelled(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of() as group:
@@ -363,6 +370,7 @@ class TestClosing:
             assert isinstance(outcome, QueueClosed)
         assert all(gone(pid) for pid in group.pids)
 
+    @pytest.mark.slow_on_uvloop
     async def test_cancelled_it_leaves_nothing(self) -> None:
         group = await group_of().__aenter__()
         call = asyncio.create_task(group.collective_rpc("slowly", (100,)))

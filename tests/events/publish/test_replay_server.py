@@ -124,6 +124,7 @@ async def test_a_client_that_stops_reading_is_given_up(ends: Ends, raw: Any, mon
     await until(lambda: publisher.stats().abandoned_replays == 1)
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_client_that_leaves_is_forgotten(ends: Ends, raw: Any) -> None:
     publisher = ends.publisher()
     for n in range(5000):

@@ -136,6 +136,7 @@ def batch_type(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue("kv_events").KVEventBatch
 
 
+@pytest.mark.slow_on_uvloop
 async def test_it_reads_a_publisher_on_a_loop(batch_type: Any) -> None:
     async with ZmqEventPublisher(0, ANY, ANY, topic=TOPIC, bind=True) as publisher:
         loop = asyncio.get_running_loop()

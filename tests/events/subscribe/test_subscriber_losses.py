@@ -30,6 +30,7 @@ from ..proxy import LossyProxy, free_endpoint
 from ..truth import Truth, follow_until, held
 
 
+@pytest.mark.slow_on_uvloop
 async def test_the_lost_end_of_a_stream_is_found(ends: Ends) -> None:
     publisher = ends.publisher()
     proxy = LossyProxy(publisher.endpoint, 1.0)
@@ -67,6 +68,7 @@ async def test_without_replay_a_gap_is_reported(ends: Ends) -> None:
         await proxy.close()
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("form", ["topic", "legacy"])
 @pytest.mark.parametrize("encoding", ["array", "map"])
 async def test_thirty_percent_loss_leaves_no_trace(ends: Ends, form: Any, encoding: Any) -> None:

@@ -71,6 +71,7 @@ async def test_garbage_from_strangers_is_counted_and_named(
         await publisher.aclose()
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_replay_port_that_answers_garbage(ends: Ends, stranger: Any) -> None:
     publisher = ends.publisher(replay=None)
     router = stranger(zmq.ROUTER, ANY, bind=True)
