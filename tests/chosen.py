@@ -23,7 +23,7 @@ CORE = (
     "wait/test_predictor*.py",
     "lifeline/test_attach.py",
     "lifeline/test_lifeline.py",
-    "queue/**/test_annexes.py",
+    "queue/**/test_overflow.py",
     "queue/**/test_arguments.py",
     "queue/**/test_basics.py",
     "queue/**/test_blocking.py",

@@ -15,7 +15,7 @@ from aioshm.errors import HandleError, PeerDied
 from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, sockaddr
 from aioshm.lifeline.bell import Bell
-from aioshm.lifeline.protocol import ANNEX, BYE, GO, PING, PONG, PROVEN, WAKE, Hello, Welcome
+from aioshm.lifeline.protocol import BYE, GO, OVERFLOW, PING, PONG, PROVEN, WAKE, Hello, Welcome
 from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
 
 _RETRY_S = 0.01  # while the writer's backlog is full
@@ -181,7 +181,7 @@ class Lifeline:
                 data, fds, without_room = b"", [], False
             for fd in fds:
                 self._on_descriptor(fd)
-            for _ in range(data.count(ANNEX) - len(fds)):  # each comes together with its byte, or not at all
+            for _ in range(data.count(OVERFLOW) - len(fds)):  # each comes together with its byte, or not at all
                 self._on_descriptor(None)
             if data:
                 self._signals(data)
@@ -321,9 +321,9 @@ def _receive_next(sock: socket.socket) -> tuple[bytes, list[int], bool]:
         data, fds, _ = _receive(sock)
         return data, fds, False
     data, fds, cut = _receive(sock, socket.MSG_PEEK)
-    cut = cut and ANNEX in data
+    cut = cut and OVERFLOW in data
     if cut:
-        data = data[: data.index(ANNEX)]
+        data = data[: data.index(OVERFLOW)]
     if data:
         sock.recv(len(data))  # as many: what comes with a descriptor is not read together with what follows
     return data, fds, cut

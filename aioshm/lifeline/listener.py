@@ -20,7 +20,7 @@ from aioshm.errors import HandleError, OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, remove, sockaddr
 from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
-from aioshm.lifeline.protocol import ANNEX, BYE, GO, PING, PONG, PROVEN, WAKE, Hello, Welcome
+from aioshm.lifeline.protocol import BYE, GO, OVERFLOW, PING, PONG, PROVEN, WAKE, Hello, Welcome
 from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
 
@@ -99,7 +99,7 @@ class Peer:
             return
         while self._outbox:
             try:
-                socket.send_fds(self._sock, [ANNEX], [self._outbox[0]])
+                socket.send_fds(self._sock, [OVERFLOW], [self._outbox[0]])
             except BlockingIOError:  # it has not looked for a long time
                 self._loop.add_writer(self._sock.fileno(), self._empty_outbox)
                 return

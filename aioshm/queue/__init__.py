@@ -1,10 +1,10 @@
 """The message queue: one writer, many readers."""
 
-from aioshm.queue.base import MessageQueue
+from aioshm.queue.api import MessageQueue
+from aioshm.queue.groups.same_node import in_the_same_node_as
+from aioshm.queue.groups.stateless import StatelessProcessGroup
 from aioshm.queue.handle import Handle
 from aioshm.queue.merge import Merged, merge
-from aioshm.queue.same_node import in_the_same_node_as
-from aioshm.queue.stateless_group import StatelessProcessGroup
 from aioshm.queue.stats import QueueStats
 
 __all__ = [

@@ -71,7 +71,7 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
-    """Names a queue, and lets in whoever holds it: treat it like a password.
+    """Names a queue, and lets in its holder: treat it like a password.
 
     Attributes:
         version: Of the segment's layout.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count, islice
 
 from aioshm.config import check_int, shown
-from aioshm.queue.wire import MAX_RANK
+from aioshm.queue.remote.wire import MAX_RANK
 
 MAX_READERS = 1 << 16
 """Of one queue: each has a line in the ring's header, and a flag in every slot, which each message clears."""

@@ -65,7 +65,7 @@ class _Core(ABC):
         open: Whether the gate is open.
         turn: Messages that may still pass before the event loop has to have its turn.
         turn_ends_ns: When that is at the latest.
-        user: The thread that is using an end that any thread may use, 0 if none is; see ``queue/turns.py``.
+        user: The thread that is using an end that any thread may use, 0 if none is; see ``queue/blocking/turns.py``.
         quiet: Whether `send` and `receive` set ``owes`` instead of telling a parked end, which a signal's handler could
             interrupt halfway.
         owes: Whether the other end has to be told that it may go on.

@@ -75,7 +75,7 @@ class TestRoundTrips:
         assert str(caught.value) == f"the writer refused this reader: {reason}"
 
     def test_signals_are_single_bytes_and_differ(self) -> None:
-        signals = {protocol.PROVEN, protocol.GO, protocol.ANNEX, protocol.WAKE, protocol.BYE}
+        signals = {protocol.PROVEN, protocol.GO, protocol.OVERFLOW, protocol.WAKE, protocol.BYE}
         assert len(signals) == 5
         assert {len(signal) for signal in signals} == {1}
 

@@ -17,9 +17,9 @@ from typing import Any
 from starving import Subject, hear
 
 import aioshm.blocking
-import aioshm.queue.local_reader
-import aioshm.queue.remote_reader
-import aioshm.queue.wide_writer  # not when there is no descriptor left to read the file
+import aioshm.queue.groups.making
+import aioshm.queue.remote.audience
+import aioshm.queue.remote.source  # not when there is no descriptor left to read the file
 from aioshm import AioshmError, MessageQueue, Options, merge
 from aioshm.engine import (
     CoreEngine,
@@ -306,7 +306,7 @@ class Grouping:
             await queue.aclose()
 
     async def subject(self, subject: Subject) -> None:
-        from aioshm.queue import groups  # noqa: F401  -- else it would be read before the first collective
+        from aioshm.queue.groups import making  # noqa: F401  -- else it would be read before the first collective
 
         with subject.starving():
             await self.make(PipeGroup(subject.pipe, 0))

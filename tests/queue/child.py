@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from aioshm import AioshmError, MessageQueue
-from aioshm.queue import Handle, remote_end
+from aioshm.queue import Handle
+from aioshm.queue.remote import link
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 from aioshm.ring.mapping import address_of
 
@@ -75,7 +76,7 @@ async def sleep_before_attaching(handle: str, rank: str) -> None:
 
 async def attach_without_data(handle: str, rank: str) -> None:
     """Attach to a queue of another host, but never say that data comes through: the queue does not get ready."""
-    remote_end.RemoteEnd._on_data = lambda *_: None  # type: ignore[method-assign]
+    link.WriterLink._on_data = lambda *_: None  # type: ignore[method-assign]
     await _reader(handle, rank)
 
 
@@ -99,10 +100,10 @@ async def scribble(handle: str, rank: str, where: str) -> None:
     reader: Any = await _reader(handle, rank)
     async with reader.acquire_read():
         if where == "slot":
-            target = reader._attachment._buffer._segment._map
-            offset = reader._ring.layout.slot(0) + SLOT_HEADER_BYTES
+            target = reader.end.source.attachment.buffer._segment._map
+            offset = reader.end.source.ring.layout.slot(0) + SLOT_HEADER_BYTES
         else:
-            target, offset = reader._annexes._annexes[0]._map, 0
+            target, offset = reader.end.source.attachment.overflow.segments[0].mapping, 0
         say("scribbling")
         ctypes.memset(address_of(target) + offset, 0xFF, 100)
         say("scribbled")
@@ -112,7 +113,7 @@ async def remap(handle: str, rank: str) -> None:
     """Say through which descriptors and mappings of the queue's memory this process could write to it."""
     reader: Any = await _reader(handle, rank)
     async with reader.lease():
-        ring = reader._attachment._buffer
+        ring = reader.end.source.attachment.buffer
         found = []
         for fd in os.listdir("/proc/self/fd"):
             try:

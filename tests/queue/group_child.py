@@ -18,9 +18,11 @@ from members import FileGroup
 
 from aioshm import MessageQueue, Options
 from aioshm.engine.compat.vllm import MessageQueue as VllmQueue
-from aioshm.queue.groups import create_from_process_group, create_from_process_group_single_reader
-from aioshm.queue.same_node import in_the_same_node_as
-from aioshm.queue.stateless_group import StatelessProcessGroup
+from aioshm.queue.groups.same_node import in_the_same_node_as
+from aioshm.queue.groups.stateless import StatelessProcessGroup
+
+create_from_process_group = MessageQueue.create_from_process_group
+create_from_process_group_single_reader = MessageQueue.create_from_process_group_single_reader
 
 
 def say(text: str) -> None:

@@ -33,19 +33,20 @@ async def check(writer: MessageQueue, *readers: MessageQueue) -> None:
 
 def pid_of(writer: Any, rank: int) -> int:
     """Return which process the writer has admitted for a rank; 0 for none."""
-    peer = writer._roster._peers[rank] if rank in writer._roster.ranks else writer._remote._peers.get(rank)
+    end = writer.end
+    peer = end.ring.roster.peers[rank] if rank in end.ring.ranks else end.network.peers.of_rank(rank)
     return 0 if peer is None else peer.pid
 
 
 def reaches(writer: Any, rank: int) -> bool:
     """Return whether a remote reader can be sent to."""
-    remote = writer._remote
-    return bool(remote._sockets.reaches(remote._peers[rank].identity))
+    remote = writer.end.network
+    return bool(remote.sockets.reaches(remote.peers.of_rank(rank).identity))
 
 
 def missing(writer: Any) -> str:
     """Return whom the writer waits for, in words."""
-    return ", ".join(writer._missing())
+    return ", ".join(writer.end.missing())
 
 
 class TestAReaderThatCloses:

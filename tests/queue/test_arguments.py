@@ -17,7 +17,10 @@ from remotes import ready_ends
 
 import aioshm
 from aioshm import MessageQueue, Options, SharedMemoryError, ShmRingBuffer, StatelessProcessGroup, blocking, config
-from aioshm.queue.groups import create_from_process_group, create_from_process_group_single_reader
+
+create_from_process_group = MessageQueue.create_from_process_group
+create_from_process_group_single_reader = MessageQueue.create_from_process_group_single_reader
+
 
 NAN, INF = float("nan"), float("inf")
 HUGE, ENDLESS = 10**30, 10**5000  # Python writes no int of that many digits
@@ -96,7 +99,7 @@ async def test_timeouts(n_local: int, n_remote: int, name: str, arguments: int) 
                 with refused("timeout", value):
                     await use(ends, name, arguments, timeout=value)
             else:
-                ends[0]._core.open = ends[1][0]._core.open = False  # type: ignore[attr-defined]
+                ends[0].end.gate.core.open = ends[1][0].end.gate.core.open = False  # type: ignore[attr-defined]
                 with refused("timeout", value):
                     await use(ends, name, arguments, timeout=value)
 

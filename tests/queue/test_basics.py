@@ -66,7 +66,7 @@ async def test_several_overflows_in_flight_keep_their_place() -> None:
 @EITHER_PLACE
 async def test_the_sender_may_change_its_buffers_at_once(n_local: int, n_remote: int) -> None:
     async with ready_ends(n_local, n_remote, chunk=65536) as (writer, (reader,)):
-        # Through the ring and through an annex, in one frame and in two, copied by pyzmq or not.
+        # Through the ring and through an overflow segment, in one frame and in two, copied by pyzmq or not.
         for size in (80, 10_000, 80_000, 400_000, 1_000_000, 24_000_000):
             array = np.arange(size, dtype=np.uint8)
             expected = array.copy()
@@ -376,7 +376,7 @@ async def test_who_is_missing_is_said() -> None:
         with pytest.raises(TimeoutError, match="not attached yet: rank 0, rank 1"):
             await writer.wait_until_ready(0)
         async with asyncio.timeout(10):
-            while writer.stats().readers == 0 or "large" in reader._why_not_ready():  # type: ignore[attr-defined]
+            while writer.stats().readers == 0 or "large" in reader.end.source.why_not_ready():  # type: ignore[attr-defined]
                 await asyncio.sleep(0.001)
         with pytest.raises(TimeoutError, match="other readers are missing"):
             await reader.wait_until_ready(0.01)

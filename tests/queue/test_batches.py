@@ -16,7 +16,7 @@ CHUNK = 4096
 
 
 def _of_every_kind(number: int) -> Any:
-    """Return a message that travels in the ring, beside its main part, or in an annex."""
+    """Return a message that travels in the ring, beside its main part, or in an overflow segment."""
     if number % 7 == 3:
         return number, bytes([number % 251]) * (CHUNK + 2000)  # overflow
     if number % 5 == 2:

@@ -130,7 +130,7 @@ def test_a_forked_child_is_refused_and_harms_nobody() -> None:
             except RoleError as error:
                 verdict = str(error).encode()
             finally:
-                writer._loop.close()
+                writer.held.loop.close()
                 os.write(tell, verdict)
                 os._exit(0)
         os.close(tell)
@@ -165,7 +165,7 @@ def test_closing() -> None:
     for call in calls:
         with pytest.raises(QueueClosed, match="this end was closed"):
             call()
-    assert repr(writer).startswith("<blocking <Writer of queue")
+    assert repr(writer).startswith("<blocking <writer of queue")
     assert writer.stats().messages == 0
     writer.close()
     gc.collect()
@@ -176,10 +176,10 @@ def test_a_forgotten_end_warns_and_leaks_nothing() -> None:
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     writer = make_writer()
     reader = blocking.MessageQueue.create_from_handle(writer.export_handle(), 0)
-    with pytest.warns(ResourceWarning, match="LocalReader of queue .* was not closed"):
+    with pytest.warns(ResourceWarning, match="local reader of queue .* was not closed"):
         del reader
         gc.collect()
-    with pytest.warns(ResourceWarning, match="Writer of queue .* was not closed"):
+    with pytest.warns(ResourceWarning, match="writer of queue .* was not closed"):
         del writer
         gc.collect()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

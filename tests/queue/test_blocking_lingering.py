@@ -23,8 +23,8 @@ def _never(*_args: object, **_kwargs: object) -> Any:
 def test_a_message_that_comes_soon_needs_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(reader: Any) -> list[Any]:
         received = [reader.dequeue(10)]
-        reader._end.linger_ns = LONG_NS
-        monkeypatch.setattr(reader._loop, "run", _never)
+        reader.held.end.linger_ns = LONG_NS
+        monkeypatch.setattr(reader.held.loop, "run", _never)
         received.append(reader.dequeue(10))
         monkeypatch.undo()
         return received
@@ -40,7 +40,7 @@ def test_a_message_that_comes_soon_needs_no_loop(monkeypatch: pytest.MonkeyPatch
 def test_it_ends_after_its_time() -> None:
     def read(reader: Any) -> list[Any]:
         received = [reader.dequeue(10)]
-        reader._end.linger_ns = 1000
+        reader.held.end.linger_ns = 1000
         with pytest.raises(TimeoutError):
             reader.dequeue(0.01)
         return received
@@ -54,7 +54,7 @@ def test_a_writer_that_waits_for_room_is_woken_first() -> None:
     def read(reader: Any) -> int:
         reader.dequeue(10)
         for number in range(300):
-            reader._end.linger_ns = LONG_NS  # without a wake-up, both would wait for that long
+            reader.held.end.linger_ns = LONG_NS  # without a wake-up, both would wait for that long
             assert reader.dequeue(10) == number
         return reader.stats().messages  # type: ignore[no-any-return]
 
@@ -77,7 +77,7 @@ def test_a_cpu_is_handed_on_before_the_loop_runs(monkeypatch: pytest.MonkeyPatch
     def read(reader: Any) -> list[Any]:
         received = [reader.dequeue(10)]
         monkeypatch.setattr(os, "sched_yield", hand_on)
-        monkeypatch.setattr(reader._loop, "run", _never)
+        monkeypatch.setattr(reader.held.loop, "run", _never)
         received.append(reader.dequeue(10))
         monkeypatch.undo()
         return received
@@ -97,7 +97,7 @@ def test_messages_that_are_milliseconds_apart_need_no_loop(monkeypatch: pytest.M
 
     with reading(read) as (writer, thread):
         writer.enqueue(0)
-        monkeypatch.setattr(writer._loop, "run", _never)
+        monkeypatch.setattr(writer.held.loop, "run", _never)
         for number in range(1, 6):
             time.sleep(0.02)
             writer.enqueue(number)
@@ -109,7 +109,7 @@ def _expect_soon(reader: Any) -> None:
     """Let the next wait sleep for a moment, and then expect a message within the next minute."""
     now = time.monotonic_ns()
     plan = PARK._replace(wake_at_ns=now + 2_000_000, until_ns=now + 2 * LONG_NS)
-    reader._end._poller._predictor.plan = lambda *_: plan
+    reader.held.gate.poller._predictor.plan = lambda *_: plan
 
 
 @pytest.mark.skipif(not native_core, reason="without it, every message is received by the loop")
@@ -119,14 +119,14 @@ def test_a_message_in_its_window_is_received_outside_of_the_loop(monkeypatch: py
     def read(reader: Any) -> list[Any]:
         received = [reader.dequeue(10)]
         _expect_soon(reader)
-        watch = reader._end._poller.watch
+        watch = reader.held.gate.poller.watch
 
         def watched(*args: Any) -> bool:
-            monkeypatch.setattr(reader._loop, "run", _never)
+            monkeypatch.setattr(reader.held.loop, "run", _never)
             watching.set()
             return watch(*args)  # type: ignore[no-any-return]
 
-        reader._end._poller.watch = watched
+        reader.held.gate.poller.watch = watched
         received.append(reader.dequeue(30))
         monkeypatch.undo()
         return received
@@ -154,7 +154,7 @@ def test_a_window_does_not_outlast_the_timeout() -> None:
 def test_lingering_does_not_outlast_the_timeout() -> None:
     def read(reader: Any) -> list[Any]:
         received = [reader.dequeue(10)]
-        reader._end.linger_ns = LONG_NS
+        reader.held.end.linger_ns = LONG_NS
         with pytest.raises(TimeoutError):
             reader.dequeue(0.01)
         return received

@@ -47,7 +47,7 @@ def take(merged: Merged, count: int) -> list[tuple[int, Any]]:
 
 def asleep(readers: dict[int, MessageQueue]) -> None:
     """Return once all of them are waited for."""
-    eventually(lambda: all(reader._turns.lasting for reader in readers.values()), "a sleep")
+    eventually(lambda: all(reader.held.turns.lasting for reader in readers.values()), "a sleep")
 
 
 @pytest.mark.parametrize("ready", [True, False])
@@ -203,7 +203,7 @@ def test_arguments() -> None:
         for wrong, error, text in (
             ([], TypeError, "must be a mapping"),
             ({"0": readers[0]}, TypeError, "must be ints"),
-            ({0: readers[0]._end}, TypeError, r"must be an aioshm\.blocking\.MessageQueue"),
+            ({0: readers[0].held.end}, TypeError, r"must be an aioshm\.blocking\.MessageQueue"),
             ({0: writers[0]}, RoleError, "this is a writer"),
             ({0: readers[0], 1: readers[0]}, ValueError, "must not be the same reader"),
         ):

@@ -16,7 +16,7 @@ from faces import Thread, child, make_writer
 from support import eventually
 
 from aioshm import PeerDied, QueueFull, blocking
-from aioshm.queue.private_loop import PrivateLoop
+from aioshm.queue.blocking.private_loop import PrivateLoop
 
 
 def _asleep(pid: int) -> bool:

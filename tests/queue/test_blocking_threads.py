@@ -53,7 +53,7 @@ def fill(writer: blocking.MessageQueue) -> int:
 
 
 def until_it_waits(end: blocking.MessageQueue) -> None:
-    eventually(lambda: end._loop._loop is not None and end._loop._loop.is_running(), "the call to wait")
+    eventually(lambda: end.held.loop.private is not None and end.held.loop.private.is_running(), "the call to wait")
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -177,7 +177,7 @@ def test_closing_waits_for_no_block(elsewhere: bool) -> None:
                     Thread(end.close).result() if elsewhere else end.close()
                 chunk[:3] = b"not"
         assert obj == "leased"
-        assert (reader._loop.closed, writer._loop.closed) == (True, True)
+        assert (reader.held.loop.closed, writer.held.loop.closed) == (True, True)
         assert writer.stats().messages == 1
 
 
@@ -265,6 +265,6 @@ def test_closing_in_a_signal_handler(end: str) -> None:
             with pytest.raises(QueueClosed, match="this end was closed"):
                 reader.dequeue() if end == "reader" else writer.enqueue("x")
             interrupting.result()
-            assert closed._loop.closed
+            assert closed.held.loop.closed
         finally:
             signal.signal(signal.SIGUSR1, before)

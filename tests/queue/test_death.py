@@ -164,7 +164,7 @@ async def test_readers_that_leave_hold_nobody_up() -> None:
 
 
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "annexes"])
+@pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "overflow"])
 async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
     async with child("write", "5", str(size)) as writer:
         reader = MessageQueue.create_from_handle(await writer.says("{"), 0)

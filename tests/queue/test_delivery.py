@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioshm.queue.delivery import Missing, ReceiveWindow, SendWindow
-from aioshm.queue.wire import MAX_RANGES, WireError
+from aioshm.queue.remote.window import Missing, ReceiveWindow, SendWindow
+from aioshm.queue.remote.wire import MAX_RANGES, WireError
 
 
 @dataclass(frozen=True)

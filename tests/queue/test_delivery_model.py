@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 )
 from support import examples
 
-from aioshm.queue import wire
-from aioshm.queue.delivery import Missing, ReceiveWindow, SendWindow
+from aioshm.queue.remote import wire
+from aioshm.queue.remote.window import Missing, ReceiveWindow, SendWindow
 
 WHO = st.integers(0, 2)
 

@@ -18,10 +18,14 @@ import pytest
 from members import Member, meet, probe_sockets
 
 from aioshm import AioshmError, HandleError, MessageQueue, MsgpackCodec, Options, SharedMemoryError
-from aioshm.queue import Handle, groups
-from aioshm.queue.groups import create_from_process_group, create_from_process_group_single_reader
-from aioshm.queue.process_group import ObjectGroup
-from aioshm.queue.stateless_group import StatelessProcessGroup
+from aioshm.queue import Handle
+from aioshm.queue.groups import making
+from aioshm.queue.groups.process_group import ObjectGroup
+from aioshm.queue.groups.stateless import StatelessProcessGroup
+
+create_from_process_group = MessageQueue.create_from_process_group
+create_from_process_group_single_reader = MessageQueue.create_from_process_group_single_reader
+
 
 SIZES = (4096, 4)
 COLLECTIVES = 6  # that create_from_process_group consists of
@@ -212,7 +216,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         everybody = range(group.world_size)
         return [rank == source or not {rank, source} & ranks for rank in everybody]
 
-    monkeypatch.setattr(groups, "probe", pretend)
+    monkeypatch.setattr(making, "probe", pretend)
     return ranks
 
 
@@ -366,7 +370,9 @@ def test_a_stuck_collective_holds_up_nobody_who_leaves() -> None:
         import asyncio, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from members import meet
-        from aioshm.queue.groups import create_from_process_group
+        from aioshm import MessageQueue
+
+        create_from_process_group = MessageQueue.create_from_process_group
 
         async def main():
             alone, _ = meet(2, timeout=1000)

@@ -71,7 +71,7 @@ class TestTurns:
                 writers[0].enqueue_nowait(number)
                 writers[1].enqueue_nowait(bytes([number]) * BIG)
             merged = merge(readers)
-            await anext(merged)  # which has let the annexes arrive
+            await anext(merged)  # which has let the overflow segments arrive
             items = [await anext(merged) for _ in range(79)]
             assert [rank for rank, _ in items] == [1, 0] * 39 + [1]
             assert [obj for rank, obj in items if rank] == [bytes([number]) * BIG for number in range(40)]
@@ -142,11 +142,11 @@ class TestSleeping:
             await asyncio.sleep(0.3)
             assert asyncio.all_tasks() - tasks == {waiting}
             assert poller.stats.parks == 1, "nothing wakes it"
-            flags = [writer._ring.readers_parked[0] for writer in writers[:3]]  # type: ignore[attr-defined]
+            flags = [writer.end.ring.ring.readers_parked[0] for writer in writers[:3]]  # type: ignore[attr-defined]
             assert flags == [1, 1, 1]
             await writers[1].enqueue("here")
             assert await waiting == (1, "here")
-            flags = [writer._ring.readers_parked[0] for writer in writers[:3]]  # type: ignore[attr-defined]
+            flags = [writer.end.ring.ring.readers_parked[0] for writer in writers[:3]]  # type: ignore[attr-defined]
             assert flags == [0, 0, 0]
 
     async def test_each_of_them_wakes_it(self) -> None:
@@ -165,7 +165,7 @@ class TestSleeping:
             await writers[2].aclose()
             await asyncio.sleep(0.01)
             assert not waiting.done()
-            assert readers[0]._dismantled, "nobody is left in its line"  # type: ignore[attr-defined]
+            assert readers[0].end.gate.dismantled, "nobody is left in its line"  # type: ignore[attr-defined]
             await writers[1].enqueue("last")
             assert await waiting == (1, "last")
             waiting = await asleep(merged)

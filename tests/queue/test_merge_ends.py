@@ -109,7 +109,7 @@ class TestAttaching:
 
     async def test_a_remote_one_whose_address_is_malformed_is_reported(self) -> None:
         async with queues(1, 1, ready=False) as (writers, readers):
-            readers[1]._connect = _refuse  # type: ignore[attr-defined]
+            readers[1].end.source.link.start = _refuse  # type: ignore[attr-defined]
             merged = merge(readers)
             rank, error = await anext(merged)
             assert (rank, str(error), merged.failed) == (1, "not a handle: no such thing", {1: error})
@@ -137,7 +137,7 @@ class TestEnds:
             assert await _rest(merged) == [], "it stays at its end"
 
     @pytest.mark.slow_on_uvloop
-    @pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "annexes"])
+    @pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "overflow"])
     async def test_a_killed_writer_is_reported_and_the_rest_goes_on(self, size: int) -> None:
         async with queues(1, 1) as (writers, readers), child("write", "5", str(size)) as writer:
             async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
@@ -173,7 +173,7 @@ class TestEnds:
         async with queues(others + 1) as (writers, readers):
             queue: Any = writers[-1]
             await queue.enqueue("last words")
-            for connection in list(queue._listener._connections.values()):
+            for connection in list(queue.end.ring.listener._connections.values()):
                 connection.close()  # as the system does for a process that is killed
             for writer in writers[:-1]:
                 writer.enqueue_nowait("flood")
@@ -190,10 +190,10 @@ class TestEnds:
     async def test_a_dead_remote_writer_is_reported(self) -> None:
         async with queues(1, 1, remote_timeout=0.3) as (writers, readers):
             await writers[1].enqueue("last words")
-            await until(lambda: readers[1]._window.ready)  # type: ignore[attr-defined]
+            await until(lambda: readers[1].end.source.link.window.ready)  # type: ignore[attr-defined]
             merged = merge(readers)
-            reader: Any = readers[1]
-            reader._give_up(reader._died("it is not to be reached"))
+            link: Any = readers[1].end.source.link
+            link.give_up(link.writer.death("it is not to be reached"))
             assert await anext(merged) == (1, "last words")
             rank, error = await anext(merged)
             assert (rank, type(error), merged.failed) == (1, PeerDied, {1: error})
@@ -265,7 +265,7 @@ class TestDamage:
         async with queues(1, 1) as (writers, readers):
             merged = merge(readers)
             waiting = await asleep(merged)
-            readers[1]._window.lost(0, 1)  # type: ignore[attr-defined]
+            readers[1].end.source.link.window.lost(0, 1)  # type: ignore[attr-defined]
             for number in range(4):
                 await writers[1].enqueue(number)
             rank, error = await waiting
@@ -273,11 +273,11 @@ class TestDamage:
             assert [await anext(merged) for _ in range(2)] == [(1, 2), (1, 3)]
             assert merged.failed == {}
 
-    async def test_an_annex_that_is_late_holds_only_its_queue_up(self) -> None:
+    async def test_an_overflow_segment_that_is_late_holds_only_its_queue_up(self) -> None:
         async with queues(2) as (writers, readers):
             queue: Any = writers[0]
             held: list[int] = []
-            queue._annexes._hand_over = held.append
+            queue.end.ring.overflow.hand_over = held.append
             await queue.enqueue(b"x" * BIG)
             merged = merge(readers)
             for number in range(200):
@@ -287,7 +287,7 @@ class TestDamage:
             parks = poller_of(merged).stats.parks
             await asyncio.sleep(0.1)
             assert poller_of(merged).stats.parks == parks, "it sleeps"
-            queue._roster.hand_over(held[0])
+            queue.end.ring.roster.hand_over(held[0])
             assert await asyncio.wait_for(waiting, 5) == (0, b"x" * BIG)
 
     async def test_a_message_for_which_there_is_no_room_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,23 +299,23 @@ class TestDamage:
                 raise SharedMemoryError("no room")
 
             with monkeypatch.context() as patch:
-                patch.setattr(readers[0]._annexes, "body", full)  # type: ignore[attr-defined]
+                patch.setattr(readers[0].end.source.attachment.overflow, "body", full)  # type: ignore[attr-defined]
                 for _ in range(200):
                     rank, error = await anext(merged)
                     assert (rank, type(error), merged.failed) == (0, SharedMemoryError, {})
             assert await anext(merged) == (0, b"x" * BIG)
 
     @pytest.mark.parametrize("closes", [True, False])
-    async def test_an_annex_that_never_comes_is_an_end(self, closes: bool) -> None:
+    async def test_an_overflow_segment_that_never_comes_is_an_end(self, closes: bool) -> None:
         async with queues(2) as (writers, readers):
             queue: Any = writers[0]
-            queue._annexes._hand_over = lambda _fd: None
+            queue.end.ring.overflow.hand_over = lambda _fd: None
             await queue.enqueue(b"x" * BIG)
             merged = merge(readers)
             waiting = await asleep(merged)
             if closes:
                 await queue.aclose()
-            for connection in list(queue._listener._connections.values()):
+            for connection in list(queue.end.ring.listener._connections.values()):
                 connection.close()
             rank, error = await asyncio.wait_for(waiting, 5)
             assert (rank, type(error)) == (0, MessagesLost if closes else PeerDied)

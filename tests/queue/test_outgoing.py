@@ -12,9 +12,9 @@ import zmq
 from support import eventually
 
 from aioshm.codec.frames import HEADER, INLINE, RAW, body_bytes, split_body
-from aioshm.queue import wire
-from aioshm.queue.outgoing import IDLE_BYTES, Outbox, Outgoing
-from aioshm.queue.wire import ONE_FRAME_BYTES
+from aioshm.queue.remote import wire
+from aioshm.queue.remote.outgoing import IDLE_BYTES, Outbox, Outgoing
+from aioshm.queue.remote.wire import ONE_FRAME_BYTES
 
 SECRET = bytes(wire.SECRET_BYTES)
 

@@ -102,10 +102,10 @@ async def test_a_forgotten_end_warns_and_leaks_nothing() -> None:
     before = len(os.listdir("/proc/self/fd"))
     writer = MessageQueue(1, 1, max_chunk_bytes=4096)
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
-    with pytest.warns(ResourceWarning, match="LocalReader of queue .* was not closed"):
+    with pytest.warns(ResourceWarning, match="local reader of queue .* was not closed"):
         del reader
         gc.collect()
-    with pytest.warns(ResourceWarning, match="Writer of queue .* was not closed"):
+    with pytest.warns(ResourceWarning, match="writer of queue .* was not closed"):
         del writer
         gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before

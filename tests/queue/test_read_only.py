@@ -25,7 +25,7 @@ BIG = bytes(range(256)) * 200
 
 
 def ring_of(end: Any) -> ShmRingBuffer:
-    ring: ShmRingBuffer = end._buffer if hasattr(end, "_buffer") else end._attachment._buffer
+    ring: ShmRingBuffer = end.end.ring.buffer if hasattr(end.end, "ring") else end.end.source.attachment.buffer
     return ring
 
 
@@ -52,7 +52,7 @@ async def test_the_slots_are_read_only_in_readers_and_nothing_else_is(backing: s
             assert permissions(ring, *slots) == {"r--s"}
             assert permissions(ring, 0, sizes.header_bytes) == {"rw-s"}
             assert permissions(ring, sizes.metadata_offset, sizes.max_chunks * sizes.flag_bytes) == {"rw-s"}
-            for slot in reader._ring.slots:  # type: ignore[attr-defined]
+            for slot in reader.end.source.ring.slots:  # type: ignore[attr-defined]
                 assert (slot.header.readonly, slot.chunk.readonly, slot.flags.readonly) == (True, True, False)
             with pytest.raises(TypeError):
                 ring.chunk(0)[0] = 1
@@ -66,7 +66,7 @@ async def test_the_slots_are_read_only_in_readers_and_nothing_else_is(backing: s
 async def test_a_readers_process_cannot_get_them_writable(backing: str) -> None:
     writer = MessageQueue(1, 1, max_chunk_bytes=4096, options=Options(backing=backing))  # type: ignore[arg-type]
     async with child("remap", writer.export_handle().to_json(), "0") as reader, writer:
-        await writer.enqueue(BIG)  # there is an annex, too
+        await writer.enqueue(BIG)  # there is an overflow segment, too
         await reader.says("ready")
         assert await reader.says() == "3 descriptors, writable [], mprotect refused"
         assert await reader.end() == 0
@@ -74,11 +74,11 @@ async def test_a_readers_process_cannot_get_them_writable(backing: str) -> None:
 
 @pytest.mark.slow_on_uvloop
 @BACKINGS
-@pytest.mark.parametrize("where", ["slot", "annex"])
+@pytest.mark.parametrize("where", ["slot", "segment"])
 async def test_a_reader_that_writes_there_ends_itself_and_no_other_sees_a_change(backing: str, where: str) -> None:
     options = Options(backing=backing, on_reader_death="evict")  # type: ignore[arg-type]
     writer = MessageQueue(2, 2, max_chunk_bytes=4096, options=options)
-    message = BIG if where == "annex" else BIG[:1000]
+    message = BIG if where == "segment" else BIG[:1000]
     async with writer, child("scribble", writer.export_handle().to_json(), "0", where) as scribbler:
         async with MessageQueue.create_from_handle(writer.export_handle(), 1) as reader:
             await asyncio.gather(writer.enqueue(message), reader.wait_until_ready(30))
@@ -90,18 +90,18 @@ async def test_a_reader_that_writes_there_ends_itself_and_no_other_sees_a_change
             assert await reader.dequeue(10) == "and it goes on"
 
 
-async def test_what_readers_are_passed_of_an_annex_only_reads() -> None:
+async def test_what_readers_are_passed_of_an_overflow_segment_only_reads() -> None:
     async with attached(1, chunk=4096) as (writer, (reader,)):
         await writer.enqueue(BIG)
         assert await reader.dequeue(5) == BIG
-        (annex,) = writer._annexes._annexes  # type: ignore[attr-defined]
-        for fd in (annex.passed_fd, reader._annexes._annexes[0]._fd):  # type: ignore[attr-defined]
+        (segment,) = writer.end.ring.overflow.segments  # type: ignore[attr-defined]
+        for fd in (segment.passed_fd, reader.end.source.attachment.overflow.segments[0].fd):  # type: ignore[attr-defined]
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
             with pytest.raises(PermissionError):
                 mmap.mmap(fd, 4096)
         await writer.enqueue(BIG * 10)  # it grows
         assert await reader.dequeue(5) == BIG * 10
-        assert len(writer._annexes._annexes) == 1  # type: ignore[attr-defined]
+        assert len(writer.end.ring.overflow.segments) == 1  # type: ignore[attr-defined]
 
 
 async def test_without_proc_readers_map_the_slots_read_only_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,4 +130,4 @@ async def test_every_memfd_of_a_queue_is_sealed_against_shrinking() -> None:
             with pytest.raises(OSError, match=r"not permitted|Invalid argument"):  # sealed, or a descriptor that reads
                 os.ftruncate(int(path.name), 0)
             sealed += 1
-        assert sealed >= 4, "the ring and an annex, at both ends"
+        assert sealed >= 4, "the ring and an overflow segment, at both ends"

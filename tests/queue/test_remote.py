@@ -11,7 +11,7 @@ import torch
 from remotes import ready_ends, wide_writer
 
 from aioshm import CodecError, MessageQueue, MsgpackCodec, QueueCancelled, QueueEmpty, RoleError
-from aioshm.queue.wire import ONE_FRAME_BYTES
+from aioshm.queue.remote.wire import ONE_FRAME_BYTES
 
 
 @pytest.mark.parametrize("n_local", [0, 1])

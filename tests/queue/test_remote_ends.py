@@ -53,7 +53,7 @@ async def test_who_is_missing_is_said() -> None:
             await writer.wait_until_ready(0)
         attaching = [asyncio.ensure_future(readers[rank].wait_until_ready(10)) for rank in (0, 2)]
         async with asyncio.timeout(10):
-            while not writer._remote._is_proven(2) or writer.stats().readers < 2:  # type: ignore[attr-defined]
+            while not writer.end.network.peers.is_proven(2) or writer.stats().readers < 2:  # type: ignore[attr-defined]
                 await asyncio.sleep(0.001)
         with pytest.raises(TimeoutError, match=r"not attached yet: rank 1$"):
             await writer.wait_until_ready(0.01)
@@ -145,9 +145,9 @@ def test_forgotten_ends_warn_and_leak_nothing() -> None:
         reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
         if awaited:
             asyncio.run(attach(writer, reader))
-        for name in ("RemoteReader", "WideWriter"):
+        for name in ("remote reader", "writer"):
             with pytest.warns(ResourceWarning, match=f"{name} of queue .* was not closed"):
-                if name == "RemoteReader":
+                if name == "remote reader":
                     del reader
                 else:
                     del writer

@@ -53,7 +53,7 @@ async def test_what_a_closed_writer_cannot_deliver_is_named() -> None:
         data.stall()  # what has arrived in the proxy already may or may not pass
         await writer.enqueue_many(range(5, 10))
         closing = asyncio.ensure_future(writer.aclose())
-        await until(lambda: reader._window.end == 10)  # type: ignore[attr-defined]
+        await until(lambda: reader.end.source.link.window.end == 10)  # type: ignore[attr-defined]
         for proxy in (data, control):
             proxy.refusing = True
             proxy.cut()
@@ -74,7 +74,7 @@ async def test_what_the_writer_has_no_more_is_named_once_and_the_rest_arrives() 
         assert await reader.dequeue(10) == "first"
         data.stall()
         await writer.enqueue_many(range(10))
-        writer._remote._window.acknowledged(0, 11)  # type: ignore[attr-defined]
+        writer.end.network.flow.window.acknowledged(0, 11)  # type: ignore[attr-defined]
         data.cut()
         data.resume()
         with pytest.raises(MessagesLost) as caught:
@@ -105,7 +105,7 @@ async def test_a_blocking_reader_is_told_the_same() -> None:
         await until(started.is_set, "the first one's arrival")
         data.stall()
         await writer.enqueue_many(range(10))
-        writer._remote._window.acknowledged(0, 11)  # type: ignore[attr-defined]
+        writer.end.network.flow.window.acknowledged(0, 11)  # type: ignore[attr-defined]
         data.cut()
         data.resume()
         await writer.enqueue("last")
@@ -119,8 +119,8 @@ async def test_losing_the_end_of_a_closed_queue_ends_it() -> None:
         data.stall()
         await writer.enqueue_many(range(10))
         closing = asyncio.ensure_future(writer.aclose())
-        await until(lambda: reader._window.end == 10)  # type: ignore[attr-defined]
-        writer._remote._window.acknowledged(0, 10)  # type: ignore[attr-defined]
+        await until(lambda: reader.end.source.link.window.end == 10)  # type: ignore[attr-defined]
+        writer.end.network.flow.window.acknowledged(0, 10)  # type: ignore[attr-defined]
         data.cut()
         data.resume()
         with pytest.raises(MessagesLost, match="0"):

@@ -25,7 +25,8 @@ from remotes import ready_ends
 from aioshm import HandleError, MessageQueue, MsgpackCodec, Options, UnsafePayload
 from aioshm.codec.frames import HEADER
 from aioshm.lifeline.address import own_address
-from aioshm.queue import Handle, wire
+from aioshm.queue import Handle
+from aioshm.queue.remote import wire
 from benchmarks.attackers import RAW
 
 
@@ -325,7 +326,7 @@ async def test_bad_data_frames_are_dropped_before_anything_is_decoded(
     async with ready_ends(0, 1, codec="msgpack", secure=False) as (writer, (reader,)):
         handle = writer.export_handle()
         assert handle.remote is not None
-        xpub = writer._remote._sockets._xpub  # type: ignore[attr-defined]
+        xpub = writer.end.network.sockets._xpub  # type: ignore[attr-defined]
         for number in range(20):
             xpub.send_multipart(frames(handle.remote.topic))
             await writer.enqueue(number)

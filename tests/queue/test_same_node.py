@@ -24,8 +24,8 @@ from support import eventually
 from aioshm import AioshmError, HandleError, Options, SharedMemoryError
 from aioshm.lifeline import protocol
 from aioshm.lifeline.protocol import Hello
-from aioshm.queue import same_node
-from aioshm.queue.same_node import in_the_same_node_as
+from aioshm.queue.groups import same_node
+from aioshm.queue.groups.same_node import in_the_same_node_as
 from aioshm.ring.layout import VERSION
 from aioshm.ring.segment import Segment
 

@@ -24,8 +24,8 @@ from support import eventually
 
 from aioshm import AioshmError, RoleError
 from aioshm.errors import GroupBroken
-from aioshm.queue import stateless_group
-from aioshm.queue.stateless_group import StatelessProcessGroup
+from aioshm.queue.groups import stateless as stateless_group
+from aioshm.queue.groups.stateless import StatelessProcessGroup
 
 CHILD = Path(__file__).with_name("group_child.py")
 
@@ -407,7 +407,7 @@ def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_imported_without_torch() -> None:
-    script = "import sys, aioshm.queue.groups, aioshm.queue.stateless_group; sys.exit('torch' in sys.modules)"
+    script = "import sys, aioshm.queue.groups, aioshm.queue.groups.stateless; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=20, check=False).returncode == 0
 
 

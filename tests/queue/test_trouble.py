@@ -21,9 +21,9 @@ from aioshm.ring.layout import SLOT_HEADER_BYTES
 
 def _slot(queue: Any, number: int) -> memoryview:
     """Return the bytes of the slot that holds message ``number``, as any process of the queue could write them."""
-    layout = queue._buffer.layout
+    layout = queue.end.ring.buffer.layout
     start = layout.slot(number % layout.max_chunks)
-    return queue._buffer.view[start : start + layout.slot_bytes]
+    return queue.end.ring.buffer.view[start : start + layout.slot_bytes]
 
 
 async def test_another_sequence_number_is_reported_with_both_numbers() -> None:

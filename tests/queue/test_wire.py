@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, OVERFLOW, RAW
-from aioshm.queue import wire
-from aioshm.queue.wire import HEAD_BYTES, MAX_CONTROL_BYTES, MAX_RANGES, WireError
+from aioshm.queue.remote import wire
+from aioshm.queue.remote.wire import HEAD_BYTES, MAX_CONTROL_BYTES, MAX_RANGES, WireError
 
 SECRET = bytes(range(wire.SECRET_BYTES))
 NUMBERS = st.integers(0, 2**63 - 1)

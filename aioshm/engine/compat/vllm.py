@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 from aioshm.config import Options, vllm_options
 from aioshm.engine.compat.vllm_handle import Handle, as_queue_handle
 from aioshm.errors import AioshmError, QueueCancelled, QueueClosed
-from aioshm.queue import base, blocking, groups
-from aioshm.queue.reader_end import ReaderEnd
+from aioshm.queue import api, blocking
+from aioshm.queue.ends.reading import ReadingEnd
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from aioshm.queue.process_group import ObjectGroup
+    from aioshm.queue.groups.process_group import ObjectGroup
 
 __all__ = ["Handle", "MessageQueue"]
 
@@ -123,7 +123,7 @@ class MessageQueue:
         """
         external = None if external_writer_handle is None else as_queue_handle(external_writer_handle).queue
         end = _run(
-            lambda: groups.create_from_process_group(
+            lambda: api.MessageQueue.create_from_process_group(
                 pg, max_chunk_bytes, max_chunks, writer_rank, external, False, options=_options()
             )
         )
@@ -154,7 +154,7 @@ class MessageQueue:
         """
         rank = _rank_in_group(pg, reader_rank)
         end, handles = _run(
-            lambda: groups.create_from_process_group_single_reader(
+            lambda: api.MessageQueue.create_from_process_group_single_reader(
                 pg, max_chunk_bytes, max_chunks, rank, False, options=_options()
             )
         )
@@ -288,12 +288,13 @@ def _close(queue: blocking.MessageQueue, pid: int) -> None:
     closing.join()
 
 
-def _adopted(end: base.MessageQueue) -> MessageQueue:
+def _adopted(made: api.MessageQueue) -> MessageQueue:
     """Return vLLM's face of an end that no loop has used."""
+    end = made.end
     queue = blocking.MessageQueue.around(end)
     self = MessageQueue.__new__(MessageQueue)
-    if isinstance(end, ReaderEnd):
-        self._read(queue, Handle.of(end._handle), end._rank)
+    if isinstance(end, ReadingEnd):
+        self._read(queue, Handle.of(end.handle), end.rank)
     else:
         self._write(queue)
     return self

@@ -1,0 +1,431 @@
+"""The queue as its users see it: one class for either end; the work is done by the end that it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from aioshm.closing import AsyncClosing
+from aioshm.codec import Codec
+from aioshm.config import Options
+from aioshm.errors import QueueClosed, RoleError
+from aioshm.process.limits import naming_limits
+from aioshm.queue.ends.making import reading_end, writing_end
+from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.waiting import deadline_after
+from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.handle import Handle
+from aioshm.queue.ranks import checked_ranks
+from aioshm.queue.stats import QueueStats
+from aioshm.ring.atomics import ELSEWHERE, NOTHING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from aioshm.queue.groups.process_group import ObjectGroup
+
+MAX_CHUNK_BYTES = 24 * 1024 * 1024
+MAX_CHUNKS = 10
+
+
+class MessageQueue(AsyncClosing):
+    """A queue from one writer to many readers.
+
+    ``MessageQueue(...)`` makes the writer's end, `create_from_handle` a reader's. Either may be made before any event
+    loop runs; it then belongs to the loop, thread and process that first await it.
+
+    Args:
+        n_reader: Readers in all; each receives every message. With none, as in a group of one, everything is sent at
+            once, to nobody.
+        n_local_reader: Readers on this host, which read the ring; the others connect over TCP.
+        local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
+        max_chunk_bytes: Room for one message in the ring, in bytes; larger ones lie in memory beside it.
+        max_chunks: Messages that the ring holds before the writer has to wait for the slowest reader.
+        connect_ip: The address of this host that remote readers connect to; None: the one that its packets to other
+            hosts have. ``"*"``, ``"0.0.0.0"`` or ``"::"``: all of them, with that one in the handle.
+        codec: How objects become bytes: ``"pickle"``, ``"msgpack"``, ``"raw"``, the name of a codec that was registered
+            with `register_codec`, or a codec of one's own making, such as ``MsgpackCodec(type=Step)``.
+        options: Everything else; None takes the defaults and the environment.
+        remote_reader_ranks: The ranks of the remote readers; None means the lowest that are not local.
+
+    Attributes:
+        end: The end that does the work; for this package.
+
+    Raises:
+        ValueError, TypeError: An argument is out of range; the text names it.
+        UnsafePayload: There are remote readers, and ``options.secure=False`` goes with pickle.
+        SharedMemoryError: There is not enough memory, or no socket can be bound.
+    """
+
+    def __init__(
+        self,
+        n_reader: int,
+        n_local_reader: int,
+        local_reader_ranks: Sequence[int] | None = None,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunks: int = MAX_CHUNKS,
+        connect_ip: str | None = None,
+        *,
+        codec: str | Codec = "pickle",
+        options: Options | None = None,
+        remote_reader_ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._hold(
+            writing_end(
+                checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks),
+                (max_chunk_bytes, max_chunks),
+                connect_ip,
+                codec,
+                options,
+            )
+        )
+
+    def _hold(self, end: WritingEnd | ReadingEnd) -> None:
+        self.end = end
+        self._writer = end if isinstance(end, WritingEnd) else None
+        self._reader = end if isinstance(end, ReadingEnd) else None
+
+    @classmethod
+    def around(cls, end: WritingEnd | ReadingEnd) -> Self:
+        """Make the queue of an end; for this package."""
+        queue = cls.__new__(cls)
+        queue._hold(end)
+        return queue
+
+    @classmethod
+    def create_from_handle(
+        cls,
+        handle: Handle | str | bytes,
+        rank: int,
+        *,
+        codec: str | Codec | None = None,
+        options: Options | None = None,
+    ) -> Self:
+        """Make a reader's end: a local one if the rank is one of ``handle.local_reader_ranks``, else a remote one.
+
+        Args:
+            handle: The writer's handle, or its JSON text.
+            rank: Which reader this is.
+            codec: This end's own instance of the writer's codec, such as ``MsgpackCodec(type=Step)``; None makes one.
+            options: For this end; None takes the writer's.
+
+        Raises:
+            HandleError: Not a handle, or of another version, host or user, or its queue is gone, or it needs a codec
+                that is not registered here.
+            ValueError: No reader has this rank, or ``codec`` is another one than the writer's.
+        """
+        return cls.around(reading_end(handle, rank, codec, options))
+
+    @classmethod
+    async def create_from_process_group(
+        cls,
+        pg: ProcessGroup | ObjectGroup,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | str | bytes | None = None,
+        blocking: bool = True,
+        *,
+        options: Options | None = None,
+        codec: str | Codec = "pickle",
+        connect_ip: str | None = None,
+    ) -> Self:
+        """Make a queue from one rank of a process group to all the others. Every rank awaits this.
+
+        A reader's rank in the queue is its rank in the group. Readers that share memory with the writer, which is tried
+        out, read the ring; the others are remote readers.
+
+        In a group of one nobody reads: the writer's end is ready at once, and sends to nobody.
+
+        If it fails at one rank, it raises at all. Cancelling it takes effect here at once, and makes it fail at the
+        others when their collectives get to it; once all have their end, closes this one instead. Later calls with the
+        same group wait until the collectives are over.
+
+        Args:
+            pg: A ``torch.distributed.ProcessGroup`` with a backend for the CPU such as gloo, a
+                `StatelessProcessGroup`, or an object with ``rank``, ``world_size``, ``broadcast_obj`` and
+                ``all_gather_obj``.
+            max_chunk_bytes: Room for one message in the ring, in bytes.
+            max_chunks: Messages that the ring holds.
+            writer_rank: Who writes, by rank in the group.
+            external_writer_handle: The handle of a queue whose writer is outside of the group: all ranks then read that
+                one, ``writer_rank`` too. Only what ``writer_rank`` passes counts.
+            blocking: Whether to wait until every rank is attached. Without, await ``wait_until_ready()`` before use.
+            options: For the queue, as for `MessageQueue`.
+            codec: For the queue. Readers take the writer's; one that is not given by name is that reader's own
+                instance.
+            connect_ip: The address that remote readers connect to. Only the writer's counts.
+
+        Returns:
+            The writer's end at ``writer_rank``, a reader's elsewhere.
+
+        Raises:
+            HandleError: It failed at another rank, which the text names; or this one cannot attach.
+            SharedMemoryError: There is not enough memory, or no socket can be bound.
+            ValueError, TypeError: An argument is out of range, or ``writer_rank`` not the same everywhere; ``pg`` is no
+                process group, or none that this process belongs to.
+            TimeoutError, GroupBroken: A collective of the group failed, whose ranks may be out of step from then on.
+            PeerDied, QueueClosed: With ``blocking``: another rank went away before every rank was attached.
+        """
+        with naming_limits("a reader or a writer"):
+            from aioshm.queue.groups.making import GroupCall
+
+        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options)
+        return cls.around(await call.one_writer(writer_rank, external_writer_handle, wait=blocking))
+
+    @classmethod
+    async def create_from_process_group_single_reader(
+        cls,
+        pg: ProcessGroup | ObjectGroup,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        reader_rank: int = 0,
+        blocking: bool = False,
+        *,
+        options: Options | None = None,
+        codec: str | Codec = "pickle",
+        connect_ip: str | None = None,
+    ) -> tuple[Self, list[Handle]]:
+        """Make a queue from every rank of a process group to one of them. Every rank awaits this.
+
+        Each rank, ``reader_rank`` too, gets the writer's end of a queue of its own, whose only reader has rank 0. At
+        ``reader_rank`` call ``MessageQueue.create_from_handle(handles[rank], 0)`` for each rank that is to be read.
+
+        If it fails at one rank, it raises at all. Cancelling it: see `create_from_process_group`.
+
+        Args:
+            pg: As for `create_from_process_group`.
+            max_chunk_bytes: Room for one message in each ring, in bytes.
+            max_chunks: Messages that each ring holds.
+            reader_rank: Who reads, by rank in the group.
+            blocking: Whether to wait until the reader is attached to this rank's queue. At ``reader_rank`` itself this
+                never waits: only its caller can do what that would wait for.
+            options: For the queues, as for `MessageQueue`; each rank's own count.
+            codec: For the queues; each rank's own counts.
+            connect_ip: The address that a remote reader connects to; each rank's own counts.
+
+        Returns:
+            This rank's writer; and at ``reader_rank`` the handles of all ranks' queues, by rank, elsewhere none.
+
+        Raises:
+            HandleError, SharedMemoryError, ValueError, TypeError, TimeoutError, GroupBroken, PeerDied, QueueClosed: As
+                `create_from_process_group`.
+        """
+        with naming_limits("a writer"):
+            from aioshm.queue.groups.making import GroupCall
+
+        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options)
+        end, handles = await call.one_reader(reader_rank, wait=blocking)
+        return cls.around(end), handles
+
+    def export_handle(self) -> Handle:
+        """Return what readers need in order to attach: picklable, and JSON by its ``to_json``."""
+        writer = self._writer or self._wrong_end("export_handle", "writer")
+        return writer.export_handle()
+
+    async def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until every reader has the ring mapped. Every end calls this.
+
+        May be cancelled, and called again.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            TimeoutError: An end is missing; the text says which.
+            PeerDied: The writer, or a reader whose death is not tolerated, died. The writer is told once of a reader
+                that was there and died before all were ready; its place is free, and this can be called again.
+            HandleError: The writer refused this reader.
+        """
+        await self.end.wait_until_ready(deadline_after(timeout))
+
+    async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+        """Send an object to every reader, waiting for a free slot.
+
+        After this returns, the object may be changed or freed. Cancelling it has sent the message to every reader or
+        to none.
+
+        Args:
+            obj: What the queue's codec can encode.
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            TimeoutError: No slot became free in time; nothing was sent.
+            CodecError: The object cannot be encoded; nothing was sent.
+            PeerDied: A reader died (with ``on_reader_death="raise"``).
+            QueueClosed: This end was closed, or every reader has left.
+        """
+        writer = self._writer or self._wrong_end("enqueue", "writer")
+        message = writer.send(obj)
+        if message is not None:
+            await writer.enqueue(obj, message, timeout)
+
+    async def enqueue_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
+        """Send objects, in order and one right after the other, with one wake-up of each reader.
+
+        All of them or none: everything is encoded first, and published once there are slots for all. A batch of more
+        than ``max_chunks`` goes in parts of that size; when this is cancelled or times out, the parts that were sent
+        stay sent, which ``stats().messages`` counts.
+
+        Args:
+            objs: What the queue's codec can encode.
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            TimeoutError: Not enough slots became free in time.
+            CodecError: An object cannot be encoded; nothing was sent.
+            PeerDied, QueueClosed: As `enqueue`.
+        """
+        writer = self._writer or self._wrong_end("enqueue_many", "writer")
+        await writer.enqueue_many(objs, timeout)
+
+    def enqueue_nowait(self, obj: Any) -> None:
+        """Send an object to every reader now.
+
+        Raises:
+            QueueFull: There is no free slot, or other tasks wait for one; nothing was sent.
+            CodecError, PeerDied, QueueClosed: As `enqueue`.
+        """
+        writer = self._writer or self._wrong_end("enqueue_nowait", "writer")
+        writer.enqueue_nowait(obj)
+
+    async def dequeue(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> Any:
+        """Receive the next message; it is the caller's own.
+
+        Cancelling this call loses nothing: the next call returns the same message.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+            cancel: Ends the wait once set.
+            indefinite: Report nothing however long this takes. Otherwise the log tells, every
+                ``options.stall_warning_s``, what is known of the writer: whether it is stopped, hung, or just has
+                nothing to send. Waits for the same message that time out, or are cancelled, count together.
+
+        Raises:
+            TimeoutError: Nothing arrived in time.
+            QueueCancelled: ``cancel`` is set and no message is there.
+            PeerDied: The writer died and everything it published has been read.
+            QueueClosed: This end was closed, or the writer was and everything it sent has been read.
+            CorruptSlot, CodecError: The message was damaged; the next call returns the one behind it.
+        """
+        reader = self._reader or self._wrong_end("dequeue", "reader")
+        try:
+            obj = reader.receive()
+        except Exception as error:
+            reader.fail(error)
+        if obj is NOTHING or obj is ELSEWHERE:
+            return await reader.dequeue(timeout, cancel, indefinite)
+        return obj
+
+    async def dequeue_many(
+        self,
+        max_items: int,
+        timeout: float | None = None,
+        cancel: asyncio.Event | None = None,
+        indefinite: bool = False,
+    ) -> list[Any]:
+        """Wait for a message and return it with those behind it that are there: at least one, at most ``max_items``.
+
+        A batch may end early: before a message that comes with large buffers or is damaged, which is then the next
+        call's first, and when the loop's other tasks must have their turn. Cancelling this call loses nothing.
+
+        Raises:
+            TimeoutError, QueueCancelled, PeerDied, QueueClosed: As `dequeue`.
+            CorruptSlot, CodecError: The first message was damaged; the next call begins with the one behind it.
+        """
+        reader = self._reader or self._wrong_end("dequeue_many", "reader")
+        return await reader.dequeue_many(max_items, timeout, cancel, indefinite)
+
+    def dequeue_nowait(self) -> Any:
+        """Receive the next message if it is there.
+
+        Raises:
+            QueueEmpty: It is not, or other tasks wait for it.
+            PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.
+        """
+        reader = self._reader or self._wrong_end("dequeue_nowait", "reader")
+        return reader.dequeue_nowait()
+
+    def acquire_write(self, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
+        """Give the next free slot's chunk to the block to fill: ``max_chunk_bytes`` writable bytes.
+
+        The block's end publishes it; a block that raises, or is cancelled, publishes nothing.
+
+        Raises:
+            TimeoutError, PeerDied, QueueClosed: As `enqueue`.
+        """
+        writer = self._writer or self._wrong_end("acquire_write", "writer")
+        return writer.acquire_write(timeout)
+
+    def acquire_read(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> AbstractAsyncContextManager[memoryview]:
+        """Give the next message's bytes, undecoded and read-only, to the block.
+
+        They are valid inside the block, whose end releases the slot, also when it raises.
+
+        Raises:
+            TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot: As `dequeue`.
+        """
+        reader = self._reader or self._wrong_end("acquire_read", "reader")
+        return reader.open_block(timeout, cancel, indefinite, decoded=False)
+
+    def lease(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> AbstractAsyncContextManager[Any]:
+        """Give the next message to the block, decoded where it lies: arrays, tensors and bytes are not copied.
+
+        What points into the slot is read-only where its type allows; a tensor does not, and writing to one ends the
+        process with SIGSEGV: ``clone()`` it. The slot is held until the block ends, also by an exception. What is used
+        after that is a copy, made when the block ends for whatever is still held; of a message above 256 KiB up to
+        10 ms later, or at the end of the next lease, so that a loop's own name for it causes none.
+
+        Raises:
+            TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.
+            SharedMemoryError: At the end: something is still held and there is no memory for its copy.
+        """
+        reader = self._reader or self._wrong_end("lease", "reader")
+        return reader.open_block(timeout, cancel, indefinite, decoded=True)
+
+    async def broadcast_object(self, obj: Any = None) -> Any:
+        """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""
+        if self._writer is None:
+            return await self.dequeue()
+        await self.enqueue(obj)
+        return obj
+
+    def stats(self) -> QueueStats:
+        """Return what this end has done so far. Works at any time, also after closing."""
+        return self.end.gate.stats()
+
+    # Iterating, closing
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self.dequeue()
+        except QueueClosed:
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        """Close this end: the other side is told, waiting calls raise `QueueClosed`. Idempotent.
+
+        A writer's readers can still read everything that was sent. Cancelling this does not stop it. It may be awaited
+        on any loop of the process, in any thread: also while the one that this end belongs to runs in another thread,
+        which then does it, and after that one was closed. Where that one has only stopped, what still waits there keeps
+        the memory until it goes on.
+        """
+        await self.end.gate.aclose()
+
+    def __repr__(self) -> str:
+        return repr(self.end)
+
+    def _wrong_end(self, call: str, end: str) -> NoReturn:
+        side = "reader" if self._writer is None else "writer"
+        raise RoleError(f"{call}() belongs to the queue's {end}; this is a {side}: {self!r}")

@@ -1,0 +1,309 @@
+"""An end that threads use: its private loop, their turns, and what was received for a call that was interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from threading import get_ident
+from time import monotonic
+from typing import Any, TypeVar
+
+from aioshm.errors import AioshmError, QueueClosed
+from aioshm.queue.blocking.blocks import Block
+from aioshm.queue.blocking.calls import NotAtOnce, cancellable, check_cancel
+from aioshm.queue.blocking.private_loop import PrivateLoop
+from aioshm.queue.blocking.turns import Turns
+from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.source import Waker
+from aioshm.queue.ends.waiting import deadline_after
+from aioshm.queue.ends.writing import WritingEnd
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, native_core
+
+T = TypeVar("T")
+
+
+class Held:
+    """An end that threads use, one at a time.
+
+    Args:
+        end: The end, which no loop has used.
+
+    Attributes:
+        end: The end.
+        gate: The end's.
+        loop: Runs while a call waits.
+        turns: Whose turn it is.
+        kept: What was received for a call that a signal's handler ended: the next one's. Looking at it and taking
+            something off takes no call: nothing comes in between, nor on the way back to the caller.
+        sending, reading: What usually is all that a call needs; until the end is ready, both say that they cannot.
+        waker: What `reading` leaves it to, to wake the writer.
+        block: What has a slot.
+        to_close: Whether the thread that has the turn is to close the end when it is over.
+    """
+
+    def __init__(self, end: WritingEnd | ReadingEnd) -> None:
+        self.end = end
+        self.gate = end.gate
+        self.gate.block()
+        self.loop = PrivateLoop(lambda: f"<blocking {end!r}>")
+        self.turns = Turns(end.gate)
+        self.kept: list[Any] = []
+        self.sending: Any = NotAtOnce
+        self.reading: Any = NotAtOnce
+        self.waker: Waker | None = None
+        self.block: Block | None = None
+        self.to_close = False
+
+    # Running the loop
+
+    def run(
+        self,
+        call: Callable[[float | None], Coroutine[Any, Any, T]],
+        timeout: float | None = None,
+        *,
+        busy: type[AioshmError] | None = None,
+        first: Callable[[], bool] | None = None,
+        block: Block | None = None,
+        leaving: bool = False,
+    ) -> None:
+        """Run what ``call`` makes of the time that is left, in this thread's turn.
+
+        Args:
+            call: Makes it.
+            timeout: For all of it, waiting for the turn included.
+            busy: What to raise instead of waiting for the turn.
+            first: What may make it unnecessary, and says so.
+            block: This enters it; the turn lasts until it is left.
+            leaving: This must run; whichever thread has the turn has it for the block that this ends.
+        """
+        self.loop.check_thread()
+        self._leave_if_gone(leaving)
+        turns = self.turns
+        if leaving:
+            self.gate.core.user = get_ident()
+            taken = True
+        elif not (taken := turns.take_now()):
+            deadline = deadline_after(timeout)
+            taken = turns.take(deadline, busy)
+            if deadline is not None:
+                timeout = max(0.0, deadline - monotonic())
+
+        def make() -> Coroutine[Any, Any, T]:
+            if self.gate.ready:
+                self._tell_now()  # as a call that was interrupted before it did: the other end may be waiting for it
+            return call(timeout)
+
+        try:
+            self.loop.run(make, first=first, whole=leaving)
+        finally:
+            if taken and (block is None or block.opened is None):
+                turns.lasting = False
+                self.gate.core.user = 0
+                if self.gate.ready:
+                    self._take_short_cuts()
+                turns.wake()
+                if self.to_close:
+                    self.close()
+
+    def _take_short_cuts(self) -> None:
+        """Let the next calls send or receive at once: where the native core does that in one piece."""
+        end, core = self.end, self.gate.core
+        if not native_core:
+            return
+        if isinstance(end, WritingEnd):
+            if getattr(end.send, "__self__", None) is core:
+                core.quiet = True
+                self.sending = core
+        elif getattr(end.source.receive, "__self__", None) is core:
+            core.quiet = True
+            self.waker = end.source.waker
+            self.reading = core
+
+    def end_turn(self) -> None:
+        """End this thread's turn, and do what was left to its end."""
+        self.turns.lasting = False
+        self.gate.core.user = 0
+        self.turns.wake()
+        if self.to_close:
+            self.close()
+
+    def tell(self) -> None:
+        """Wake the ends that sleep though they can go on."""
+        core = self.gate.core
+        if not self.turns.take_now():
+            if core.user != get_ident():
+                self.loop.call_soon(self._tell_now)  # the thread that has the turn does it
+                return
+            self._tell_now()
+            return
+        try:
+            self._tell_now()
+        except BaseException:  # a signal's handler has come in between
+            self.loop.run_now(self._tell_now)
+            raise
+        finally:
+            self.turns.lasting = False
+            core.user = 0
+            if self.to_close:
+                self.close()
+
+    def _tell_now(self) -> None:
+        core = self.gate.core
+        if core.owes:
+            self.end.tell_parked()
+            core.owes = False
+
+    # Receiving
+
+    async def keep(self, call: Callable[[], Coroutine[Any, Any, Any]], *, many: bool = False) -> None:
+        """Put what is received where the next call finds it; no handler raises in here."""
+        obj = await call()
+        if many:
+            self.kept.extend(obj)
+        else:
+            self.kept.append(obj)
+
+    def receive(
+        self,
+        call: Callable[[asyncio.Event | None, float | None], Coroutine[Any, Any, Any]],
+        timeout: float | None,
+        cancel: threading.Event | None,
+        *,
+        many: bool = False,
+    ) -> None:
+        """Run a call that receives, which may last for ``timeout``, and keep what it returns for the next one."""
+        check_cancel(cancel)
+
+        def make(left: float | None) -> Coroutine[Any, Any, None]:
+            if cancel is None:
+                return self.keep(lambda: call(None, left), many=many)
+            return self.keep(lambda: cancellable(cancel, lambda event: call(event, left)), many=many)
+
+        def receive() -> bool:
+            end = self.end
+            if many or not end.gate.ready or not isinstance(end, ReadingEnd) or self.reading is end.gate.core:
+                return False
+            try:
+                obj = end.source.receive()
+            except Exception as error:
+                end.fail(error)
+            if obj is NOTHING or obj is ELSEWHERE:
+                return False
+            self.kept.append(obj)
+            return True
+
+        self.run(make, timeout, first=receive)
+
+    # Blocks
+
+    def new_block(
+        self,
+        call: Callable[[asyncio.Event | None, float | None], AbstractAsyncContextManager[Any]],
+        timeout: float | None,
+        cancel: threading.Event | None = None,
+        of_kept: Callable[[Any], Any] | None = None,
+    ) -> Block:
+        """Return a block that has a slot.
+
+        Args:
+            call: Makes the end's own block.
+            timeout: For the wait for the slot.
+            cancel: Ends that wait once set.
+            of_kept: Makes what the block shows of a message that was kept.
+        """
+        check_cancel(cancel)
+
+        async def open_block(event: asyncio.Event | None, left: float | None) -> None:
+            opened = call(event, left)
+            block.value = await opened.__aenter__()
+            block.opened, self.block = opened, block
+
+        def make(left: float | None) -> Coroutine[Any, Any, None]:
+            if cancel is None:
+                return open_block(None, left)
+            return cancellable(cancel, lambda event: open_block(event, left))
+
+        def enter() -> None:
+            if of_kept is not None and self.kept:
+                block.value = of_kept(self.kept[0])
+                del self.kept[0]
+            else:
+                self.run(make, timeout, block=block)
+
+        block = Block(self, enter)
+        return block
+
+    def enter_block(self, block: Block) -> None:
+        """Wait for a block's slot (see `Block`)."""
+        block.open_block()
+
+    def undo_block(self, block: Block) -> None:
+        """Leave a block that was never entered; the message stays the next one."""
+        error = QueueClosed("interrupted")
+        if isinstance(self.end, ReadingEnd):
+            self.end.undo = True
+        try:
+            self._leave(block, type(error), error, None)
+        except QueueClosed as again:
+            if again is not error:
+                raise
+
+    def leave_block(self, block: Block, *error: Any) -> bool | None:
+        """Leave a block; does nothing once done."""
+        return self._leave(block, *error) if block.opened is not None else None
+
+    def _leave(self, block: Block, *error: Any) -> bool | None:
+        answers: list[bool | None] = []
+
+        async def leave(_: float | None) -> None:
+            opened, block.opened, self.block = block.opened, None, None
+            try:
+                answers.append(await opened.__aexit__(*error))
+            finally:
+                if isinstance(self.end, ReadingEnd):
+                    self.end.undo = False
+
+        self.run(leave, leaving=True)
+        return answers[0]
+
+    def _leave_if_gone(self, leaving: bool = False) -> None:
+        """Leave a block that will not be left: a signal's handler raised on the way to its end."""
+        block = self.block
+        if not leaving and block is not None and self.gate.core.user == get_ident() and block.gone():
+            with contextlib.suppress(KeyboardInterrupt):
+                self._leave(block, KeyboardInterrupt, KeyboardInterrupt(), None)
+
+    # Closing
+
+    def close(self) -> None:
+        """Close the end from any thread, now or when what uses it ends; see `MessageQueue.close`."""
+        turns = self.turns
+        while not self.loop.closed:
+            taken = turns.take_now()
+            mine = self.gate.core.user == get_ident()
+            if taken:
+                try:
+                    self.loop.run(self.gate.aclose)
+                    self.loop.run_now(self.loop.close)
+                finally:
+                    turns.lasting = False
+                    self.gate.core.user = 0
+                    turns.wake()
+                return
+            self.loop.check_process()
+            self._leave_if_gone()
+            if mine or self.block is not None:
+                self.to_close = True
+                self.gate.refuse_closed()
+                self.loop.call_soon(self.gate.refuse_closed)
+                self.gate.core.owes = True  # so that a message that passes the core just now makes its thread look, too
+                turns.wake()
+                if self.gate.core.user:  # the thread that has the turn looks what there is to do, after it
+                    return
+            else:
+                self.gate.core.open = False  # so that also a thread that never has to wait comes by
+                self.loop.call_soon(self.gate.refuse_closed)
+                turns.wait()

@@ -1,0 +1,21 @@
+"""What a codec has made of a message, before it goes anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aioshm.codec import Encoded
+from aioshm.codec.frames import body_bytes
+
+
+def message_bytes(message: Encoded) -> int:
+    """Return how large the body of an encoded message is, as it lies in a chunk or beside it."""
+    if isinstance(message, bytes):
+        return body_bytes(len(message), [])
+    parts, buffers = message
+    return body_bytes(sum(map(len, parts)), [len(buffer) for buffer in buffers])
+
+
+def parts_of(message: Encoded) -> tuple[Sequence[bytes | memoryview], Sequence[memoryview]]:
+    """Return an encoded message's main part in pieces, and its out-of-band buffers."""
+    return ((message,), ()) if isinstance(message, bytes) else message

@@ -1,0 +1,53 @@
+"""What a writer knows of its readers, be they on this host or on others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from aioshm.errors import AioshmError, PeerDied
+
+
+class Audience(Protocol):
+    """The readers of one kind."""
+
+    def start(self, loop: asyncio.AbstractEventLoop, changed: Callable[[], None], /) -> None:
+        """Begin to admit readers; ``changed`` is called after every change that a waiting call may look for."""
+
+    def look(self) -> None:
+        """Find out who has gone, or come, since the loop has looked."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether no reader is waited for any more."""
+
+    @property
+    def alive(self) -> int:
+        """How many readers are attached."""
+
+    def missing(self) -> list[str]:
+        """Name the readers that are not attached yet."""
+
+    @property
+    def left(self) -> dict[int, str]:
+        """What became of the readers that were there before all were ready, and are not replaced, by rank."""
+
+    def take_death(self) -> PeerDied | None:
+        """Return, once, who of them has died."""
+
+    def go(self) -> None:
+        """Tell every reader that all are ready; from now on one that is gone is not replaced."""
+
+    def laggards(self, slots: int = 1, /) -> list[str]:
+        """Name the readers that so many more messages wait for."""
+
+    def backlog(self) -> int:
+        """Return how many messages the slowest reader has not finished with."""
+
+    @property
+    def trouble(self) -> Callable[[], AioshmError] | None:
+        """What makes the error that the writer has to raise from now on, if any."""
+
+    def say_goodbye(self) -> None:
+        """Tell the readers that nothing more will come."""

@@ -1,0 +1,174 @@
+"""The order in which an end closes: refuse, say goodbye, wait until no call uses it, give everything back, finish."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Protocol
+
+from aioshm.closing import warn_not_closed
+from aioshm.process.limits import abandon_when_forked
+from aioshm.queue.stats import QueueStats
+from aioshm.wait.poller import Poller
+
+LOOP_POLL_S = 0.05
+"""How often closing from another thread looks whether the loop that is to do it still runs."""
+
+
+class Inside(Protocol):
+    """The end behind a gate, as far as closing it goes."""
+
+    def say_goodbye(self) -> None:
+        """Tell the other side that this end closes."""
+
+    def dismantle(self) -> None:
+        """Give everything back; called once, when no call uses the ring any more. Needs no loop."""
+
+    def abandon(self) -> None:
+        """Let go, in a forked child, of what would hide the parent's death."""
+
+    def finished(self) -> bool:
+        """Return whether `finish` has nothing to do."""
+
+    async def finish(self) -> None:
+        """Do what closing needs that takes time."""
+
+    def current_stats(self) -> QueueStats:
+        """Return the statistics while everything is there."""
+
+
+class Door(Protocol):
+    """The gate, as closing uses it: see `Gate` for what each name means."""
+
+    loop: asyncio.AbstractEventLoop | None
+    in_line: int
+    poller: Poller | None
+
+    def refuse_closed(self) -> None: ...
+
+    def forbid(self) -> None: ...
+
+
+class ClosingOrder:
+    """Closes one end, once, wherever that is asked for.
+
+    Made before what the end holds: of what is forgotten together, Python finalizes the oldest first, so that the end
+    is closed as a whole before its parts find that they were not.
+
+    Args:
+        gate: The end's.
+
+    Attributes:
+        begun: Whether this has begun.
+        dismantled: Whether everything was given back.
+    """
+
+    _inside: Inside
+
+    def __init__(self, gate: Door) -> None:
+        self._gate = gate
+        self.begun = False
+        self.dismantled = True  # as long as there is nothing to give back
+        self._inherited = False  # whether this is a forked child's copy
+
+    def enclose(self, inside: Inside) -> None:
+        """Take over the closing of an end, which is complete by now."""
+        self._inside = inside
+        self.dismantled = False
+        abandon_when_forked(self)
+
+    async def aclose(self) -> None:
+        """Close the end; see `aioshm.MessageQueue.aclose`."""
+        if self._inherited:  # the other ends, and the loop, are the parent's
+            self.begun = True
+            return
+        loop = self._gate.loop
+        if loop is None or loop is asyncio.get_running_loop() or not loop.is_running():
+            await self._close_here()
+        else:
+            await self._close_there(loop)
+
+    async def _close_here(self) -> None:
+        gate = self._gate
+        if gate.loop is not None and gate.loop.is_closed():
+            gate.in_line = 0  # the calls that waited there will never go on
+        try:
+            self._begin()
+            if gate.in_line:
+                await asyncio.sleep(0)  # the waiting calls raise while the ring is still mapped
+        finally:
+            self.dismantle_unless_used()
+        await self._inside.finish()
+
+    async def _close_there(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close on the loop that the end belongs to, which another thread runs; here if that ends before."""
+        done: Future[None] = Future()
+        finishing: list[asyncio.Task[None]] = []
+
+        async def finish() -> None:
+            await self._inside.finish()
+
+        def close() -> None:
+            try:
+                self._begin()
+                self.dismantle_unless_used()
+                if self._inside.finished():  # as a rule; a task might be forgotten where the loop ends now
+                    done.set_result(None)
+                else:
+                    finishing.append(loop.create_task(finish()))
+                    finishing[0].add_done_callback(lambda _: done.set_result(None))
+            except Exception as error:
+                done.set_exception(error)
+
+        try:
+            loop.call_soon_threadsafe(close)
+        except RuntimeError:  # it is closed by now
+            await self._close_here()
+            return
+        waiting = asyncio.wrap_future(done)
+        while not done.done() and loop.is_running():
+            await asyncio.wait({waiting}, timeout=LOOP_POLL_S)
+        if done.done():
+            done.result()
+        else:
+            await self._close_here()
+
+    def _begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            self._gate.refuse_closed()
+            self._inside.say_goodbye()
+
+    def dismantle_unless_used(self) -> None:
+        """Give everything back if no call is in line."""
+        if not self.dismantled and not self._gate.in_line:
+            self._last_stats = self._inside.current_stats()
+            self.dismantled = True
+            self._take_apart()
+
+    def _take_apart(self) -> None:
+        if self._gate.poller is not None:
+            self._gate.poller.close()
+        self._inside.dismantle()
+
+    def abandon_in_child(self) -> None:
+        """Refuse every call in a forked child, and let the parent's end go on."""
+        self._inherited = True
+        if not self.dismantled:
+            self._gate.forbid()
+            self._last_stats = self._inside.current_stats()
+            self.dismantled = True
+            self._inside.abandon()
+
+    def stats(self) -> QueueStats:
+        """Return what the end has done so far."""
+        return self._last_stats if self.dismantled else self._inside.current_stats()
+
+    def __del__(self) -> None:
+        if getattr(self, "dismantled", True):
+            return
+        try:
+            warn_not_closed(self._gate, "use `async with`, or await aclose()")
+        finally:  # the warning may be an error
+            self.dismantled = True
+            self._take_apart()

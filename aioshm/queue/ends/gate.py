@@ -1,0 +1,355 @@
+"""The gate of an end: whose the end is, its line and its turns, and what it refuses.
+
+The hot calls go straight to the end's core, which lets them pass (see ``ring/_portable.py``) while the end is ready and
+healthy and nobody waits in line. Whatever is wrong shuts it, and the slow path says what it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from threading import current_thread, get_ident
+from time import monotonic_ns
+from typing import Protocol
+
+from aioshm.config import Options
+from aioshm.errors import AioshmError, QueueClosed, RoleError
+from aioshm.lifeline.bell import Bell
+from aioshm.queue.ends.closing import ClosingOrder, Inside
+from aioshm.queue.ends.waiting import new_poller
+from aioshm.queue.stats import QueueStats
+from aioshm.wait.line import Line
+from aioshm.wait.poller import Poller, WaitStats
+from aioshm.wait.stall import Stall
+
+TURN_MESSAGES = 64
+TURN_NS = 1_000_000
+"""A task that never has to wait yields to the loop after this many messages, or this long."""
+
+BLOCKING_TURN_MESSAGES = 1024
+BLOCKING_TURN_NS = 10_000_000
+"""The same for an end whose loop has nobody else to serve."""
+
+LOCAL_TURN_NS = 250_000_000
+"""The same where that loop has no network either, and only tells what became of other ends: between messages that are
+milliseconds apart, running it takes as long as all the rest of sending one."""
+
+
+class Core(Protocol):
+    """The part of a ring's core that a gate opens and shuts; see ``ring/_portable.py`` for what each name means."""
+
+    open: bool
+    user: int
+    owes: bool
+    quiet: bool
+    turn: int
+    turn_ends_ns: int
+    published_ns: int
+    spin_ns: int
+    spins: int
+    hits: int
+    spun_ns: int
+
+    def passes(self) -> bool: ...
+
+    def belong(self, runs: Callable[[], object] | None, /) -> None: ...
+
+    def spin(self, budget_ns: int, /) -> bool: ...
+
+
+class NoRing:
+    """The core of an end that has no ring, or none yet."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.user = 0
+        self.owes = self.quiet = False
+        self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
+        self._thread = -1
+        self._runs: Callable[[], object] | None = bool
+
+    def passes(self) -> bool:
+        """Return whether this thread may pass."""
+        if not self.open or self.turn <= 0:
+            return False
+        return self._runs is None or (get_ident() == self._thread and bool(self._runs()))
+
+    def belong(self, runs: Callable[[], object] | None, /) -> None:
+        """Belong to this thread, while ``runs()`` is true; None: to whichever uses it."""
+        self._thread = self.user = get_ident()
+        self._runs = runs
+
+    def spin(self, _budget_ns: int, /) -> bool:
+        """Return False: there is no memory to look at."""
+        return False
+
+
+class Gate:
+    """Lets one loop, thread and process use an end, one task at a time.
+
+    Args:
+        what: Names the end, for people: "writer", "local reader".
+        options: The end's.
+        networked: Whether its loop has a network to serve, too.
+
+    Attributes:
+        name: The queue's name, for messages.
+        options: The end's.
+        core: What the hot calls pass.
+        loop: Whose the end is; None until it is first awaited.
+        blocks: Whether its loop runs only while a call waits.
+        ready: Whether every end of the queue is there.
+        refusal: Makes the error that every call raises, if any.
+        in_line: How many calls have entered, or wait to.
+        poller: What a call waits with, once the other ends are known.
+        shut_while: What keeps the fast path shut while it is true, if anything does.
+    """
+
+    def __init__(self, what: str, options: Options, *, networked: bool) -> None:
+        self.name = ""
+        self.options = options
+        self.core: Core = NoRing()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.blocks = False
+        self.ready = False
+        self.refusal: Callable[[], AioshmError] | None = None
+        self.in_line = 0
+        self.poller: Poller | None = None
+        self.shut_while: Callable[[], object] | None = None
+        self._what = what
+        self._blocking_turn_ns = BLOCKING_TURN_NS if networked else LOCAL_TURN_NS
+        self._closing = ClosingOrder(self)
+        self._thread = -1
+        self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
+        self._line = Line()
+        self._holder: object = None  # whose block has a slot
+        self._watcher: Callable[[], None] | None = None
+        self._news: asyncio.Future[None] | None = None
+
+    def enclose(self, inside: Inside) -> None:
+        """Take over the closing of an end, which is complete by now."""
+        self._closing.enclose(inside)
+
+    # Whose the end is
+
+    def bind(self) -> asyncio.AbstractEventLoop:
+        """Belong to the running loop from now on, or refuse to be used from another one."""
+        loop = asyncio.get_running_loop()
+        if self.loop is None and self.refusal is None:
+            self.loop, self._thread = loop, get_ident()
+            if not self.blocks:
+                self._loop_runs = loop.is_running
+            self.use(self.core)
+        self.check_usable()
+        return loop
+
+    def use(self, core: Core) -> None:
+        """Let the hot calls pass this core from now on; called on the thread that it is to belong to."""
+        self.core = core
+        core.belong(None if self.blocks else self._loop_runs)
+
+    def block(self) -> None:
+        """Belong to threads, one at a time, whose loop runs only while a call waits; said before anything else."""
+        self.blocks = True
+        self._loop_runs = _always
+
+    def check_refusal(self) -> None:
+        """Raise whatever forbids using the end at all."""
+        if self.refusal is not None:
+            raise self.refusal()
+
+    def check_usable(self) -> None:
+        """Raise whatever forbids using the end, here or at all."""
+        self.check_refusal()
+        if self.loop is None:
+            raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
+        if get_ident() != self._thread and not self.blocks:
+            raise RoleError(f"{self!r} belongs to another thread than {current_thread().name}")
+        if not self._loop_runs():
+            raise RoleError(f"{self!r} belongs to another event loop than this one")
+
+    def check_ready(self) -> None:
+        """Raise whatever forbids a ``_nowait`` call; another task in line does not."""
+        self.check_usable()
+        if not self.ready:
+            raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
+
+    # Turns and lines
+
+    def reopen(self) -> None:
+        """Open the fast path, if nothing forbids it."""
+        shut = self.in_line or self.refusal is not None or (self.shut_while is not None and self.shut_while())
+        self.core.open = self.ready and not shut
+
+    def new_turn(self, now_ns: int = 0) -> None:
+        """Count from here, or from a time: the other tasks of the loop have just had theirs."""
+        # Where calls block, the loop only has to learn now and then what became of the others.
+        self.core.turn = BLOCKING_TURN_MESSAGES if self.blocks else TURN_MESSAGES
+        self.core.turn_ends_ns = (now_ns or monotonic_ns()) + (self._blocking_turn_ns if self.blocks else TURN_NS)
+
+    def count_turn(self) -> None:
+        """Count a message that has passed, but not in the core."""
+        core = self.core
+        core.turn = core.turn - 1 if monotonic_ns() < core.turn_ends_ns else 0
+
+    async def yield_turn(self) -> None:
+        """Let the other tasks run, if this end has had its turn."""
+        if self.core.turn <= 0 or monotonic_ns() >= self.core.turn_ends_ns:
+            await asyncio.sleep(0)
+            self.new_turn()
+        self.reopen()
+
+    async def enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
+        """Wait for this task's turn at the end; each `enter` needs a `leave`."""
+        if self._holder is not None and self.held_here:
+            raise RoleError(f"{self!r}: called inside of a block that has its slot, and so would wait for itself")
+        self.in_line += 1
+        self.core.open = False
+        try:
+            await self._line.join(deadline, cancel)
+        except BaseException:
+            self._left()
+            raise
+
+    def hold(self) -> None:
+        """Note that a block has the slot until `leave`, and whose block."""
+        self._holder = self._caller()
+
+    @property
+    def held_here(self) -> bool:
+        """Whether a block of the task that asks has the slot."""
+        return self._holder is not None and self._holder is self._caller()
+
+    def leave(self) -> None:
+        """End this task's turn."""
+        self._holder = None
+        self._line.leave()
+        self._left()
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call back whenever a waiting call would look again, or a task has left the line.
+
+        Raises:
+            RoleError: Another merge watches.
+        """
+        if self._watcher is not None:
+            raise RoleError(f"{self!r}: another merge is waiting for it")
+        self._watcher = watcher
+
+    def unwatch(self) -> None:
+        """Call back no more."""
+        self._watcher = None
+
+    def _caller(self) -> object:
+        """Return what cannot wait for itself: the task; where calls block, all are one thread's."""
+        return True if self.blocks else asyncio.current_task()
+
+    def _left(self) -> None:
+        self.in_line -= 1
+        if self.in_line:
+            return
+        if self._closing.begun:
+            self._closing.dismantle_unless_used()
+        else:
+            self.reopen()
+        if self._watcher is not None:
+            self._watcher()
+
+    # Waiting
+
+    def new_poller(self, parked: memoryview, others: Sequence[int], bell: Bell | None) -> None:
+        """Make what calls wait with; the arguments are those of `waiting.new_poller`."""
+        assert self.loop is not None
+        self.poller = new_poller(self, self.loop, self.options, parked, others, self.core.spin, bell)
+
+    def wake(self) -> None:
+        """Let a call that waits for messages, or for slots, look again."""
+        if self.poller is not None:
+            self.poller.wake()
+        if self._watcher is not None:
+            self._watcher()
+
+    def news(self) -> asyncio.Future[None]:
+        """Return what is done at the next `interrupt`."""
+        if self._news is None or self._news.done():
+            assert self.loop is not None
+            self._news = self.loop.create_future()
+        return self._news
+
+    def interrupt(self) -> None:
+        """Let every waiting call look again, whatever it waits for."""
+        self.wake()
+        if self._news is not None and not self._news.done() and not self._news.get_loop().is_closed():
+            self._news.set_result(None)
+
+    def stall(self, report: Callable[[float], float | None]) -> Stall:
+        """Return what calls back when a wait has lasted for long."""
+        return Stall(self.options.stall_warning_s, report)
+
+    # ClosingOrder
+
+    @property
+    def closed(self) -> bool:
+        """Whether closing has begun."""
+        return self._closing.begun
+
+    @property
+    def dismantled(self) -> bool:
+        """Whether there is nothing to give back, or not any more."""
+        return self._closing.dismantled
+
+    def refuse(self, refusal: Callable[[], AioshmError]) -> None:
+        """Answer every call, the waiting ones too, with an error from now on."""
+        self.refusal = refusal
+        self.core.open = False
+        if self.loop is None or not self.loop.is_closed():
+            self.interrupt()
+
+    def forbid(self) -> None:
+        """Answer every call in a forked child with an error, and wake nobody: the loop is the parent's."""
+        self.refusal = lambda: RoleError(f"{self!r} belongs to the process that this one was forked from")
+        self.core.open = False
+
+    def refuse_closed(self) -> None:
+        """Let every call, the waiting ones too, raise `QueueClosed` from now on; the first step of closing."""
+        self.refuse(lambda: QueueClosed(f"{self!r}: this end was closed"))
+
+    async def aclose(self) -> None:
+        """Close the end; see `aioshm.MessageQueue.aclose`."""
+        await self._closing.aclose()
+
+    def stats(self) -> QueueStats:
+        """Return what the end has done so far."""
+        return self._closing.stats()
+
+    # Telling about the end
+
+    def new_stats(
+        self, *, side: str, rank: int, messages: int, max_chunks: int, overflows: int, backlog: int, readers: int
+    ) -> QueueStats:
+        """Return statistics, to which this adds what waiting has cost so far."""
+        core, waits = self.core, WaitStats() if self.poller is None else self.poller.stats
+        return QueueStats(
+            queue=self.name,
+            side=side,
+            rank=rank,
+            ready=self.ready,
+            messages=messages,
+            overflows=overflows,
+            backlog=backlog,
+            max_chunks=max_chunks,
+            readers=readers,
+            spins=core.spins,
+            spin_hits=core.hits,
+            spin_s=core.spun_ns / 1e9,
+            naps=waits.naps,
+            parks=waits.parks,
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "ready" if self.ready else "not ready"
+        return f"<{self._what} of queue {self.name}, {state}>"
+
+
+def _always() -> bool:
+    return True

@@ -1,0 +1,298 @@
+"""A reader's end of a queue: its gate, the source that it receives from, and the calls that receive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+from aioshm.codec import Codec, Encoded, cannot_decode
+from aioshm.config import check_int
+from aioshm.errors import QueueEmpty
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.source import Source
+from aioshm.queue.ends.waiting import deadline_after
+from aioshm.queue.handle import Handle
+from aioshm.queue.inquiry import Inquiry
+from aioshm.queue.stats import QueueStats
+from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.wait.blocking import BlockingPoller
+from aioshm.wait.line import settle
+from aioshm.wait.stall import Stall
+
+
+class ReadingEnd:
+    """Receives from one source.
+
+    Args:
+        gate: Whose this is, and whose turn.
+        source: The ring or the network.
+        handle: The writer's.
+        rank: Which reader this is.
+        codec: Makes objects of bytes.
+
+    Attributes:
+        gate, source, handle, rank: As above.
+        receive: What is `Source.receive`, once a call has found the end ready.
+        linger_ns: How long a blocking call that finds nothing should go on looking before it waits.
+        leaves: Whether the call that waits leaves the loop when a message is due (see `WindowBegins`).
+        undo: Whether a block that is being left is to leave the message where it is.
+    """
+
+    def __init__(self, gate: Gate, source: Source, handle: Handle, rank: int, codec: Codec) -> None:
+        self.gate = gate
+        self.source = source
+        self.handle = handle
+        self.rank = rank
+        self._codec = codec
+        self.receive: Callable[[], Any] = _nothing
+        self.linger_ns = 0
+        self.leaves = False
+        self.undo = False
+        self._stall: Stall | None = None
+        self._stalled_at = -1
+        gate.enclose(self)
+
+    # Attaching
+
+    def start_attaching(self) -> None:
+        """Belong to the running loop and begin to attach, unless that was done; nothing waits for it."""
+        self.source.start(self.gate.bind())
+
+    async def wait_until_ready(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
+        """Wait until every end is there.
+
+        Args:
+            deadline: When to give up, by ``time.monotonic()``.
+            cancel: Ends the wait once set.
+
+        Raises:
+            TimeoutError: Some end is missing; the text says what is known of it.
+            AioshmError: This end cannot attach, or the writer is gone.
+        """
+        gate, source = self.gate, self.source
+        self.start_attaching()
+        stall = self._inquiry()
+        try:
+            while not gate.ready and source.gone is None:
+                gate.check_usable()
+                await settle(gate.news(), deadline=deadline, cancel=cancel, stall=stall)
+        except TimeoutError:
+            raise source.too_late() from None
+        if not gate.ready:
+            gate.check_usable()
+            assert source.gone is not None
+            raise source.gone()
+        gate.reopen()
+
+    # Receiving
+
+    async def dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
+        """Receive the next message, where `receive` has found nothing; as `aioshm.MessageQueue.dequeue`."""
+        deadline = deadline_after(timeout, cancel, indefinite)
+        await self._line_up(deadline, cancel)
+        try:
+            await self._next(deadline, cancel, indefinite)
+            while (obj := self.source.take()) is ELSEWHERE:
+                await self._rest(deadline, cancel, indefinite)
+            return obj
+        finally:
+            self.gate.leave()
+
+    async def dequeue_many(
+        self, max_items: int, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool
+    ) -> list[Any]:
+        """Receive what is there, as `aioshm.MessageQueue.dequeue_many`."""
+        check_int("max_items", max_items, minimum=1)
+        source = self.source
+        if self.gate.core.passes() and source.look_on() and (batch := source.take_many(max_items)):
+            return batch
+        deadline = deadline_after(timeout, cancel, indefinite)
+        await self._line_up(deadline, cancel)
+        try:
+            await self._next(deadline, cancel, indefinite)
+            batch = source.take_many(max_items)
+            if batch:
+                return batch
+            while (obj := source.take()) is ELSEWHERE:
+                await self._rest(deadline, cancel, indefinite)
+            return [obj]
+        finally:
+            self.gate.leave()
+
+    def dequeue_nowait(self) -> Any:
+        """Receive the next message if it is there, as `aioshm.MessageQueue.dequeue_nowait`."""
+        gate, source = self.gate, self.source
+        gate.check_ready()
+        if gate.in_line:
+            raise QueueEmpty(f"{gate!r}: other tasks wait in line")
+        gone = source.gone  # before looking: what was published before the writer went is then seen
+        obj = self.poll()
+        if obj is NOTHING:
+            raise QueueEmpty(f"{gate!r}: nothing to read yet") if gone is None else gone()
+        if obj is not ELSEWHERE:
+            return obj
+        if gone is not None:
+            raise source.lost()
+        raise QueueEmpty(f"{gate!r}: the overflow segment of message {source.progress} is on its way")
+
+    @asynccontextmanager
+    async def open_block(
+        self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool, *, decoded: bool
+    ) -> AsyncIterator[Any]:
+        """Give the next message to the block: for `aioshm.MessageQueue.lease` decoded, for `acquire_read` its bytes."""
+        deadline = deadline_after(timeout, cancel, indefinite)
+        await self._line_up(deadline, cancel, leasing=decoded)
+        try:
+            await self._next(deadline, cancel, indefinite)
+            self.gate.hold()
+            while (block := self.source.open_block(decoded=decoded)) is None:
+                await self._rest(deadline, cancel, indefinite)
+            try:
+                yield block.open()  # and no name keeps it here: that would hold what it is seen through
+            finally:
+                block.close(undo=self.undo)
+        finally:
+            self.gate.leave()
+
+    def poll(self) -> Any:
+        """Return what `Source.take` does; called on this end's loop, in nobody's line."""
+        self.source.settle()
+        return self.source.take()
+
+    def may_go_on(self) -> bool:
+        """Return whether a call that waits has anything to do."""
+        source = self.source
+        return self.gate.refusal is not None or source.gone is not None or source.ready()
+
+    async def _line_up(self, deadline: float | None, cancel: asyncio.Event | None, *, leasing: bool = False) -> None:
+        """Wait until it is this task's turn to read, which lasts until the gate is left."""
+        gate = self.gate
+        if not gate.ready:
+            await self.wait_until_ready(deadline, cancel)
+        gate.check_usable()
+        self.receive = self.source.receive
+        await gate.yield_turn()
+        await gate.enter(deadline, cancel)
+        if not leasing:
+            try:
+                self.source.settle()
+            except BaseException:
+                gate.leave()
+                raise
+
+    async def _next(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
+        """Wait for the next message, and leave it where it is."""
+        gate, source = self.gate, self.source
+        poller, core = gate.poller, gate.core
+        assert poller is not None
+        while True:
+            gate.check_usable()
+            gone = source.gone  # before looking: what was published before the writer went is then seen
+            if source.look():
+                return
+            if gone is not None:
+                raise gone()
+            progress = source.progress
+            stall = None if indefinite else self._stall_of_reading(progress)
+            if isinstance(poller, BlockingPoller):
+                poller.leaves = self.leaves
+            try:
+                if await poller.wait(
+                    self.may_go_on, progress, core.published_ns, deadline=deadline, cancel=cancel, stall=stall
+                ):
+                    gate.new_turn()
+            except TimeoutError:
+                raise TimeoutError(f"{gate!r}: message {progress} did not come in time") from None
+            finally:
+                if stall is not None:
+                    stall.pause()
+                core.spin_ns, self.linger_ns = poller.inline_spin_ns, poller.linger_ns
+
+    async def _rest(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
+        """Wait for the rest of the next message, or for any other news."""
+        gate, source = self.gate, self.source
+        gate.check_usable()
+        if source.gone is not None:
+            raise source.lost()
+        try:
+            await settle(gate.news(), deadline=deadline, cancel=cancel, stall=None if indefinite else self._inquiry())
+        except TimeoutError:
+            what = f"the overflow segment of message {source.progress}"
+            raise TimeoutError(f"{gate!r}: {what} did not come in time") from None
+        gate.check_usable()
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise what `receive` has raised, as a caller of the queue is to see it.
+
+        Raises:
+            CodecError: The ring's core could not decode a message; it does that with the codec's bare function.
+            AioshmError: The network's source has said itself what is wrong.
+        """
+        if self.source.ring is None:
+            raise error
+        raise cannot_decode(error, self.codec_name) from error
+
+    # Reporting
+
+    def _inquiry(self) -> Stall:
+        """Return what asks about the writer, and reports, while a wait lasts."""
+        source = self.source
+        return self.gate.stall(Inquiry(self.gate.options.stall_warning_s, source.ask_writer, source.report_waiting))
+
+    def _stall_of_reading(self, progress: int) -> Stall:
+        """Return what reports that the next message does not come; it goes on from an earlier call that gave up."""
+        if self._stall is not None and self._stalled_at == progress:
+            self._stall.resume()
+        else:
+            self._stall, self._stalled_at = self._inquiry(), progress
+        return self._stall
+
+    # Telling about itself
+
+    @property
+    def codec_name(self) -> str:
+        """The codec's name."""
+        return self._codec.name
+
+    def encode(self, obj: Any) -> Encoded:
+        """Encode an object that was received, as its sender did."""
+        return self._codec.encode(obj)
+
+    def tell_parked(self) -> None:
+        """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
+        self.source.tell_parked()
+
+    def current_stats(self) -> QueueStats:
+        """Return what this end has done so far, while everything is there."""
+        return self.source.stats()
+
+    # Closing (see `closing.Inside`)
+
+    def say_goodbye(self) -> None:
+        """Tell the writer that this end closes."""
+        self.source.say_goodbye()
+
+    def dismantle(self) -> None:
+        """Give everything back."""
+        self.source.close()
+
+    def finished(self) -> bool:
+        """Return whether `finish` has nothing to do."""
+        return self.source.finished()
+
+    async def finish(self) -> None:
+        """Do what closing needs that takes time."""
+        await self.source.finish()
+
+    def abandon(self) -> None:
+        """Let go, in a forked child, of what would hide the parent's death."""
+        self.source.abandon()
+
+    def __repr__(self) -> str:
+        return repr(self.gate)
+
+
+def _nothing() -> Any:
+    return NOTHING

@@ -1,0 +1,285 @@
+"""What a writer does with one encoded message: see whether there is room, wait for it, publish to both audiences."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aioshm.codec import Codec, Encoded
+from aioshm.codec.frames import INLINE, RAW, plain
+from aioshm.codec.raw import RawCodec
+from aioshm.errors import MessageTooLarge
+from aioshm.queue.encoded import message_bytes, parts_of
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.local.audience import RingAudience
+from aioshm.ring.slot import Slot
+from aioshm.wait.line import settle
+from aioshm.wait.stall import Stall
+
+if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
+    from aioshm.queue.remote.audience import NetworkAudience
+
+ZEROMQ_POLL_S = 0.002
+"""How often a full window looks whether ZeroMQ has let go of what was sent; it tells nobody."""
+
+
+class Sender:
+    """Publishes messages: packs each for the network, puts it in the ring, sends it over the network.
+
+    Args:
+        gate: The end's.
+        ring: The local readers.
+        network: The others, if there are any.
+        codec: Makes bytes of objects.
+        report: Reports that the next message cannot be written; is told for how many seconds.
+
+    Attributes:
+        encode: Makes bytes of an object.
+        send: Encodes and publishes an object at once. Returns None where it was sent, False where the gate is shut and
+            nothing was done, and otherwise what encoding it returned, for which there is no room, or which is no
+            ordinary message.
+        wanted: How many slots the call that waits needs.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        ring: RingAudience,
+        network: NetworkAudience | None,
+        codec: Codec,
+        report: Callable[[float], None],
+    ) -> None:
+        self._gate = gate
+        self._ring = ring
+        self._network = network
+        self._core = core = ring.ring.core
+        self._code = codec.code
+        self._chunk_bytes = ring.ring.layout.max_chunk_bytes
+        self._max_message_bytes = gate.options.max_message_bytes
+        self._report = report
+        self._stall: Stall | None = None
+        self._stalled_at = -1
+        self.wanted = 1
+        has_readers = bool(ring.ranks) or network is not None
+        self.encode = codec.encode if has_readers else _checked_only(codec)
+        core.bind(self.encode, plain(codec.code), isinstance(codec, RawCodec) and has_readers, ring.roster.ring_bells)
+        self.send: Callable[[Any], Any] = core.send if network is None else functools.partial(self._send, network)
+
+    def _send(self, network: NetworkAudience, obj: Any) -> Any:
+        if not self._core.passes():
+            return False
+        message = self.encode(obj)
+        return None if network.flow.room_for(message) and self._publish(network, message) else message
+
+    # Publishing
+
+    def put(self, message: Encoded) -> bool:
+        """Publish a message, or return False if there is no room. Has sent to all readers or to none.
+
+        Raises:
+            MessageTooLarge: It has more bytes than ``options.max_message_bytes``.
+            SharedMemoryError: It does not fit a chunk, and there is no memory for it elsewhere.
+        """
+        network = self._network
+        if network is None:
+            return self._put(message)
+        return network.flow.room_for(message) and self._publish(network, message)
+
+    def put_all(self, messages: list[Encoded]) -> None:
+        """Publish messages for which there is room."""
+        network, core = self._network, self._core
+        if network is not None:
+            for message in messages:
+                published = self._publish(network, message)
+                assert published  # there is room
+            return
+        sent = 0
+        while sent < len(messages):
+            done = core.put_many(messages, sent)
+            if not done:  # no ordinary message
+                self._put(messages[sent])
+            sent += done or 1
+
+    def put_raw(self, slot: Slot) -> None:
+        """Publish the claimed slot, which the caller's block has filled."""
+        network = self._network
+        if network is None:
+            self._ring.put_raw(slot)
+            return
+        content = [bytes(slot.chunk)]
+        outgoing = network.flow.outbox.pack(RAW, 0, self._core.seq, content, (), self._chunk_bytes)
+        self._ring.put_raw(slot)
+        network.flow.publish(outgoing)
+
+    def _publish(self, network: NetworkAudience, message: Encoded) -> bool:
+        """Publish a message that the window has room for, or return False if no slot is free."""
+        size = self.checked_size(message)
+        if not self._ring.ring.free():
+            return False
+        # First what may fail: then either all readers get it, or none.
+        parts, buffers = parts_of(message)
+        outgoing = network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size)
+        if not self._put(message if self._ring.ranks else b""):  # without local readers only to be counted
+            network.flow.outbox.let_go([outgoing])
+            return False
+        network.flow.publish(outgoing)
+        return True
+
+    def _put(self, message: Encoded) -> bool:
+        if isinstance(message, bytes) and len(message) <= self._chunk_bytes:
+            return self._core.put(message)
+        return self._ring.put(message, self.checked_size(message), self._code)
+
+    def check_sizes(self, messages: Sequence[Encoded]) -> None:
+        """Raise `MessageTooLarge` if one of some messages has more bytes than ``options.max_message_bytes``."""
+        for message in messages:
+            if type(message) is not bytes or len(message) > self._chunk_bytes:
+                self.checked_size(message)
+
+    def checked_size(self, message: Encoded) -> int:
+        """Return the size of a message's body.
+
+        Raises:
+            MessageTooLarge: It has more bytes than ``options.max_message_bytes``.
+        """
+        size = message_bytes(message)
+        if size > self._max_message_bytes:
+            raise MessageTooLarge(
+                f"the message has {size} bytes, options.max_message_bytes allows {self._max_message_bytes}"
+            )
+        return size
+
+    # Room
+
+    def claim(self) -> Slot | None:
+        """Return the next slot for writing, or None while there is no room for a message that fills it.
+
+        Raises:
+            AioshmError: The end refuses every call by now, also while there is no room.
+        """
+        self._gate.check_usable()
+        network = self._network
+        return self._ring.ring.claim() if network is None or network.flow.room_for_bytes(self._chunk_bytes) else None
+
+    def parts(self, messages: list[Encoded]) -> list[list[Encoded]]:
+        """Divide messages into runs for which there can be room."""
+        most = self._ring.ring.layout.max_chunks
+        runs = [messages[start : start + most] for start in range(0, len(messages), most)]
+        return runs if self._network is None else [part for run in runs for part in self._network.flow.parts(run)]
+
+    def has_room(self, messages: Sequence[Encoded]) -> bool:
+        """Return whether all of some messages can be sent now."""
+        network = self._network
+        return (network is None or network.flow.room_for(*messages)) and self._ring.ring.free(max(1, len(messages)))
+
+    def _window_is_full(self, slots: int = 1) -> bool:
+        """Return whether the window holds back what is not sent, whatever its size: it does where the ring does not."""
+        network = self._network
+        return network is not None and (not network.flow.room(slots, 0) or self._ring.ring.free(slots))
+
+    def why_full(self) -> str:
+        """Say what there is no room in, and who has to read."""
+        what = "the window of the remote readers is full" if self._window_is_full() else "no slot is free"
+        return f"{what}: {self.laggards()}"
+
+    def laggards(self, slots: int = 1) -> str:
+        """Name the readers that so many messages have to wait for."""
+        # The window holds back, too, whom the ring would not.
+        there = self._network.laggards() if self._network is not None and self._window_is_full(slots) else []
+        return ", ".join([*self._ring.laggards(slots), *there])
+
+    # Waiting for room
+
+    async def wait_for_room(self, messages: Sequence[Encoded], deadline: float | None) -> None:
+        """Wait for what makes room for all of some messages; there may be more to wait for then.
+
+        Raises:
+            TimeoutError: The deadline has passed; the text names who has to read.
+        """
+        network = self._network
+        if network is None or network.flow.room_for(*messages):
+            await self._wait_for_slots(len(messages), deadline)
+        else:
+            await self._wait_for_window(network, lambda: network.flow.room_for(*messages), deadline)
+
+    async def wait_for_chunk(self, deadline: float | None) -> None:
+        """Wait for what lets a slot be claimed.
+
+        Raises:
+            TimeoutError: The deadline has passed; the text names who has to read.
+        """
+        network = self._network
+        if network is None or network.flow.room_for_bytes(self._chunk_bytes):
+            await self._wait_for_slots(1, deadline)
+        else:
+            await self._wait_for_window(network, lambda: network.flow.room_for_bytes(self._chunk_bytes), deadline)
+
+    async def _wait_for_slots(self, wanted: int, deadline: float | None) -> None:
+        gate, core, ring = self._gate, self._core, self._ring.ring
+        poller, free = gate.poller, ring.free
+        assert poller is not None
+        core.spin_for(wanted)
+        ring.want(wanted)
+        stall = self._stall_of_writing(wanted)
+        try:
+            if await poller.wait(
+                lambda: gate.refusal is not None or free(wanted),
+                core.seq,
+                core.published_ns,
+                deadline=deadline,
+                stall=stall,
+            ):
+                gate.new_turn()
+        except TimeoutError:
+            what = "no slot became free" if wanted == 1 else f"{wanted} slots did not become free"
+            raise TimeoutError(f"{gate!r}: {what}: {self.laggards(wanted)}") from None
+        finally:
+            stall.pause()
+            if not gate.dismantled:
+                core.spin_for(1)
+                ring.want(1)
+                core.spin_ns = poller.inline_spin_ns
+
+    async def _wait_for_window(
+        self, network: NetworkAudience, look: Callable[[], bool], deadline: float | None
+    ) -> None:
+        """Wait until the remote readers have finished with enough."""
+        gate = self._gate
+        stall = self._stall_of_writing(1)
+        assert gate.loop is not None
+        try:
+            while gate.refusal is None and not look():
+                news, timer = gate.news(), None
+                if network.flow.waits_for_zeromq():
+                    timer = gate.loop.call_later(ZEROMQ_POLL_S, gate.interrupt)
+                try:
+                    await settle(news, deadline=deadline, stall=stall)
+                finally:
+                    if timer is not None:
+                        timer.cancel()
+        except TimeoutError:
+            laggards = ", ".join(network.laggards())
+            raise TimeoutError(f"{gate!r}: the window of the remote readers is full: {laggards}") from None
+        finally:
+            stall.pause()
+        gate.new_turn()
+
+    def _stall_of_writing(self, wanted: int) -> Stall:
+        """Return what reports that the next message cannot be written; it goes on from an earlier call that gave up."""
+        self.wanted = wanted
+        if self._stall is not None and self._stalled_at == self._core.seq:
+            self._stall.resume()
+        else:
+            self._stall, self._stalled_at = self._gate.stall(self._report), self._core.seq
+        return self._stall
+
+
+def _checked_only(codec: Codec) -> Callable[[Any], Encoded]:
+    """Return what encodes a message of a queue without readers: errors are those of any queue, and nothing is kept."""
+
+    def encode(obj: Any) -> Encoded:
+        codec.encode(obj)
+        return b""
+
+    return encode

@@ -1,0 +1,148 @@
+"""What a reader's end receives from: the ring or the network, it need not know."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from aioshm.errors import AioshmError
+from aioshm.queue.stats import QueueStats
+from aioshm.ring import RingReader
+
+
+class SourceBlock(Protocol):
+    """The next message, while a block has it."""
+
+    def open(self) -> Any:
+        """Return what the block sees of it."""
+
+    def close(self, *, undo: bool) -> None:
+        """Finish with it, also if `open` has raised; ``undo``: leave it where it is."""
+
+
+class Waker(Protocol):
+    """Wakes a writer that is parked because its ring is full.
+
+    Attributes:
+        pending: Whether the loop is to wake it after its turn.
+        due: From which message on that is not waited for.
+    """
+
+    pending: bool
+    due: int
+
+    def wake(self) -> None:
+        """Wake the writer if it can go on."""
+
+
+class Source(Protocol):
+    """Where messages come from; used on its end's loop, by one task at a time.
+
+    Attributes:
+        receive: Returns the next message, or `NOTHING` or `ELSEWHERE` if there is more to do than to take it; never
+            waits.
+        ring: The ring that this reads, if it reads one and has it by now.
+    """
+
+    receive: Callable[[], Any]
+    ring: RingReader | None
+
+    @property
+    def gone(self) -> Callable[[], AioshmError] | None:
+        """Once the writer is gone: makes the error that comes when everything it published has been read."""
+
+    @property
+    def waker(self) -> Waker | None:
+        """What wakes the writer, once there is a ring."""
+
+    # Attaching
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to attach, unless that was done; nothing waits for it."""
+
+    def too_late(self) -> Exception:
+        """Return the error of a wait for the other ends that has lasted too long."""
+
+    # Receiving
+
+    def ready(self) -> bool:
+        """Return whether a message is there, be it only in part; cheap, without side effects."""
+
+    def look(self) -> bool:
+        """Return whether a message is there, be it only in part; look also where it may have come to."""
+
+    def look_on(self) -> bool:
+        """Return the same; look for as long as a call should before it waits."""
+
+    def take(self) -> Any:
+        """Return the next message, `NOTHING`, or `ELSEWHERE` if not all of it has arrived.
+
+        Raises:
+            CorruptSlot, CodecError, MessagesLost: The message was damaged; the next call returns the one behind it.
+            SharedMemoryError, OutOfDescriptors: There is no room for it now; the next call tries again.
+        """
+
+    def take_many(self, most: int) -> list[Any]:
+        """Return what is there: it ends before a message that is no ordinary one, which may be the first.
+
+        Raises:
+            CorruptSlot, CodecError, MessagesLost: The first message was damaged; the next call begins behind it.
+        """
+
+    def open_block(self, *, decoded: bool) -> SourceBlock | None:
+        """Return the next message, which is there, for a block; None if not all of it has arrived.
+
+        Args:
+            decoded: Whether the block sees the object, decoded where it lies, or its bytes.
+
+        Raises:
+            CorruptSlot, MessagesLost: The message was damaged; the next call returns the one behind it.
+        """
+
+    def settle(self) -> None:
+        """Finish with what the latest block has left, before anything else is read."""
+
+    def quick(self) -> Callable[[], Any]:
+        """Return what is `receive`, if possible without a look at sockets; asked of an end that is ready."""
+
+    def lost(self) -> AioshmError:
+        """Return the error if the writer is gone and the rest of the next message has not arrived."""
+
+    # What is known of the other ends
+
+    @property
+    def progress(self) -> int:
+        """How many messages were finished with."""
+
+    def ask_writer(self) -> bool:
+        """Ask whether the writer's event loop runs; return whether there is an answer to be waited for."""
+
+    def report_waiting(self, waited_s: float) -> None:
+        """Report for how many seconds what has been waited for, with what is known of the writer."""
+
+    def other_ends(self) -> list[int]:
+        """Return the process of each other end that this one shares CPUs with, 0 where that is not known."""
+
+    def tell_parked(self) -> None:
+        """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
+
+    def stats(self) -> QueueStats:
+        """Return what was received so far."""
+
+    # Closing (see `closing.Inside`)
+
+    def say_goodbye(self) -> None:
+        """Tell the writer that this reader leaves."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+    def finished(self) -> bool:
+        """Return whether `finish` has nothing to do."""
+
+    async def finish(self) -> None:
+        """Do what closing needs that takes time."""
+
+    def abandon(self) -> None:
+        """Let go, in a forked child, of what would hide the parent's death."""

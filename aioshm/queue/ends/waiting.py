@@ -1,0 +1,100 @@
+"""Deadlines, and the poller that an end waits with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Protocol
+
+from aioshm.config import Options, check_bool, check_timeout, shown
+from aioshm.lifeline.bell import Bell
+from aioshm.wait.blocking import BlockingLoop, BlockingPoller
+from aioshm.wait.cpus import usable_cpus
+from aioshm.wait.poller import Poller
+from aioshm.wait.predictor import Predictor
+
+
+class _Owner(Protocol):
+    """What a poller waits for: anything that is hashed by identity, and lives as long as its poller is needed."""
+
+
+_others: weakref.WeakKeyDictionary[_Owner, set[int]] = weakref.WeakKeyDictionary()
+"""The processes at the other ends of this process' queues, of those whose calls block."""
+
+
+def new_poller(
+    owner: _Owner,
+    loop: asyncio.AbstractEventLoop,
+    options: Options,
+    parked: memoryview,
+    others: Sequence[int],
+    spin: Callable[[int], bool],
+    bell: Bell | None,
+) -> Poller:
+    """Make what an end of a ring waits with, now that the other ends are known.
+
+    Args:
+        owner: Lives as long as the end.
+        loop: The end's.
+        options: The end's.
+        parked: Its parked flag.
+        others: The process of each other end that it has to do with, 0 where that is not known.
+        spin: As for `Poller`.
+        bell: What they wake it by, if it is that.
+    """
+    if not isinstance(loop, BlockingLoop):
+        return Poller(loop, parked, predictor_among(others, options), options.wait, spin)
+    # Its spins are for an answer, whichever end that comes to: every other end that is under way needs a CPU too.
+    _others[owner] = {pid for pid in others if pid > 0}
+    processes = {*others}.union(*_others.values())
+    crowded = _apart(others) and 1 + len(processes) > _cpus_of(others)
+    predictor = predictor_among(others, options, crowded=crowded, yields=True)
+    return BlockingPoller(loop, parked, predictor, options.wait, spin, bell, crowded=crowded)
+
+
+def predictor_among(
+    others: Sequence[int], options: Options, *, crowded: bool | None = None, yields: bool = False
+) -> Predictor:
+    """Return what decides how an end waits for others.
+
+    Args:
+        others: The process of each, 0 where that is not known.
+        options: The end's.
+        crowded: Whether there are more ends than CPUs; None: find out.
+        yields: Whether it hands its CPU on while it spins.
+    """
+    cpus = _cpus_of(others)
+    # Ends of one process hand over to each other through its event loop, or its GIL: spinning would keep both.
+    apart = _apart(others)
+    return Predictor(
+        may_spin=apart and cpus > 1,
+        crowded=apart and 1 + len(others) > cpus if crowded is None else crowded,
+        yields=yields,
+        max_spin_cpu=options.max_spin_cpu,
+    )
+
+
+def deadline_after(
+    timeout: float | None, cancel: asyncio.Event | None = None, indefinite: bool = False
+) -> float | None:
+    """Return the deadline, by ``time.monotonic()``, of a wait of ``timeout`` seconds, whose arguments are checked.
+
+    Raises:
+        TypeError, ValueError: One of them is not what it has to be; the text names it.
+    """
+    seconds = check_timeout("timeout", timeout)
+    if cancel is not None and not isinstance(cancel, asyncio.Event):
+        raise TypeError(f"cancel must be an asyncio.Event or None, not {shown(cancel)}")
+    check_bool("indefinite", indefinite)
+    return None if seconds is None else monotonic() + seconds
+
+
+def _apart(others: Sequence[int]) -> bool:
+    return os.getpid() not in others
+
+
+def _cpus_of(others: Sequence[int]) -> int:
+    return usable_cpus(pids=[pid for pid in others if pid > 0])

@@ -1,0 +1,337 @@
+"""The writer's end of a queue: its gate, the readers on this host and those on others, and the calls that send."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from aioshm.codec import Codec, Encoded
+from aioshm.errors import AioshmError, PeerDied, QueueClosed, QueueFull
+from aioshm.process.limits import shortage
+from aioshm.queue.ends.audience import Audience
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.sending import Sender
+from aioshm.queue.ends.waiting import deadline_after
+from aioshm.queue.handle import Handle, host_id
+from aioshm.queue.local.audience import RingAudience
+from aioshm.queue.stats import QueueStats
+from aioshm.ring.layout import VERSION
+from aioshm.wait.line import settle
+from aioshm.wait.stall import seconds
+
+if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
+    from aioshm.queue.remote.audience import NetworkAudience
+
+logger = logging.getLogger("aioshm.queue")
+
+
+class WritingEnd:
+    """Admits the readers, sends to them, notices what becomes of them.
+
+    Args:
+        gate: Whose this is, and whose turn.
+        n_reader: How many there are to be.
+        ring: The readers on this host.
+        network: The readers on others, if there are any.
+        codec: Makes bytes of objects.
+        connect_ip: For the handle.
+
+    Attributes:
+        gate: Whose this is, and whose turn.
+        ring: The readers on this host.
+        network: The others.
+        send: As `Sender.send`.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        n_reader: int,
+        ring: RingAudience,
+        network: NetworkAudience | None,
+        codec: Codec,
+        connect_ip: str | None,
+    ) -> None:
+        self.gate = gate
+        gate.name = ring.queue_id.hex()[:8]
+        self.ring = ring
+        self.network = network
+        self._audiences: list[Audience] = [ring] if network is None else [ring, network]
+        self._n_reader = n_reader
+        self._codec = codec
+        self._connect_ip = connect_ip
+        self._listening = False
+        self._sender = Sender(gate, ring, network, codec, self._report_laggards)
+        self.send = self._sender.send
+        gate.core = ring.ring.core
+        gate.enclose(self)
+
+    def export_handle(self) -> Handle:
+        """Return what readers need in order to attach."""
+        ring, sizes = self.ring, self.ring.ring.layout
+        return Handle(
+            version=VERSION,
+            queue_id=ring.queue_id,
+            token=ring.token,
+            host=host_id(),
+            uid=os.geteuid(),
+            n_reader=self._n_reader,
+            local_reader_ranks=ring.ranks,
+            max_chunk_bytes=sizes.max_chunk_bytes,
+            max_chunks=sizes.max_chunks,
+            lifeline=ring.listener.address,
+            segment=ring.segment_name,
+            codec=self._codec.name,
+            connect_ip=self._connect_ip,
+            remote=None if self.network is None else self.network.address,
+            options=self.gate.options,
+            answers="in calls" if self.gate.blocks else "always",
+        )
+
+    # Attaching
+
+    async def wait_until_ready(self, deadline: float | None, *, replaceable: bool = True) -> None:
+        """Wait until every reader is attached.
+
+        Args:
+            deadline: When to give up, by ``time.monotonic()``.
+            replaceable: Whether another reader may come for one that has left; else that is the end of it.
+
+        Raises:
+            TimeoutError: Some are missing; the text says which.
+            PeerDied: One has died, of which this was not told yet.
+            QueueClosed: One has left that nobody can replace.
+        """
+        gate = self.gate
+        loop = gate.bind()
+        if not self._listening:
+            self._listening = True
+            for audience in self._audiences:
+                audience.start(loop, self._changed)
+        stall = gate.stall(self._report_missing)
+        try:
+            while not (self._complete() and self._all_there()):
+                if self._departed():
+                    self._check_left(replaceable)
+                    if self._complete():
+                        continue
+                await settle(gate.news(), deadline=deadline, stall=stall)
+                gate.check_usable()
+        except TimeoutError:
+            missing = f"{gate!r}: not attached yet: {', '.join(self.missing())}"
+            raise self.ring.lacking or shortage(missing) or TimeoutError(missing) from None
+        if not gate.ready:
+            gate.ready = True
+            gate.new_poller(self.ring.ring.parked, self.ring.roster.pids(), self.ring.bell)
+            for audience in self._audiences:
+                audience.go()
+            logger.debug("%r: %d readers", gate, self._alive())
+            gate.reopen()
+
+    def _changed(self) -> None:
+        """Look again at the readers and at the ring."""
+        trouble = self._trouble()
+        if trouble is None and self._n_reader and self._listening and self._complete() and not self._alive():
+            trouble = functools.partial(QueueClosed, f"queue {self.gate.name}: every reader has left")
+        if trouble is not None and self.gate.refusal is None:
+            self.gate.refuse(trouble)
+        else:
+            self.gate.interrupt()
+
+    # The readers, wherever they are
+
+    def _complete(self) -> bool:
+        """Return whether no reader is waited for any more."""
+        return all(audience.complete for audience in self._audiences)
+
+    def _all_there(self) -> bool:
+        """Return whether it is still so, if readers are asked that have gone since the loop has looked."""
+        for audience in reversed(self._audiences):
+            audience.look()
+        return self._complete()
+
+    def _alive(self) -> int:
+        """Return how many readers are attached."""
+        return sum(audience.alive for audience in self._audiences)
+
+    def missing(self) -> list[str]:
+        """Name the readers that are not attached yet."""
+        return [name for audience in self._audiences for name in audience.missing()]
+
+    def _departed(self) -> dict[int, str]:
+        """Return what became of the readers that were there before all were ready, and are not replaced."""
+        return {rank: what for audience in self._audiences for rank, what in audience.left.items()}
+
+    def _take_death(self) -> PeerDied | None:
+        """Return, once, who of them has died."""
+        return next((died for audience in self._audiences if (died := audience.take_death()) is not None), None)
+
+    def _trouble(self) -> Callable[[], AioshmError] | None:
+        """Return what makes the error that this end has to raise from now on, if any."""
+        return next((audience.trouble for audience in self._audiences if audience.trouble is not None), None)
+
+    def _check_left(self, replaceable: bool) -> None:
+        """Raise, once, if a reader has died before all were ready; and if one has left that nobody can replace."""
+        self.ring.look()  # the reader that comes in its place may be at the door
+        died = self._take_death()
+        if died is not None:
+            raise died
+        if self._departed() and not replaceable:
+            left = ", ".join(f"rank {rank} ({what})" for rank, what in self._departed().items())
+            raise QueueClosed(f"{self.gate!r}: not all will come: {left}")
+
+    # Sending
+
+    async def enqueue(self, obj: Any, message: Any, timeout: float | None) -> None:
+        """Send an object that `send` could not send at once.
+
+        Args:
+            obj: The object.
+            message: What `send` has answered.
+            timeout: As for `aioshm.MessageQueue.enqueue`.
+        """
+        deadline = deadline_after(timeout)
+        if message is False:
+            await self._prepare(deadline)
+            message = self._sender.encode(obj)
+        if not (self.gate.core.open and self._sender.put(message)):
+            await self._put_waiting([message], deadline)
+
+    async def enqueue_many(self, objs: Iterable[Any], timeout: float | None) -> None:
+        """Send objects, as `aioshm.MessageQueue.enqueue_many`."""
+        deadline = deadline_after(timeout)
+        sender, core = self._sender, self.gate.core
+        if not core.passes():
+            await self._prepare(deadline)
+        messages = list(map(sender.encode, objs))
+        sender.check_sizes(messages)
+        parts = sender.parts(messages)
+        if core.passes() and len(parts) == 1 and sender.has_room(messages):
+            sender.put_all(messages)
+            return
+        for part in parts:
+            await self._put_waiting(part, deadline)
+
+    def enqueue_nowait(self, obj: Any) -> None:
+        """Send an object now, as `aioshm.MessageQueue.enqueue_nowait`."""
+        self.gate.check_ready()
+        message = self._sender.encode(obj)
+        if self.gate.in_line or not self._sender.put(message):
+            raise QueueFull(f"{self.gate!r}: {self._sender.why_full()}")
+
+    @asynccontextmanager
+    async def acquire_write(self, timeout: float | None) -> AsyncIterator[memoryview]:
+        """Give a chunk to the block to fill, as `aioshm.MessageQueue.acquire_write`."""
+        deadline = deadline_after(timeout)
+        gate, sender = self.gate, self._sender
+        await self._prepare(deadline)
+        await gate.enter(deadline)
+        try:
+            while (slot := sender.claim()) is None:
+                await sender.wait_for_chunk(deadline)
+            chunk = slot.chunk[:]
+            gate.hold()
+            try:
+                yield chunk
+            finally:
+                chunk.release()
+            gate.check_usable()
+            sender.put_raw(slot)
+        finally:
+            gate.leave()
+
+    async def _prepare(self, deadline: float | None) -> None:
+        """Do what comes before anything that sends: be ready, give the loop its turn, refuse what is refused."""
+        gate = self.gate
+        if not gate.ready:
+            await self.wait_until_ready(deadline)
+        gate.check_usable()
+        await gate.yield_turn()
+        gate.check_usable()
+
+    async def _put_waiting(self, messages: list[Encoded], deadline: float | None) -> None:
+        """Send messages, at most as many as there are slots, in line and all at once."""
+        if not messages:
+            return
+        gate, sender = self.gate, self._sender
+        await gate.enter(deadline)
+        try:
+            gate.check_usable()
+            while not sender.has_room(messages):
+                await sender.wait_for_room(messages, deadline)
+                gate.check_usable()
+            sender.put_all(messages)
+        finally:
+            gate.leave()
+
+    def tell_parked(self) -> None:
+        """Wake the readers that are parked and can go on; may be interrupted, and then has to be called again."""
+        self.ring.roster.ring_bells()
+
+    # Reporting
+
+    def _report_missing(self, waited_s: float) -> None:
+        waited = seconds(waited_s)
+        logger.warning("%r: waited %s for readers to attach: %s", self.gate, waited, ", ".join(self.missing()))
+
+    def _report_laggards(self, waited_s: float) -> None:
+        logger.warning(
+            "%r: waited %s to write message %d: not read by %s",
+            self.gate,
+            seconds(waited_s),
+            self.ring.ring.seq,
+            self._sender.laggards(self._sender.wanted),
+        )
+
+    def current_stats(self) -> QueueStats:
+        """Return what this end has done so far, while everything is there."""
+        ring, network = self.ring, self.network
+        stats = self.gate.new_stats(
+            side="writer",
+            rank=-1,
+            messages=ring.ring.seq,
+            max_chunks=ring.ring.layout.max_chunks,
+            overflows=ring.overflows,
+            backlog=max(audience.backlog() for audience in self._audiences),
+            readers=self._alive(),
+        )
+        if network is None:
+            return stats
+        return msgspec.structs.replace(
+            stats, kept=network.flow.kept, kept_bytes=network.flow.kept_bytes, resent=network.flow.resent
+        )
+
+    # Closing (see `closing.Inside`)
+
+    def say_goodbye(self) -> None:
+        """Tell the readers that nothing more will come."""
+        for audience in self._audiences:
+            audience.say_goodbye()
+
+    def dismantle(self) -> None:
+        """Give everything back but what still has to be delivered."""
+        self.ring.close()
+        if self.network is not None and not self.network.delivering:
+            self.network.close()
+
+    def finished(self) -> bool:
+        """Return whether there is nothing left to deliver."""
+        return self.network is None or not self.network.delivering
+
+    async def finish(self) -> None:
+        """Wait until the remote readers have received everything, or are gone."""
+        if self.network is not None:
+            await self.network.wait_closed()
+
+    def abandon(self) -> None:
+        """Let go, in a forked child, of what would hide the parent's death."""
+        self.ring.abandon()
+
+    def __repr__(self) -> str:
+        return repr(self.gate)

@@ -1,0 +1,1 @@
+"""Queues between the processes of a process group."""

@@ -1,0 +1,229 @@
+"""Queues between the processes of a process group.
+
+Only handles travel over the group, once; the messages then go through the queues. The group's collectives block, so all
+those of one call run in a thread of their own, and the event loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from aioshm.codec import Codec
+from aioshm.config import Options
+from aioshm.errors import HandleError
+from aioshm.process.background import in_thread
+from aioshm.queue.ends.making import reading_end, writing_end
+from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.groups.process_group import ObjectGroup, as_group, check_rank, gather, tell
+from aioshm.queue.groups.same_node import probe
+from aioshm.queue.handle import Handle
+from aioshm.queue.ranks import checked_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+class GroupCall:
+    """One rank's part in making queues; for the arguments see `aioshm.MessageQueue.create_from_process_group`.
+
+    Its private methods block, and run in a thread.
+
+    Args:
+        pg: The process group.
+        chunks: How large they are, in bytes, and how many.
+        connect_ip, codec, options: Of the queue.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup | ObjectGroup,
+        chunks: tuple[int, int],
+        connect_ip: str | None,
+        codec: str | Codec,
+        options: Options | None,
+    ) -> None:
+        self._pg = pg
+        self._group = as_group(pg)
+        self._chunks = chunks
+        self._options = options
+        self._codec = codec
+        self._connect_ip = connect_ip
+        self._end: WritingEnd | ReadingEnd | None = None
+        self._cancelled = threading.Event()
+
+    @property
+    def rank(self) -> int:
+        """This process' rank in the group."""
+        return self._group.rank
+
+    async def _run(self, make: Callable[[], T]) -> T:
+        """Run ``make`` in a thread, after the earlier calls with the same group; close its end if nobody wants it."""
+        turn = _Turn(self._pg)
+
+        def work() -> T:
+            with turn:
+                try:
+                    return make()
+                except BaseException:
+                    self._close()
+                    raise
+
+        try:
+            return await in_thread(work, discard=lambda _: self._close())
+        except asyncio.CancelledError:
+            self._cancelled.set()
+            raise
+        except RuntimeError:
+            turn.end()  # if there was no thread to be had
+            raise
+
+    async def one_writer(
+        self, writer_rank: int, external: Handle | str | bytes | None, *, wait: bool
+    ) -> WritingEnd | ReadingEnd:
+        """Make this rank's end of a queue from one rank to the others; ``wait`` until it is ready."""
+        end = await self._run(lambda: self._make_one_writer(writer_rank, external))
+        if wait:
+            await _become_ready(end)
+        return end
+
+    async def one_reader(self, reader_rank: int, *, wait: bool) -> tuple[WritingEnd, list[Handle]]:
+        """Make this rank's queue to one reader; ``wait`` until it is ready, unless that is this rank."""
+        end, handles = await self._run(lambda: self._make_one_reader(reader_rank))
+        if wait and self._group.rank != reader_rank:
+            await _become_ready(end)
+        return end, handles
+
+    def _make_one_writer(self, writer_rank: int, external: Handle | str | bytes | None) -> WritingEnd | ReadingEnd:
+        group = self._group
+
+        def check() -> tuple[int, bool]:
+            self._check()
+            rank = check_rank("writer_rank", writer_rank, group.world_size)
+            return rank, group.rank == rank and external is not None
+
+        checked = gather(group, check)
+        _check_same("writer_rank", [rank for rank, _ in checked])
+        if checked[writer_rank][1]:
+            text = tell(group, writer_rank, lambda: _json_of(external))
+        else:
+            near = probe(group, writer_rank, self._options)
+            others = [rank for rank in range(group.world_size) if rank != writer_rank]
+            text = tell(
+                group,
+                writer_rank,
+                lambda: self._write(
+                    [rank for rank in others if near[rank]], [rank for rank in others if not near[rank]]
+                ),
+            )
+        gather(group, lambda: self._read(text))  # nobody goes on before all have their end
+        assert self._end is not None
+        return self._end
+
+    def _make_one_reader(self, reader_rank: int) -> tuple[WritingEnd, list[Handle]]:
+        group = self._group
+
+        def check() -> int:
+            self._check()
+            return check_rank("reader_rank", reader_rank, group.world_size)
+
+        _check_same("reader_rank", gather(group, check))
+        near = probe(group, reader_rank, self._options)[group.rank]
+        texts = gather(group, lambda: self._write([0] if near else [], [] if near else [0]))
+        assert isinstance(self._end, WritingEnd)
+        return self._end, [Handle.from_json(text) for text in texts] if group.rank == reader_rank else []
+
+    # Steps, whose errors all ranks are told
+
+    def _check(self) -> None:
+        if self._cancelled.is_set():
+            raise HandleError("the call was cancelled there")
+        if self._options is not None and not isinstance(self._options, Options):
+            raise TypeError(f"options must be an Options or None, not {self._options!r}")
+
+    def _write(self, local: Sequence[int], remote: Sequence[int]) -> str:
+        self._check()
+        self._end = end = writing_end(
+            checked_ranks(len(local) + len(remote), len(local), local, remote),
+            self._chunks,
+            self._connect_ip,
+            self._codec,
+            self._options,
+        )
+        return end.export_handle().to_json()
+
+    def _read(self, handle: str) -> None:
+        self._check()
+        if self._end is None:  # the writer has its end
+            codec = None if isinstance(self._codec, str) else self._codec
+            self._end = reading_end(handle, self._group.rank, codec, self._options)
+
+    def _close(self) -> None:
+        """Close the queue that was made, if one was; no loop has used it, so it has nothing to wait for."""
+        if self._end is not None:
+            with suppress(StopIteration):  # without a loop, for which there may be no descriptor left
+                self._end.gate.aclose().send(None)
+
+
+class _Turn:
+    """A call's place among those with the same group, in the order in which they were made.
+
+    The collectives of two calls at a time would get mixed up, differently at each rank.
+    """
+
+    _last: ClassVar[dict[int, threading.Event]] = {}  # by the group's id: set when the last call is over
+    _lock: ClassVar = threading.Lock()
+
+    def __init__(self, pg: object) -> None:
+        self._pg = pg  # kept, so that no other group gets its id
+        self._over = threading.Event()
+        with self._lock:
+            self._before = self._last.get(id(pg))
+            self._last[id(pg)] = self._over
+
+    def __enter__(self) -> None:
+        if self._before is not None:
+            self._before.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let the next call go on. Idempotent."""
+        self._over.set()
+        with self._lock:
+            if self._last.get(id(self._pg)) is self._over:
+                del self._last[id(self._pg)]
+
+
+async def _become_ready(end: WritingEnd | ReadingEnd) -> None:
+    try:
+        if isinstance(end, WritingEnd):
+            await end.wait_until_ready(None, replaceable=False)
+        else:
+            await end.wait_until_ready(None)
+    except BaseException:
+        await end.gate.aclose()
+        raise
+
+
+def _json_of(handle: Handle | str | bytes | None) -> str:
+    if isinstance(handle, (str, bytes)):
+        handle = Handle.from_json(handle)
+    if not isinstance(handle, Handle):
+        raise TypeError(f"external_writer_handle must be a Handle, its JSON text or None, not {handle!r}")
+    return handle.to_json()
+
+
+def _check_same(name: str, ranks: Sequence[int]) -> None:
+    for rank, value in enumerate(ranks):
+        if value != ranks[0]:
+            raise ValueError(
+                f"{name} must be the same at every rank: it is {ranks[0]} at rank 0, {value} at rank {rank}"
+            )

@@ -1,0 +1,69 @@
+"""What a local reader holds of its queue: the lifeline, the mapped ring, the overflow segments."""
+
+from __future__ import annotations
+
+import socket
+
+from aioshm.errors import HandleError
+from aioshm.lifeline.dialer import Lifeline, attach
+from aioshm.lifeline.protocol import Hello
+from aioshm.queue.handle import Handle
+from aioshm.queue.local.overflow import PassedSegments
+from aioshm.ring import RingReader, ShmRingBuffer
+
+
+class Attachment:
+    """Made by `make`; `close` gives everything back and says goodbye last.
+
+    Attributes:
+        lifeline: The connection to the writer; not started.
+        buffer: The ring's memory.
+        ring: The reader's cursor.
+        overflow: Where messages are that did not fit a chunk.
+    """
+
+    def __init__(self, lifeline: Lifeline, buffer: ShmRingBuffer, ring: RingReader) -> None:
+        self.lifeline = lifeline
+        self.buffer = buffer
+        self.ring = ring
+        self.overflow = PassedSegments(lifeline.welcome.secret, lifeline.look, lambda: lifeline.holds_back)
+
+    @classmethod
+    async def make(
+        cls, handle: Handle, rank: int, hello: Hello, sock: socket.socket | None, prefault_bytes: int
+    ) -> Attachment:
+        """Wait until the writer has admitted this reader, then map the ring.
+
+        Raises:
+            HandleError: The queue is gone, refused this reader, or is not what the handle says.
+            PeerDied: The writer died meanwhile.
+        """
+        lifeline = await attach(handle.lifeline, hello, sock)
+        try:
+            buffer = _map(handle, lifeline)
+            buffer.prefault(prefault_bytes, write=False)
+            ring = buffer.reader(handle.local_reader_ranks.index(rank))
+        except BaseException:
+            lifeline.close()
+            raise
+        return cls(lifeline, buffer, ring)
+
+    @property
+    def segment_fd(self) -> int:
+        """The segment's descriptor, which stays this object's."""
+        return self.buffer.fd
+
+    def close(self) -> None:
+        """Give everything back. Nothing may use the ring any more."""
+        self.overflow.close()
+        self.ring.close()
+        self.buffer.close()
+        self.lifeline.close()
+
+
+def _map(handle: Handle, lifeline: Lifeline) -> ShmRingBuffer:
+    if lifeline.welcome.segment:
+        return ShmRingBuffer.from_fd(handle.layout, lifeline.take_segment(), handle.queue_id, reads=True)
+    if handle.segment is None:
+        raise HandleError("the handle names no segment, and the writer sent none")
+    return ShmRingBuffer.from_name(handle.layout, handle.segment, handle.queue_id, reads=True)

@@ -1,0 +1,203 @@
+"""The readers on the writer's host: the ring that they read, where they attach, and what wakes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+from time import monotonic_ns
+
+from aioshm.codec import Encoded
+from aioshm.codec.frames import INLINE, OVERFLOW, RAW, pack_header, write_body
+from aioshm.config import Options
+from aioshm.errors import AioshmError, OutOfDescriptors, PeerDied
+from aioshm.lifeline.address import new_address
+from aioshm.lifeline.bell import Bell
+from aioshm.lifeline.listener import LifelineListener
+from aioshm.lifeline.protocol import Welcome
+from aioshm.process.limits import naming_limits
+from aioshm.queue.encoded import parts_of
+from aioshm.queue.local.overflow import SECRET_BYTES, Overflow, OverflowSegments
+from aioshm.queue.local.roster import Roster
+from aioshm.ring import ShmRingBuffer
+from aioshm.ring.slot import Slot
+
+TOKEN_BYTES = 32
+
+
+class RingAudience:
+    """The ring, and who reads it.
+
+    Args:
+        ranks: The local readers', in the order of the ring's flags.
+        chunk_bytes: Room for a message in the ring.
+        chunks: Messages that it holds.
+        options: The queue's.
+
+    Attributes:
+        buffer: The ring's memory.
+        ring: The writer's cursor.
+        roster: Who reads.
+        listener: Where readers attach.
+        overflow: How what does not fit a chunk is sent.
+        overflows: How many messages were sent so.
+        queue_id: The queue's.
+        token: What a reader must know.
+        secret: What the markers of overflowing messages repeat.
+        segment_name: The memory's name; None where its descriptor is passed on.
+
+    Raises:
+        SharedMemoryError: There is not enough memory, or no socket can be bound.
+        OutOfDescriptors: None is left.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], chunk_bytes: int, chunks: int, options: Options) -> None:
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self._chunk_bytes = chunk_bytes
+        with naming_limits("a writer"):
+            self.buffer = ShmRingBuffer(len(ranks), chunk_bytes, chunks, backing=options.backing)
+            try:
+                self.queue_id = self.buffer.queue_id
+                self.listener = LifelineListener(
+                    new_address(options, self.queue_id, "lifeline"), self.queue_id, self.token, max(64, len(ranks))
+                )
+            except BaseException:
+                self.buffer.close()
+                raise
+        self.segment_name = self.buffer.name
+        self.buffer.prefault(options.prefault_bytes if ranks else 0, write=True)
+        self.ring = self.buffer.writer()
+        self.ring.set_writer_state(closed=False, pid=os.getpid())
+        self.roster = Roster(self.queue_id.hex()[:8], ranks, self.ring, options.on_reader_death, self._welcome)
+        self.overflow: Overflow = OverflowSegments(self.ring, self.secret, self.roster.hand_over)
+        self.overflows = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The local readers' ranks."""
+        return self.roster.ranks
+
+    @property
+    def bell(self) -> Bell | None:
+        """What readers wake the writer by; None where that is a byte on their connection."""
+        return self.listener.bell
+
+    def _welcome(self) -> tuple[Welcome, list[int]]:
+        by_descriptor = self.segment_name is None
+        welcome = Welcome(os.getpid(), self.secret, by_descriptor, self.listener.bell is not None)
+        return welcome, [self.buffer.fd] if by_descriptor else []
+
+    # How they are
+
+    def start(self, loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:
+        """Begin to admit readers; ``changed`` is called after every change, and when a reader rang for the writer."""
+        self.roster.changed = changed
+        self.listener.start(loop, self.roster)
+
+    def look(self) -> None:
+        """Find out who has gone, or come, since the loop has looked."""
+        self.listener.look()
+
+    @property
+    def lacking(self) -> OutOfDescriptors | None:
+        """What has kept a reader from being admitted."""
+        return self.listener.lacking
+
+    @property
+    def complete(self) -> bool:
+        """Whether no reader is waited for any more."""
+        return self.roster.complete
+
+    @property
+    def alive(self) -> int:
+        """How many readers are attached."""
+        return self.roster.alive
+
+    def missing(self) -> list[str]:
+        """Name the readers that are not attached yet."""
+        return self.roster.missing()
+
+    @property
+    def left(self) -> dict[int, str]:
+        """What became of the readers that were there, or nearly, before all were ready, and are not replaced."""
+        return self.roster.left
+
+    def take_death(self) -> PeerDied | None:
+        """Return, once, who of them has died."""
+        return self.roster.take_death()
+
+    def laggards(self, slots: int = 1) -> list[str]:
+        """Name the readers that keep so many slots from being written."""
+        return self.roster.laggards(slots)
+
+    def backlog(self) -> int:
+        """Return how many messages the slowest reader has not finished with."""
+        return self.roster.backlog()
+
+    @property
+    def trouble(self) -> Callable[[], AioshmError] | None:
+        """What makes the error that the writer has to raise from now on, if any."""
+        return self.roster.trouble
+
+    def go(self) -> None:
+        """Tell every reader that all are ready; they have the ring mapped, so it needs no name any more."""
+        self.buffer.unlink()
+        self.roster.go()
+
+    # Publishing
+
+    def put(self, message: Encoded, size: int, code: int) -> bool:
+        """Publish a message, or return False if no slot is free. Has sent to all readers or to none.
+
+        Args:
+            message: What a codec made of it.
+            size: Of its body; what fits a chunk as it is goes through the core instead.
+            code: The codec's.
+        """
+        slot = self.ring.claim()
+        if slot is None:
+            return False
+        parts, buffers = parts_of(message)
+        kind = INLINE
+        if size <= self._chunk_bytes:
+            write_body(slot.chunk, parts, buffers)
+        else:
+            kind = OVERFLOW
+            self.overflow.put(slot.header, parts, buffers, size)
+            self.overflows += 1
+        main_bytes = sum(map(len, parts))
+        pack_header(slot.header, 0, kind, code, 0, len(buffers), self.ring.seq, monotonic_ns(), main_bytes)
+        self._commit()
+        return True
+
+    def put_raw(self, slot: Slot) -> None:
+        """Publish a claimed slot whose chunk has been filled."""
+        pack_header(slot.header, 0, RAW, 0, 0, 0, self.ring.seq, monotonic_ns(), self._chunk_bytes)
+        self._commit()
+
+    def _commit(self) -> None:
+        core = self.ring.core
+        core.published_ns = now = monotonic_ns()
+        core.turn = core.turn - 1 if now < core.turn_ends_ns else 0
+        if self.ring.commit():
+            self.roster.ring_bells()
+
+    # Closing
+
+    def say_goodbye(self) -> None:
+        """Tell the readers that nothing more will come."""
+        self.ring.set_writer_state(closed=True, pid=os.getpid())
+        self.listener.close()
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        self.listener.close()
+        self.overflow.close()
+        self.ring.close()
+        self.buffer.close()
+
+    def abandon(self) -> None:
+        """Let go, in a forked child, of what would hide the parent's death."""
+        self.listener.abandon()

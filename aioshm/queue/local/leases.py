@@ -1,0 +1,100 @@
+"""Leased slots of one reader: what a message is seen through, and when its slot goes back to the writer.
+
+When a lease's block ends, the name after ``as`` usually still refers to the message, until the next round of the loop
+binds it anew. Making a copy for it each time would cost more than not leasing at all. So a large message that is still
+held gets a short respite: its slot goes back, with or without a copy, at the end of the next lease, before anything
+else is read, or after `RESPITE_S`, whatever comes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from aioshm.ring.atomics import ReaderCore
+from aioshm.ring.layout import Layout
+from aioshm.ring.window import Windows
+
+RESPITE_S = 0.010
+RESPITE_BYTES = 256 * 1024
+"""Smaller messages are copied at once: that costs about as much as the respite."""
+
+
+class Leases:
+    """Hands out views of slots, and gives the slots back.
+
+    Args:
+        fd: The segment's descriptor.
+        layout: The segment's.
+        core: The reader's, which this releases slots of.
+        loop: Calls back when a respite is over.
+        writer_waits: Called when a slot went back and the writer is parked.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        layout: Layout,
+        core: ReaderCore,
+        loop: asyncio.AbstractEventLoop,
+        writer_waits: Callable[[], object],
+    ) -> None:
+        self._windows = Windows(fd, layout)
+        self._respites = layout.max_chunks > 2
+        self._core = core
+        self._loop = loop
+        self._writer_waits = writer_waits
+        self._kept: tuple[int, int] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def is_pending(self) -> bool:
+        """Return whether a slot has not gone back yet although its lease is over."""
+        return self._kept is not None
+
+    def view(self, index: int, nbytes: int) -> memoryview:
+        """Return a read-only view of the beginning of a slot's chunk.
+
+        Raises:
+            SharedMemoryError: The process has too many mappings.
+        """
+        return self._windows.view(index, nbytes)
+
+    def end(self, index: int, nbytes: int) -> None:
+        """Give the next message's slot back, or soon.
+
+        Raises:
+            SharedMemoryError: Views of it are still held and there is no memory for a copy; the slot is kept.
+        """
+        self.settle()
+        if nbytes >= RESPITE_BYTES and self._respites and self._windows.held(index):
+            self._core.skip()
+            self._kept = index, nbytes
+            self._timer = self._loop.call_later(RESPITE_S, self.settle)
+            return
+        self._windows.settle(index, nbytes)
+        if self._core.release():
+            self._writer_waits()
+
+    def settle(self) -> None:
+        """Give back what is still kept.
+
+        Raises:
+            SharedMemoryError: As `end`.
+        """
+        if self._kept is None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        index, nbytes = self._kept
+        self._windows.settle(index, nbytes)
+        self._kept = None
+        if self._core.give_back(index):
+            self._writer_waits()
+
+    def close(self) -> None:
+        """Leave a copy behind under every view that is still held. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._kept = None
+        self._windows.close()

@@ -1,0 +1,302 @@
+"""Messages that do not fit a chunk: their bodies lie in overflow segments, beside the ring.
+
+The slot of such a message holds a marker: which segment, and how many bytes. A slot that every reader has released
+frees its segment, too, so the ring bounds what is in flight, and a segment is used again and again: touching fresh
+memory costs several times the copy. Readers are passed each segment's descriptor over their lifelines, once, before the
+first marker that names it, so that a message whose marker can be seen can be read, whatever becomes of the writer. What
+they are passed is a read-only descriptor: no reader can change what another one reads.
+
+The rest of the queue knows of it as much as `Overflow` and `OverflowReader` say: another way to send what does not fit
+has these methods.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from aioshm.codec.frames import HEADER, write_body
+from aioshm.config import DEFAULT_BACKING
+from aioshm.errors import CorruptSlot, SharedMemoryError
+from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors, shortage
+from aioshm.ring import RingWriter
+from aioshm.ring.layout import round_up
+from aioshm.ring.segment import Segment
+
+SECRET_BYTES = 16
+_MARKER = struct.Struct(f"<{SECRET_BYTES}sIQ")  # secret, number of the segment, bytes
+_CHECKSUM = struct.Struct("<I")
+_MARKER_AT = HEADER.size
+_CHECKSUM_AT = _MARKER_AT + _MARKER.size
+
+IDLE_SEGMENTS = 2
+"""So many segments keep their memory although they were not used for `IDLE_USES` messages."""
+
+IDLE_USES = 16
+
+
+class Overflow(Protocol):
+    """The writer's way to send what does not fit a chunk."""
+
+    def put(
+        self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
+    ) -> None:
+        """Send the body of the message that the claimed slot is for, and mark the slot.
+
+        Args:
+            header: The slot's; the marker goes behind its fields.
+            parts: The main part in pieces.
+            buffers: The out-of-band buffers.
+            size: Of the body that `write_body` makes of them.
+
+        Raises:
+            SharedMemoryError: There is not enough memory; nothing was sent.
+        """
+
+    def close(self) -> None:
+        """Give everything back; what was sent stays readable. Idempotent."""
+
+
+class OverflowReader(Protocol):
+    """A reader's way to receive what did not fit a chunk."""
+
+    def has(self, header: memoryview, seq: int) -> bool:
+        """Return whether a slot has the marker of a message."""
+
+    def body(self, header: memoryview, seq: int) -> memoryview | None:
+        """Return a message's body, read-only, which the caller has to release; None if it has yet to arrive.
+
+        Raises:
+            CorruptSlot: The slot is damaged, or the body can never be read here.
+            SharedMemoryError, OutOfDescriptors: There is no room for it now; it can be tried again.
+        """
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+def pack_marker(header: memoryview, secret: bytes, seq: int, number: int, size: int) -> None:
+    """Note behind the fields of a slot's header which segment has the message, and how many bytes.
+
+    The checksum tells a marker of this message from damage, and from an older message's, which stays where it is while
+    the slot holds others: nobody waits for a segment that will never come.
+    """
+    _MARKER.pack_into(header, _MARKER_AT, secret, number, size)
+    _CHECKSUM.pack_into(header, _CHECKSUM_AT, _checksum(header, seq))
+
+
+def unpack_marker(header: memoryview, secret: bytes, seq: int) -> tuple[int, int] | None:
+    """Return the segment that has a message, and how many bytes; None where the slot has no marker of that message."""
+    theirs, number, size = _MARKER.unpack_from(header, _MARKER_AT)
+    if theirs != secret or _CHECKSUM.unpack_from(header, _CHECKSUM_AT) != (_checksum(header, seq),):
+        return None
+    return number, size
+
+
+def _checksum(header: memoryview, seq: int) -> int:
+    return zlib.crc32(header[_MARKER_AT:_CHECKSUM_AT], seq & 0xFFFFFFFF)
+
+
+class WrittenSegment:
+    """One overflow segment, as its writer sees it.
+
+    Attributes:
+        segment: Its memory.
+        passed_fd: What readers are passed: a descriptor that only reads.
+        seq: The message that it was last used for.
+        used: When that was, counted in messages that overflowed; 0 once its pages were given back.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.passed_fd = segment.readonly_fd()
+        self.segment = segment
+        self.seq = 0
+        self.used = 0
+
+    def close(self) -> None:
+        """Unmap it and close its descriptors."""
+        os.close(self.passed_fd)
+        self.segment.close()
+
+
+class OverflowSegments:
+    """The writer's overflow segments.
+
+    Args:
+        ring: Tells which messages every reader has finished with.
+        secret: What markers repeat.
+        hand_over: Passes a descriptor to every reader.
+
+    Attributes:
+        hand_over: As above.
+        segments: What there is, by number.
+    """
+
+    def __init__(self, ring: RingWriter, secret: bytes, hand_over: Callable[[int], object]) -> None:
+        self._ring = ring
+        self._secret = secret
+        self.hand_over = hand_over
+        self.segments: list[WrittenSegment] = []
+        self._uses = 0
+
+    def put(
+        self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
+    ) -> None:
+        """Copy the body of a message, as `Overflow.put`."""
+        number = self._fitting(size)
+        written = self.segments[number]
+        with written.segment.view[:size] as target:
+            write_body(target, parts, buffers)
+        self._uses += 1
+        written.seq, written.used = self._ring.seq, self._uses
+        self._tidy()
+        pack_marker(header, self._secret, self._ring.seq, number, size)
+
+    def close(self) -> None:
+        """Unmap them; readers still have them. Idempotent."""
+        for written in self.segments:
+            written.close()
+        self.segments.clear()
+
+    def _fitting(self, size: int) -> int:
+        free = [n for n, each in enumerate(self.segments) if not each.used or self._ring.finished(each.seq)]
+        for number in free:
+            if self.segments[number].segment.size >= size:
+                return number
+        room = round_up(size, mmap.PAGESIZE)
+        for number in free:
+            if self.segments[number].segment.grow(room):
+                return number
+        if free:  # they cannot grow here: few different sizes keep their number down
+            room = 1 << (room - 1).bit_length()
+        segment = Segment.create(room, DEFAULT_BACKING, may_grow=True)
+        try:
+            written = WrittenSegment(segment)
+        except BaseException:
+            segment.close()
+            raise
+        segment.unlink()
+        self.segments.append(written)
+        self.hand_over(written.passed_fd)
+        return len(self.segments) - 1
+
+    def _tidy(self) -> None:
+        """Give back the memory of segments that only a burst has needed."""
+        for written in self.segments[IDLE_SEGMENTS:]:
+            if 0 < written.used <= self._uses - IDLE_USES and self._ring.finished(written.seq):
+                written.used = 0
+                written.segment.forget()
+
+
+class PassedSegments:
+    """The overflow segments that a reader has been passed.
+
+    Args:
+        secret: What markers repeat.
+        look: Takes over what has been passed by now.
+        holds_back: Says whether there is a descriptor that this process has no room for.
+
+    Attributes:
+        segments: What there is, by number; None: one that could not be taken over.
+    """
+
+    def __init__(self, secret: bytes, look: Callable[[], object], holds_back: Callable[[], bool]) -> None:
+        self._secret = secret
+        self._look = look
+        self._holds_back = holds_back
+        self.segments: list[PassedSegment | None] = []
+
+    def arrived(self, fd: int | None) -> None:
+        """Take over the next segment's descriptor; None: there was none to be had for it."""
+        self.segments.append(None if fd is None else PassedSegment(fd))
+
+    def has(self, header: memoryview, seq: int) -> bool:
+        """Return whether a slot has the marker of a message."""
+        return unpack_marker(header, self._secret, seq) is not None
+
+    def body(self, header: memoryview, seq: int) -> memoryview | None:
+        """Return a message's body, as `OverflowReader.body`."""
+        marker = unpack_marker(header, self._secret, seq)
+        if marker is None:  # damaged while a call waited for it
+            raise CorruptSlot(seq, seq)
+        number, size = marker
+        body = self.view(number, size, seq)
+        if body is None:
+            self._look()  # it was passed before the message was published
+            body = self.view(number, size, seq)
+            if body is None and self._holds_back():
+                what = f"message {seq} of {size} bytes"
+                raise shortage(what) or out_of_descriptors(what)
+        return body
+
+    def view(self, number: int, size: int, seq: int) -> memoryview | None:
+        """Return the first bytes of a segment, read-only, which the caller has to release; None if it is not here.
+
+        Raises:
+            CorruptSlot: It is smaller than that, or can never be read here.
+            SharedMemoryError, OutOfDescriptors: There is no room for it now; it can be tried again.
+        """
+        if number >= len(self.segments):
+            return None
+        passed = self.segments[number]
+        if passed is None:
+            raise CorruptSlot(seq, seq, "this process had too many open files for its overflow segment (ulimit -n)")
+        try:
+            view = passed.view(size)
+        except OSError as error:
+            if is_out_of_descriptors(error):
+                raise out_of_descriptors(f"message {seq} of {size} bytes", error.errno) from None
+            raise SharedMemoryError(
+                error.errno, f"message {seq} of {size} bytes cannot be mapped: {error.strerror}"
+            ) from None
+        if view is None:
+            raise CorruptSlot(seq, seq, f"its overflow segment has fewer bytes than {size}")
+        return view
+
+    def close(self) -> None:
+        """Unmap and close all of them. Idempotent."""
+        for passed in self.segments:
+            if passed is not None:
+                passed.close()
+        self.segments.clear()
+
+
+class PassedSegment:
+    """One overflow segment, as a reader sees it: mapped when it is first needed, and anew when it has grown.
+
+    Attributes:
+        fd: Its descriptor.
+        mapping: What is mapped of it, if anything.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.mapping: mmap.mmap | None = None
+
+    def view(self, size: int) -> memoryview | None:
+        """Return its first bytes, or None if it has not so many."""
+        if self.mapping is None or len(self.mapping) < size:
+            actual = os.fstat(self.fd).st_size
+            if actual < max(size, 1):  # mapped beyond its end, a touch would be a SIGBUS
+                return None
+            grown = mmap.mmap(self.fd, actual, access=mmap.ACCESS_READ)
+            self._unmap()
+            self.mapping = grown
+        with memoryview(self.mapping) as whole:
+            return whole[:size]
+
+    def close(self) -> None:
+        """Unmap it, as soon as no view of it is held any more."""
+        self._unmap()
+        os.close(self.fd)
+
+    def _unmap(self) -> None:
+        if self.mapping is not None:
+            with suppress(BufferError):  # an error's frames may still hold a view; the mapping goes when they do
+                self.mapping.close()
+            self.mapping = None

@@ -1,0 +1,263 @@
+"""Messages as a local reader finds them: what is in a slot, or in the overflow segment that its marker names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from aioshm.codec import Codec, cannot_decode, loads_of, view_of
+from aioshm.codec.buffers import own_copy
+from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, plain, split_body, unpack_header
+from aioshm.codec.raw import RawCodec
+from aioshm.errors import CodecError, CorruptSlot
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.source import SourceBlock
+from aioshm.queue.local.leases import Leases
+from aioshm.queue.local.overflow import OverflowReader
+from aioshm.queue.local.waker import WriterWaker
+from aioshm.ring import RingReader
+from aioshm.ring.atomics import ELSEWHERE
+from aioshm.ring.slot import Slot
+
+
+class SlotReader:
+    """Takes messages out of slots, and gives the slots back.
+
+    Args:
+        gate: The end's.
+        ring: The reader's cursor.
+        codec: Makes objects of bytes.
+        overflow: Where messages are that did not fit a chunk.
+        waker: Told when a slot went back and the writer is parked.
+        make_leases: Makes what leased messages are seen through, which takes a descriptor.
+
+    Attributes:
+        overflows: How many messages did not fit a chunk.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        ring: RingReader,
+        codec: Codec,
+        overflow: OverflowReader,
+        waker: WriterWaker,
+        make_leases: Callable[[], Leases],
+    ) -> None:
+        self._gate = gate
+        self._ring = ring
+        self._core = ring.core
+        self._codec = codec
+        self._view = view_of(codec)
+        self._overflow = overflow
+        self._waker = waker
+        self._make_leases = make_leases
+        self._leases: Leases | None = None
+        self.overflows = 0
+        self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
+
+    def take(self) -> Any:
+        """Return the next message, as `Source.take`."""
+        try:
+            obj = self._core.take()
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
+        return self._take_unusual() if obj is ELSEWHERE else obj
+
+    def take_many(self, most: int) -> list[Any]:
+        """Return what is there, as `Source.take_many`."""
+        try:
+            return self._core.take_many(min(most, sys.maxsize))
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
+
+    def _take_unusual(self) -> Any:
+        slot = self.next_slot()
+        kind, _, _, n_buffers, _, at, size = unpack_header(slot.header)
+        elsewhere = self.overflowed(slot)
+        body: memoryview | None = None
+        try:
+            if elsewhere:
+                body = self.overflow_body(slot)
+                return ELSEWHERE if body is None else self._decoded(body, n_buffers, size)
+            self.check_inline(slot)
+            if kind == RAW:
+                return bytearray(slot.chunk[:size])
+            return self._decoded(slot.chunk, n_buffers, size)
+        except CorruptSlot:
+            elsewhere = False
+            raise
+        finally:
+            if body is not None:
+                body.release()
+            if body is not None or not elsewhere:
+                self.release(at)
+
+    def open_block(self, *, decoded: bool) -> SourceBlock | None:
+        """Return the next message for a block, as `Source.open_block`."""
+        slot = self.next_slot()
+        if not self.overflowed(slot):
+            return LeasedSlot(self, slot) if decoded else RawBlock(self, slot, None)
+        try:
+            body = self.overflow_body(slot)
+        except CorruptSlot:
+            self.release()
+            raise
+        if body is None:
+            return None
+        return OverflowBlock(self, slot, body) if decoded else RawBlock(self, slot, body)
+
+    # Looking into slots
+
+    @property
+    def seq(self) -> int:
+        """Sequence number of the next message."""
+        return self._core.seq
+
+    def next_slot(self) -> Slot:
+        """Return the next message's slot, which is there."""
+        slot = self._ring.peek()
+        assert slot is not None
+        return slot
+
+    def overflowed(self, slot: Slot) -> bool:
+        """Return whether a slot has a message that did not fit its chunk."""
+        kind, _, _, _, seq, _, _ = unpack_header(slot.header)
+        return kind == OVERFLOW and seq == self.seq and self._overflow.has(slot.header, seq)
+
+    def overflow_body(self, slot: Slot) -> memoryview | None:
+        """Return what did not fit a slot's chunk, as `OverflowReader.body`."""
+        body = self._overflow.body(slot.header, self.seq)
+        if body is not None:
+            self.overflows += 1
+        return body
+
+    def check_inline(self, slot: Slot) -> None:
+        """Raise unless the slot holds a whole message of this queue's codec, or one without.
+
+        Raises:
+            CorruptSlot, CodecError: It does not.
+        """
+        kind, code, _, _, seq, _, size = unpack_header(slot.header)
+        if seq != self.seq:
+            raise CorruptSlot(seq, self.seq)
+        if kind not in (INLINE, RAW):
+            raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
+        if kind == INLINE and code != self._codec.code:
+            raise CodecError(f"message {seq} has codec {code}, the queue has {self._codec.code} ({self._codec.name!r})")
+        if size > len(slot.chunk):
+            raise CodecError(f"damaged message: {size} bytes announced, {len(slot.chunk)} there")
+
+    def _decoded(self, body: memoryview, n_buffers: int, size: int) -> Any:
+        main, buffers = split_body(body, n_buffers, size)
+        return self._codec.decode(main, buffers)
+
+    def seen(self, body: memoryview, kind: int, n_buffers: int, size: int) -> Any:
+        """Decode a message where it lies."""
+        if kind == RAW:
+            return body[:size]
+        main, buffers = split_body(body, n_buffers, size)
+        return self._view(main, buffers)
+
+    # Leases
+
+    @property
+    def leases(self) -> Leases:
+        """What leased messages are seen through."""
+        if self._leases is None:
+            self._leases = self._make_leases()
+            self._gate.shut_while = self._leases.is_pending  # it has to be settled before the next message is read
+        return self._leases
+
+    def settle(self) -> None:
+        """Give back what a lease has kept."""
+        if self._leases is not None:
+            self._leases.settle()
+
+    def close(self) -> None:
+        """Leave a copy behind under every view of a lease that is still held."""
+        if self._leases is not None:
+            self._leases.close()
+
+    # Giving slots back
+
+    def release(self, published_ns: int = 0) -> None:
+        """Give the next message's slot back."""
+        if published_ns:
+            self._core.published_ns = published_ns
+        self._gate.count_turn()
+        if self._core.release():
+            self._waker.slot_is_free()
+
+    def end_lease(self, slot: Slot, nbytes: int, published_ns: int) -> None:
+        """Give a leased slot back, or soon."""
+        self._core.published_ns = published_ns
+        self._core.turn -= 1
+        self.leases.end(slot.index, nbytes)
+
+
+class RawBlock:
+    """A message's bytes, for `acquire_read`."""
+
+    def __init__(self, slots: SlotReader, slot: Slot, body: memoryview | None) -> None:
+        self._slots = slots
+        self._slot = slot
+        self._body = body
+        self._view = memoryview(b"")
+        self._at = 0
+
+    def open(self) -> memoryview:
+        kind, _, _, n_buffers, seq, self._at, size = unpack_header(self._slot.header)
+        body = self._slot.chunk if self._body is None else self._body
+        if (self._body is None and kind not in (INLINE, RAW)) or seq != self._slots.seq or size > len(body):
+            raise CorruptSlot(seq, self._slots.seq)
+        self._view = body[: len(body) if n_buffers else size].toreadonly()
+        return self._view
+
+    def close(self, *, undo: bool) -> None:
+        self._view.release()
+        if self._body is not None:
+            self._body.release()
+        if not undo:
+            self._slots.release(self._at)
+
+
+class OverflowBlock:
+    """A leased message that did not fit a chunk: in memory of its own, as there is no window into such a segment."""
+
+    def __init__(self, slots: SlotReader, slot: Slot, body: memoryview) -> None:
+        self._slots = slots
+        self._slot = slot
+        self._body = body
+        self._at = 0
+
+    def open(self) -> Any:
+        kind, _, _, n_buffers, _, self._at, size = unpack_header(self._slot.header)
+        return self._slots.seen(memoryview(own_copy(self._body)).toreadonly(), kind, n_buffers, size)
+
+    def close(self, *, undo: bool) -> None:
+        self._body.release()
+        if not undo:
+            self._slots.release(self._at)
+
+
+class LeasedSlot:
+    """A leased message in its slot."""
+
+    def __init__(self, slots: SlotReader, slot: Slot) -> None:
+        self._slots = slots
+        self._slot = slot
+        self._nbytes = 0
+        self._at = 0
+
+    def open(self) -> Any:
+        slots, slot = self._slots, self._slot
+        kind, _, _, n_buffers, _, self._at, size = unpack_header(slot.header)
+        slots.check_inline(slot)
+        self._nbytes = body_bytes(size, [len(part) for part in split_body(slot.chunk, n_buffers, size)[1]])
+        return slots.seen(slots.leases.view(slot.index, self._nbytes), kind, n_buffers, size)
+
+    def close(self, *, undo: bool) -> None:
+        if not undo:
+            self._slots.end_lease(self._slot, self._nbytes, self._at)

@@ -1,0 +1,279 @@
+"""Receiving from the ring: a local reader dials when it is made, attaches when it is first awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from aioshm.codec import Codec
+from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerDied, QueueClosed
+from aioshm.lifeline.address import peer_credentials
+from aioshm.lifeline.dialer import Lifeline, dial, hang_up
+from aioshm.lifeline.protocol import Hello
+from aioshm.process.limits import naming_limits
+from aioshm.process.state import SUSPECT_STATES, process_state
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.source import SourceBlock
+from aioshm.queue.handle import Handle
+from aioshm.queue.inquiry import findings
+from aioshm.queue.local.attachment import Attachment
+from aioshm.queue.local.leases import Leases
+from aioshm.queue.local.slots import SlotReader
+from aioshm.queue.local.waker import WriterWaker
+from aioshm.queue.stats import QueueStats
+from aioshm.ring import RingReader
+from aioshm.ring.atomics import NOTHING
+from aioshm.ring.layout import VERSION
+from aioshm.wait.stall import seconds
+
+logger = logging.getLogger("aioshm.queue")
+
+
+class RingSource:
+    """The ring of a writer on this host; see `Source` for what each method does.
+
+    Args:
+        gate: The end's.
+        handle: The writer's.
+        rank: Which reader this is.
+        codec: Makes objects of bytes.
+
+    Attributes:
+        attachment: What this holds of the queue, once it is attached.
+        waker: Wakes the writer; None until then.
+
+    Raises:
+        HandleError: The queue is gone, or is another host's or user's.
+        OutOfDescriptors: None is left.
+    """
+
+    # Set when the writer has admitted this reader, before which nothing that uses them runs.
+    _slots: SlotReader
+    settle: Callable[[], None]
+    take: Callable[[], Any]
+    take_many: Callable[[int], list[Any]]
+    _lifeline: Lifeline
+    _cursor: RingReader
+
+    def __init__(self, gate: Gate, handle: Handle, rank: int, codec: Codec) -> None:
+        self._gate = gate
+        self._handle = handle
+        self._rank = rank
+        self._codec = codec
+        self.receive: Callable[[], Any] = _nothing
+        self.ready: Callable[[], bool] = bool
+        self.look: Callable[[], bool] = bool
+        self.gone: Callable[[], AioshmError] | None = None
+        self.ring: RingReader | None = None
+        self.attachment: Attachment | None = None
+        self.waker: WriterWaker | None = None
+        self._attaching: asyncio.Task[None] | None = None
+        self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid())
+        self._dialled_pid = 0  # the process that listens, as this one sees it
+        self._sock: socket.socket | None = dial(handle.lifeline, self._hello)
+        if self._sock is not None:
+            self._dialled_pid = peer_credentials(self._sock)[0]
+
+    # Attaching
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._attaching is None:
+            # A task of its own, so that a caller that gives up and comes back finds it where it was.
+            self._attaching = loop.create_task(self._attach(loop))
+            self._attaching.add_done_callback(self._attached)
+
+    async def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        gate = self._gate
+        sock, self._sock = self._sock, None
+        with naming_limits(f"{gate!r}"):
+            self.attachment = attachment = await Attachment.make(
+                self._handle, self._rank, self._hello, sock, gate.options.prefault_bytes
+            )
+        self._lifeline, self._cursor = lifeline, ring = attachment.lifeline, attachment.ring
+        gate.use(ring.core)
+        self.waker = waker = WriterWaker(gate, ring, lifeline, loop)
+
+        def make_leases() -> Leases:
+            return Leases(attachment.segment_fd, ring.layout, ring.core, loop, waker.slot_is_free)
+
+        self._slots = slots = SlotReader(gate, ring, self._codec, attachment.overflow, waker, make_leases)
+        self.settle, self.take, self.take_many = slots.settle, slots.take, slots.take_many
+        self.ready = self.look = ring.ready
+        self.ring, self.receive = ring, ring.core.receive
+        lifeline.start(self._on_go, gate.wake, self._on_writer_gone, self._on_descriptor, gate.interrupt)
+        lifeline.prove()
+
+    def _attached(self, attaching: asyncio.Task[None]) -> None:
+        if attaching.cancelled():
+            return
+        error = attaching.exception()
+        if error is not None and self._gate.refusal is None:
+            refusal = error if isinstance(error, AioshmError) else HandleError(f"cannot attach: {error}")
+            self._gate.refuse(lambda: refusal)
+
+    # What the lifeline tells
+
+    def _on_go(self) -> None:
+        gate = self._gate
+        if gate.poller is None:
+            gate.new_poller(self._cursor.parked, self.other_ends(), self._lifeline.bell)
+        gate.ready = True
+        gate.reopen()
+        gate.interrupt()
+
+    def _on_writer_gone(self, said_goodbye: bool) -> None:
+        gate = self._gate
+        if said_goodbye or self._cursor.writer_closed():  # its goodbye may have found no room in a full socket
+            self.gone = lambda: QueueClosed(f"{gate!r}: the writer has closed the queue")
+        else:
+            self.gone = functools.partial(PeerDied, -1, self._lifeline.welcome.pid, "writer", f"queue {gate.name}")
+        gate.interrupt()
+
+    def _on_descriptor(self, fd: int | None) -> None:
+        assert self.attachment is not None
+        self.attachment.overflow.arrived(fd)
+        self._gate.interrupt()  # where bells are bytes on the same socket, this one may have left no room for them
+
+    def other_ends(self) -> list[int]:
+        others = self._cursor.reader_pids()
+        others[self._cursor.reader] = self._lifeline.writer_pid  # in its place: this end is no other
+        return others
+
+    # Receiving
+
+    def look_on(self) -> bool:
+        core = self._cursor.core
+        return core.ready() or (core.spin_ns > 0 and core.spin(core.spin_ns))
+
+    def open_block(self, *, decoded: bool) -> SourceBlock | None:
+        return self._slots.open_block(decoded=decoded)
+
+    def quick(self) -> Callable[[], Any]:
+        return self.receive
+
+    def lost(self) -> AioshmError:
+        seq = self.progress
+        if self._lifeline.said_goodbye or self._cursor.writer_closed():
+            return MessagesLost(seq, self._cursor.messages_written() - 1)
+        return PeerDied(-1, self._lifeline.welcome.pid, "writer", f"with the overflow segment of message {seq}")
+
+    def tell_parked(self) -> None:
+        if self.waker is not None:
+            self.waker.slot_is_free()
+
+    # What is known of the writer
+
+    @property
+    def progress(self) -> int:
+        return 0 if self.ring is None else self._cursor.core.seq
+
+    def ask_writer(self) -> bool:
+        if self.attachment is None or process_state(self._lifeline.writer_pid) in SUSPECT_STATES:
+            return False
+        self._lifeline.ask()
+        return True
+
+    def too_late(self) -> Exception:
+        return TimeoutError(f"{self._gate!r}: {self.why_not_ready()}")
+
+    def why_not_ready(self) -> str:
+        """Say what this end waits for before it is ready."""
+        if self.attachment is None:
+            return "the writer does not answer: does its event loop run, in wait_until_ready()?"
+        return "other readers are missing"
+
+    def _findings(self) -> tuple[int, str]:
+        """Return at which level to log what is known of the writer, and the words."""
+        lifeline = self._lifeline
+        who, state = f"the writer (pid {lifeline.welcome.pid})", process_state(lifeline.writer_pid)
+        return findings(who, state, lifeline.silent_s, self._handle.answers)
+
+    def report_waiting(self, waited_s: float) -> None:
+        if not self._gate.ready:
+            self._report_not_ready(waited_s)
+            return
+        level, about = self._findings()
+        what, ring = "message", self._cursor
+        if ring.ready():
+            level, what = logging.WARNING, "the overflow segment of message"  # which was sent before
+        elif level < logging.WARNING and ring.writer_parked[0] and (others := ring.laggards()):
+            level, about = logging.WARNING, f"{about}, because the writer waits for {self._named(others)}"
+        logger.log(
+            level,
+            "%r, rank %d: waited %s for %s %d: %s",
+            self._gate,
+            self._rank,
+            seconds(waited_s),
+            what,
+            self.progress,
+            about,
+        )
+
+    def _report_not_ready(self, waited_s: float) -> None:
+        about = ""
+        if self.attachment is not None:
+            about = f"; {self._findings()[1]}"
+        elif self._dialled_pid:
+            about = f" (it has pid {self._dialled_pid} and is {process_state(self._dialled_pid)})"
+        logger.warning("%r: waited %s: %s%s", self._gate, seconds(waited_s), self.why_not_ready(), about)
+
+    def _named(self, readers: Sequence[int]) -> str:
+        pids, ranks = self._cursor.reader_pids(), self._handle.local_reader_ranks
+        return ", ".join(f"rank {ranks[reader]} (pid {pids[reader]})" for reader in readers) + " to read"
+
+    # Telling about itself
+
+    def stats(self) -> QueueStats:
+        ring = self.ring
+        return self._gate.new_stats(
+            side="reader",
+            rank=self._rank,
+            messages=self.progress,
+            max_chunks=0 if ring is None else ring.layout.max_chunks,
+            overflows=0 if ring is None else self._slots.overflows,
+            backlog=0 if ring is None else ring.messages_written() - self.progress,
+            readers=0,
+        )
+
+    # Closing
+
+    def say_goodbye(self) -> None:
+        """Say nothing yet: once the writer knows, it overwrites what a block may still be reading."""
+
+    def close(self) -> None:
+        attaching, loop = self._attaching, self._gate.loop
+        if attaching is not None and loop is not None:
+            if not loop.is_closed():
+                attaching.cancel()
+            elif not attaching.done():
+                with suppress(RuntimeError):  # it leaves the loop, which is closed
+                    attaching.get_coro().close()
+        if self._sock is not None:
+            hang_up(self._sock)
+        if self.ring is not None:
+            self._slots.close()
+        if self.attachment is not None:
+            self.attachment.close()
+
+    def finished(self) -> bool:
+        return self._attaching is None or self._attaching.done() or self._attaching.get_loop().is_closed()
+
+    async def finish(self) -> None:
+        if self._attaching is not None and not self.finished():
+            await asyncio.wait({self._attaching})
+
+    def abandon(self) -> None:
+        if self._sock is not None:
+            os.close(self._sock.detach())
+        if self.attachment is not None:
+            self.attachment.lifeline.abandon()
+
+
+def _nothing() -> Any:
+    return NOTHING

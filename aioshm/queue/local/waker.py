@@ -1,0 +1,56 @@
+"""Waking a writer that is parked because its ring is full."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aioshm.lifeline.dialer import Lifeline
+from aioshm.queue.ends.gate import Gate
+from aioshm.ring import RingReader
+
+
+class WriterWaker:
+    """Wakes the writer, but not for each slot: it would fill that one and go to sleep again.
+
+    Within one turn of the loop it is woken once, or when half of the ring has become free.
+
+    Args:
+        gate: The end's.
+        ring: The reader's cursor.
+        lifeline: What the writer is woken by.
+        loop: Calls back after its turn.
+
+    Attributes:
+        pending: Whether the loop is to wake the writer after its turn.
+        due: From which message on that is not waited for.
+    """
+
+    def __init__(self, gate: Gate, ring: RingReader, lifeline: Lifeline, loop: asyncio.AbstractEventLoop) -> None:
+        self._gate = gate
+        self._ring = ring
+        self._lifeline = lifeline
+        self._loop = loop
+        self._half = ring.layout.max_chunks // 2
+        self.pending = False
+        self.due = 0
+
+    def slot_is_free(self) -> None:
+        """Wake the writer now or soon: it is parked, and a slot went back to it."""
+        seq = self._ring.core.seq
+        if not self.pending:
+            self.due = seq - 1 + self._half
+            self._loop.call_soon(self.wake)
+            self.pending = True  # last: a signal's handler may interrupt this
+        if seq >= self.due:
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake the writer if it can go on."""
+        self.pending = False
+        if not self._gate.dismantled and self._ring.writer_can_go_on():
+            self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
+            try:
+                self._lifeline.ring()
+            except BaseException:  # as above
+                self._ring.writer_parked[0] = 1
+                raise

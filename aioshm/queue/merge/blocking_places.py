@@ -1,0 +1,94 @@
+"""What a merge of queues whose calls block has of each of its readers; see ``blocking.py``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aioshm.codec import cannot_decode
+from aioshm.errors import AioshmError, QueueEmpty, RoleError
+from aioshm.queue.blocking.held import Held
+from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.ring import RingReader
+from aioshm.ring.atomics import ELSEWHERE, NOTHING
+
+
+class BlockingPlace:
+    """One reader's place in the round.
+
+    Attributes:
+        rank: What its messages come with.
+        held: The reader.
+        reader: Its end.
+        late: Whether its next message has not arrived completely.
+        silent_since: When it was found to have brought nothing, by ``time.monotonic()``.
+    """
+
+    def __init__(self, rank: int, held: Held) -> None:
+        assert isinstance(held.end, ReadingEnd)
+        self.rank = rank
+        self.held = held
+        self.reader = held.end
+        self.late = False
+        self.silent_since = 0.0
+        self._progress = 0
+
+    @property
+    def ring(self) -> RingReader | None:
+        """The ring that it reads, if it reads one by now."""
+        return None if self.reader.gate.dismantled else self.reader.source.ring
+
+    def poll(self) -> None:
+        """Let the loop have a turn, and receive what is there, for the next call to return; sets ``late``.
+
+        Raises:
+            QueueEmpty: Another thread has its turn.
+            AioshmError: As `dequeue_nowait`.
+        """
+        held = self.held
+        if held.block is not None and held.turns.mine and not held.block.gone():
+            raise RoleError(
+                f"{self.reader!r}: called inside of a block that has its slot, and so would wait for itself"
+            )
+        held.run(lambda _: self._look(), busy=QueueEmpty)
+
+    async def _look(self) -> None:
+        reader, gate, source = self.reader, self.reader.gate, self.reader.source
+        if gate.ready:
+            await asyncio.sleep(0)
+        else:
+            reader.start_attaching()
+            await asyncio.sleep(0)
+            gate.check_refusal()
+            if not gate.ready:
+                if source.gone is not None:
+                    raise source.gone()
+                return
+        gate.check_refusal()
+        gate.new_turn()
+        gate.reopen()
+        gone = source.gone  # before looking: what was published before the writer went is then seen
+        obj = reader.poll()
+        self.late = obj is ELSEWHERE
+        if obj is not NOTHING and not self.late:
+            self.held.kept.append(obj)
+        elif gone is not None:
+            raise source.lost() if self.late else gone()
+
+    def damage(self, error: Exception) -> AioshmError:
+        """Return what is wrong with a message that could not be received."""
+        if isinstance(error, AioshmError):
+            return error.with_traceback(None)
+        return cannot_decode(error, self.reader.codec_name)
+
+    # How long it has brought nothing
+
+    def begin_silence(self, now: float) -> None:
+        """Count from here."""
+        self.silent_since, self._progress = now, self.reader.source.progress
+
+    def silence_ended(self, now: float) -> bool:
+        """Return whether it has brought something since the last call; if so, count from here."""
+        moved = self.reader.source.progress != self._progress
+        if moved:
+            self.begin_silence(now)
+        return moved

@@ -1,0 +1,189 @@
+"""What a merge has of each of its readers, and what they have in common; see ``stream.py``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import Any
+
+from aioshm.codec import cannot_decode
+from aioshm.errors import AioshmError
+from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.ring import RingReader
+from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.wait.poller import Poller
+
+
+class SharedSleep:
+    """One sleep for several readers: a poller, and the rings whose parked flags it raises as if they were one.
+
+    It knows no readers: the event loop may know the poller for longer than the readers are known.
+    """
+
+    def __init__(self) -> None:
+        self.rings: Sequence[RingReader] = ()
+        self.poller: Poller | None = None
+        self._pid = os.getpid()
+
+    def __setitem__(self, index: int, value: int) -> None:
+        for ring in self.rings:
+            ring.parked[index] = value
+
+    def spin(self, budget_ns: int) -> bool:
+        """Spin for at most so many nanoseconds; return whether one of the rings has a message."""
+        looks = [ring.ready for ring in self.rings]
+        until = monotonic_ns() + budget_ns if looks else 0
+        while True:
+            for ready in looks:
+                if ready():
+                    return True
+            if monotonic_ns() >= until:
+                return False
+
+    def wake(self) -> None:
+        """Let the wait look again, if there is one."""
+        if self.poller is not None:
+            self.poller.wake()
+
+    def close(self) -> None:
+        """Let go of the poller; a forked child leaves it alone, whose loop is its parent's."""
+        if self.poller is not None and os.getpid() == self._pid:
+            self.poller.close()
+        self.poller = None
+
+
+class Place:
+    """One reader's place in the round.
+
+    Attributes:
+        rank: What its messages come with.
+        receive: Returns its next message, or `NOTHING` where the quick way has none.
+        quick: What that is while nothing is the matter; None until the reader is ready.
+        ring: The ring that it reads, if any.
+        late: Whether its next message has not arrived completely; nothing is there until the reader is woken.
+        entered: Whether this merge stands in its line.
+        hidden: Whether the quick way could not see, before its line was joined, what there is; then it goes first.
+        failure: Why attaching could not even begin.
+        running: Whether the queue has not ended.
+        progress: How many messages the reader had finished with when that was looked at last.
+        silent_since: When they were found to be so many, by ``time.monotonic()``.
+    """
+
+    __slots__ = (
+        "_shared",
+        "entered",
+        "failure",
+        "hidden",
+        "late",
+        "progress",
+        "quick",
+        "rank",
+        "reader",
+        "receive",
+        "ring",
+        "running",
+        "silent_since",
+    )
+
+    def __init__(self, rank: int, reader: ReadingEnd, shared: SharedSleep) -> None:
+        self.rank = rank
+        self.reader = reader
+        self.receive: Callable[[], Any] = _nothing
+        self.quick: Callable[[], Any] | None = None
+        self.ring: RingReader | None = None
+        self.late = False
+        self.entered = False
+        self.hidden = False
+        self.failure: AioshmError | None = None
+        self.running = True
+        self.progress = 0
+        self.silent_since = 0.0
+        self._shared = shared
+
+    def now_ready(self) -> None:
+        """Note that the reader is ready."""
+        source = self.reader.source
+        self.receive = self.quick = source.quick()
+        self.ring = source.ring
+
+    async def enter(self) -> None:
+        """Join the reader's line if that is empty, and watch what happens to it in any case. Never suspends the task.
+
+        Raises:
+            RoleError: Another merge is there, or a block of this task.
+        """
+        gate = self.reader.gate
+        gate.watch(self._woken)
+        try:
+            if not gate.in_line or gate.held_here:
+                shut = self.quick is not None and not gate.core.open
+                self.hidden = shut or self._ending()
+                await gate.enter(None)
+                self.entered = True
+                self._arrived()
+        except BaseException:
+            gate.unwatch()
+            raise
+
+    def leave(self) -> None:
+        """Leave the line, and watch no more."""
+        gate = self.reader.gate
+        gate.unwatch()
+        if self.entered:
+            self.entered = False
+            gate.leave()
+
+    def moved(self, now: float) -> bool:
+        """Return whether the reader has finished with messages since this was asked last."""
+        progress = self.reader.source.progress
+        if progress == self.progress:
+            return False
+        self.progress, self.silent_since = progress, now
+        return True
+
+    def may_go_on(self) -> bool:
+        """Return whether there is anything to do."""
+        gate = self.reader.gate
+        if not self.entered:
+            return not gate.in_line
+        if self.late:
+            return False
+        if self.quick is not None:
+            return self.reader.may_go_on()
+        return gate.ready or self._ending()
+
+    def poll(self) -> Any:
+        """Return the next message, or what is wrong with it, or `NOTHING`: see `late`."""
+        try:
+            obj = self.reader.poll()
+        except AioshmError as error:
+            return error.with_traceback(None)
+        if obj is not ELSEWHERE:
+            return obj
+        self.late, self.receive = True, _nothing
+        return NOTHING
+
+    def damaged(self, error: Exception) -> AioshmError:
+        """Return what is wrong with a message that could not be received."""
+        if self.ring is None and isinstance(error, AioshmError):
+            return error.with_traceback(None)
+        assert error.__traceback__ is not None
+        error.__traceback__ = error.__traceback__.tb_next  # without the frame that is to refer to what is made of it
+        return cannot_decode(error, self.reader.codec_name)
+
+    def _ending(self) -> bool:
+        reader = self.reader
+        return reader.gate.refusal is not None or reader.source.gone is not None or self.failure is not None
+
+    def _woken(self) -> None:
+        self._arrived()
+        self._shared.wake()
+
+    def _arrived(self) -> None:
+        if self.late and self.quick is not None:
+            self.late, self.receive = False, self.quick
+
+
+def _nothing() -> Any:
+    return NOTHING

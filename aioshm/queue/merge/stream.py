@@ -1,0 +1,357 @@
+"""One stream out of many queues: round robin among those that have something, one sleep for all that have not.
+
+The quick way takes a message from the next reader whose core lets it pass, as `MessageQueue.dequeue` does; whatever it
+cannot decide is left to the slow way, at the latest when the loop's other tasks have to have their turn. That one
+stands in every reader's line while it waits, so that nobody else uses a parked flag that is up for all of them; a
+reader in whose line another task stands already is left out until that has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import cycle
+from time import monotonic, monotonic_ns
+from typing import Any, Self
+
+from aioshm.closing import AsyncClosing
+from aioshm.config import Options
+from aioshm.errors import AioshmError, QueueClosed, RoleError
+from aioshm.queue.api import MessageQueue
+from aioshm.queue.ends.gate import TURN_MESSAGES, TURN_NS
+from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.waiting import predictor_among
+from aioshm.queue.inquiry import answer_within
+from aioshm.queue.merge.places import Place, SharedSleep
+from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.wait.line import Line
+from aioshm.wait.poller import Poller
+from aioshm.wait.predictor import Predictor
+from aioshm.wait.stall import MIN_PAUSE_S, Stall
+
+
+def merge(readers: Mapping[int, MessageQueue]) -> Merged:
+    """Make one stream out of many queues.
+
+    For use as ``async for rank, obj in merge({rank: reader, ...})``; see `Merged`.
+
+    Args:
+        readers: Readers' ends by the rank, or any other number, that their messages are to come with. They need not be
+            ready; they stay open when the iteration ends. Without any, it ends at once.
+
+    Raises:
+        TypeError: Not a mapping from ints to queues.
+        ValueError: A reader is there twice.
+        RoleError: One of them is a writer.
+    """
+    if not isinstance(readers, Mapping):
+        raise TypeError(f"readers must be a mapping from ranks to readers, not {readers!r}")
+    ranks: dict[ReadingEnd, int] = {}
+    for rank, reader in readers.items():
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise TypeError(f"the keys of readers must be ints, not {rank!r}")
+        if not isinstance(reader, MessageQueue):
+            raise TypeError(f"readers[{rank}] must be a MessageQueue, not {reader!r}")
+        end = reader.end
+        if not isinstance(end, ReadingEnd):
+            raise RoleError(f"readers[{rank}] must be a reader; this is a writer: {reader!r}")
+        if ranks.setdefault(end, rank) != rank:
+            raise ValueError(f"readers[{ranks[end]}] and readers[{rank}] must not be the same reader")
+    return Merged({rank: reader for reader, rank in ranks.items()})
+
+
+class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
+    """The messages of many queues, each as ``(rank, obj)``. Made by `merge`.
+
+    Each queue's messages come in its order; among the queues that have messages, each has its turn before any of them
+    has another. A queue whose writer closes it drops out; one that ends otherwise, or cannot be attached to, first
+    gives ``(rank, error)``: a `PeerDied`, a `HandleError`, or a `MessagesLost`. The iteration ends when all have ended.
+
+    A message that is damaged or lost is given as ``(rank, error)``, too: a `CorruptSlot`, `CodecError` or
+    `MessagesLost`; so is, for each try, a `SharedMemoryError` or `OutOfDescriptors` while a message has no room.
+    The queue goes on. An exception that was sent as a message comes in the same way: `failed` tells whether it is its
+    queue's end, but nothing tells it from damage.
+
+    Cancelling a wait loses nothing. Two tasks that iterate get different messages. While this waits, calls that other
+    tasks make on one of the readers wait in line behind it, and go before it afterwards; between two messages the
+    readers can be used as if they were not merged. An iteration may be left, and begun again, at any time.
+
+    Attributes:
+        failed: The errors of the queues that have ended with one, by rank.
+    """
+
+    def __init__(self, readers: Mapping[int, ReadingEnd]) -> None:
+        self.failed: dict[int, AioshmError] = {}
+        self._shared = shared = SharedSleep()
+        self._running = [Place(rank, reader, shared) for rank, reader in readers.items()]
+        self._options = self._running[0].reader.gate.options if self._running else Options()
+        self._round = cycle(self._running)  # where it stands, the next round begins
+        self._turn = 0
+        self._turn_ends_ns = 0
+        self._spin_ns = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._line = Line()
+        self._past = 0  # messages of the rings that have dropped out
+        self._newest_ns = 0
+        self._asked: list[Place] = []
+        self._watch_silence()
+
+    # Receiving
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Any]:
+        """Receive the next message of any queue.
+
+        Raises:
+            StopAsyncIteration: All of them have ended, or this was closed.
+            RoleError: A reader belongs to another loop, thread or process, or another merge is waiting for it, or this
+                was called inside of a block that has its slot.
+        """
+        if self._turn > 0:
+            left, until = len(self._running), 0
+            for place in self._round:
+                try:
+                    obj = place.receive()
+                except Exception as error:
+                    obj = place.damaged(error)
+                if obj is ELSEWHERE:
+                    obj = place.poll()
+                if obj is not NOTHING:
+                    self._turn -= 1
+                    return place.rank, obj
+                left -= 1
+                if not left:
+                    if not self._spin_ns:
+                        break
+                    now = monotonic_ns()
+                    if not until:
+                        until = now + self._spin_ns
+                    elif now >= until:
+                        break
+                    left = len(self._running)
+        return await self._next()
+
+    async def _next(self) -> tuple[int, Any]:
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and loop is not self._loop:
+            raise RoleError(f"{self!r} belongs to another event loop than this one")
+        await self._line.join(None, None)
+        try:
+            if self._loop is None:
+                self._start(loop)
+            while self._running:
+                await self._yield_turn()
+                item = await self._wait_in_lines()
+                if item is not None:
+                    return item
+        finally:
+            self._line.leave()
+            if not self._running:
+                self._shared.close()
+        raise StopAsyncIteration
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Belong to the loop, and begin to attach wherever that was not done."""
+        for place in self._running:
+            try:
+                place.reader.start_attaching()
+            except RoleError:
+                raise
+            except AioshmError as error:
+                place.failure = error
+        self._loop = loop
+
+    async def _yield_turn(self) -> None:
+        """Let the loop's other tasks run, if this one has had its turn."""
+        if self._turn <= 0 or monotonic_ns() >= self._turn_ends_ns:
+            await asyncio.sleep(0)
+            self._new_turn()
+
+    def _new_turn(self) -> None:
+        self._turn = TURN_MESSAGES
+        now_ns = monotonic_ns()  # the same for all, so that none goes on while others have to wait
+        self._turn_ends_ns = now_ns + TURN_NS
+        for place in self._running:
+            place.reader.gate.new_turn(now_ns)
+            place.reader.gate.core.spin_ns = 0  # spinning for one would keep the others waiting
+
+    # Waiting
+
+    async def _wait_in_lines(self) -> tuple[int, Any] | None:
+        """Wait for a message and take it; None: the lines have to be joined anew, or there is nothing left to wait for.
+
+        Nobody else takes anything from the queues meanwhile but those who have stood in their lines before.
+        """
+        running = [next(self._round) for _ in self._running]  # beginning with whose turn it is
+        self._set_round(running)
+        reached: list[Place] = []
+        try:
+            for place in running:
+                await place.enter()
+                reached.append(place)
+            self._check_silence()
+            entered = sorted((place for place in running if place.entered), key=lambda place: not place.hidden)
+            while True:
+                self._note_ready(entered)
+                if not self._may_go_on():
+                    await self._sleep(entered)
+                if not self._running:  # this was closed
+                    return None
+                for place in entered:
+                    if place.running and (item := self._take(place)) is not None:
+                        return item
+                if not self._running or self._lines_changed() or monotonic_ns() >= self._turn_ends_ns:
+                    return None
+        finally:
+            for place in reached:
+                if place.running:
+                    place.leave()
+
+    async def _sleep(self, entered: Sequence[Place]) -> None:
+        assert self._loop is not None
+        shared, count = self._shared, self._past
+        for place in self._running:
+            if place.ring is not None:
+                count += place.ring.seq
+                self._newest_ns = max(self._newest_ns, place.ring.core.published_ns)
+        watched = (place.ring for place in entered if place.running and not place.late)
+        rings = [ring for ring in watched if ring is not None]
+        poller = shared.poller
+        if poller is None:
+            shared.poller = poller = self._new_poller(self._loop)
+        shared.rings = rings
+        stall = Stall(self._look_at - monotonic(), self._look_at_silence)
+        try:
+            if await poller.wait(self._may_go_on, count, self._newest_ns, stall=stall):
+                self._new_turn()
+        finally:
+            shared.rings = ()
+            self._spin_ns = poller.inline_spin_ns
+
+    def _new_poller(self, loop: asyncio.AbstractEventLoop) -> Poller:
+        options = self._options
+        others: list[int] = []
+        for place in self._running:
+            if place.ring is not None:
+                others += place.reader.source.other_ends()
+        if not others:  # what comes through sockets cannot be spun for
+            return Poller(loop, self._shared, Predictor(may_spin=False), "park", self._shared.spin)
+        processes = [*{pid for pid in others if pid}, *(pid for pid in others if not pid)]
+        return Poller(loop, self._shared, predictor_among(processes, options), options.wait, self._shared.spin)
+
+    def _may_go_on(self) -> bool:
+        for place in self._running:
+            if place.may_go_on():
+                return True
+        return not self._running
+
+    def _lines_changed(self) -> bool:
+        """Return whether a reader that was left out need not be any more."""
+        return any(not place.entered and not place.reader.gate.in_line for place in self._running)
+
+    def _note_ready(self, entered: Sequence[Place]) -> None:
+        for place in entered:
+            if place.quick is None and place.reader.gate.ready:
+                place.now_ready()
+                self._shared.close()  # there are others to wait for than before
+
+    # Reporting, queue by queue: that others have messages does not keep the silence of one from being told
+
+    def _watch_silence(self) -> None:
+        """Count from here how long each queue is silent."""
+        now = monotonic()
+        self._look_at, self._asked = now + self._options.stall_warning_s, []
+        for place in self._running:
+            place.progress, place.silent_since = place.reader.source.progress, now
+
+    def _check_silence(self) -> None:
+        """Report, if it is due; but nothing of the time in which nobody iterated."""
+        overdue_s = monotonic() - self._look_at
+        if overdue_s > self._options.stall_warning_s:
+            self._watch_silence()
+        elif overdue_s >= 0:
+            self._look_at_silence(0)
+
+    def _look_at_silence(self, _waited_s: float) -> float:
+        """Ask the writers whose queues have been silent since the last time, or report; return when to come again."""
+        now, after_s = monotonic(), self._options.stall_warning_s
+        again_s, answer_s = after_s, answer_within(after_s)
+        if self._asked:
+            asked, self._asked = self._asked, []
+            for place in asked:
+                if place.running and place.entered and not place.moved(now):
+                    place.reader.source.report_waiting(now - place.silent_since)
+            again_s = max(MIN_PAUSE_S, after_s - answer_s)
+        else:
+            for place in self._running:
+                if place.entered and not place.moved(now):
+                    if place.reader.source.ask_writer():
+                        self._asked.append(place)
+                        again_s = answer_s
+                    else:
+                        place.reader.source.report_waiting(now - place.silent_since)
+        self._look_at = now + again_s
+        return again_s
+
+    # Taking
+
+    def _take(self, place: Place) -> tuple[int, Any] | None:
+        """Return a queue's next message, or the error that is its end; None if there is nothing, or it has closed."""
+        gate, source = place.reader.gate, place.reader.source
+        error = place.failure if gate.refusal is None else gate.refusal()
+        if error is None:
+            gone = source.gone  # before looking: what was published before the writer went is then seen
+            obj = NOTHING if place.quick is None or place.late else place.poll()
+            if obj is not NOTHING:
+                self._turn -= 1
+                if not place.hidden:
+                    self._begin_behind(place)
+                return place.rank, obj
+            if place.late:
+                if source.gone is None:
+                    return None
+                error = source.lost()
+            elif gone is None:
+                return None
+            else:
+                error = gone()
+        if isinstance(error, RoleError):
+            raise error
+        self._drop(place)
+        if isinstance(error, QueueClosed):
+            return None
+        self._turn -= 1
+        self.failed[place.rank] = error
+        return place.rank, error
+
+    def _drop(self, place: Place) -> None:
+        place.running = False
+        place.leave()  # closing it may be waiting for that
+        if place.ring is not None:
+            self._past += place.ring.seq
+        self._set_round([other for other in self._running if other is not place])
+        self._shared.close()
+
+    def _begin_behind(self, place: Place) -> None:
+        at = self._running.index(place) + 1
+        self._set_round(self._running[at:] + self._running[:at])
+
+    def _set_round(self, running: list[Place]) -> None:
+        self._running, self._round = running, cycle(running)
+
+    # Closing
+
+    async def aclose(self) -> None:
+        """End the iteration: a waiting task's, too. The readers stay open. Idempotent."""
+        self._set_round([])
+        self._shared.wake()
+        self._shared.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_shared"):
+            self._shared.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self._running)} queues>"

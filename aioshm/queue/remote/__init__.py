@@ -1,0 +1,1 @@
+"""Other hosts: readers attach over TCP and receive through ZeroMQ sockets."""

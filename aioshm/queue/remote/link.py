@@ -1,0 +1,373 @@
+"""A remote reader's connection to its writer: attaching, asking, acknowledging, noticing what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+from collections.abc import Callable
+from time import monotonic
+
+import msgspec
+
+from aioshm.errors import AioshmError, HandleError, OutOfDescriptors, QueueClosed
+from aioshm.logs import LogLimiter
+from aioshm.process.limits import shortage
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.handle import Handle, RemoteAddress
+from aioshm.queue.remote import wire
+from aioshm.queue.remote.known_writer import KnownWriter
+from aioshm.queue.remote.reader_sockets import ReaderSockets
+from aioshm.queue.remote.window import ReceiveWindow
+from aioshm.ring.layout import VERSION
+from aioshm.wait.line import settle
+from aioshm.wait.poller import Poller
+from aioshm.wait.predictor import Predictor
+
+logger = logging.getLogger("aioshm.queue")
+
+ACKNOWLEDGE_S = 0.02
+"""How long after the latest message the writer learns that it was finished with, if it does not wait for that."""
+
+GOODBYE_S = 1.0
+"""How long a closing reader waits for the writer to have heard its goodbye."""
+
+CLOSED_LOOP_POLL_S = 0.005
+"""How often a reader looks at its sockets when it closes after its event loop."""
+
+RETRY_S = 0.05  # while too many control messages wait to be sent
+COMPLAINT_S = 10.0  # between two warnings of bad messages
+
+
+class WriterLink:
+    """Connects when it is first awaited, and puts what arrives in its window.
+
+    Args:
+        gate: The end's.
+        handle: The writer's.
+        remote: Where it is.
+        rank: Which reader this is.
+
+    Attributes:
+        window: What has arrived, in order.
+        writer: What is known of it.
+        sockets: The connections, once there are any.
+        gone: Once the writer is gone: makes the error that comes when everything has been read.
+        left_behind: Whether the writer has closed the queue, and what is not here will not come.
+        twice: How many messages came again.
+
+    Raises:
+        HandleError: The handle is damaged, or not encrypted where these options demand it.
+    """
+
+    def __init__(self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int) -> None:
+        _check(remote, encrypted=gate.options.secure)
+        self._gate = gate
+        self._handle = handle
+        self._remote = remote
+        self._rank = rank
+        options = handle.options  # the writer's, not this end's own
+        self.window: ReceiveWindow[wire.Data] = ReceiveWindow(options.remote_window, options.remote_window_bytes)
+        self.sockets: ReaderSockets | None = None
+        self.gone: Callable[[], AioshmError] | None = None
+        self.left_behind = False
+        self.twice = 0
+        self.writer = KnownWriter(gate, handle, remote, rank)
+        self._goodbye: asyncio.Future[None] | None = None
+        self._released = False  # whether the writer waits for this end no more
+        self._acknowledging: asyncio.TimerHandle | None = None
+        self._checking: asyncio.TimerHandle | None = None
+        self._introducing: asyncio.TimerHandle | None = None
+        self._connections = 0
+        self._limiter = LogLimiter(COMPLAINT_S)
+
+    # Attaching
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Connect, unless that was done.
+
+        Raises:
+            HandleError: The endpoints are malformed.
+            OutOfDescriptors, OutOfThreads: The sockets cannot be had.
+        """
+        if self.sockets is not None:
+            return
+        remote, handle, gate = self._remote, self._handle, self._gate
+        self.writer.heard = monotonic()
+        # What the writer may send is not for this end's options to say. ZeroMQ would never connect again.
+        largest = max(handle.options.max_message_bytes, handle.max_chunk_bytes)
+        try:
+            self.sockets = self.writer.sockets = ReaderSockets(
+                loop,
+                remote.data,
+                remote.control,
+                remote.keys,
+                [wire.address(remote.topic), wire.address(remote.topic, self._rank)],
+                msgspec.structs.replace(gate.options, max_message_bytes=largest),
+                self._on_data,
+                self._on_message,
+                self._on_connections,
+            )
+        except OutOfDescriptors:
+            raise
+        except OSError as error:
+            raise HandleError(f"not a handle: {error}") from None
+        predictor = Predictor(may_spin=False, crowded=False, max_spin_cpu=0.0)
+        flag = memoryview(bytearray(1))  # its parked flag, at which nobody else looks
+        gate.poller = Poller(loop, flag, predictor, "park", gate.core.spin)
+        self._check_connections()
+
+    def _introduce(self) -> None:
+        """Say who this is, and whatever the writer may not have heard: the connection is new."""
+        if self._introducing is not None:
+            self._introducing.cancel()
+            self._introducing = None
+        self.window.ask_again()
+        if self._tell(self._hello()):
+            self._acknowledge()
+            self._ask_for_missing()
+            if self._goodbye is not None:
+                self._tell(wire.Leave())
+
+    def _hello(self) -> wire.Hello:
+        handle = self._handle
+        return wire.Hello(
+            VERSION, handle.queue_id, handle.token, self._rank, os.getpid(), platform.node(), self.writer.proven
+        )
+
+    def _tell(self, message: wire.Control) -> bool:
+        """Send a control message; where that cannot be done now, everything is said again a little later."""
+        assert self.sockets is not None
+        if self.sockets.send(message):
+            return True
+        if self.sockets.closed:
+            return False
+        loop = self._gate.loop
+        if self._introducing is None and loop is not None and not loop.is_closed():
+            self._introducing = loop.call_later(RETRY_S, self._introduce)
+        return False
+
+    # What the sockets tell
+
+    def _on_connections(self) -> None:
+        assert self.sockets is not None
+        data, control = self.sockets.data_connection, self.sockets.control_connection
+        if control.connections > self._connections:
+            self._connections = control.connections
+            self._introduce()
+        if control.refused or data.refused:
+            self.give_up(lambda: HandleError(f"{self._gate!r}: the writer does not let the handle's key in"))
+        self._check_connections()
+
+    def _on_data(self, head: memoryview, body: memoryview | None) -> None:
+        try:
+            data = wire.parse_data(head, body)
+            if data.kind == wire.MARK:
+                self.window.marked(data.seq)
+                if not self.writer.proven:
+                    self.writer.proven = True
+                    self._tell(wire.Proven())
+            elif not self.window.arrived(data.seq, data, len(data.body)):
+                self.twice += 1
+                return
+        except wire.WireError as error:
+            self._complain(error)
+            return
+        self._ask_for_missing()
+        if self.window.ready:
+            self._gate.wake()
+        if self.window.end is not None:
+            self._finish_if_complete()
+
+    def _on_message(self, data: bytes) -> None:
+        try:
+            message = wire.parse_from_writer(data)
+        except wire.WireError as error:
+            self._complain(error)
+            return
+        self.writer.heard = monotonic()
+        if isinstance(message, wire.Tick):
+            self._acknowledge()
+        elif isinstance(message, wire.Welcome):
+            self.writer.welcome = message
+        elif isinstance(message, wire.Go):
+            self._gate.ready = True
+            self._gate.reopen()
+            self._gate.interrupt()
+        elif isinstance(message, wire.Lost):
+            self.window.lost(message.first, message.last)
+            self._gate.wake()
+            self._finish_if_complete()
+        elif isinstance(message, wire.Closing):
+            self.window.ends(message.end)
+            if not self._finish_if_complete():
+                self._acknowledge()  # what is missing may take its time; this end is there
+        else:
+            if isinstance(message, wire.Refused):
+                self._on_refused(message)
+            self._released = True
+            if self._goodbye is not None and not self._goodbye.done():
+                self._goodbye.set_result(None)
+
+    def _on_refused(self, message: wire.Refused) -> None:
+        if message.evicted:
+            self.give_up(self.writer.death(f"it has given this reader up: {message.reason}"))
+        elif self.writer.welcome is None:
+            self.give_up(lambda: HandleError(f"{self._gate!r}: the writer refuses it: {message.reason}"))
+        else:
+            self.give_up(self.writer.death(f"it does not know this reader any more: {message.reason}"))
+
+    def _finish_if_complete(self) -> bool:
+        if not self.window.complete:
+            return False
+        self._tell(wire.Finished())
+        self.gone = self._closed_by_writer
+        self._gate.interrupt()
+        return True
+
+    def _closed_by_writer(self) -> AioshmError:
+        return QueueClosed(f"{self._gate!r}: the writer has closed the queue")
+
+    def _complain(self, error: wire.WireError) -> None:
+        held_back = self._limiter.admit()
+        if held_back is not None:
+            logger.warning("%r: dropped what no writer sends: %s (and %d more)", self._gate, error, held_back)
+
+    # What this end has to tell
+
+    def _ask_for_missing(self) -> None:
+        """Ask for the messages that will not come by themselves."""
+        runs = self.window.to_ask_for()
+        if runs:
+            self._tell(wire.Resend(runs))
+
+    def _acknowledge(self) -> None:
+        """Tell the writer which messages this end has finished with."""
+        if self._acknowledging is not None:
+            self._acknowledging.cancel()
+            self._acknowledging = None
+        if self._tell(wire.Acknowledge(self.window.taken)):
+            self.window.acknowledged()
+
+    def finished_one(self) -> None:
+        """Let go of the first message in line."""
+        self.window.finished()
+        if self.gone is not None:
+            return
+        if self.window.must_acknowledge():
+            self._acknowledge()
+        elif self._acknowledging is None:
+            assert self._gate.loop is not None
+            self._acknowledging = self._gate.loop.call_later(ACKNOWLEDGE_S, self._acknowledge)
+
+    # Whether the writer is still there
+
+    def _check_connections(self) -> None:
+        """Give the writer up if a connection has been down, and it has been silent, for too long."""
+        if self._checking is not None:
+            self._checking.cancel()
+            self._checking = None
+        gate = self._gate
+        if self.sockets is None or self.gone is not None or gate.refusal is not None:
+            return
+        assert gate.loop is not None
+        timeout, now = gate.options.remote_timeout, monotonic()
+        due: list[tuple[float, str]] = []
+        control, data = self.sockets.control_connection.down_since, self.sockets.data_connection.down_since
+        if control is not None:
+            # A program that does not run its loop says nothing; a connection that is down is not yet its end.
+            due.append((max(self.writer.heard + timeout, control + timeout / 2), "it is not to be reached"))
+        if data is not None:
+            due.append((data + timeout, "its data port is not to be reached"))
+        if not due:
+            return
+        at, why = min(due)
+        if now < at:
+            self._checking = gate.loop.call_later(at - now, self._look_and_check)
+            return
+        if self.writer.welcome is None:
+            lacking = shortage(f"{gate!r}")  # ZeroMQ tries again for ever, and does not say why
+            where = self._remote.control if control is not None else self._remote.data
+            self.give_up(
+                lambda: lacking or HandleError(f"nobody answers at {where}: is the writer gone, or the port closed?")
+            )
+        else:
+            self.give_up(self.writer.death(f"{why}, for {timeout:g} s"))
+
+    def _look_and_check(self) -> None:
+        assert self.sockets is not None
+        self._checking = None
+        self.sockets.look_at_all()  # what came while the loop was busy counts
+        self._check_connections()
+
+    def give_up(self, error: Callable[[], AioshmError]) -> None:
+        """Take the writer for gone: what has arrived can be read, then there is the error.
+
+        One that has closed the queue did not die, whatever became of it since: what it sent last is lost, if anything.
+        """
+        if self.gone is not None:
+            return
+        self.left_behind = self.window.end is not None
+        self.gone = self._closed_by_writer if self.left_behind else error
+        self._gate.interrupt()
+
+    def ask_writer(self) -> bool:
+        """Greet the writer once more: its event loop answers each greeting."""
+        if not self.writer.reachable:
+            return False
+        if self.writer.owes_nothing:
+            self.writer.asked = monotonic()
+            self._tell(self._hello())
+        return True
+
+    # Closing
+
+    def say_goodbye(self) -> None:
+        """Tell the writer that this reader leaves, unless it knows or is gone."""
+        there = self.gone is None or self.window.complete
+        if self.sockets is not None and there and not self._released:
+            assert self._gate.loop is not None
+            self._goodbye = self._gate.loop.create_future()
+            if self.writer.welcome is None:
+                self._introduce()  # so that it knows who leaves, and waits for nobody
+            else:
+                self._tell(wire.Leave())
+
+    def close(self) -> None:
+        """Give everything back, but what the goodbye still needs."""
+        for timer in (self._acknowledging, self._checking, self._introducing):
+            if timer is not None:
+                timer.cancel()
+        if self.sockets is not None and self._goodbye is None:
+            self.sockets.close()
+
+    def finished(self) -> bool:
+        """Return whether `finish` has nothing to do."""
+        return self._goodbye is None or self.sockets is None or self.sockets.closed
+
+    async def finish(self) -> None:
+        """Wait until the writer has heard the goodbye, if that does not take long; then close the sockets."""
+        if self._goodbye is None or self.sockets is None or self.sockets.closed:
+            return
+        deadline = monotonic() + GOODBYE_S
+        try:
+            while self._goodbye.get_loop().is_closed() and not self._goodbye.done() and monotonic() < deadline:
+                self.sockets.look_at_all()  # which nobody else does any more
+                await asyncio.sleep(CLOSED_LOOP_POLL_S)
+            await settle(self._goodbye, deadline=deadline)
+        except TimeoutError:
+            pass  # it will find out by itself
+        finally:
+            self.sockets.close()
+
+
+def _check(remote: RemoteAddress, *, encrypted: bool) -> None:
+    keys = (remote.server_key, remote.client_public, remote.client_secret)
+    if len(remote.topic) != wire.SECRET_BYTES or any(key is not None and len(key) != 40 for key in keys):
+        raise HandleError("not a handle: its topic or its keys are damaged")
+    for endpoint in (remote.data, remote.control):
+        if not endpoint.startswith("tcp://"):
+            raise HandleError(f"not a handle: {endpoint!r} is no TCP endpoint")
+    if encrypted and remote.keys is None:
+        raise HandleError("the queue is not encrypted; this reader's options say secure=True")

@@ -1,0 +1,187 @@
+"""A remote reader's sockets; see ``sockets.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import zmq
+
+from aioshm.config import Options
+from aioshm.queue.remote import wire
+from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.inbox import Inbox
+from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
+from aioshm.zeromq.watch import Watch
+
+
+class ReaderSockets:
+    """SUB and DEALER, connected to a writer's; made on the loop that they belong to.
+
+    Args:
+        loop: Calls back.
+        data: The endpoint of the writer's data socket.
+        control: The endpoint of its control socket.
+        keys: What lets this reader in.
+        topics: What to subscribe to.
+        options: For how long peers may be silent.
+        on_data: A data message came: its first frame, and its second.
+        on_message: A control message came.
+        on_change: A connection came up or went down.
+
+    Raises:
+        OSError: The endpoints are malformed.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        data: str,
+        control: str,
+        keys: CurveKeys | None,
+        topics: Sequence[bytes],
+        options: Options,
+        on_data: Callable[[memoryview, memoryview | None], None],
+        on_message: Callable[[bytes], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._on_message, self._on_change = on_message, on_change
+        self._coming = False
+        self._watches: list[Watch] = []
+        # Two with a monitor each, which is two more, and a connection.
+        self._sockets = Sockets("a remote reader", count=6, connections=2)
+        context, add = self._sockets.context, self._sockets.add
+        timeout_ms = int(options.remote_timeout * 1000)
+        try:
+            # The writer's window bounds what is here.
+            self._sub = add(open_socket(context, zmq.SUB, data, bind=False, hwm=0, curve=keys))
+            self._dealer = add(open_socket(context, zmq.DEALER, control, bind=False, hwm=CONTROL_HWM, curve=keys))
+            self.data_connection = Connection(self._sub)
+            add(self.data_connection.pair)
+            self.control_connection = Connection(self._dealer)
+            add(self.control_connection.pair)
+            for topic in topics:
+                self._sub.setsockopt(zmq.SUBSCRIBE, topic)
+            self._sub.setsockopt(zmq.MAXMSGSIZE, _largest_frame(options.max_message_bytes))
+            watched_by_tcp(self._sub, options.remote_timeout)
+            self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
+            self._dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_CONTROL_BYTES)
+            watched_by_heartbeats(self._dealer, timeout_ms)
+            for each in (self._sub, self._dealer):
+                each.setsockopt(zmq.CONNECT_TIMEOUT, max(1, timeout_ms // 2))
+            attach(self._sub, data, bind=False)
+            attach(self._dealer, control, bind=False)
+            self._payloads = Inbox(self._sub, on_data)
+        except BaseException:
+            self._sockets.close()
+            raise
+        self._watches = [
+            Watch(loop, self._dealer, self._look_at_control),
+            Watch(loop, self.data_connection.pair, self._look_at_connections),
+            Watch(loop, self.control_connection.pair, self._look_at_connections),
+        ]
+
+    def send(self, message: wire.Control) -> bool:
+        """Send a control message; return False if too many wait already."""
+        if self._sockets.closed:
+            return False
+        # What made the descriptor readable may be noticed, and forgotten, by a call that sends.
+        self._look_at_control_soon()
+        try:
+            self._dealer.send(message.pack(), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether this was closed."""
+        return self._sockets.closed
+
+    def look(self) -> None:
+        """Read some of the data that has come, without waiting for the loop to find it."""
+        if not self._sockets.closed:
+            self._payloads.look()
+
+    def look_at_all(self) -> None:
+        """Read whatever has come, and what has become of the connections."""
+        while not self._sockets.closed and (self._payloads.look() | self._read_messages()):
+            pass
+        self._look_at_connections()
+
+    def close(self) -> None:
+        """Close everything; what was not sent yet is forgotten. Idempotent."""
+        if self._sockets.closed:
+            return
+        for watch in self._watches:
+            watch.pause()
+        self._payloads.close()
+        self._sockets.close()
+
+    def _look_at_control(self) -> None:
+        if not self._sockets.closed and self._read_messages():
+            self._look_at_control_soon()
+
+    def _look_at_connections(self) -> None:
+        # What had arrived when a connection ended is there when its end is told: so it is read first.
+        self.look()
+        self._look_at_control()
+        if not self._sockets.closed and (self.data_connection.changed() | self.control_connection.changed()):
+            self._on_change()
+
+    def _look_at_control_soon(self) -> None:
+        """Look again in the loop's next turn."""
+        if not self._coming and not self._loop.is_closed():
+            self._coming = True
+            self._loop.call_soon(self._come)
+
+    def _come(self) -> None:
+        self._coming = False
+        self._look_at_control()
+
+    def _read_messages(self) -> bool:
+        return self._sockets.read_messages(self._dealer, 1, self._on_message)
+
+
+class Connection:
+    """Whether a connecting socket has its connection, and since when not.
+
+    Attributes:
+        up: Whether it has it.
+        down_since: Since when not, by the monotonic clock; None while it has it.
+        refused: Whether the latest handshake failed because this end is not let in.
+        connections: How many connections there were.
+    """
+
+    def __init__(self, sock: Socket) -> None:
+        self._monitor = Monitor(sock)
+        self.up = False
+        self.down_since: float | None = monotonic()
+        self.refused = False
+        self.connections = 0
+
+    @property
+    def pair(self) -> Socket:
+        """The socket to watch."""
+        return self._monitor.pair
+
+    def changed(self) -> bool:
+        """Read what has become known; return whether anything has."""
+        before = self.up, self.connections, self.refused
+        for event, _endpoint in self._monitor.events():
+            self.refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (self.refused and not self.up)
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.up, self.down_since, self.refused = True, None, False
+                self.connections += 1
+            elif self.up:
+                self.up, self.down_since = False, monotonic()
+        return before != (self.up, self.connections, self.refused)
+
+
+def _largest_frame(max_message_bytes: int) -> int:
+    return min(max_message_bytes + wire.HEAD_BYTES, 2**63 - 1)

@@ -1,0 +1,256 @@
+"""Receiving from the network: what a remote reader does with the messages that its link has put in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from aioshm.codec import Codec, cannot_decode, loads_of, view_of
+from aioshm.codec.buffers import own_copy
+from aioshm.codec.frames import INLINE, RAW, split_body
+from aioshm.errors import AioshmError, CodecError, MessagesLost
+from aioshm.process.limits import shortage
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.source import SourceBlock, Waker
+from aioshm.queue.handle import Handle, RemoteAddress
+from aioshm.queue.remote import wire
+from aioshm.queue.remote.link import WriterLink
+from aioshm.queue.remote.safety import check_safety
+from aioshm.queue.remote.window import Missing
+from aioshm.queue.stats import QueueStats
+from aioshm.ring import RingReader
+from aioshm.ring.atomics import NOTHING
+
+COPY_BYTES = 16 * 1024
+"""Longer messages are decoded where they lie."""
+
+
+class NetworkSource:
+    """The connection to a writer on another host; see `Source` for what each method does.
+
+    Args:
+        gate: The end's.
+        handle: The writer's.
+        remote: Where it is.
+        rank: Which reader this is.
+        codec: Makes objects of bytes.
+
+    Attributes:
+        link: The connection.
+
+    Raises:
+        HandleError: The handle is damaged, or not encrypted where these options demand it.
+        UnsafePayload: Pickle would come over a connection that strangers can write to.
+    """
+
+    ring: RingReader | None = None
+    waker: Waker | None = None
+
+    def __init__(self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int, codec: Codec) -> None:
+        self.link = WriterLink(gate, handle, remote, rank)
+        check_safety(codec, remote.keys is not None, gate.options)
+        self._window = self.link.window
+        self._gate = gate
+        self._rank = rank
+        self._codec = codec
+        self._loads = loads_of(codec)
+        self._view = view_of(codec)
+        self._core = gate.core
+        self.receive: Callable[[], Any] = self._receive
+
+    @property
+    def gone(self) -> Callable[[], AioshmError] | None:
+        return self.link.gone
+
+    # Attaching
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.link.start(loop)
+
+    def too_late(self) -> Exception:
+        gate = self._gate
+        return shortage(f"{gate!r}") or TimeoutError(f"{gate!r}: {self.link.writer.why_not_ready()}")
+
+    # Receiving
+
+    def _receive(self) -> Any:
+        """Return the next message, or `NOTHING` if it is not there or needs more than a look."""
+        if not self._core.passes() or not self.look():
+            return NOTHING
+        return self._first()
+
+    def _receive_at_hand(self) -> Any:
+        """Return the next message if the sockets have been read up to it, or `NOTHING`."""
+        return self._first() if self._window.ready and self._core.passes() else NOTHING
+
+    def quick(self) -> Callable[[], Any]:
+        return self._receive_at_hand
+
+    def look(self) -> bool:
+        window, link = self._window, self.link
+        if not window.ready and link.sockets is not None:
+            link.sockets.look()
+            if link.left_behind and not window.ready:
+                window.lost_the_rest()
+        return bool(window.ready)
+
+    def look_on(self) -> bool:
+        return self.look()
+
+    def ready(self) -> bool:
+        return bool(self._window.ready)
+
+    def take(self) -> Any:
+        return self._first() if self.look() else NOTHING
+
+    def _first(self) -> Any:
+        """Return the first message in line, which is there, and let go of it whatever it is."""
+        message = self._window.ready[0][0]
+        try:
+            if isinstance(message, Missing):
+                raise MessagesLost(message.first, message.last)
+            return self._decoded(message)
+        finally:
+            self.done()
+
+    def take_many(self, most: int) -> list[Any]:
+        batch = [self._first()]
+        ready = self._window.ready
+        while len(batch) < most and self._core.turn > 0 and self.look():
+            message = ready[0][0]
+            if isinstance(message, Missing):
+                break
+            try:
+                batch.append(self._decoded(message))
+            except CodecError:
+                break
+            self.done()
+        return batch
+
+    def open_block(self, *, decoded: bool) -> SourceBlock | None:
+        message = self._window.ready[0][0]
+        if isinstance(message, Missing):
+            self.done()
+            raise MessagesLost(message.first, message.last)
+        return LeasedData(self, message) if decoded else RawData(self, message)
+
+    def settle(self) -> None:
+        """Do nothing: views of a message may live on."""
+
+    def done(self) -> None:
+        """Finish with the first message in line."""
+        self._gate.count_turn()
+        self.link.finished_one()
+
+    def _decoded(self, data: wire.Data) -> Any:
+        if data.kind == RAW:
+            return bytearray(data.body)
+        self._check_codec(data)
+        if data.n_buffers or data.main_bytes > COPY_BYTES:
+            main, buffers = split_body(data.body, data.n_buffers, data.main_bytes)
+            return self._codec.decode(main, buffers)
+        try:
+            return self._loads(bytes(data.body))
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
+
+    def seen(self, data: wire.Data) -> Any:
+        """Decode a message where it lies."""
+        # It is nobody else's memory, so views of it may live on; but ZeroMQ aligns it as it likes.
+        body = (memoryview(own_copy(data.body)) if data.n_buffers else data.body).toreadonly()
+        if data.kind == RAW:
+            return body
+        self._check_codec(data)
+        main, buffers = split_body(body, data.n_buffers, data.main_bytes)
+        return self._view(main, buffers)
+
+    def _check_codec(self, data: wire.Data) -> None:
+        if data.kind != INLINE or data.codec != self._codec.code:
+            raise CodecError(
+                f"message {data.seq} has codec {data.codec}, the queue has {self._codec.code} ({self._codec.name!r})"
+            )
+
+    def lost(self) -> AioshmError:
+        raise AssertionError("a message arrives whole")
+
+    # What is known of the other ends
+
+    @property
+    def progress(self) -> int:
+        return self._window.taken
+
+    def ask_writer(self) -> bool:
+        return self.link.ask_writer()
+
+    def report_waiting(self, waited_s: float) -> None:
+        self.link.writer.report_waiting(waited_s, self.progress)
+
+    def other_ends(self) -> list[int]:
+        return []
+
+    def tell_parked(self) -> None:
+        """Do nothing: acknowledgements tell the writer."""
+
+    def stats(self) -> QueueStats:
+        window, link = self._window, self.link
+        stats = self._gate.new_stats(
+            side="reader",
+            rank=self._rank,
+            messages=window.taken,
+            max_chunks=0,
+            overflows=0,
+            backlog=window.next - window.taken,
+            readers=0,
+        )
+        return msgspec.structs.replace(stats, resent=link.twice, reconnects=link.writer.reconnects)
+
+    # Closing
+
+    def say_goodbye(self) -> None:
+        self.link.say_goodbye()
+
+    def close(self) -> None:
+        self.link.close()
+
+    def finished(self) -> bool:
+        return self.link.finished()
+
+    async def finish(self) -> None:
+        await self.link.finish()
+
+    def abandon(self) -> None:
+        """Do nothing: ZeroMQ's sockets know that they are another process'."""
+
+
+class RawData:
+    """A message's bytes, for `acquire_read`."""
+
+    def __init__(self, source: NetworkSource, data: wire.Data) -> None:
+        self._source = source
+        self._view = data.body.toreadonly()
+
+    def open(self) -> memoryview:
+        return self._view
+
+    def close(self, *, undo: bool) -> None:
+        self._view.release()
+        if not undo:
+            self._source.done()
+
+
+class LeasedData:
+    """A leased message."""
+
+    def __init__(self, source: NetworkSource, data: wire.Data) -> None:
+        self._source = source
+        self._data = data
+
+    def open(self) -> Any:
+        return self._source.seen(self._data)
+
+    def close(self, *, undo: bool) -> None:
+        if not undo:
+            self._source.done()

@@ -1,0 +1,240 @@
+"""The writer's sockets for its remote readers; see ``sockets.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import Callable
+
+import zmq
+from zmq.utils import z85
+
+from aioshm.config import Options
+from aioshm.errors import OutOfDescriptors, SharedMemoryError
+from aioshm.lifeline.address import own_address
+from aioshm.process.limits import naming_limits
+from aioshm.queue.remote import wire
+from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.sockets import (
+    BURST,
+    CONTROL_HWM,
+    Socket,
+    Sockets,
+    can_share_memory,
+    watched_by_heartbeats,
+    watched_by_tcp,
+)
+from aioshm.zeromq.watch import Watch
+
+HANDSHAKE_MS = 10_000
+"""How long a peer that connects may take to prove that it holds the handle."""
+
+_WILDCARDS = ("*", "0.0.0.0", "::")
+_ZAP = "inproc://zeromq.zap.01"
+
+
+class WriterSockets:
+    """XPUB and ROUTER, bound to ports that the system chose.
+
+    Args:
+        ip: From `check_ip`; None: this host's own address.
+        secret: What data messages begin with.
+        options: For how long peers may be silent, and whether to encrypt.
+        readers: How many are expected; each takes two descriptors.
+
+    Attributes:
+        data: The endpoint of the data socket.
+        control: The endpoint of the control socket.
+        keys: What a reader needs to be let in; None where nothing is encrypted.
+
+    Raises:
+        ValueError: The address is not this host's.
+        SharedMemoryError: The sockets cannot be had.
+        OutOfDescriptors, OutOfThreads: This process cannot have what they need.
+    """
+
+    def __init__(self, ip: str | None, secret: bytes, options: Options, readers: int = 1) -> None:
+        self._secret = secret
+        self._sockets = Sockets("a writer with remote readers", count=3, connections=2 + 2 * readers, threads=1)
+        self._shares_memory = False
+        context = self._sockets.context
+        self._watches: list[Watch] = []
+        self._looking = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        server = self.keys = None
+        try:
+            if options.secure:
+                server = CurveKeys.generate()
+                self.keys = CurveKeys.generate(server.public)
+                self._admit_only(self.keys.public)
+            host = _host(own_address() if ip is None else ip)
+            timeout_ms = int(options.remote_timeout * 1000)
+            # A reader may have a window's messages on their way, once more if they are sent again. More than that waits
+            # only on a connection that has ended without either end having noticed yet, where it may be dropped.
+            hwm = 2 * options.remote_window + CONTROL_HWM
+            self._xpub = self._sockets.add(
+                open_socket(context, zmq.XPUB, f"tcp://{host}:*", bind=True, hwm=hwm, curve=server)
+            )
+            self._xpub.setsockopt(zmq.XPUB_MANUAL, 1)  # who gets what is not for the subscriber to say
+            self._xpub.setsockopt(zmq.MAXMSGSIZE, wire.MAX_SUBSCRIPTION_BYTES)
+            watched_by_tcp(self._xpub, options.remote_timeout)
+            self._router = self._sockets.add(
+                open_socket(context, zmq.ROUTER, f"tcp://{host}:*", bind=True, hwm=CONTROL_HWM, curve=server)
+            )
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # tells who cannot be reached
+            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reader's new connection replaces its old one
+            self._router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_CONTROL_BYTES)
+            watched_by_heartbeats(self._router, timeout_ms)
+            for each in (self._xpub, self._router):
+                each.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+            self.data = self._bind(self._xpub, host, ip)
+            self.control = self._bind(self._router, host, ip)
+        except BaseException:
+            self._sockets.close()
+            raise
+
+    def _bind(self, sock: Socket, host: str, ip: str | None) -> str:
+        try:
+            bound = attach(sock, f"tcp://{host}:*", bind=True)
+        except OutOfDescriptors:
+            raise
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL):
+                raise ValueError(f"connect_ip must be an address of this host, not {ip or host!r}") from None
+            raise SharedMemoryError(error.errno, f"no port to be had for remote readers: {error.strerror}") from None
+        if ip in _WILDCARDS:
+            return f"tcp://{_host(own_address())}:{bound.rpartition(':')[2]}"
+        return bound
+
+    def _admit_only(self, key: bytes) -> None:
+        """Answer ZeroMQ's questions about who may connect (RFC 27), in a thread: no busy loop keeps them waiting."""
+        with naming_limits("a writer with remote readers"):
+            zap: Socket = self._sockets.context.socket(zmq.REP)
+            try:
+                zap.setsockopt(zmq.LINGER, 0)
+                zap.bind(_ZAP)
+                threading.Thread(target=_answer, args=(zap, z85.decode(key)), name="aioshm-zap", daemon=True).start()
+            except BaseException:
+                zap.close()  # it is the thread's, which is not there
+                raise
+
+    def start(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_subscribed: Callable[[int], None],
+        on_message: Callable[[bytes, bytes], None],
+    ) -> None:
+        """Begin to report.
+
+        Args:
+            loop: Where.
+            on_subscribed: A reader of this rank has a new data connection, over which it gets what is published next.
+            on_message: A control message came, from this identity.
+        """
+        self._loop, self._on_subscribed, self._on_message = loop, on_subscribed, on_message
+        self._watches = [Watch(loop, self._xpub, self._look), Watch(loop, self._router, self._look)]
+
+    def publish(self, head: bytes, body: bytes | memoryview | None = None) -> zmq.MessageTracker | None:
+        """Send a data message to those whom it is addressed to. Never waits.
+
+        Returns:
+            What tells when the body's memory is not used any more; None where it is not used already.
+        """
+        self._look_soon()
+        if body is None:
+            self._xpub.send(head, zmq.NOBLOCK)
+            return None
+        if not self._shares_memory:
+            self._shares_memory = can_share_memory()
+        self._xpub.send(head, zmq.NOBLOCK | zmq.SNDMORE)
+        if self._shares_memory:
+            return self._xpub.send(body, zmq.NOBLOCK, copy=False, track=True)
+        self._xpub.send(body, zmq.NOBLOCK)
+        return None
+
+    def send(self, identity: bytes, message: wire.Control) -> bool:
+        """Send a control message; return False if there is no connection to that peer."""
+        if self._sockets.closed:
+            return False
+        self._look_soon()
+        try:
+            self._router.send_multipart([identity, message.pack()], zmq.NOBLOCK)
+        except zmq.Again:
+            return True  # it does not read what it has been sent already
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def reaches(self, identity: bytes) -> bool:
+        """Return whether there is a connection to that peer, by the latest that ZeroMQ knows."""
+        if not self._sockets.closed:
+            self._router.getsockopt(zmq.EVENTS)  # sends look at what became of connections now and then only
+        return self.send(identity, wire.Tick())
+
+    def look(self) -> None:
+        """Read everything that has come."""
+        if self._sockets.closed:
+            return
+        while self._read_burst():
+            pass
+
+    def close(self) -> None:
+        """Close everything now. Idempotent."""
+        for watch in self._watches:
+            watch.pause()
+        self._watches = []
+        self._sockets.close()  # the thread closes its own
+
+    def _look(self) -> None:
+        self._looking = False
+        if not self._sockets.closed and self._read_burst():
+            self._look_soon()
+
+    def _look_soon(self) -> None:
+        """Look again in the loop's next turn.
+
+        What made a descriptor readable may have been noticed, and forgotten, by a call that sends.
+        """
+        if not self._looking and self._loop is not None and not self._loop.is_closed():
+            self._looking = True
+            self._loop.call_soon(self._look)
+
+    def _read_burst(self) -> bool:
+        """Read some messages; return whether there may be more."""
+        return self._read_subscriptions() | self._read_messages()
+
+    def _read_subscriptions(self) -> bool:
+        for _ in range(BURST):
+            try:
+                subscription = self._xpub.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return False
+            rank = wire.subscriber(subscription, self._secret)
+            if rank is not None:
+                # Both are for the connection that this message came from.
+                self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret, rank))
+                self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret))
+                self._on_subscribed(rank)
+                if self._sockets.closed:
+                    return False
+        return True
+
+    def _read_messages(self) -> bool:
+        return self._sockets.read_messages(self._router, 2, self._on_message)
+
+
+def _answer(zap: Socket, key: bytes) -> None:
+    """Let in peers that have proven to own a key, and no others, until the context ends."""
+    try:
+        while True:
+            version, request, _domain, _address, _identity, mechanism, *credentials = zap.recv_multipart()
+            status = b"200" if mechanism == b"CURVE" and credentials == [key] else b"400"
+            zap.send_multipart([version, request, status, b"", b"", b""])
+    except zmq.ZMQError:
+        zap.close(linger=0)
+
+
+def _host(ip: str) -> str:
+    return f"[{ip}]" if ":" in ip else ip

@@ -1,0 +1,235 @@
+"""Messages that do not fit a chunk: where they lie, how that memory is used again, and when it is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from children import child
+from pairs import attached
+
+from aioshm import MessageQueue, Options, QueueClosed, SharedMemoryError
+from aioshm.queue.local import overflow
+from aioshm.ring.segment import Segment
+
+BIG = 50_000
+
+
+def segments_of(writer: Any) -> list[Any]:
+    found: list[Any] = writer.end.ring.overflow.segments
+    return found
+
+
+def blocks(segment: Any) -> int:
+    """Return how many bytes of memory an overflow segment has."""
+    return os.fstat(segment.segment.fd).st_blocks * 512
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:aioshm")
+
+
+def memory_fds() -> int:
+    targets = []
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            targets.append(os.readlink(fd))
+        except FileNotFoundError:  # the one that lists the directory
+            continue
+    return sum("memfd:aioshm" in target for target in targets)
+
+
+async def test_one_after_the_other_share_one_segment() -> None:
+    async with attached(2) as (writer, readers):
+        for number in range(100):
+            await writer.enqueue((number, bytes([number]) * BIG))
+            for reader in readers:
+                assert await reader.dequeue(5) == (number, bytes([number]) * BIG)
+        assert len(segments_of(writer)) == 1
+
+
+async def test_there_are_never_more_than_slots() -> None:
+    async with attached(1, chunks=4) as (writer, (reader,)):
+        for start in range(0, 60, 4):
+            sent = [bytes([start + n]) * (BIG + 1000 * ((start * 7 + n) % 11)) for n in range(4)]
+            await writer.enqueue_many(sent)
+            assert await reader.dequeue_many(1) + [await reader.dequeue(5) for _ in range(3)] == sent
+        assert len(segments_of(writer)) == 4
+
+
+async def test_they_grow_with_the_messages() -> None:
+    async with attached(2) as (writer, readers):
+        for size in (5000, BIG, 20 * BIG, 100, 6000, 60 * BIG):
+            await writer.enqueue(b"%d" % size * (size // 4))
+            for reader in readers:
+                assert await reader.dequeue(5) == b"%d" % size * (size // 4)
+        assert len(segments_of(writer)) == 1
+
+
+async def test_where_they_cannot_grow_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Segment, "grow", lambda *_: False)
+    async with attached(1) as (writer, (reader,)):
+        for size in range(10_000, 200_000, 1000):
+            await writer.enqueue(b"x" * size)
+            assert await reader.dequeue(5) == b"x" * size
+        assert len(segments_of(writer)) <= 6, "one for each power of two"
+
+
+async def test_named_ones_work_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overflow, "DEFAULT_BACKING", "named")
+    async with attached(2) as (writer, readers):
+        for size in (5000, BIG, 10 * BIG):
+            await writer.enqueue(b"n" * size)
+            for reader in readers:
+                assert await reader.dequeue(5) == b"n" * size
+        assert [segment.segment.name is not None for segment in segments_of(writer)] == [True]
+
+
+async def test_memory_of_a_burst_is_given_back_and_can_be_used_again() -> None:
+    async with attached(1, chunks=8) as (writer, (reader,)):
+        for _ in range(2):
+            for number in range(8):
+                await writer.enqueue(bytes([number]) * BIG)
+            assert all(blocks(segment) >= BIG for segment in segments_of(writer))
+            for number in range(8):
+                assert await reader.dequeue(5) == bytes([number]) * BIG
+            for _ in range(overflow.IDLE_USES):
+                await writer.enqueue(b"x" * BIG)
+                assert await reader.dequeue(5) == b"x" * BIG
+            kept = [blocks(segment) > 0 for segment in segments_of(writer)]
+            assert kept[overflow.IDLE_SEGMENTS :] == [False] * 6
+
+
+async def test_order_with_small_messages() -> None:
+    async with attached(3) as (writer, readers):
+
+        async def read(reader: MessageQueue) -> list[tuple[int, int]]:
+            return [(number, len(payload)) async for number, payload in reader]
+
+        reading = [asyncio.ensure_future(read(reader)) for reader in readers]
+        sent = [(number, (number * 7919) % 9000) for number in range(500)]
+        for number, size in sent:
+            await writer.enqueue((number, b"x" * size), 10)
+        await writer.aclose()
+        assert await asyncio.gather(*reading) == [sent] * 3
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack", "raw"])
+async def test_what_was_received_stays_while_the_segment_is_used_again(codec: str) -> None:
+    async with attached(1, codec=codec) as (writer, (reader,)):
+        for wrap in (bytes,) if codec == "raw" else (bytes, lambda data: np.frombuffer(data, np.uint8)):
+            kept = []
+            for number in range(10):
+                await writer.enqueue(wrap(bytes([number]) * BIG))
+                kept.append(await reader.dequeue(5))
+            assert [bytes(memoryview(message)) for message in kept] == [bytes([n]) * BIG for n in range(10)]
+        assert len(segments_of(writer)) == 1
+
+
+async def test_a_view_is_released_when_its_block_ends() -> None:
+    async with attached(1, codec="raw") as (writer, (reader,)):
+        await writer.enqueue(b"v" * BIG)
+        async with reader.acquire_read(5) as view:
+            assert view == b"v" * BIG
+            assert view.readonly
+        with pytest.raises(ValueError, match="released"):
+            view[0]
+
+
+async def test_a_reader_that_reads_keeps_its_segment() -> None:
+    async with attached(2, codec="raw") as (writer, (slow, fast)):
+        await writer.enqueue(b"0" * BIG)
+        async with slow.acquire_read(5) as view:
+            assert await fast.dequeue(5) == b"0" * BIG
+            for number in (b"1", b"2", b"3"):
+                await writer.enqueue(number * BIG)
+                assert await fast.dequeue(5) == number * BIG
+            assert view == b"0" * BIG
+            assert len(segments_of(writer)) == 4
+        assert [await slow.dequeue(5) for _ in range(3)] == [b"1" * BIG, b"2" * BIG, b"3" * BIG]
+
+
+async def test_a_reader_that_leaves_frees_its_segments() -> None:
+    async with attached(2) as (writer, (idle, reader)):
+        for _ in range(4):
+            await writer.enqueue(b"x" * BIG)
+            await reader.dequeue(5)
+        await idle.aclose()
+        for number in range(50):
+            await writer.enqueue(bytes([number]) * BIG, 5)
+            assert await reader.dequeue(5) == bytes([number]) * BIG
+        assert len(segments_of(writer)) == 4
+
+
+async def test_a_killed_reader_that_was_evicted_frees_its_segments() -> None:
+    writer = MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=3, options=Options(on_reader_death="evict"))
+    handle = writer.export_handle()
+    reader = MessageQueue.create_from_handle(handle, 0)
+    async with writer, reader, child("idle", handle.to_json(), "1") as idle:
+        await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
+        for _ in range(3):
+            await writer.enqueue(b"x" * BIG)
+            await reader.dequeue(5)
+        idle.signal(signal.SIGKILL)
+        for number in range(20):
+            await writer.enqueue(bytes([number]) * BIG, 10)
+            assert await reader.dequeue(5) == bytes([number]) * BIG
+        assert len(segments_of(writer)) == 3
+
+
+async def test_all_of_it_can_be_read_after_the_writer_has_closed() -> None:
+    async with attached(2, chunks=8) as (writer, readers):
+        for number in range(8):
+            writer.enqueue_nowait(bytes([number]) * BIG)
+        await writer.aclose()
+        for reader in readers:
+            assert [await reader.dequeue(5) for _ in range(8)] == [bytes([number]) * BIG for number in range(8)]
+            with pytest.raises(QueueClosed):
+                await reader.dequeue(5)
+
+
+async def test_too_little_memory_sends_nothing_and_the_queue_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with attached(1) as (writer, (reader,)):
+        with monkeypatch.context() as patch:
+
+            def refuse(*_: object) -> None:
+                raise OSError(12, "Cannot allocate memory")
+
+            patch.setattr(os, "memfd_create", refuse)
+            for _ in range(3):
+                with pytest.raises(SharedMemoryError, match="free"):
+                    await writer.enqueue(b"x" * BIG)
+            with pytest.raises(SharedMemoryError):
+                writer.enqueue_nowait(b"x" * BIG)
+            await writer.enqueue("small")
+            assert await reader.dequeue(5) == "small"
+        await writer.enqueue(b"y" * BIG)
+        assert await reader.dequeue(5) == b"y" * BIG
+        assert writer.stats().messages == 2
+
+
+async def test_nothing_stays_open_or_mapped() -> None:
+    before = memory_fds(), mappings()
+    async with attached(2) as (writer, readers):
+        for number in range(4):
+            await writer.enqueue(bytes([number]) * BIG)
+        for reader in readers:
+            assert len(await reader.dequeue(5)) == BIG  # the others stay unread
+        assert memory_fds() > before[0]
+    assert (memory_fds(), mappings()) == before
+
+
+async def test_a_forked_child_harms_nobody() -> None:
+    async with attached(1) as (writer, (reader,)):
+        await writer.enqueue(b"1" * BIG)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        await writer.enqueue(b"2" * BIG)
+        assert [await reader.dequeue(5), await reader.dequeue(5)] == [b"1" * BIG, b"2" * BIG]

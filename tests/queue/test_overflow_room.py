@@ -1,0 +1,272 @@
+"""Readers without a descriptor left for an overflow segment: a typed error, and the same message once there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+from faces import reading
+from pairs import attached
+
+from aioshm import MessageQueue, OutOfDescriptors, PeerDied, QueueClosed, blocking, merge
+from aioshm.lifeline import dialer as attach
+
+LARGE = [bytes([number]) * (50_000 + number) for number in range(3)]
+
+
+@contextmanager
+def starving(left: int = 0) -> Iterator[Callable[[], None]]:
+    """Let this process have so many descriptors more until the end of the block, or a call of what is given to it.
+
+    With fewer than none it has no use for those that it closes, either.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(left + 1)] or [os.dup(0)]
+    for each in taken:
+        os.close(each)
+
+    def lift() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) if left >= 0 else 3, hard))
+    try:
+        yield lift
+    finally:
+        lift()
+
+
+@asynccontextmanager
+async def withheld(n_reader: int = 1) -> AsyncIterator[tuple[Any, list[MessageQueue], Callable[[], None]]]:
+    """Give a queue to the block with large messages, whose descriptors are passed on when that is called for."""
+    async with attached(n_reader) as (writer, readers):
+        queue: Any = writer
+        held: list[int] = []
+        queue.end.ring.overflow.hand_over = held.append
+        for message in LARGE:
+            await queue.enqueue(message)
+        assert len(held) == len(LARGE)
+
+        def hand_over() -> None:
+            for fd in held:
+                queue.end.ring.roster.hand_over(fd)
+            held.clear()
+
+        yield queue, readers, hand_over
+
+
+async def test_every_call_says_so_and_loses_nothing() -> None:
+    async with withheld() as (_writer, (reader,), hand_over):
+        with starving():
+            hand_over()
+            for _ in range(2):
+                with pytest.raises(
+                    OutOfDescriptors, match=r"message 0 of 50\d+ bytes needs .*RLIMIT_NOFILE.*ulimit -n"
+                ):
+                    await reader.dequeue(20)
+                with pytest.raises(OutOfDescriptors):
+                    reader.dequeue_nowait()
+                with pytest.raises(OutOfDescriptors):
+                    await reader.dequeue_many(3, 20)
+                with pytest.raises(OutOfDescriptors):
+                    async with reader.acquire_read(20):
+                        pytest.fail("there is nothing to read")
+                with pytest.raises(OutOfDescriptors):
+                    async with reader.lease(20):
+                        pytest.fail("there is nothing to read")
+        assert reader.dequeue_nowait() == LARGE[0]
+        assert [await reader.dequeue(5) for _ in LARGE[1:]] == LARGE[1:]
+
+
+@pytest.mark.parametrize("left", range(7))
+async def test_room_for_some_of_them(left: int) -> None:
+    """Each takes two: one that came, and one that its mapping has."""
+    async with withheld() as (_writer, (reader,), hand_over):
+        received: list[bytes] = []
+        with starving(left) as lift:
+            hand_over()
+            while len(received) < len(LARGE):
+                try:
+                    received.append(await reader.dequeue(20))
+                except OutOfDescriptors:
+                    assert left < 2 * len(LARGE)
+                    lift()
+        assert received == LARGE
+
+
+async def test_two_readers_that_lack_them_both_get_all() -> None:
+    async with withheld(2) as (_writer, readers, hand_over):
+        with starving():
+            hand_over()
+            for reader in readers:
+                with pytest.raises(OutOfDescriptors):
+                    await reader.dequeue(20)
+        for reader in readers:
+            assert [await reader.dequeue(5) for _ in LARGE] == LARGE
+
+
+async def test_a_reader_that_waits_already() -> None:
+    async with withheld() as (_writer, (reader,), hand_over):
+        waiting = asyncio.ensure_future(reader.dequeue(20))
+        await asyncio.sleep(0)
+        with starving():
+            hand_over()
+            with pytest.raises(OutOfDescriptors):
+                await waiting
+        assert [await reader.dequeue(5) for _ in LARGE] == LARGE
+
+
+async def test_messages_that_need_none_come_meanwhile() -> None:
+    async with attached() as (writer, (reader,)):
+        queue: Any = writer
+        held: list[int] = []
+        queue.end.ring.overflow.hand_over = held.append
+        await queue.enqueue("small")
+        await queue.enqueue(LARGE[0])
+        with starving():
+            queue.end.ring.roster.hand_over(held[0])
+            assert await reader.dequeue(5) == "small"
+            with pytest.raises(OutOfDescriptors):
+                await reader.dequeue(5)
+        assert await reader.dequeue(5) == LARGE[0]
+
+
+async def test_the_writer_may_close_meanwhile() -> None:
+    async with withheld() as (writer, (reader,), hand_over):
+        with starving(-1):
+            hand_over()
+            await writer.aclose()
+            with pytest.raises(OutOfDescriptors):
+                await reader.dequeue(20)
+        assert [await reader.dequeue(5) for _ in LARGE] == LARGE
+        with pytest.raises(QueueClosed):
+            await reader.dequeue(5)
+
+
+async def test_the_writer_may_die_meanwhile() -> None:
+    async with withheld() as (writer, (reader,), hand_over):
+        with starving(-1):
+            hand_over()
+            for connection in list(writer.end.ring.listener._connections.values()):
+                connection.close()
+            with pytest.raises(OutOfDescriptors):
+                await reader.dequeue(20)
+        assert [await reader.dequeue(5) for _ in LARGE] == LARGE
+        with pytest.raises(PeerDied):
+            await reader.dequeue(5)
+
+
+async def test_a_death_behind_a_descriptor_without_room_ends_a_wait() -> None:
+    """The writer died after it had passed the descriptor, and before it published the message."""
+    async with attached() as (writer, (reader,)):
+        queue: Any = writer
+        waiting = asyncio.ensure_future(reader.dequeue(20))
+        await asyncio.sleep(0)
+        fd = os.open(os.devnull, os.O_RDONLY)
+        try:
+            with starving(-1):
+                queue.end.ring.roster.hand_over(fd)
+                for connection in list(queue.end.ring.listener._connections.values()):
+                    connection.close()
+                with pytest.raises(PeerDied):
+                    await waiting
+        finally:
+            os.close(fd)
+
+
+async def test_the_loop_does_not_turn_in_circles_and_finds_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with withheld() as (_writer, (reader,), hand_over):
+        lifeline = reader.end.source.attachment.lifeline  # type: ignore[attr-defined]
+        looks: list[bool] = []
+        receive = attach._receive_next
+
+        def count(*arguments: Any) -> Any:
+            result = receive(*arguments)
+            looks.append(result[2])
+            return result
+
+        monkeypatch.setattr(attach, "_receive_next", count)
+        loop = asyncio.get_running_loop()
+        with starving():
+            hand_over()
+            began = loop.time()
+            while looks.count(True) < 4:
+                await asyncio.sleep(0)
+            assert loop.time() - began >= 2 * attach._ROOM_PAUSE_S
+            assert lifeline.holds_back
+        while lifeline.holds_back:
+            await asyncio.sleep(0.01)
+        assert len(reader.end.source.attachment.overflow.segments) == len(LARGE)  # type: ignore[attr-defined]
+
+
+async def test_closing_while_one_is_held_back() -> None:
+    async with withheld() as (_writer, (reader,), hand_over):
+        with starving():
+            hand_over()
+            with pytest.raises(OutOfDescriptors):
+                await reader.dequeue(20)
+            await reader.aclose()
+
+
+async def test_merged_readers_name_it_and_go_on() -> None:
+    async with withheld() as (_writer, (reader,), hand_over):
+        received: list[bytes] = []
+        async with merge({7: reader}) as merged:
+            with starving() as lift:
+                hand_over()
+                rank, error = await anext(merged)
+                assert rank == 7
+                assert isinstance(error, OutOfDescriptors)
+                lift()
+            while len(received) < len(LARGE):
+                received.append((await anext(merged))[1])
+        assert received == LARGE
+        assert not merged.failed
+
+
+def read_blocking(reader: blocking.MessageQueue, lift: Callable[[], None]) -> list[Any]:
+    with pytest.raises(OutOfDescriptors, match="message 0 of"):
+        reader.dequeue(20)
+    with pytest.raises(OutOfDescriptors):
+        reader.dequeue_many(3, 20)
+    lift()
+    return [reader.dequeue(10) for _ in LARGE]
+
+
+def read_merged(reader: blocking.MessageQueue, lift: Callable[[], None]) -> list[Any]:
+    received: list[Any] = []
+    for _rank, message in blocking.merge({3: reader}):
+        if isinstance(message, OutOfDescriptors):
+            lift()
+        received.append(message)
+        if len(received) > len(LARGE) and message == LARGE[-1]:
+            break
+    assert isinstance(received[0], OutOfDescriptors)
+    return [message for message in received if not isinstance(message, OutOfDescriptors)]
+
+
+@pytest.mark.parametrize("read", [read_blocking, read_merged])
+def test_the_blocking_face(read: Callable[[blocking.MessageQueue, Callable[[], None]], list[Any]]) -> None:
+    lifts: list[Callable[[], None]] = []
+    starved = threading.Event()
+
+    def run(reader: blocking.MessageQueue) -> list[Any]:
+        assert starved.wait(20)
+        return read(reader, lifts[0])
+
+    with reading(run) as (writer, thread):
+        held: list[int] = []
+        writer.held.end.ring.overflow.hand_over = held.append
+        for message in LARGE:
+            writer.enqueue(message, 10)
+        with starving() as lift:
+            lifts.append(lift)
+            for fd in held:
+                writer.held.end.ring.roster.hand_over(fd)
+            starved.set()
+            assert thread.result() == LARGE

@@ -1,0 +1,179 @@
+"""Overflow segments that have not arrived, never will, or are not what a slot says: a typed error, and no hang."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import mmap
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from pairs import attached
+from slots import slot_of
+
+from aioshm import CorruptSlot, MessageQueue, MessagesLost, PeerDied, QueueCancelled, QueueEmpty, SharedMemoryError
+from aioshm.lifeline import dialer as attach
+from aioshm.queue.local.overflow import pack_marker
+from aioshm.ring.layout import SLOT_HEADER_BYTES
+
+BIG = 50_000
+
+
+@asynccontextmanager
+async def withheld() -> AsyncIterator[tuple[Any, MessageQueue, list[int]]]:
+    """Give a queue to the block that passes no descriptors on, but notes them."""
+    async with attached() as (writer, (reader,)):
+        held: list[int] = []
+        queue: Any = writer
+        queue.end.ring.overflow.hand_over = held.append
+        await queue.enqueue(b"x" * BIG)
+        await queue.enqueue("next")
+        assert len(held) == 1
+        yield queue, reader, held
+
+
+async def test_waiting_for_one_ends_when_it_arrives() -> None:
+    async with withheld() as (writer, reader, held):
+        waiting = asyncio.ensure_future(reader.dequeue(20))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        writer.end.ring.roster.hand_over(held[0])
+        assert await waiting == b"x" * BIG
+        assert await reader.dequeue(5) == "next"
+
+
+async def test_giving_up_waiting_loses_nothing() -> None:
+    async with withheld() as (writer, reader, held):
+        for timeout in (0, 0.01):
+            with pytest.raises(TimeoutError, match="the overflow segment of message 0"):
+                await reader.dequeue(timeout)
+            with pytest.raises(TimeoutError):
+                async with reader.acquire_read(timeout):
+                    pytest.fail("there is nothing to read")
+            with pytest.raises(TimeoutError):
+                async with reader.lease(timeout):
+                    pytest.fail("there is nothing to read")
+            with pytest.raises(TimeoutError):
+                await reader.dequeue_many(2, timeout)
+        with pytest.raises(QueueEmpty, match="the overflow segment of message 0"):
+            reader.dequeue_nowait()
+        cancel = asyncio.Event()
+        waiting = asyncio.ensure_future(reader.dequeue(20, cancel))
+        await asyncio.sleep(0.01)
+        cancel.set()
+        with pytest.raises(QueueCancelled):
+            await waiting
+        waiting = asyncio.ensure_future(reader.dequeue(20))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        writer.end.ring.roster.hand_over(held[0])
+        assert reader.dequeue_nowait() == b"x" * BIG
+        assert await reader.dequeue(5) == "next"
+
+
+async def test_a_writer_that_closed_before_it_arrived() -> None:
+    async with withheld() as (writer, reader, _held):
+        waiting = asyncio.ensure_future(reader.dequeue(20))
+        await asyncio.sleep(0.01)
+        await writer.aclose()
+        with pytest.raises(MessagesLost):
+            await waiting
+        with pytest.raises(MessagesLost):
+            reader.dequeue_nowait()
+
+
+async def test_a_writer_that_died_before_it_arrived() -> None:
+    async with withheld() as (writer, reader, _held):
+        waiting = asyncio.ensure_future(reader.dequeue(20))
+        await asyncio.sleep(0.01)
+        for connection in list(writer.end.ring.listener._connections.values()):
+            connection.close()
+        for act in (lambda: waiting, lambda: reader.dequeue(5)):
+            with pytest.raises(PeerDied, match="overflow segment of message 0"):
+                await act()
+
+
+async def test_every_damaged_byte_of_a_marker_is_noticed() -> None:
+    async with attached() as (writer, (reader,)):
+        for number, at in enumerate(range(32, SLOT_HEADER_BYTES)):
+            await writer.enqueue(b"x" * BIG)
+            await writer.enqueue(number)
+            slot_of(writer, 2 * number)[at] ^= 0x5A
+            with pytest.raises(CorruptSlot):
+                if number % 2:
+                    reader.dequeue_nowait()
+                else:
+                    async with reader.acquire_read(5):
+                        pytest.fail("damaged bytes were handed out")
+            assert await reader.dequeue(5) == number
+
+
+async def test_an_older_messages_marker_is_none_of_this_one() -> None:
+    async with attached(chunks=1) as (writer, (reader,)):
+        await writer.enqueue(b"x" * BIG)
+        assert await reader.dequeue(5) == b"x" * BIG
+        await writer.enqueue("in the slot")
+        slot_of(writer, 1)[0] = 2  # OVERFLOW, with the marker of message 0 behind it
+        with pytest.raises(CorruptSlot):
+            await reader.dequeue(5)
+        await writer.enqueue("next")
+        assert await reader.dequeue(5) == "next"
+
+
+@pytest.mark.parametrize("size", [BIG * 2, 2**40, 2**64 - 1])
+async def test_a_marker_of_more_than_its_segment_has(size: int) -> None:
+    async with attached() as (writer, (reader,)):
+        for call in (lambda: reader.dequeue(5), lambda: reader.acquire_read(5).__aenter__()):
+            seq = writer.stats().messages
+            await writer.enqueue(b"x" * BIG)
+            await writer.enqueue("next")
+            pack_marker(slot_of(writer, seq), writer.end.ring.secret, seq, 0, size)  # type: ignore[attr-defined]
+            with pytest.raises(CorruptSlot, match="its overflow segment has fewer bytes"):
+                await call()
+            assert await reader.dequeue(5) == "next"
+
+
+async def test_a_reader_without_room_for_it_can_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with attached() as (writer, (reader,)):
+        await writer.enqueue(b"x" * BIG)
+        with monkeypatch.context() as patch:
+
+            def refuse(*_: object, **__: object) -> None:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+            patch.setattr(mmap, "mmap", refuse)
+            for _ in range(2):
+                with pytest.raises(SharedMemoryError, match="message 0 of"):
+                    await reader.dequeue(5)
+        assert await reader.dequeue(5) == b"x" * BIG
+
+
+async def test_a_descriptor_that_was_lost_on_the_way_in_shifts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system cannot keep it in the socket, a process with too many open files gets the byte only."""
+    async with attached() as (writer, (reader,)):
+        await writer.enqueue(b"1" * BIG)
+        await writer.enqueue(b"2" * BIG)
+        with monkeypatch.context() as patch:
+            receive = attach._receive
+            lost: list[bool] = []
+
+            def lossy(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
+                data, fds, cut = receive(sock, flags)
+                if fds and not lost:
+                    lost.append(True)
+                    for fd in fds:
+                        os.close(fd)
+                    fds, cut = [], True
+                return data, fds, cut
+
+            patch.setattr(attach, "_PEEKS", False)
+            patch.setattr(attach, "_receive", lossy)
+            with pytest.raises(CorruptSlot, match="too many open files"):
+                await reader.dequeue(5)
+        assert await reader.dequeue(5) == b"2" * BIG
