@@ -66,6 +66,7 @@ async def asynchronous(how: str, *sizes: str) -> None:
             with suppress(AioshmError):  # the readers leave, and then this is killed
                 for number in range(100):
                     await writer.enqueue(number)
+            await asyncio.sleep(1000)
         fall_silent(how)
         await writer.enqueue("last")
         await asyncio.sleep(1000)
@@ -81,6 +82,7 @@ def blocked(how: str, *sizes: str) -> None:
             with suppress(AioshmError):
                 for number in range(100):
                     writer.enqueue(number)
+            time.sleep(1000)
         fall_silent(how)
         writer.enqueue("last")
         time.sleep(1000)
