@@ -30,7 +30,7 @@ from support import eventually
 from aioshm.ring.segment import orphans
 
 SLOW_COLLECTION_S = 0.01
-MAX_WORKERS = 4  # more wait for each other: many tests start processes of their own
+MAX_WORKERS = 6
 
 settings.register_profile("fast", max_examples=30)
 
@@ -45,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cpus + 1, MAX_WORKERS)  # a third of the time is spent waiting
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -118,6 +118,7 @@ def _reader_process(handle: Handle, rank: int, result: Connection) -> None:
     result.send(run(_read_all(handle, rank)))
 
 
+@pytest.mark.slow
 def test_four_processes_receive_10_000_random_arrays() -> None:
     writer = wide_writer(2, 2, chunk=256 * 1024, chunks=10)
     crowd = Crowd(_reader_process, writer.export_handle(), 4)
@@ -137,6 +138,7 @@ def test_four_processes_receive_10_000_random_arrays() -> None:
     assert crowd.results() == [(MESSAGES, sent)] * 4
 
 
+@pytest.mark.slow
 def test_a_reader_a_hundred_times_as_slow_as_the_writer() -> None:
     """It gets everything once and in order, and the writer, which has sent thirty windows in the end, does not grow."""
     window, size, warm_up, count = 512 << 10, 32 << 10, 300, 500

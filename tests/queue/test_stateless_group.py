@@ -188,6 +188,7 @@ def test_it_can_be_reached_by_ipv6() -> None:
         group.close()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_open() -> None:
     with joined(3) as groups:
         each(groups, lambda group: group.barrier())

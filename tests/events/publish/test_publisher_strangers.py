@@ -66,7 +66,7 @@ async def test_an_attack_is_cut_off_and_costs_little(ends: Ends, at: str, kind: 
 
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("name", ["subscriptions", "parts"])
-@pytest.mark.parametrize("connections", [10, 50])
+@pytest.mark.parametrize("connections", [pytest.param(10, marks=pytest.mark.slow), 50])
 async def test_many_connections_at_once_cost_no_more(ends: Ends, name: str, connections: int) -> None:
     assert await unharmed(ends, "endpoint", "SUB", name, connections), "the attacker was never hung up on"
 
@@ -93,6 +93,7 @@ async def test_hundreds_of_subscribers_come_at_once(ends: Ends) -> None:
     assert publisher.stats().cut_off == 0
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("name", ["leave-long", "leave-wide", pytest.param("leave-none", marks=pytest.mark.slow)])
 async def test_those_that_come_and_go_cost_little_and_others_still_get_in(ends: Ends, name: str) -> None:
     publisher = ends.publisher()
