@@ -149,6 +149,7 @@ async def test_the_ranks_logits_are_those_of_the_whole_model() -> None:
             await worker.close()
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_the_whole_model_token_for_token(server: Server) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = list(pool.map(lambda prompt: server.complete(prompt, 40), PROMPTS))
@@ -161,6 +162,7 @@ def test_texts_are_those_of_the_whole_model_token_for_token(server: Server) -> N
     assert {engine["finished"] > 0 for engine in server.health()[1]["engines"]} == {True}
 
 
+@pytest.mark.slow
 def test_streams_bring_one_token_after_the_other(server: Server) -> None:
     with server.stream("hello", 12) as response:
         assert response.getheader("content-type") == "text/event-stream; charset=utf-8"
@@ -173,6 +175,7 @@ def test_streams_bring_one_token_after_the_other(server: Server) -> None:
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [reason]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_whoever_hangs_up_has_the_request_aborted(server: Server, stream: bool) -> None:
     before = server.total("aborted")
@@ -201,6 +204,7 @@ def test_whoever_hangs_up_has_the_request_aborted(server: Server, stream: bool) 
         ('{"prompt": "x", "stream": true, "max_tokens": 300}', "more than 256 tokens"),
     ],
 )
+@pytest.mark.slow
 def test_bad_requests_are_refused(server: Server, body: str, complaint: str) -> None:
     status, answer = server.post(body)
     assert status == 400
@@ -208,6 +212,7 @@ def test_bad_requests_are_refused(server: Server, body: str, complaint: str) -> 
     assert server.health()[0] == 200
 
 
+@pytest.mark.slow
 def test_an_oversized_body_is_refused(server: Server) -> None:
     assert server.complete("x" * 2_000_000, 1)[0] == 413
 
@@ -242,6 +247,7 @@ def test_a_killed_worker_ends_its_engine_although_nobody_asks_for_anything() -> 
         server.close()
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_named_to_everybody(server: Server) -> None:  # the last one, of course
     assert server.started[-2].startswith("2 of 2 engines connected, 2 ready")
     engines = server.health()[1]["engines"]

@@ -19,6 +19,8 @@ from support import eventually, sweeping
 from aioshm import HandleError, MessageQueue, Options, PeerDied, QueueClosed, QueueFull
 from aioshm.ring.segment import remove_orphan
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 CHILD = Path(__file__).with_name("child.py")
 
 
@@ -76,7 +78,6 @@ def _writer(n_reader: int = 1, chunks: int = 4, **options: object) -> MessageQue
     )
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("role", [("hold",), ("wait", "park"), ("wait", "spin"), ("idle",)], ids="-".join)
 async def test_a_killed_reader_is_named_to_a_waiting_writer(role: tuple[str, ...]) -> None:
     async with _writer() as writer, child(role[0], writer.export_handle().to_json(), "0", *role[1:]) as reader:
@@ -109,7 +110,6 @@ async def _enqueue_until_error(writer: MessageQueue, reader: Child) -> None:
         await writer.enqueue("into the void")
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("role", [("hold",), ("idle",)], ids="-".join)
 async def test_an_evicted_reader_holds_nobody_up(role: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
     async with _writer(2, on_reader_death="evict") as writer:
@@ -163,7 +163,6 @@ async def test_readers_that_leave_hold_nobody_up() -> None:
                 await writer.enqueue("z", 5)
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "overflow"])
 async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
     async with child("write", "5", str(size)) as writer:
@@ -182,7 +181,6 @@ async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
                 reader.dequeue_nowait()
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("wait", ["park", "spin", "adaptive"])
 async def test_a_killed_writer_ends_a_waiting_dequeue(wait: str) -> None:
     async with child("write", "0", "0") as writer:
@@ -210,7 +208,6 @@ async def test_a_writer_killed_before_it_answers() -> None:
                 await asyncio.wait_for(waiting, 5)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_reader_killed_before_it_attaches_is_missed_by_name() -> None:
     async with _writer(2) as writer:
         handle = writer.export_handle().to_json()
@@ -223,7 +220,6 @@ async def test_a_reader_killed_before_it_attaches_is_missed_by_name() -> None:
                 await writer.wait_until_ready(10)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_stopped_reader_is_reported_by_name(caplog: pytest.LogCaptureFixture) -> None:
     async with _writer(2, stall_warning_s=0.3) as writer:
         handle = writer.export_handle().to_json()
@@ -242,7 +238,6 @@ async def test_a_stopped_reader_is_reported_by_name(caplog: pytest.LogCaptureFix
             stopped.signal(signal.SIGCONT)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_stopped_writer_is_reported_and_an_idle_one_is_not(caplog: pytest.LogCaptureFixture) -> None:
     async with child("write", "0", "0") as writer:
         handle = await writer.says("{")
@@ -263,7 +258,6 @@ async def test_a_stopped_writer_is_reported_and_an_idle_one_is_not(caplog: pytes
             writer.signal(signal.SIGCONT)
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("backing", ["memfd", "named"])
 async def test_killing_the_whole_tree_leaves_nothing(backing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = named_segments()

@@ -17,6 +17,8 @@ from test_stateless_group import free_port
 
 from aioshm import MessageQueue
 
+pytestmark = pytest.mark.slow
+
 CHILD = Path(__file__).with_name("group_child.py")
 COUNT = 10_000
 
@@ -89,7 +91,6 @@ def loop(request: pytest.FixtureRequest) -> str:
 each_group = pytest.mark.parametrize("group", ["gloo", "stateless"])
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(("group", "loop"), [("gloo", "uvloop"), ("stateless", "asyncio")], indirect=["loop"])
 def test_every_array_arrives_at_every_reader(crew: Crew, group: str, loop: str) -> None:
     crew.do("arrays", loop, group=group, writer=2, count=COUNT)
@@ -113,7 +114,6 @@ def test_ranks_are_the_subgroups(crew: Crew, loop: str) -> None:
         }
 
 
-@pytest.mark.slow_on_uvloop
 @each_group
 def test_three_writers_and_one_reader(crew: Crew, group: str, loop: str) -> None:
     crew.do("to_one", loop, group=group, reader=2, count=300)
@@ -148,7 +148,6 @@ async def test_a_writer_outside_of_the_group(crew: Crew, group: str) -> None:
     assert await asyncio.to_thread(crew.returned) == [100] * 4
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("group", ["gloo", "stateless", "both"])
 def test_the_loop_goes_on_while_a_rank_is_late(crew: Crew, group: str, loop: str) -> None:
     crew.do("late", loop, group=group)

@@ -14,6 +14,8 @@ from remotes import ready_ends, wide_writer
 
 from aioshm import MessageQueue, PeerDied, QueueClosed, QueueFull
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 TIMEOUT_S = 0.8
 SLACK_S = 0.5
 """For a machine with other things to do."""
@@ -35,7 +37,6 @@ async def finished(writer: MessageQueue) -> None:
 # Readers
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("role", ["idle", "collect"])
 async def test_a_killed_reader_is_named_to_the_writer(role: str) -> None:
     async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, remote_window=3) as writer:
@@ -59,7 +60,6 @@ async def test_a_killed_reader_is_named_to_the_writer(role: str) -> None:
             assert writer.stats().kept == 0
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_reader_killed_while_another_one_attaches() -> None:
     async with wide_writer(0, 2, remote_timeout=TIMEOUT_S) as writer:
         async with child("idle", writer.export_handle().to_json(), "1") as reader:
@@ -75,7 +75,6 @@ async def test_a_reader_killed_while_another_one_attaches() -> None:
                 await writer.wait_until_ready(TIMEOUT_S + SLACK_S)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_an_evicted_reader_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
     async with wide_writer(1, 2, remote_timeout=TIMEOUT_S, remote_window=5, on_reader_death="evict") as writer:
         handle = writer.export_handle().to_json()
@@ -99,7 +98,6 @@ async def test_an_evicted_reader_holds_nobody_up(caplog: pytest.LogCaptureFixtur
     assert f"remote reader rank 1 (pid {victim.pid} on " in caplog.text
 
 
-@pytest.mark.slow_on_uvloop
 async def test_when_every_reader_was_evicted_the_writer_is_told() -> None:
     async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, on_reader_death="evict") as writer:
         async with child("idle", writer.export_handle().to_json(), "0") as victim:
@@ -110,7 +108,6 @@ async def test_when_every_reader_was_evicted_the_writer_is_told() -> None:
                     await writer.enqueue("x", 5)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_reader_that_is_stopped_for_a_while_loses_nothing() -> None:
     async with wide_writer(0, 1, remote_timeout=2 * TIMEOUT_S, remote_window=100) as writer:
         async with child("collect", writer.export_handle().to_json(), "0") as reader:
@@ -135,7 +132,6 @@ async def test_a_reader_that_is_stopped_for_a_while_loses_nothing() -> None:
             await reader.says(f"{number} then closed")
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_reader_that_is_stopped_for_too_long_is_dead_and_learns_of_it() -> None:
     async with wide_writer(0, 1, remote_timeout=TIMEOUT_S) as writer:
         async with child("collect", writer.export_handle().to_json(), "0") as reader:
@@ -183,7 +179,6 @@ async def test_readers_that_leave_hold_nobody_up() -> None:
 # Writers
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_killed_writer_lets_readers_drain() -> None:
     size = 300_000
     async with remote_child("write", str(TIMEOUT_S), "5", str(size)) as writer:
@@ -209,7 +204,6 @@ async def test_a_killed_writer_lets_readers_drain() -> None:
                     pytest.fail("nothing was there")
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_writer_killed_in_the_middle_of_its_stream() -> None:
     async with remote_child("stream", str(TIMEOUT_S), "200000") as writer:
         async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
@@ -223,7 +217,6 @@ async def test_a_writer_killed_in_the_middle_of_its_stream() -> None:
                         writer.signal(signal.SIGKILL)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_writer_killed_before_it_answers() -> None:
     async with remote_child("write", str(TIMEOUT_S), "0", "0") as writer:
         handle = await writer.says("{")
@@ -239,7 +232,6 @@ async def test_a_writer_killed_before_it_answers() -> None:
                 await reader.wait_until_ready(0.1)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_writer_that_is_stopped_for_a_while() -> None:
     async with remote_child("close", str(2 * TIMEOUT_S), "2000", "10000") as writer:
         async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
@@ -253,7 +245,6 @@ async def test_a_writer_that_is_stopped_for_a_while() -> None:
             await writer.says("closed")
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("size", [0, 100_000])
 async def test_a_writer_that_closes_before_anything_was_read(size: int) -> None:
     async with remote_child("close", "10", "300", str(size)) as writer:

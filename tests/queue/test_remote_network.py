@@ -23,6 +23,8 @@ from two_hosts import TwoHosts, two_hosts
 
 from aioshm import Handle, MessageQueue, PeerDied, QueueClosed
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 TIMEOUT_S = 1.0
 SLACK_S = 0.5
 
@@ -37,7 +39,6 @@ def nothing_is_wrong(verdict: dict[str, Any]) -> None:
 # Connections that end, again and again
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("which", ["data", "control"])
 @pytest.mark.parametrize("how", ["reset", "close", "half close", "truncate"])
 async def test_a_connection_that_ends(which: str, how: str) -> None:
@@ -84,7 +85,6 @@ async def test_a_goodbye_that_is_lost_is_said_again() -> None:
                         await writer.enqueue("x", 1)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_closing_over_connections_that_end_all_the_time(caplog: pytest.LogCaptureFixture) -> None:
     for seed in range(20):
         writer = wide_writer(0, 1, remote_timeout=5.0)
@@ -144,7 +144,6 @@ class Numbers:
             proxy.resume()
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_network_that_swallows_everything_for_a_while() -> None:
     async with numbers() as queue:
         received: list[int] = []
@@ -163,7 +162,6 @@ async def test_a_network_that_swallows_everything_for_a_while() -> None:
         assert received == list(range(queue.sent))
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("how", ["stall", "refuse"])
 async def test_a_network_that_swallows_everything_for_too_long(how: str) -> None:
     """Whether it keeps the connections, or lets no new ones through."""
@@ -189,7 +187,6 @@ async def test_a_network_that_swallows_everything_for_too_long(how: str) -> None
         assert queue.sent >= len(received)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_an_evicted_reader_that_comes_back_is_told() -> None:
     """It is more patient than the writer, and so does not notice by itself."""
     async with numbers(2, on_reader_death="evict", remote_window=100) as queue:
@@ -218,7 +215,6 @@ async def test_an_evicted_reader_that_comes_back_is_told() -> None:
         assert received[1] == list(range(queue.sent))
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_data_connection_that_is_stalled_for_long_is_not_dead() -> None:
     """Large messages take their time; that somebody is there is known from the control connection."""
     async with wide_writer(0, 1, remote_timeout=TIMEOUT_S, remote_window=10) as writer:

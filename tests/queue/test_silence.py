@@ -22,6 +22,8 @@ from aioshm import MessageQueue, Options, blocking, merge
 from aioshm.lifeline.dialer import Lifeline
 from aioshm.queue.inquiry import findings
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 SCRIPT = Path(__file__).with_name("silent_child.py")
 STALL_S = 0.4
 
@@ -78,7 +80,6 @@ WAYS = [
 ]
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("face", "how", "level", "finding"),
     [way if number in (0, 2, 6) else pytest.param(*way, marks=pytest.mark.slow) for number, way in enumerate(WAYS)],
@@ -144,7 +145,6 @@ async def test_short_waits_count_together(log: list[logging.LogRecord]) -> None:
             assert all(HUNG in record.getMessage() for record in log)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_nobody_is_asked_before_the_time_has_come(
     log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +169,6 @@ async def test_nobody_is_asked_before_the_time_has_come(
         assert asked == 2
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("face", ["asyncio", "blocking"])
 async def test_a_writer_that_waits_for_another_reader_names_that_one(face: str, log: list[logging.LogRecord]) -> None:
     async with silent(face, "is full", 2) as (writer, handle):
@@ -186,7 +185,6 @@ async def test_a_writer_that_waits_for_another_reader_names_that_one(face: str, 
                 assert "because the writer waits for rank 1 (pid " in text
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("face", "how", "level", "finding"),
     [pytest.param(*WAYS[0], marks=pytest.mark.slow), WAYS[2], pytest.param(*WAYS[6], marks=pytest.mark.slow)],
@@ -211,7 +209,6 @@ async def test_a_blocking_reader_reports_too(
             assert finding in record.getMessage()
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("flood", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_merged_queue_that_is_silent_is_reported(flood: bool, log: list[logging.LogRecord]) -> None:
     """Also while others have messages all the time; those of them that are idle are said to be so."""
@@ -251,7 +248,6 @@ async def test_a_merged_queue_that_is_silent_is_reported(flood: bool, log: list[
                 assert not any(names[0] in text for text in idle)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_silent_queues_of_a_blocking_merge_are_reported(log: list[logging.LogRecord]) -> None:
     """All of their writers are asked, and each is said to be what it is."""
     async with silent("asyncio", "sleeps") as (hung, of_hung), silent("asyncio", "awaits") as (idle, of_idle):
@@ -283,7 +279,6 @@ async def test_silent_queues_of_a_blocking_merge_are_reported(log: list[logging.
         assert all(f"(pid {hung.pid})" in said or f"(pid {idle.pid})" in said for _, said in told)
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("face", "how", "level", "finding"),
     [pytest.param(*WAYS[0], marks=pytest.mark.slow), WAYS[2], pytest.param(*WAYS[6], marks=pytest.mark.slow)],
@@ -302,7 +297,6 @@ async def test_a_silent_writer_on_another_host_is_reported(
             assert finding in text
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("n_remote", [0, 1], ids=["local", "remote"])
 async def test_a_writer_that_admits_nobody_is_named(n_remote: int, log: list[logging.LogRecord]) -> None:
     async with silent("asyncio", "never runs", 1 - n_remote, n_remote) as (writer, handle):

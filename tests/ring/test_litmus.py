@@ -41,7 +41,7 @@ def run(ring: ShmRingBuffer, processes: list[BaseProcess], seconds: float) -> No
 
 @for_a_while_and_for_long
 @pytest.mark.parametrize(("writer", "reader"), [*itertools.product(kinds, kinds)])
-@pytest.mark.parametrize(("n_reader", "chunks"), [(1, 5), (2, 1)])
+@pytest.mark.parametrize(("n_reader", "chunks"), [(1, 5), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_every_byte_arrives(
     new_ring: NewRing, writer: str, reader: str, n_reader: int, chunks: int, seconds: float
 ) -> None:
@@ -53,7 +53,7 @@ def test_every_byte_arrives(
 @for_a_while_and_for_long
 @pytest.mark.skipif(not atomics.FULL_FENCE, reason="without a full fence parked ends look again by the clock")
 @pytest.mark.parametrize(("writer", "reader"), [*itertools.product(kinds, kinds)])
-@pytest.mark.parametrize(("n_reader", "chunks"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("n_reader", "chunks"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 3)])
 def test_no_wake_up_is_lost(
     new_ring: NewRing, writer: str, reader: str, n_reader: int, chunks: int, seconds: float
 ) -> None:

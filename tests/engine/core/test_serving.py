@@ -14,12 +14,11 @@ from served_engine import ask, collected, served_by_processes, stop, until
 from aioshm.engine import EngineZmqAddresses
 from aioshm.errors import EngineDead
 
-pytestmark = pytest.mark.usefixtures("runtime_dir")
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 WITHIN_S = 2.0
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_thousand_requests_at_once() -> None:
     async with served_by_processes(2) as serving:
         client = serving.client
@@ -51,7 +50,6 @@ async def test_a_thousand_requests_at_once() -> None:
         assert max(counts) - min(counts) <= 100, f"{counts}, {sent}"
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "not watched"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Signals, watched: bool) -> None:
@@ -90,7 +88,6 @@ async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Sign
         assert victim.exitcode == (0 if number == signal.SIGTERM else -9)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_connection_over_tcp_that_ends_is_a_death() -> None:
     addresses = EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://127.0.0.1:0"])
     async with served_by_processes(2, watched=False, addresses=addresses) as serving:
@@ -107,7 +104,6 @@ async def test_a_connection_over_tcp_that_ends_is_a_death() -> None:
         assert (caught.value.engine, caught.value.pid) == (1, None)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_step_that_fails_ends_the_process_and_tells_everybody() -> None:
     async with served_by_processes(2) as serving:
         assert serving.manager is not None
@@ -120,7 +116,6 @@ async def test_a_step_that_fails_ends_the_process_and_tells_everybody() -> None:
         assert "RuntimeError: no memory left" in "\n".join(serving.manager.last_lines("EngineCore_0"))
 
 
-@pytest.mark.slow_on_uvloop
 async def test_an_engine_stopped_by_its_manager_ends_well() -> None:
     async with served_by_processes(2, watched=False) as serving:
         assert serving.manager is not None
@@ -133,7 +128,6 @@ async def test_an_engine_stopped_by_its_manager_ends_well() -> None:
                 await anext(stream)
 
 
-@pytest.mark.slow_on_uvloop
 async def test_an_engine_whose_client_is_gone_ends_at_once() -> None:
     async with served_by_processes(1) as serving:
         assert serving.manager is not None

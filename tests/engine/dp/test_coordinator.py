@@ -31,7 +31,7 @@ from aioshm.engine import (
 from aioshm.engine.dp.coordination import CoordinatorAddresses
 from aioshm.errors import EngineStartupError, ProcessDied
 
-pytestmark = pytest.mark.usefixtures("runtime_dir")
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,7 +53,6 @@ async def some_traffic(coordinator: DPCoordinator, keys: EngineKeys | None = Non
 
 
 class TestLife:
-    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("local", [True, False])
     async def test_of_one_that_is_used(self, local: bool, runtime_dir: Path) -> None:
         before, keys = open_things(), EngineKeys.generate()
@@ -109,7 +108,6 @@ class TestFailure:
         assert os.listdir(runtime_dir) == []
         eventually(lambda: open_things() <= before)
 
-    @pytest.mark.slow_on_uvloop
     async def test_its_start_is_cancelled(self) -> None:
         before, children = open_things(), set(psutil.Process().children())
         starting = asyncio.create_task(DPCoordinator.start(2))

@@ -21,7 +21,7 @@ from aioshm.engine import (
 )
 from aioshm.engine.dp.coordination import CoordinatorAddresses
 
-pytestmark = pytest.mark.usefixtures("runtime_dir")
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 
 class Agreement:
@@ -65,7 +65,6 @@ def coordinated(coordinator: DPCoordinator, addresses: EngineZmqAddresses | None
     return addresses
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("kv_cache_usage", [True, False])
 async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None:
     agreement = Agreement(3)
@@ -91,7 +90,6 @@ async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None
         assert not coordinator.last_lines("DPCoordinator")
 
 
-@pytest.mark.slow_on_uvloop
 async def test_over_tcp_everybody_has_keys() -> None:
     """The coordinator's sockets, too: engines subscribe and report with theirs, the client gets counts with its own."""
     agreement, keys, loopback = Agreement(2), EngineKeys.generate(), "tcp://127.0.0.1:0"
@@ -127,7 +125,6 @@ class Caching(Engine):
         return self.usage
 
 
-@pytest.mark.slow_on_uvloop
 async def test_requests_go_where_the_cache_is_emptier() -> None:
     full, empty = Caching(0.9), Caching(0.1)
     async with AsyncExitStack() as stack:

@@ -33,6 +33,8 @@ from aioshm.engine.startup import launch as launching
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 from aioshm.lifeline.address import own_address
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 ANY = "tcp://127.0.0.1:0"
 
 
@@ -55,7 +57,6 @@ def pids_of(launch: CoreEngineLaunch) -> list[int]:
 
 
 class TestServing:
-    @pytest.mark.slow_on_uvloop
     async def test_everything_is_there_and_ends(self) -> None:
         progress: list[StartupProgress] = []
         cache = SimpleNamespace(num_gpu_blocks=1)
@@ -89,7 +90,6 @@ class TestServing:
                 assert len(await collected(launch.client.submit(ask("a")))) == 3
         assert not caplog.records
 
-    @pytest.mark.slow_on_uvloop
     async def test_addresses_of_ones_own(self) -> None:
         addresses = EngineZmqAddresses([ANY], [ANY])
         async with launch_core_engines(
@@ -101,7 +101,6 @@ class TestServing:
                 assert not address.endswith(":0")
             assert len(await collected(launch.client.submit(ask("a")))) == 3
 
-    @pytest.mark.slow_on_uvloop
     async def test_all_addresses_of_the_host(self) -> None:
         """What is bound with a wildcard is told with an address that others can connect to."""
         addresses = EngineZmqAddresses(["tcp://*:0"], ["tcp://0.0.0.0:0"])
@@ -118,7 +117,6 @@ class TestServing:
                 await launch.wait_until_ready(60)
                 assert len(await collected(launch.client.submit(ask("a"), engine=1))) == 3
 
-    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("secure", [True, False])
     async def test_strangers_stay_outside(self, secure: bool) -> None:
         """Over TCP everything is encrypted unless that is switched off; here somebody says that an engine has died."""
@@ -140,7 +138,6 @@ class TestServing:
                         await anext(stream)
                 stranger.close(linger=0)
 
-    @pytest.mark.slow_on_uvloop
     async def test_engines_on_another_host(self) -> None:
         """They are started there, told the handshake address, and meet everybody over TCP."""
         async with launch_core_engines(targets.serve, 2, 1, host="127.0.0.1", wait=False) as launch:
@@ -164,7 +161,6 @@ class TestServing:
                 await launch.wait_until_ready(60)
                 assert len(await collected(launch.client.submit(ask("a")))) == 3
 
-    @pytest.mark.slow_on_uvloop
     async def test_a_host_with_a_front_end_of_its_own(self) -> None:
         """Hybrid load balancing: the head node, and a launch of the second host's engine and client."""
         lb = {"data_parallel_hybrid_lb": True}
@@ -228,7 +224,6 @@ class TestFailures:
             caught.match(text)
         assert "EngineCore_1" in caught.value.failed
 
-    @pytest.mark.slow_on_uvloop
     async def test_one_that_hangs(self) -> None:
         with pytest.raises(
             EngineStartupError, match=r"no progress for .* waiting for engines 0 \(pid \d+, before HELLO"

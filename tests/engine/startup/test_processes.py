@@ -29,6 +29,8 @@ from aioshm.process import child, stderr
 from aioshm.process.child import STATUS_UNKNOWN, Child
 from aioshm.process.manager import Job, ProcessManager
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 
 @pytest.fixture
 def nothing_kept() -> Iterator[None]:
@@ -336,7 +338,6 @@ class TestStopping:
         await manager.aclose()
         eventually(lambda: open_things() <= before)
 
-    @pytest.mark.slow_on_uvloop
     async def test_being_cancelled_at_every_step(self) -> None:
         before = open_things()
         for delay_s in (None, 0, 0.001, 0.005, 0.02, 0.1):

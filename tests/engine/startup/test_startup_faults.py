@@ -21,6 +21,8 @@ from aioshm.engine import (
 from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.state import process_state
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 WITHIN_S = 2.0
 PHASES = ["before HELLO", "connected", "ready"]
 
@@ -47,7 +49,6 @@ async def failure(manager: FakeManager, path: str) -> tuple[EngineStartupError, 
     return caught.value, expected
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
     ("fault", "code", "text"),
@@ -71,7 +72,6 @@ async def test_a_process_that_ends(path: str, phase: str, fault: str, code: int,
         assert started[0].state is not CoreEngineState.READY
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("phase", "fault", "rank", "text"),
     [
@@ -110,7 +110,6 @@ async def test_hashes_that_differ(path: str) -> None:
         assert "that of engine" in str(error)
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("phase", PHASES[:2])
 async def test_a_process_that_hangs(path: str, phase: str) -> None:
     async with managed(path, GOOD, (phase, "SIGSTOP")) as manager:
@@ -171,7 +170,6 @@ async def test_cancelling_stops_everything(path: str) -> None:
         assert len(manager.finished_procs()) == 2
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("fault", "text"),
     [

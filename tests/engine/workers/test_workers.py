@@ -23,13 +23,14 @@ from support import eventually
 from aioshm import CodecError, MessageTooLarge, Options, QueueClosed, RoleError, WorkerDied, WorkerError
 from aioshm.engine import WorkerGroup
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 
 def group_of(n_workers: int = 2, worker: Any = targets.Worker, **options: Any) -> WorkerGroup:
     return WorkerGroup(worker, n_workers, **options)
 
 
 class TestCalls:
-    @pytest.mark.slow_on_uvloop
     async def test_every_worker_is_made_and_called_and_results_come_by_rank(self) -> None:
         async with group_of(3, args=(1, "x"), kwargs={"more": [2]}, name="TP") as group:
             made = await group.collective_rpc("tell_made")
@@ -55,7 +56,6 @@ class TestCalls:
         with pytest.raises(TypeError, match="loop_factory must be callable, or None, not 'uvloop'"):
             group_of(loop_factory="uvloop")
 
-    @pytest.mark.slow_on_uvloop
     async def test_arrays_larger_than_a_slot_go_both_ways(self) -> None:
         array = np.arange(200_000, dtype=np.float32)
         async with group_of(max_chunk_bytes=1 << 16, max_chunks=2) as group:
@@ -64,7 +64,6 @@ class TestCalls:
                     assert (doubled == array * 2).all()
                     doubled += 1  # it is the caller's own
 
-    @pytest.mark.slow_on_uvloop
     async def test_concurrent_calls_are_served_in_their_order(self) -> None:
         async with group_of() as group:
             calls = [group.collective_rpc("add", (number,)) for number in range(50)]
@@ -73,7 +72,6 @@ class TestCalls:
 
 
 class TestErrors:
-    @pytest.mark.slow_on_uvloop
     async def test_an_exception_names_every_rank_and_brings_the_traceback(self) -> None:
         async with group_of() as group:
             with pytest.raises(
@@ -100,7 +98,6 @@ class TestErrors:
                 await group.collective_rpc(targets.rank_of)
             assert await group.collective_rpc("add", (1,)) == [1, 2]
 
-    @pytest.mark.slow_on_uvloop
     async def test_strange_errors_and_results(self) -> None:
         async with group_of() as group:
             for way, kind in (
@@ -114,7 +111,6 @@ class TestErrors:
                 assert {rank: error.kind for rank, error in caught.value.errors.items()} == {0: kind, 1: kind}
             assert await group.collective_rpc("add", (1,)) == [1, 2]
 
-    @pytest.mark.slow_on_uvloop
     async def test_arguments_that_cannot_be_sent_or_received(self) -> None:
         async with group_of(options=Options(max_message_bytes=100_000)) as group:
             with pytest.raises(CodecError, match="pickle"):
@@ -164,7 +160,6 @@ class TestErrors:
 
 
 class TestDeath:
-    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize(
         ("how", "code", "manner"),
         [("SIGKILL", -9, "killed by SIGKILL"), ("exit", 0, "exited with code 0"), ("_exit", 3, "exited with code 3")],
@@ -190,7 +185,6 @@ class TestDeath:
             async with asyncio.timeout(3):  # the other one, which would wait for long, is not waited for
                 await group.aclose()
 
-    @pytest.mark.slow_on_uvloop
     async def test_of_an_idle_worker(self) -> None:
         async with group_of() as group:
             first = asyncio.create_task(group.join_first())
@@ -227,7 +221,6 @@ class TestDeath:
 
 
 class TestTime:
-    @pytest.mark.slow_on_uvloop
     async def test_a_timeout_names_who_has_not_answered_and_late_answers_are_nobodys(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of(max_chunks=2) as group:
@@ -239,7 +232,6 @@ class TestTime:
             go.touch()
             assert await group.collective_rpc("slowly", (0, "on time")) == ["on time"] * 2
 
-    @pytest.mark.slow_on_uvloop
     async def test_a_stopped_worker_is_told_as_stopped(self) -> None:
         async with group_of(shutdown_timeout=0.2) as group:
             os.kill(group.pids[0], signal.SIGSTOP)
@@ -251,7 +243,6 @@ class TestTime:
             assert await group.collective_rpc("add", (5,)) == [5, 6]
             os.kill(group.pids[0], signal.SIGSTOP)
 
-    @pytest.mark.slow_on_uvloop
     async def test_a_call_in_line_may_run_out_of_time_or_be_cancelled(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of() as group:
@@ -269,7 +260,6 @@ class TestTime:
             with pytest.raises(asyncio.CancelledError):
                 await second
 
-    @pytest.mark.slow_on_uvloop
     async def test_cancelled_at_any_moment_the_next_call_gets_its_own_answers(self) -> None:
         async with group_of() as group:
             for number in range(60):
@@ -282,7 +272,6 @@ class TestTime:
 
 
 class TestStarting:
-    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("rank", [0, 1])
     async def test_a_worker_that_cannot_be_made(self, rank: int) -> None:
         with pytest.raises(WorkerError, match=rf"fails_to_start failed: rank {rank}: ValueError") as caught:
@@ -290,7 +279,6 @@ class TestStarting:
                 pass
         assert "in fails_to_start" in caught.value.errors[rank].traceback
 
-    @pytest.mark.slow_on_uvloop
     async def test_a_worker_that_dies(self) -> None:
         with pytest.raises(WorkerDied, match=r"Worker_1 .* killed by SIGKILL"):
             async with group_of(worker=targets.fails_to_start, args=(), kwargs={"failing": 1, "how": "SIGKILL"}):
@@ -305,7 +293,6 @@ class TestStarting:
         with pytest.raises(WorkerDied, match=r"Worker_1 .* killed by SIGKILL"):
             await entering
 
-    @pytest.mark.slow_on_uvloop
     async def test_what_cannot_be_found_or_sent(self) -> None:
         with pytest.raises(CodecError, match="pickle"):
             async with group_of(worker=lambda rank: None):
@@ -314,14 +301,12 @@ class TestStarting:
             async with group_of(args=(targets.FaultyAt("worker"),)):
                 pass
 
-    @pytest.mark.slow_on_uvloop
     async def test_too_slow(self) -> None:
         group = group_of(worker=targets.fails_to_start, kwargs={"failing": 1, "how": "hang"}, ready_timeout=1)
         with pytest.raises(TimeoutError, match=r"no answer from .*Worker_1 .* within 1\.0 s"):
             await group.__aenter__()
         assert all(gone(pid) for pid in group.pids)
 
-    @pytest.mark.slow_on_uvloop
     async def test_cancelled_at_any_moment_nothing_is_left(self) -> None:
         async with group_of():  # what multiprocessing opens for good
             pass
@@ -338,7 +323,6 @@ class TestStarting:
 
 
 class TestClosing:
-    @pytest.mark.slow_on_uvloop
     async def test_workers_are_closed(self, tmp_path: Path) -> None:
         async with group_of(kwargs={"log": str(tmp_path)}) as group:
             pids = group.pids
@@ -360,7 +344,6 @@ class TestClosing:
         with pytest.raises(QueueClosed):
             await group.collective_rpc("add")
 
-    @pytest.mark.slow_on_uvloop
     async def test_ends_the_calls_that_wait_and_the_workers_that_do_not_end(self) -> None:
         group = await group_of(shutdown_timeout=0.2).__aenter__()
         calls = [asyncio.create_task(group.collective_rpc("wait_for", ("/nowhere", 1, 1))) for _ in range(3)]
@@ -370,7 +353,6 @@ class TestClosing:
             assert isinstance(outcome, QueueClosed)
         assert all(gone(pid) for pid in group.pids)
 
-    @pytest.mark.slow_on_uvloop
     async def test_cancelled_it_leaves_nothing(self) -> None:
         group = await group_of().__aenter__()
         call = asyncio.create_task(group.collective_rpc("slowly", (100,)))
