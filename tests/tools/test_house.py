@@ -106,8 +106,7 @@ def figures() -> house.Figures:
 def test_this_house(figures: house.Figures) -> None:
     assert figures["package"]["files"] > 100
     assert figures["circles"] == []
-    if (ROOT / "aioshm/queue/api.py").exists():  # until then the queue's ends import each other in functions
-        assert figures["circles_with_functions"] == []
+    assert figures["circles_with_functions"] == []
 
 
 def test_two_trees_next_to_each_other(figures: house.Figures, tree: Path) -> None:
