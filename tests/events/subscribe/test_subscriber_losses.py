@@ -108,7 +108,7 @@ async def test_a_killed_publisher_that_comes_back_is_noticed(nothing_left: None)
 async def test_a_publisher_process_that_is_killed(nothing_left: None) -> None:
     endpoint, replay = free_endpoint(), free_endpoint()
     code = f"""
-import asyncio
+import asyncio, sys
 from aioshm.events import BlockStored, EventBatch, ZmqEventPublisher
 async def main():
     async with ZmqEventPublisher(0, {endpoint!r}, {replay!r}, bind=True) as publisher:
@@ -116,16 +116,17 @@ async def main():
         while True:
             publisher.publish(EventBatch(float(n), [BlockStored([n], None, [1], 1, None, "GPU")]))
             n += 1
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(float(sys.argv[1]))
 asyncio.run(main())
 """
     async with EventSubscriber(endpoint, replay, check_interval=0.05, replay_timeout=1.0) as subscriber:
-        for life in range(2):
-            process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+        # The second is slower: one that got as far as the first before the subscriber is back would be taken for it.
+        for life, pace, count in ((0, "0.001", 300), (1, "0.02", 50)):
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, pace)
             try:
                 expected, restarted = 0, life == 0
                 async with asyncio.timeout(PATIENCE_S):
-                    while expected < 200:
+                    while expected < count:
                         item = await subscriber.receive()
                         if isinstance(item, Restarted):
                             assert not restarted
