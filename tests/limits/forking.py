@@ -107,9 +107,14 @@ async def check_blocking(ends: list[Any]) -> None:
 
 
 async def events() -> list[Any]:
-    publisher = ZmqEventPublisher(0, ANYWHERE, ANYWHERE, bind=True)
+    publisher: Any = ZmqEventPublisher(0, ANYWHERE, ANYWHERE, bind=True)
     subscriber = EventSubscriber(publisher.endpoint, publisher.replay_endpoint, check_interval=0.1)
     subscriber.open()
+    publisher.publish(EventBatch(0.0, []))
+    assert isinstance(await subscriber.receive(10), Received)
+    # A child that leaves through uvloop's running loop takes away what a thread of its parent wakes that loop with, if
+    # it is on its way during the fork: then no thread can wake it any more. The guard's thread tells of newcomers.
+    await asyncio.sleep(0.5)
     return [subscriber, publisher]
 
 
