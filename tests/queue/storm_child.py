@@ -56,10 +56,10 @@ def number_of(obj: Any, codec: str) -> int:
     return int(obj["n"])
 
 
-def storm(signals: int, over: threading.Event) -> int:
-    """Send signals until the end, at the latest so many."""
+def storm(signals: int, over: threading.Event, busy: MessageQueue) -> int:
+    """Send signals: so many, and more as long as few messages have passed."""
     rng, sent = random.Random(signals), 0
-    while not over.is_set() and sent < signals:
+    while not over.is_set() and (sent < signals or (busy.messages <= 60 and sent < 20 * signals)):
         os.kill(os.getpid(), rng.choice((signal.SIGINT, signal.SIGUSR1, signal.SIGALRM)))
         sent += 1
         time.sleep(rng.choice((0.0001, 0.0004, 0.001)))
@@ -119,7 +119,9 @@ def main(end: str, how: str, codec: str, remote: str, signals: str) -> None:
 
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):
         signal.signal(number, handle)
-    storming = threading.Thread(target=lambda: (storm(int(signals), over), over.set()))
+    storming = threading.Thread(
+        target=lambda: (storm(int(signals), over, reader if end == "reader" else writer), over.set())
+    )
     storming.start()
     done, interrupts = body(reader if end == "reader" else writer, how, codec, over)
     storming.join()
