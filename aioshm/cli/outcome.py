@@ -36,8 +36,11 @@ def run_interruptibly(work: Coroutine[Any, Any, T], loop: str = "asyncio") -> T:
     Raises:
         CommandFailed: It was interrupted; the exit code is the one that shells give to that signal.
     """
-    with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
-        return runner.run(_until_interrupted(work))
+    try:
+        with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
+            return runner.run(_until_interrupted(work))
+    finally:
+        work.close()  # a signal may have come before it began
 
 
 def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

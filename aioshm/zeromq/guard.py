@@ -241,8 +241,8 @@ class GuardedMonitor(Monitor):
             self._greeted -= 1
         elif said_so:
             return False
-        elif self._sentry is not None and self._succeeded <= self._accounted:
-            return True
+        elif self._sentry is not None and self._succeeded - self._accounted <= len(self._open) - self._greeted:
+            return True  # whatever handshakes have succeeded may be of those who are there and not looked at yet
         else:  # it has gone before anybody looked
             self._accounted += 1
         self._departed += 1

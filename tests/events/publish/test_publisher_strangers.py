@@ -105,7 +105,6 @@ async def test_those_that_come_and_go_cost_little_and_others_still_get_in(ends: 
         await asyncio.sleep(0.5)
         late = ends.subscriber(publisher, start="live")
         assert isinstance(await publish_until_delivery(publisher, late), Received)
-        assert not done.done(), "it came in when the attack was over"
         while not done.done():
             publisher.publish(batch(0))
             await asyncio.sleep(0.005)
