@@ -7,6 +7,7 @@ process has: its children, its sockets, its directory for socket files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import inspect
@@ -14,7 +15,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -27,10 +27,12 @@ from _pytest.config import create_terminal_writer
 from hypothesis import settings
 from support import eventually
 
-from aioshm.ring.segment import orphans
+from aioshm.ring.refusals import SHM_DIR
+from aioshm.ring.segment import NAME_PREFIX, orphans
 
 SLOW_COLLECTION_S = 0.01
 MAX_WORKERS = 6
+HAS_LISTS_OF_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 settings.register_profile("fast", max_examples=30)
 
@@ -58,41 +60,68 @@ def _own_traces() -> set[str]:
 
     Other programs may use the library at the same time: what they hold is not counted.
     """
-    traces = {f"segment {name}" for name in orphans()}
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(fd)
-        except FileNotFoundError:  # the one that lists the directory
-            continue
-        if target.startswith("socket:["):
-            traces.add(target[8:-1])
-    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+    has_segments = any(name.startswith(NAME_PREFIX) for name in os.listdir(SHM_DIR))
+    traces = {f"segment {name}" for name in orphans()} if has_segments else set()
+    for line in Path("/proc/net/unix").read_bytes().splitlines()[1:]:
         fields = line.split(maxsplit=7)
-        if len(fields) == 8 and "aioshm" in fields[7] and fields[6] in traces:
-            traces.add(f"socket {fields[7]}")
-    return {trace for trace in traces if not trace.isdigit()}
+        if len(fields) == 8 and b"aioshm" in fields[7] and fields[6] in _own_sockets():
+            traces.add(f"socket {os.fsdecode(fields[7])}")
+    return traces
+
+
+def _own_sockets() -> set[bytes]:
+    """Return the inodes of this process' sockets."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the directory
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1].encode())
+    return inodes
 
 
 def _children_besides(others: set[int]) -> set[int]:
     """Return the processes that this one has started, and those that they have, besides some that need no look."""
-    children = set()
-    for pid in set(psutil.pids()) - others:
-        try:
-            process = psutil.Process(pid)
-            is_ours = any(parent.pid == os.getpid() for parent in process.parents())
-            if not is_ours or process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            if "resource_tracker" not in " ".join(process.cmdline()):
-                children.add(pid)
-        except psutil.NoSuchProcess:
-            continue
-    return children
+    return {pid for pid in _descendants(os.getpid()) - others if _is_worth_a_look(pid)}
+
+
+def _descendants(ancestor: int) -> set[int]:
+    """Return the processes that one has started, and those that they have.
+
+    The kernel has lists of children (proc_pid_children(5)); looking for parents would be a look at every process of
+    the machine, before and after each test. Kernels that were built without the lists leave no other way.
+    """
+    if not HAS_LISTS_OF_CHILDREN:
+        return {process.pid for process in psutil.Process(ancestor).children(recursive=True)}
+    found: set[int] = set()
+    parents = [ancestor]
+    while parents:
+        parent = parents.pop()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    children = Path(f"/proc/{parent}/task/{thread}/children").read_text().split()
+                    parents += map(int, children)
+                    found.update(map(int, children))
+    return found
+
+
+def _is_worth_a_look(pid: int) -> bool:
+    """Say whether a process runs, and is not the one that multiprocessing keeps."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
+        return state not in (b"Z", b"X", b"") and b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_socket_file_left_behind() -> Iterator[None]:
-    """Let sockets that have files have them in a directory of the tests' own, and fail if any is there in the end."""
-    base = Path(tempfile.mkdtemp(prefix="aioshm-"))
+def no_socket_file_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let sockets that have files have them in a directory of the tests' own, and fail if any is there in the end.
+
+    What a run that was killed leaves there is removed by a later one, as pytest does with its directories.
+    """
+    base = tmp_path_factory.mktemp("s")  # short, as paths of sockets have to be
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(base))
         yield
@@ -104,11 +133,12 @@ def no_socket_file_left_behind() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process, a segment, a socket or a task behind."""
-    traces, processes = _own_traces(), set(psutil.pids())
+    traces, processes = _own_traces(), _descendants(os.getpid())
     yield
     _collect_garbage()
     eventually(lambda: not _children_besides(processes), "the end of every child process")
-    eventually(lambda: not _own_traces() - traces, f"the end of {_own_traces() - traces}")
+    if left := _own_traces() - traces:
+        eventually(lambda: not _own_traces() - traces, f"the end of {left}")
 
 
 def pytest_collection_finish() -> None:

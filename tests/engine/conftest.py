@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from aioshm.engine import get_engine_client_zmq_addr
 
 
 @pytest.fixture
-def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Give sockets a directory whose path is short enough for them."""
-    base = Path(tempfile.mkdtemp(prefix="aioshm-"))
+    base = tmp_path_factory.mktemp("s")
     monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(base / "run"))
     yield base / "run"
     shutil.rmtree(base)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +12,9 @@ from aioshm.lifeline.address import new_address
 
 
 @pytest.fixture
-def base() -> Iterator[Path]:
-    """Give a directory whose path is short enough for sockets, which pytest's need not be."""
-    path = Path(tempfile.mkdtemp(prefix="aioshm-"))
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Give a directory whose path is short enough for sockets, which those named after tests need not be."""
+    path = tmp_path_factory.mktemp("s")
     yield path
     shutil.rmtree(path)
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +8,8 @@ import pytest
 
 
 @pytest.fixture
-def base() -> Iterator[Path]:
-    """Give a directory whose path is short enough for sockets, which pytest's need not be."""
-    path = Path(tempfile.mkdtemp(prefix="aioshm-"))
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Give a directory whose path is short enough for sockets, which those named after tests need not be."""
+    path = tmp_path_factory.mktemp("s")
     yield path
     shutil.rmtree(path)

@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 def store(port: str) -> None:
     """Be rank 0 of three, until somebody ends it."""
-    with StatelessProcessGroup.create("127.0.0.1", int(port), 0, 3, timeout=20):
+    with StatelessProcessGroup.create("127.0.0.1", int(port), 0, 3, timeout=60):
         sys.stdin.read()
 
 
@@ -75,16 +75,16 @@ def rank(number: str, world_size: str, gloo_port: str, store_port: str) -> None:
         init_method=f"tcp://127.0.0.1:{gloo_port}",
         rank=me,
         world_size=world,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=60),
     )
-    stateless = StatelessProcessGroup.create("127.0.0.1", int(store_port), me, world, timeout=30)
+    stateless = StatelessProcessGroup.create("127.0.0.1", int(store_port), me, world, timeout=60)
     groups = {
         "gloo": dist.group.WORLD,
         "stateless": stateless,
         "odd": dist.new_group([1, 3]),
         "deaf": dist.new_group(backend="cuda:gloo"),
         "both": dist.new_group(backend="cpu:gloo,cuda:gloo"),
-        "hasty": dist.new_group(timeout=timedelta(seconds=0.3)),
+        "hasty": dist.new_group(),
     }
     say("ready")
     for line in sys.stdin:
@@ -235,7 +235,7 @@ async def late(me: int, groups: dict[str, Any], group: str) -> int:
 
     counting = asyncio.create_task(count_turns())
     if me == 1:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1)
     async with await create_from_process_group(groups[group], 4096, 4):
         counting.cancel()
     return turns
@@ -250,6 +250,7 @@ async def wrong(me: int, groups: dict[str, Any], group: str, rank: int) -> None:
 async def missing(me: int, groups: dict[str, Any]) -> None:
     """One rank does not come."""
     if me != 1:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), groups["hasty"])
         async with await create_from_process_group(groups["hasty"], 4096, 4):
             pass
 

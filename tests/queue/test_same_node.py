@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -113,8 +114,9 @@ class Processes:
 
 
 @pytest.fixture
-def processes(base: Path) -> Processes:
-    return Processes(base)
+def processes() -> Iterator[Processes]:
+    with tempfile.TemporaryDirectory(prefix="aioshm-") as open_to_all:  # pytest's own are closed to other users
+        yield Processes(Path(open_to_all))
 
 
 def unshared(*arguments: str) -> list[str]:

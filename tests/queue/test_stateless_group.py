@@ -28,6 +28,8 @@ from aioshm.queue.groups import stateless as stateless_group
 from aioshm.queue.groups.stateless import StatelessProcessGroup
 
 CHILD = Path(__file__).with_name("group_child.py")
+PATIENCE_S = 60.0
+"""What is enough for whatever has to be done on a machine that has much else to do."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +38,16 @@ def impatient_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RES_OPTIONS", "timeout:1")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def free_port(host: str = "127.0.0.1") -> Iterator[int]:
+    """Give a port to the block that nobody else is given meanwhile: bound, so that only who names it can listen there.
+
+    Who listens needs SO_REUSEADDR, as rank 0 has it, and gloo: then what is bound without listening is no obstacle.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind((host, 0))
+        yield int(kept.getsockname()[1])
 
 
 def each(groups: list[Any], call: Callable[[Any], Any]) -> list[Any]:
@@ -55,19 +63,22 @@ def each(groups: list[Any], call: Callable[[Any], Any]) -> list[Any]:
         return list(pool.map(attempt, groups))
 
 
-def join(world_size: int, timeout: float = 20.0) -> list[StatelessProcessGroup]:
-    port = free_port()
+def join(world_size: int, timeout: float = PATIENCE_S) -> list[StatelessProcessGroup]:
+    """Return a group's ranks, which have met with patience; the timeout is that of their calls afterwards."""
+    with free_port() as port:
 
-    def create(rank: int) -> StatelessProcessGroup:
-        return StatelessProcessGroup.create("127.0.0.1", port, rank, world_size, timeout=timeout)
+        def create(rank: int) -> StatelessProcessGroup:
+            return StatelessProcessGroup.create("127.0.0.1", port, rank, world_size, timeout=PATIENCE_S)
 
-    groups = each(list(range(world_size)), create)
+        groups = each(list(range(world_size)), create)
     assert [type(group) for group in groups] == [StatelessProcessGroup] * world_size, groups
+    for group in groups:
+        group._timeout = timeout
     return groups
 
 
 @contextlib.contextmanager
-def joined(world_size: int, timeout: float = 20.0) -> Iterator[list[StatelessProcessGroup]]:
+def joined(world_size: int, timeout: float = PATIENCE_S) -> Iterator[list[StatelessProcessGroup]]:
     groups = join(world_size, timeout)
     try:
         yield groups
@@ -175,13 +186,12 @@ def test_rank_0_listens_at_its_address_alone() -> None:
 
 
 def test_it_can_be_reached_by_ipv6() -> None:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-            port = probe.getsockname()[1]
-    except OSError as error:
-        pytest.skip(f"there is no IPv6 here: {error}")
-    groups = each([0, 1], lambda rank: StatelessProcessGroup.create("::1", port, rank, 2, timeout=20))
+    with contextlib.ExitStack() as stack:
+        try:
+            port = stack.enter_context(free_port("::1"))
+        except OSError as error:
+            pytest.skip(f"there is no IPv6 here: {error}")
+        groups = each([0, 1], lambda rank: StatelessProcessGroup.create("::1", port, rank, 2, timeout=PATIENCE_S))
     assert each(groups, lambda group: group.all_gather_obj(group.rank)) == [[0, 1], [0, 1]]
     assert f"[::1]:{port}" in repr(groups[0])
     for group in groups:
@@ -202,12 +212,16 @@ def test_nothing_is_left_open() -> None:
 # Who is missing
 
 
+# On a machine that has much else to do, a rank may come when another's time is up, and be named, too. It has come when
+# the other makes its call again.
+
+
 def test_a_barrier_names_who_is_missing() -> None:
     with joined(4, timeout=0.3) as groups:
-        errors = each(groups[::2], lambda group: group.barrier())
-        for error in errors:
-            assert type(error) is TimeoutError
-            assert str(error) == "barrier: ranks 1, 3 did not come within 0.3 s"
+        for _ in range(2):
+            errors = each(groups[::2], lambda group: group.barrier())
+            assert [type(error) for error in errors] == [TimeoutError] * 2
+        assert [str(error) for error in errors] == ["barrier: ranks 1, 3 did not come within 0.3 s"] * 2
 
 
 def test_a_broadcast_names_its_source() -> None:
@@ -218,67 +232,94 @@ def test_a_broadcast_names_its_source() -> None:
 
 def test_a_gathering_names_who_is_missing() -> None:
     with joined(3, timeout=0.3) as groups:
-        errors = each(groups[1:], lambda group: group.all_gather_obj("x"))
+        for _ in range(2):
+            errors = each(groups[1:], lambda group: group.all_gather_obj("x"))
+            assert [type(error) for error in errors] == [TimeoutError] * 2
         assert [str(error) for error in errors] == ["all_gather_obj: rank 0 did not come within 0.3 s"] * 2
 
 
 def test_rank_0_names_who_has_not_fetched() -> None:
     with joined(3, timeout=0.3) as groups:
+        groups[1]._timeout = PATIENCE_S
         errors = each(groups[:2], lambda group: group.broadcast_obj("x", 0))
-        assert str(errors[0]) == "broadcast_obj: rank 2 did not fetch its result within 0.3 s"
+        assert type(errors[0]) is TimeoutError
         assert errors[1] == "x"
+        with pytest.raises(TimeoutError, match=r"^broadcast_obj: rank 2 did not fetch its result within 0\.3 s$"):
+            groups[0].broadcast_obj("x", 0)
 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_call_that_timed_out_may_be_repeated(late: int) -> None:
-    with joined(3, timeout=0.2) as groups:
+    with joined(3, timeout=0.1) as groups:
         before = keys_of(groups[0])
+        groups[late]._timeout = PATIENCE_S
+        timed_out: set[int] = set()
 
         def gather(group: StatelessProcessGroup) -> list[Any]:
             if group.rank == late:
-                time.sleep(0.5)
+                eventually(lambda: len(timed_out) == 2, "the timeouts of the others")
             while True:
                 try:
                     return group.all_gather_obj(group.rank)
                 except TimeoutError:
                     if group.rank == late:
                         raise
+                    timed_out.add(group.rank)
 
         assert each(groups, gather) == [[0, 1, 2]] * 3
+        for group in groups:
+            group._timeout = PATIENCE_S
         assert each(groups, lambda group: group.broadcast_obj("then", 1)) == ["then"] * 3
         assert keys_of(groups[0]) == before
 
 
 def test_creating_names_who_is_missing() -> None:
-    port = free_port()
+    with free_port() as port:
 
-    def create(rank: int) -> StatelessProcessGroup:
-        return StatelessProcessGroup.create("127.0.0.1", port, rank, 4, timeout=0.5)
+        def create(rank: int, timeout: float = 1.0) -> StatelessProcessGroup:
+            return StatelessProcessGroup.create("127.0.0.1", port, rank, 4, timeout=timeout)
 
-    errors = each([0, 2], create)
-    assert type(errors[0]) is TimeoutError
-    assert str(errors[0]) == "create: ranks 1, 3 did not come within 0.5 s"
-    assert type(errors[1]) in (TimeoutError, GroupBroken)  # rank 0 may have given up, and taken the store away, first
-    started = time.monotonic()
-    with pytest.raises(TimeoutError, match=f"rank 0 did not come: nobody listens at 127.0.0.1:{port}"):
-        create(1)
-    assert time.monotonic() - started < 1
+        errors = each([0, 2], create)
+        assert type(errors[0]) is TimeoutError
+        assert str(errors[0]) == "create: ranks 1, 3 did not come within 1 s"
+        assert type(errors[1]) in (
+            TimeoutError,
+            GroupBroken,
+        )  # rank 0 may have given up, and taken the store away, first
+        started = time.monotonic()
+        with pytest.raises(TimeoutError, match=f"rank 0 did not come: nobody listens at 127.0.0.1:{port}"):
+            create(1, 0.2)
+        assert time.monotonic() - started < 1
     with pytest.raises(TimeoutError, match=r"nobody listens at no\.such\.host\.invalid:"):
         StatelessProcessGroup.create("no.such.host.invalid", port, 1, 2, timeout=0.2)
+
+
+def test_importing_torch_is_none_of_the_time_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_store = stateless_group._import_store
+
+    def slowly() -> Any:
+        time.sleep(0.5)
+        return import_store()
+
+    monkeypatch.setattr(stateless_group, "_import_store", slowly)
+    with free_port() as port, pytest.raises(TimeoutError) as caught:
+        began = time.monotonic()
+        StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=0.5)
+    assert time.monotonic() - began > 0.9, caught.value
 
 
 # What goes wrong
 
 
 def test_a_closed_store_is_told_at_once() -> None:
-    with joined(2, timeout=60) as groups:
+    with joined(2) as groups:
         results = []
         waiting = threading.Thread(target=lambda: results.append(each(groups[1:], lambda group: group.barrier())))
         waiting.start()
         time.sleep(0.1)
         started = time.monotonic()
         groups[0].close()
-        waiting.join(20)
+        waiting.join(PATIENCE_S)
         assert time.monotonic() - started < 5
         ((error,),) = results
         assert type(error) is GroupBroken
@@ -293,16 +334,17 @@ def test_a_closed_store_is_told_at_once() -> None:
 
 def test_a_store_that_is_frozen_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stateless_group, "GRACE_S", 0.3)
-    port = free_port()
-    with subprocess.Popen(
-        [sys.executable, str(CHILD), "store", str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
+    with (
+        free_port() as port,
+        subprocess.Popen(
+            [sys.executable, str(CHILD), "store", str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as child,
+    ):
         try:
             frozen, killed = each(
-                [1, 2], lambda rank: StatelessProcessGroup.create("127.0.0.1", port, rank, 3, timeout=20)
+                [1, 2], lambda rank: StatelessProcessGroup.create("127.0.0.1", port, rank, 3, timeout=PATIENCE_S)
             )
-            for group in (frozen, killed):
-                group._timeout = 0.3
+            frozen._timeout = 0.3
             child.send_signal(signal.SIGSTOP)
             started = time.monotonic()
             for _ in range(2):
@@ -310,6 +352,7 @@ def test_a_store_that_is_frozen_and_killed(monkeypatch: pytest.MonkeyPatch) -> N
                     frozen.barrier()
             assert time.monotonic() - started < 5
             child.kill()
+            child.wait()
             with pytest.raises(GroupBroken, match=f"the store of rank 0 at 127.0.0.1:{port} is gone"):
                 killed.barrier()
         finally:
@@ -333,10 +376,10 @@ def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rank_0_needs_an_address_of_its_own() -> None:
-    with pytest.raises(OSError, match=r"rank 0 cannot listen at 192\.0\.2\.1, port \d+: "):
-        StatelessProcessGroup.create("192.0.2.1", free_port(), 0, 2)
+    with pytest.raises(OSError, match=r"rank 0 cannot listen at 192\.0\.2\.1, port 1234: "):
+        StatelessProcessGroup.create("192.0.2.1", 1234, 0, 2)
     with pytest.raises(socket.gaierror):
-        StatelessProcessGroup.create("no.such.host.invalid", free_port(), 0, 2)
+        StatelessProcessGroup.create("no.such.host.invalid", 1234, 0, 2)
 
 
 def test_one_thread_at_a_time() -> None:
@@ -347,7 +390,7 @@ def test_one_thread_at_a_time() -> None:
         with pytest.raises(RoleError, match="in use by another thread"):
             groups[1].barrier()
         groups[0].barrier()
-        waiting.join(20)
+        waiting.join(PATIENCE_S)
 
 
 def test_an_interrupted_call_leaves_the_group_unusable(monkeypatch: pytest.MonkeyPatch) -> None:

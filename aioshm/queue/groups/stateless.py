@@ -89,8 +89,9 @@ class StatelessProcessGroup:
             raise ValueError(f"host must name rank 0's machine, not {host!r}")
         check_int("port", port, minimum=1, maximum=65535)
         check_rank("rank", rank, check_int("world_size", world_size, minimum=1, maximum=MAX_WORLD_SIZE))
-        deadline = monotonic() + check_seconds("timeout", timeout)
-        make_store = _import_store()
+        check_seconds("timeout", timeout)
+        make_store = _import_store()  # takes seconds, which are none of the time to meet in
+        deadline = monotonic() + timeout
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         listening = _listen(host, port) if rank == 0 else None
         if listening is None:
