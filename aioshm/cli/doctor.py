@@ -23,7 +23,7 @@ from aioshm.cli.outcome import CommandFailed
 from aioshm.cli.output import print_json
 from aioshm.config import Options, native_wanted
 from aioshm.events.protocol.encoding import NativeEncoder
-from aioshm.queue.api import MAX_CHUNK_BYTES, MAX_CHUNKS
+from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
 from aioshm.ring.layout import Layout
 from aioshm.ring.segment import orphans, remove_orphan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -12,12 +12,11 @@ from aioshm.codec import Codec
 from aioshm.config import Options
 from aioshm.errors import QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
-from aioshm.queue.ends.making import reading_end, writing_end
+from aioshm.queue.base import QueueBase
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle
-from aioshm.queue.ranks import checked_ranks
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 
@@ -26,97 +25,21 @@ if TYPE_CHECKING:
 
     from aioshm.queue.groups.process_group import ObjectGroup
 
-MAX_CHUNK_BYTES = 24 * 1024 * 1024
-MAX_CHUNKS = 10
 
-
-class MessageQueue(AsyncClosing):
+class MessageQueue(QueueBase, AsyncClosing):
     """A queue from one writer to many readers.
 
     ``MessageQueue(...)`` makes the writer's end, `create_from_handle` a reader's. Either may be made before any event
     loop runs; it then belongs to the loop, thread and process that first await it.
 
-    Args:
-        n_reader: Readers in all; each receives every message. With none, as in a group of one, everything is sent at
-            once, to nobody.
-        n_local_reader: Readers on this host, which read the ring; the others connect over TCP.
-        local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
-        max_chunk_bytes: Room for one message in the ring, in bytes; larger ones lie in memory beside it.
-        max_chunks: Messages that the ring holds before the writer has to wait for the slowest reader.
-        connect_ip: The address of this host that remote readers connect to; None: the one that its packets to other
-            hosts have. ``"*"``, ``"0.0.0.0"`` or ``"::"``: all of them, with that one in the handle.
-        codec: How objects become bytes: ``"pickle"``, ``"msgpack"``, ``"raw"``, the name of a codec that was registered
-            with `register_codec`, or a codec of one's own making, such as ``MsgpackCodec(type=Step)``.
-        options: Everything else; None takes the defaults and the environment.
-        remote_reader_ranks: The ranks of the remote readers; None means the lowest that are not local.
-
     Attributes:
         end: The end that does the work; for this package.
-
-    Raises:
-        ValueError, TypeError: An argument is out of range; the text names it.
-        UnsafePayload: There are remote readers, and ``options.secure=False`` goes with pickle.
-        SharedMemoryError: There is not enough memory, or no socket can be bound.
     """
-
-    def __init__(
-        self,
-        n_reader: int,
-        n_local_reader: int,
-        local_reader_ranks: Sequence[int] | None = None,
-        max_chunk_bytes: int = MAX_CHUNK_BYTES,
-        max_chunks: int = MAX_CHUNKS,
-        connect_ip: str | None = None,
-        *,
-        codec: str | Codec = "pickle",
-        options: Options | None = None,
-        remote_reader_ranks: Sequence[int] | None = None,
-    ) -> None:
-        self._hold(
-            writing_end(
-                checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks),
-                (max_chunk_bytes, max_chunks),
-                connect_ip,
-                codec,
-                options,
-            )
-        )
 
     def _hold(self, end: WritingEnd | ReadingEnd) -> None:
         self.end = end
         self._writer = end if isinstance(end, WritingEnd) else None
         self._reader = end if isinstance(end, ReadingEnd) else None
-
-    @classmethod
-    def around(cls, end: WritingEnd | ReadingEnd) -> Self:
-        """Make the queue of an end; for this package."""
-        queue = cls.__new__(cls)
-        queue._hold(end)
-        return queue
-
-    @classmethod
-    def create_from_handle(
-        cls,
-        handle: Handle | str | bytes,
-        rank: int,
-        *,
-        codec: str | Codec | None = None,
-        options: Options | None = None,
-    ) -> Self:
-        """Make a reader's end: a local one if the rank is one of ``handle.local_reader_ranks``, else a remote one.
-
-        Args:
-            handle: The writer's handle, or its JSON text.
-            rank: Which reader this is.
-            codec: This end's own instance of the writer's codec, such as ``MsgpackCodec(type=Step)``; None makes one.
-            options: For this end; None takes the writer's.
-
-        Raises:
-            HandleError: Not a handle, or of another version, host or user, or its queue is gone, or it needs a codec
-                that is not registered here.
-            ValueError: No reader has this rank, or ``codec`` is another one than the writer's.
-        """
-        return cls.around(reading_end(handle, rank, codec, options))
 
     @classmethod
     async def create_from_process_group(

@@ -204,6 +204,15 @@ def test_every_argument_of_a_queue_was_tried() -> None:
     assert {name for name, _ in QUEUE} == {*inspect.signature(MessageQueue.__init__).parameters} - {"self"}
 
 
+def test_both_faces_show_the_same_arguments_and_describe_each() -> None:
+    shown = inspect.signature(MessageQueue)
+    assert [*shown.parameters][:2] == ["n_reader", "n_local_reader"]
+    for face in (MessageQueue, blocking.MessageQueue):
+        assert inspect.signature(face) == shown
+        described = inspect.getdoc(face.__init__) or ""
+        assert all(f"\n    {name}: " in described for name in shown.parameters)
+
+
 @bad([NAN, INF, 1.5, True, TEXT, None, NUMBERS, -1, 1, HUGE, 10**400, ENDLESS])
 async def test_ranks_of_readers(value: Any) -> None:
     writer = MessageQueue(1, 1, max_chunk_bytes=100)

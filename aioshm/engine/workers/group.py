@@ -24,7 +24,7 @@ from aioshm.errors import (
 from aioshm.process.limits import naming_limits
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.queue import MessageQueue
-from aioshm.queue.api import MAX_CHUNK_BYTES, MAX_CHUNKS
+from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.queue.ends.waiting import deadline_after
 
 CODE_WITHIN_S = 1.0

@@ -10,28 +10,25 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from aioshm.closing import Closing
-from aioshm.codec import Codec, Encoded
-from aioshm.codec.frames import write_body
+from aioshm.codec import Codec
 from aioshm.config import Options, check_int
 from aioshm.errors import QueueClosed, QueueEmpty, QueueFull, RoleError
-from aioshm.queue.api import MAX_CHUNK_BYTES, MAX_CHUNKS
+from aioshm.queue.base import QueueBase
 from aioshm.queue.blocking.calls import called, made
 from aioshm.queue.blocking.held import Held
 from aioshm.queue.blocking.lingering import linger, watch
-from aioshm.queue.encoded import message_bytes
-from aioshm.queue.ends.making import reading_end, writing_end
+from aioshm.queue.encoded import body_of
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.groups.making import GroupCall
 from aioshm.queue.handle import Handle
-from aioshm.queue.ranks import checked_ranks
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.blocking import WindowBegins
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
     from aioshm.queue.groups.process_group import ObjectGroup
 
 
-class MessageQueue(Closing):
+class MessageQueue(QueueBase, Closing):
     """A queue from one writer to many readers, for threads without an event loop.
 
     The arguments, the results and the errors are those of `aioshm.MessageQueue`, and the names are, too. While a call
@@ -70,59 +67,12 @@ class MessageQueue(Closing):
     in the order in which the calls had their turns; several threads that receive get different messages. A call inside
     of a block of the same thread, and in a signal handler that interrupts one, is refused with `RoleError` instead of
     waiting for itself; but see `close`.
-
-    Args:
-        n_reader, n_local_reader, local_reader_ranks, max_chunk_bytes, max_chunks, connect_ip, codec, options,
-            remote_reader_ranks: As
-            `aioshm.MessageQueue`.
     """
-
-    def __init__(
-        self,
-        n_reader: int,
-        n_local_reader: int,
-        local_reader_ranks: Sequence[int] | None = None,
-        max_chunk_bytes: int = MAX_CHUNK_BYTES,
-        max_chunks: int = MAX_CHUNKS,
-        connect_ip: str | None = None,
-        *,
-        codec: str | Codec = "pickle",
-        options: Options | None = None,
-        remote_reader_ranks: Sequence[int] | None = None,
-    ) -> None:
-        self._hold(
-            writing_end(
-                checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks),
-                (max_chunk_bytes, max_chunks),
-                connect_ip,
-                codec,
-                options,
-            )
-        )
 
     def _hold(self, end: WritingEnd | ReadingEnd) -> None:
         self.held = Held(end)
         self._writer = end if isinstance(end, WritingEnd) else None
         self._reader = end if isinstance(end, ReadingEnd) else None
-
-    @classmethod
-    def around(cls, end: WritingEnd | ReadingEnd) -> Self:
-        """Make the blocking queue of an end that no loop has used; for this package."""
-        queue = cls.__new__(cls)
-        queue._hold(end)
-        return queue
-
-    @classmethod
-    def create_from_handle(
-        cls,
-        handle: Handle | str | bytes,
-        rank: int,
-        *,
-        codec: str | Codec | None = None,
-        options: Options | None = None,
-    ) -> Self:
-        """Make a reader's end, as `aioshm.MessageQueue.create_from_handle`."""
-        return cls.around(reading_end(handle, rank, codec, options))
 
     @classmethod
     def create_from_process_group(
@@ -337,7 +287,7 @@ class MessageQueue(Closing):
             lambda event, left: reader.open_block(left, event, indefinite, decoded=False),
             timeout,
             cancel,
-            lambda obj: _body_of(reader.encode(obj)),
+            lambda obj: body_of(reader.encode(obj)),
         )
 
     def lease(
@@ -407,13 +357,3 @@ class MessageQueue(Closing):
     def __del__(self) -> None:
         if hasattr(self, "held"):
             self.held.loop.close()  # the end itself warns
-
-
-def _body_of(encoded: Encoded) -> memoryview:
-    """Return an encoded message as it would lie in a chunk."""
-    if isinstance(encoded, bytes):
-        return memoryview(encoded)
-    parts, buffers = encoded
-    body = bytearray(message_bytes(encoded))
-    write_body(memoryview(body), parts, buffers)
-    return memoryview(body).toreadonly()

@@ -1,0 +1,94 @@
+"""What either face of a queue is made from: a writer's arguments, or a writer's handle."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
+
+from aioshm.codec import Codec
+from aioshm.config import Options
+from aioshm.queue.ends.making import reading_end, writing_end
+from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.handle import Handle
+from aioshm.queue.ranks import checked_ranks
+
+MAX_CHUNK_BYTES = 24 * 1024 * 1024
+MAX_CHUNKS = 10
+
+
+class QueueBase(ABC):
+    """How both faces are made; each holds the end in its own way."""
+
+    def __init__(
+        self,
+        n_reader: int,
+        n_local_reader: int,
+        local_reader_ranks: Sequence[int] | None = None,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunks: int = MAX_CHUNKS,
+        connect_ip: str | None = None,
+        *,
+        codec: str | Codec = "pickle",
+        options: Options | None = None,
+        remote_reader_ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Make the writer's end.
+
+        Args:
+            n_reader: Readers in all; each receives every message. With none, as in a group of one, everything is sent
+                at once, to nobody.
+            n_local_reader: Readers on this host, which read the ring; the others connect over TCP.
+            local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
+            max_chunk_bytes: Room for one message in the ring, in bytes; larger ones lie in memory beside it.
+            max_chunks: Messages that the ring holds before the writer has to wait for the slowest reader.
+            connect_ip: The address of this host that remote readers connect to; None: the one that its packets to other
+                hosts have. ``"*"``, ``"0.0.0.0"`` or ``"::"``: all of them, with that one in the handle.
+            codec: How objects become bytes: ``"pickle"``, ``"msgpack"``, ``"raw"``, the name of a codec that was
+                registered with `register_codec`, or a codec of one's own making, such as ``MsgpackCodec(type=Step)``.
+            options: Everything else; None takes the defaults and the environment.
+            remote_reader_ranks: The ranks of the remote readers; None means the lowest that are not local.
+
+        Raises:
+            ValueError, TypeError: An argument is out of range; the text names it.
+            UnsafePayload: There are remote readers, and ``options.secure=False`` goes with pickle.
+            SharedMemoryError: There is not enough memory, or no socket can be bound.
+        """
+        ranks = checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
+        self._hold(writing_end(ranks, (max_chunk_bytes, max_chunks), connect_ip, codec, options))
+
+    @classmethod
+    def create_from_handle(
+        cls,
+        handle: Handle | str | bytes,
+        rank: int,
+        *,
+        codec: str | Codec | None = None,
+        options: Options | None = None,
+    ) -> Self:
+        """Make a reader's end: a local one if the rank is one of ``handle.local_reader_ranks``, else a remote one.
+
+        Args:
+            handle: The writer's handle, or its JSON text.
+            rank: Which reader this is.
+            codec: This end's own instance of the writer's codec, such as ``MsgpackCodec(type=Step)``; None makes one.
+            options: For this end; None takes the writer's.
+
+        Raises:
+            HandleError: Not a handle, or of another version, host or user, or its queue is gone, or it needs a codec
+                that is not registered here.
+            ValueError: No reader has this rank, or ``codec`` is another one than the writer's.
+        """
+        return cls.around(reading_end(handle, rank, codec, options))
+
+    @classmethod
+    def around(cls, end: WritingEnd | ReadingEnd) -> Self:
+        """Make the queue of an end that no loop has used; for this package."""
+        queue = cls.__new__(cls)
+        queue._hold(end)
+        return queue
+
+    @abstractmethod
+    def _hold(self, end: WritingEnd | ReadingEnd) -> None:
+        """Become the queue of this end."""
