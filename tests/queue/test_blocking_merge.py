@@ -158,7 +158,7 @@ def test_a_reader_that_is_closed_elsewhere_drops_out() -> None:
         waiting = Thread(list, merged)
         asleep(readers)
         readers[0].close()
-        eventually(lambda: len(merged._running) == 1, "the first to drop out")
+        eventually(lambda: len(merged._round.running) == 1, "the first to drop out")
         readers[1].close()
         assert waiting.result() == []
 

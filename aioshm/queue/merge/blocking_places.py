@@ -20,17 +20,15 @@ class BlockingPlace:
         held: The reader.
         reader: Its end.
         late: Whether its next message has not arrived completely.
-        silent_since: When it was found to have brought nothing, by ``time.monotonic()``.
+        running: Whether the queue has not ended.
     """
 
-    def __init__(self, rank: int, held: Held) -> None:
-        assert isinstance(held.end, ReadingEnd)
+    def __init__(self, rank: int, held: Held, reader: ReadingEnd) -> None:
         self.rank = rank
         self.held = held
-        self.reader = held.end
+        self.reader = reader
         self.late = False
-        self.silent_since = 0.0
-        self._progress = 0
+        self.running = True
 
     @property
     def ring(self) -> RingReader | None:
@@ -80,15 +78,12 @@ class BlockingPlace:
             return error.with_traceback(None)
         return cannot_decode(error, self.reader.codec_name)
 
-    # How long it has brought nothing
+    # For the round
 
-    def begin_silence(self, now: float) -> None:
-        """Count from here."""
-        self.silent_since, self._progress = now, self.reader.source.progress
+    def reserve(self) -> bool:
+        """Begin this thread's turn, if it is nobody's; another thread that waits for a message is told itself."""
+        return not self.held.kept and self.held.turns.take_now()
 
-    def silence_ended(self, now: float) -> bool:
-        """Return whether it has brought something since the last call; if so, count from here."""
-        moved = self.reader.source.progress != self._progress
-        if moved:
-            self.begin_silence(now)
-        return moved
+    def release(self) -> None:
+        """End this thread's turn."""
+        self.held.end_turn()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
-from typing import Any
+from typing import Any, TypeVar
 
 from aioshm.codec import cannot_decode
-from aioshm.errors import AioshmError
+from aioshm.errors import AioshmError, RoleError
 from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.writing import WritingEnd
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.poller import Poller
+
+Q = TypeVar("Q")
 
 
 class SharedSleep:
@@ -66,8 +69,6 @@ class Place:
         hidden: Whether the quick way could not see, before its line was joined, what there is; then it goes first.
         failure: Why attaching could not even begin.
         running: Whether the queue has not ended.
-        progress: How many messages the reader had finished with when that was looked at last.
-        silent_since: When they were found to be so many, by ``time.monotonic()``.
     """
 
     __slots__ = (
@@ -76,14 +77,12 @@ class Place:
         "failure",
         "hidden",
         "late",
-        "progress",
         "quick",
         "rank",
         "reader",
         "receive",
         "ring",
         "running",
-        "silent_since",
     )
 
     def __init__(self, rank: int, reader: ReadingEnd, shared: SharedSleep) -> None:
@@ -97,8 +96,6 @@ class Place:
         self.hidden = False
         self.failure: AioshmError | None = None
         self.running = True
-        self.progress = 0
-        self.silent_since = 0.0
         self._shared = shared
 
     def now_ready(self) -> None:
@@ -134,13 +131,12 @@ class Place:
             self.entered = False
             gate.leave()
 
-    def moved(self, now: float) -> bool:
-        """Return whether the reader has finished with messages since this was asked last."""
-        progress = self.reader.source.progress
-        if progress == self.progress:
-            return False
-        self.progress, self.silent_since = progress, now
-        return True
+    def reserve(self) -> bool:
+        """Return whether the merge may use the source now."""
+        return self.entered
+
+    def release(self) -> None:
+        """Do nothing: the merge stays in line."""
 
     def may_go_on(self) -> bool:
         """Return whether there is anything to do."""
@@ -183,6 +179,38 @@ class Place:
     def _arrived(self) -> None:
         if self.late and self.quick is not None:
             self.late, self.receive = False, self.quick
+
+
+def checked_readers(
+    readers: Mapping[int, Q], kind: type[Q], name: str, end_of: Callable[[Q], ReadingEnd | WritingEnd]
+) -> dict[int, ReadingEnd]:
+    """Return the ends of what ``merge`` is given.
+
+    Args:
+        readers: Its argument.
+        kind: What the queues must be.
+        name: What that is called.
+        end_of: Returns a queue's end.
+
+    Raises:
+        TypeError: Not a mapping from ints to such queues.
+        ValueError: A reader is there twice.
+        RoleError: One of them is a writer.
+    """
+    if not isinstance(readers, Mapping):
+        raise TypeError(f"readers must be a mapping from ranks to readers, not {readers!r}")
+    ranks: dict[ReadingEnd, int] = {}
+    for rank, reader in readers.items():
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise TypeError(f"the keys of readers must be ints, not {rank!r}")
+        if not isinstance(reader, kind):
+            raise TypeError(f"readers[{rank}] must be {name}, not {reader!r}")
+        end = end_of(reader)
+        if not isinstance(end, ReadingEnd):
+            raise RoleError(f"readers[{rank}] must be a reader; this is a writer: {reader!r}")
+        if ranks.setdefault(end, rank) != rank:
+            raise ValueError(f"readers[{ranks[end]}] and readers[{rank}] must not be the same reader")
+    return {rank: end for end, rank in ranks.items()}
 
 
 def _nothing() -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from itertools import cycle
 from time import monotonic, monotonic_ns
 from typing import Any, Self
 
@@ -21,13 +20,13 @@ from aioshm.queue.api import MessageQueue
 from aioshm.queue.ends.gate import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import predictor_among
-from aioshm.queue.inquiry import answer_within
-from aioshm.queue.merge.places import Place, SharedSleep
+from aioshm.queue.merge.places import Place, SharedSleep, checked_readers
+from aioshm.queue.merge.round import Round
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller
 from aioshm.wait.predictor import Predictor
-from aioshm.wait.stall import MIN_PAUSE_S, Stall
+from aioshm.wait.stall import Stall
 
 
 def merge(readers: Mapping[int, MessageQueue]) -> Merged:
@@ -44,20 +43,7 @@ def merge(readers: Mapping[int, MessageQueue]) -> Merged:
         ValueError: A reader is there twice.
         RoleError: One of them is a writer.
     """
-    if not isinstance(readers, Mapping):
-        raise TypeError(f"readers must be a mapping from ranks to readers, not {readers!r}")
-    ranks: dict[ReadingEnd, int] = {}
-    for rank, reader in readers.items():
-        if not isinstance(rank, int) or isinstance(rank, bool):
-            raise TypeError(f"the keys of readers must be ints, not {rank!r}")
-        if not isinstance(reader, MessageQueue):
-            raise TypeError(f"readers[{rank}] must be a MessageQueue, not {reader!r}")
-        end = reader.end
-        if not isinstance(end, ReadingEnd):
-            raise RoleError(f"readers[{rank}] must be a reader; this is a writer: {reader!r}")
-        if ranks.setdefault(end, rank) != rank:
-            raise ValueError(f"readers[{ranks[end]}] and readers[{rank}] must not be the same reader")
-    return Merged({rank: reader for reader, rank in ranks.items()})
+    return Merged(checked_readers(readers, MessageQueue, "a MessageQueue", lambda reader: reader.end))
 
 
 class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
@@ -81,11 +67,11 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
     """
 
     def __init__(self, readers: Mapping[int, ReadingEnd]) -> None:
-        self.failed: dict[int, AioshmError] = {}
         self._shared = shared = SharedSleep()
-        self._running = [Place(rank, reader, shared) for rank, reader in readers.items()]
-        self._options = self._running[0].reader.gate.options if self._running else Options()
-        self._round = cycle(self._running)  # where it stands, the next round begins
+        places = [Place(rank, reader, shared) for rank, reader in readers.items()]
+        self._options = places[0].reader.gate.options if places else Options()
+        self._round = Round(places, self._options.stall_warning_s, monotonic())
+        self.failed = self._round.failed
         self._turn = 0
         self._turn_ends_ns = 0
         self._spin_ns = 0
@@ -93,8 +79,6 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
         self._line = Line()
         self._past = 0  # messages of the rings that have dropped out
         self._newest_ns = 0
-        self._asked: list[Place] = []
-        self._watch_silence()
 
     # Receiving
 
@@ -110,8 +94,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
                 was called inside of a block that has its slot.
         """
         if self._turn > 0:
-            left, until = len(self._running), 0
-            for place in self._round:
+            left, until = len(self._round.running), 0
+            for place in self._round.order:
                 try:
                     obj = place.receive()
                 except Exception as error:
@@ -130,7 +114,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
                         until = now + self._spin_ns
                     elif now >= until:
                         break
-                    left = len(self._running)
+                    left = len(self._round.running)
         return await self._next()
 
     async def _next(self) -> tuple[int, Any]:
@@ -141,20 +125,20 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
         try:
             if self._loop is None:
                 self._start(loop)
-            while self._running:
+            while self._round.running:
                 await self._yield_turn()
                 item = await self._wait_in_lines()
                 if item is not None:
                     return item
         finally:
             self._line.leave()
-            if not self._running:
+            if not self._round.running:
                 self._shared.close()
         raise StopAsyncIteration
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Belong to the loop, and begin to attach wherever that was not done."""
-        for place in self._running:
+        for place in self._round.running:
             try:
                 place.reader.start_attaching()
             except RoleError:
@@ -173,7 +157,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
         self._turn = TURN_MESSAGES
         now_ns = monotonic_ns()  # the same for all, so that none goes on while others have to wait
         self._turn_ends_ns = now_ns + TURN_NS
-        for place in self._running:
+        for place in self._round.running:
             place.reader.gate.new_turn(now_ns)
             place.reader.gate.core.spin_ns = 0  # spinning for one would keep the others waiting
 
@@ -184,25 +168,25 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
 
         Nobody else takes anything from the queues meanwhile but those who have stood in their lines before.
         """
-        running = [next(self._round) for _ in self._running]  # beginning with whose turn it is
-        self._set_round(running)
+        running = self._round.in_turn()
         reached: list[Place] = []
         try:
             for place in running:
                 await place.enter()
                 reached.append(place)
-            self._check_silence()
+            if self._round.silence_due(monotonic()):
+                self._tell_silence(0)
             entered = sorted((place for place in running if place.entered), key=lambda place: not place.hidden)
             while True:
                 self._note_ready(entered)
                 if not self._may_go_on():
                     await self._sleep(entered)
-                if not self._running:  # this was closed
+                if not self._round.running:  # this was closed
                     return None
                 for place in entered:
                     if place.running and (item := self._take(place)) is not None:
                         return item
-                if not self._running or self._lines_changed() or monotonic_ns() >= self._turn_ends_ns:
+                if not self._round.running or self._lines_changed() or monotonic_ns() >= self._turn_ends_ns:
                     return None
         finally:
             for place in reached:
@@ -212,7 +196,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
     async def _sleep(self, entered: Sequence[Place]) -> None:
         assert self._loop is not None
         shared, count = self._shared, self._past
-        for place in self._running:
+        for place in self._round.running:
             if place.ring is not None:
                 count += place.ring.seq
                 self._newest_ns = max(self._newest_ns, place.ring.core.published_ns)
@@ -222,7 +206,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
         if poller is None:
             shared.poller = poller = self._new_poller(self._loop)
         shared.rings = rings
-        stall = Stall(self._look_at - monotonic(), self._look_at_silence)
+        stall = Stall(self._round.look_at - monotonic(), self._tell_silence)
         try:
             if await poller.wait(self._may_go_on, count, self._newest_ns, stall=stall):
                 self._new_turn()
@@ -233,7 +217,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
     def _new_poller(self, loop: asyncio.AbstractEventLoop) -> Poller:
         options = self._options
         others: list[int] = []
-        for place in self._running:
+        for place in self._round.running:
             if place.ring is not None:
                 others += place.reader.source.other_ends()
         if not others:  # what comes through sockets cannot be spun for
@@ -242,14 +226,14 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
         return Poller(loop, self._shared, predictor_among(processes, options), options.wait, self._shared.spin)
 
     def _may_go_on(self) -> bool:
-        for place in self._running:
+        for place in self._round.running:
             if place.may_go_on():
                 return True
-        return not self._running
+        return not self._round.running
 
     def _lines_changed(self) -> bool:
         """Return whether a reader that was left out need not be any more."""
-        return any(not place.entered and not place.reader.gate.in_line for place in self._running)
+        return any(not place.entered and not place.reader.gate.in_line for place in self._round.running)
 
     def _note_ready(self, entered: Sequence[Place]) -> None:
         for place in entered:
@@ -257,43 +241,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
                 place.now_ready()
                 self._shared.close()  # there are others to wait for than before
 
-    # Reporting, queue by queue: that others have messages does not keep the silence of one from being told
-
-    def _watch_silence(self) -> None:
-        """Count from here how long each queue is silent."""
-        now = monotonic()
-        self._look_at, self._asked = now + self._options.stall_warning_s, []
-        for place in self._running:
-            place.progress, place.silent_since = place.reader.source.progress, now
-
-    def _check_silence(self) -> None:
-        """Report, if it is due; but nothing of the time in which nobody iterated."""
-        overdue_s = monotonic() - self._look_at
-        if overdue_s > self._options.stall_warning_s:
-            self._watch_silence()
-        elif overdue_s >= 0:
-            self._look_at_silence(0)
-
-    def _look_at_silence(self, _waited_s: float) -> float:
-        """Ask the writers whose queues have been silent since the last time, or report; return when to come again."""
-        now, after_s = monotonic(), self._options.stall_warning_s
-        again_s, answer_s = after_s, answer_within(after_s)
-        if self._asked:
-            asked, self._asked = self._asked, []
-            for place in asked:
-                if place.running and place.entered and not place.moved(now):
-                    place.reader.source.report_waiting(now - place.silent_since)
-            again_s = max(MIN_PAUSE_S, after_s - answer_s)
-        else:
-            for place in self._running:
-                if place.entered and not place.moved(now):
-                    if place.reader.source.ask_writer():
-                        self._asked.append(place)
-                        again_s = answer_s
-                    else:
-                        place.reader.source.report_waiting(now - place.silent_since)
-        self._look_at = now + again_s
-        return again_s
+    def _tell_silence(self, _waited_s: float) -> float:
+        return self._round.tell_silence(monotonic())
 
     # Taking
 
@@ -307,7 +256,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
             if obj is not NOTHING:
                 self._turn -= 1
                 if not place.hidden:
-                    self._begin_behind(place)
+                    self._round.begin_behind(place)
                 return place.rank, obj
             if place.late:
                 if source.gone is None:
@@ -319,33 +268,22 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
                 error = gone()
         if isinstance(error, RoleError):
             raise error
-        self._drop(place)
-        if isinstance(error, QueueClosed):
-            return None
-        self._turn -= 1
-        self.failed[place.rank] = error
-        return place.rank, error
-
-    def _drop(self, place: Place) -> None:
-        place.running = False
         place.leave()  # closing it may be waiting for that
         if place.ring is not None:
             self._past += place.ring.seq
-        self._set_round([other for other in self._running if other is not place])
         self._shared.close()
-
-    def _begin_behind(self, place: Place) -> None:
-        at = self._running.index(place) + 1
-        self._set_round(self._running[at:] + self._running[:at])
-
-    def _set_round(self, running: list[Place]) -> None:
-        self._running, self._round = running, cycle(running)
+        if isinstance(error, QueueClosed):
+            self._round.drop(place)
+            return None
+        self._turn -= 1
+        self._round.fail(place, error)
+        return place.rank, error
 
     # Closing
 
     async def aclose(self) -> None:
         """End the iteration: a waiting task's, too. The readers stay open. Idempotent."""
-        self._set_round([])
+        self._round.close()
         self._shared.wake()
         self._shared.close()
 
@@ -354,4 +292,4 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
             self._shared.close()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self._running)} queues>"
+        return f"<{type(self).__name__} of {len(self._round.running)} queues>"

@@ -1,0 +1,135 @@
+"""What a merge decides without I/O: which queues are open, whose turn it is, whose silence is to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import cycle
+from typing import Generic, Protocol, TypeVar
+
+from aioshm.errors import AioshmError
+from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.inquiry import answer_within
+from aioshm.wait.stall import MIN_PAUSE_S
+
+
+class Place(Protocol):
+    """One reader's place in the round.
+
+    Attributes:
+        rank: What its messages come with.
+        reader: The reader.
+        running: Whether the queue has not ended.
+    """
+
+    rank: int
+    reader: ReadingEnd
+    running: bool
+
+    def reserve(self) -> bool:
+        """Return whether the merge may use the reader now; if so, `release` follows."""
+
+    def release(self) -> None: ...
+
+
+P = TypeVar("P", bound=Place)
+
+
+class Round(Generic[P]):
+    """The queues of a merge, each of which has its turn before any of them has another.
+
+    Args:
+        places: All of them; the first has the first turn.
+        after_s: After how many seconds of silence to report it.
+        now: By ``time.monotonic()``, as all times here.
+
+    Attributes:
+        running: The queues that have not ended.
+        order: The same in turn, without an end; where it stands, the next round begins.
+        failed: The errors of the queues that have ended with one, by rank.
+        look_at: When `tell_silence` is due.
+        asked: The queues that it will report, unless they move: their writers have been asked.
+    """
+
+    def __init__(self, places: Iterable[P], after_s: float, now: float) -> None:
+        self.running = list(places)
+        self.order = cycle(self.running)
+        self.failed: dict[int, AioshmError] = {}
+        self._after_s = after_s
+        self.watch_silence(now)
+
+    # Whose turn it is
+
+    def in_turn(self) -> list[P]:
+        """Return the open queues, beginning with whose turn it is."""
+        return [next(self.order) for _ in self.running]
+
+    def behind(self, place: P) -> list[P]:
+        """Return the open queues, beginning behind one of them."""
+        running = self.running
+        at = running.index(place) + 1 if place in running else 0
+        return running[at:] + running[:at]
+
+    def begin_behind(self, place: P) -> None:
+        """Let the next round begin behind this queue, which has had its turn."""
+        self.order = cycle(self.behind(place))
+
+    def drop(self, place: P) -> None:
+        """Leave out a queue that has ended; the next round begins behind it."""
+        place.running = False
+        self.running = [other for other in self.behind(place) if other is not place]
+        self.order = cycle(self.running)
+
+    def fail(self, place: P, error: AioshmError) -> None:
+        """Leave out a queue that has ended with an error."""
+        self.drop(place)
+        self.failed[place.rank] = error
+
+    def close(self) -> None:
+        """Leave out every queue."""
+        self.running = []
+        self.order = cycle(self.running)
+
+    # Reporting, queue by queue: that others have messages does not keep the silence of one from being told
+
+    def watch_silence(self, now: float) -> None:
+        """Count from here how long each queue is silent."""
+        self.look_at, self.asked = now + self._after_s, list[P]()
+        self._heard = {place.rank: (place.reader.source.progress, now) for place in self.running}
+
+    def silence_due(self, now: float) -> bool:
+        """Return whether `tell_silence` is due; the time in which nobody iterated counts for no silence."""
+        if now - self.look_at > self._after_s:
+            self.watch_silence(now)
+        return now >= self.look_at
+
+    def tell_silence(self, now: float) -> float:
+        """Ask the writers of silent queues whether they run; the next time, report those that are silent still.
+
+        Returns:
+            In how many seconds to come again.
+        """
+        asked, self.asked = self.asked, []
+        answer_s = answer_within(self._after_s)
+        again_s = max(MIN_PAUSE_S, self._after_s - answer_s) if asked else self._after_s
+        for place in asked or self.running:
+            source = place.reader.source
+            if not place.running or self._moved(place, now) or not place.reserve():
+                continue
+            try:
+                if not asked and source.ask_writer():
+                    self.asked.append(place)
+                    again_s = answer_s
+                else:
+                    source.report_waiting(now - self._heard[place.rank][1])
+            finally:
+                place.release()
+        self.look_at = now + again_s
+        return again_s
+
+    def _moved(self, place: P, now: float) -> bool:
+        """Return whether the reader has finished with messages since this was asked last."""
+        progress = place.reader.source.progress
+        if progress == self._heard[place.rank][0]:
+            return False
+        self._heard[place.rank] = progress, now
+        return True
