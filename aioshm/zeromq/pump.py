@@ -110,8 +110,8 @@ class Pump:
             self.run_soon()
 
     def run_soon(self) -> None:
-        """Call back on the next turn of the loop, once."""
-        if not self._scheduled:
+        """Call back on the next turn of the loop, once; never on a closed loop."""
+        if not self._scheduled and not self._loop.is_closed():
             self._scheduled = True
             self._loop.call_soon(self._run_scheduled)
 

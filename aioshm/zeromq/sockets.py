@@ -2,7 +2,7 @@
 
 Data: the writer's XPUB to each reader's SUB. Control: each reader's DEALER to the writer's ROUTER. Each end has a
 ZeroMQ context, and so an I/O thread, of its own. Payloads are received by `zmq.asyncio`, see ``inbox.py``; control
-sockets are driven by callbacks of the loop, see ``watch.py``. Either can be read where no loop runs, too.
+sockets are driven by callbacks of the loop, see ``pump.py``. Either can be read where no loop runs, too.
 
 **Sockets may not wait.** A data connection must not be given up because a large message takes long, so it is watched by
 TCP alone (keepalive, ``TCP_USER_TIMEOUT``). Control messages are small, so these connections are watched by ZeroMQ's
@@ -74,20 +74,6 @@ class Sockets:
     def close_first(self, close: Callable[[], None]) -> None:
         """Call this before the sockets are closed: for what a thread besides looks at, such as a guard's monitor."""
         self._first.append(close)
-
-    def read_messages(self, socket: Socket, n_frames: int, on_message: Callable[..., None]) -> bool:
-        """Read some control messages of so many frames; return whether there may be more."""
-        for _ in range(BURST):
-            if self.closed:
-                return False
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return False
-            # A message of another form is some stranger's: nobody else misses it.
-            if len(frames) == n_frames:
-                on_message(*frames)
-        return True
 
     def close(self, linger_ms: int = 0) -> None:
         """Close everything and forget what was not sent, at once or, blocking, after a while. Idempotent."""

@@ -12,6 +12,7 @@ from collections import Counter
 import zmq
 
 from aioshm.zeromq.guard import GuardedMonitor
+from aioshm.zeromq.pump import drain
 
 # Of one subscriber. Consumers have one or a few.
 MAX_SUBSCRIPTIONS = 128
@@ -128,20 +129,17 @@ class Subscriptions:
     def read(self) -> bool:
         """Read some; True if there may be more. It can take long, in ZeroMQ, which needs no GIL."""
         self.read_gone()
-        for _ in range(_TURN):
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError:  # nothing there, or closed
-                return False
-            try:
-                fd = int(frame.get(zmq.SRCFD))
-            except zmq.ZMQError:  # inproc, or the end of a subscription whose peer has left
-                continue
-            data = frame.bytes
-            self._monitor.credit(fd, len(data) + _FRAMING_BYTES)
-            if data and fd not in self._refused:
-                self._note(fd, data[1:], data[0] == _SUBSCRIBE)
-        return True
+        return drain(lambda: self._socket.recv(zmq.NOBLOCK, copy=False), self._take, _TURN)
+
+    def _take(self, frame: zmq.Frame) -> None:
+        try:
+            fd = int(frame.get(zmq.SRCFD))
+        except zmq.ZMQError:  # inproc, or the end of a subscription whose peer has left
+            return
+        data = frame.bytes
+        self._monitor.credit(fd, len(data) + _FRAMING_BYTES)
+        if data and fd not in self._refused:
+            self._note(fd, data[1:], data[0] == _SUBSCRIBE)
 
     def _note(self, fd: int, prefix: bytes, subscribes: bool) -> None:
         of_peer = self._of_peer.setdefault(fd, set())

@@ -15,8 +15,8 @@ from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.inbox import Inbox
 from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.pump import Pump, drain, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
-from aioshm.zeromq.watch import Watch
 
 
 class ReaderSockets:
@@ -49,10 +49,7 @@ class ReaderSockets:
         on_message: Callable[[bytes], None],
         on_change: Callable[[], None],
     ) -> None:
-        self._loop = loop
         self._on_message, self._on_change = on_message, on_change
-        self._coming = False
-        self._watches: list[Watch] = []
         # Two with a monitor each, which is two more, and a connection.
         self._sockets = Sockets("a remote reader", count=6, connections=2)
         context, add = self._sockets.context, self._sockets.add
@@ -80,10 +77,10 @@ class ReaderSockets:
         except BaseException:
             self._sockets.close()
             raise
-        self._watches = [
-            Watch(loop, self._dealer, self._look_at_control),
-            Watch(loop, self.data_connection.pair, self._look_at_connections),
-            Watch(loop, self.control_connection.pair, self._look_at_connections),
+        self._control = Pump(loop, self._dealer, self._read_control)
+        self._monitors = [
+            Pump(loop, connection.pair, self._look_at_connections)
+            for connection in (self.data_connection, self.control_connection)
         ]
 
     def send(self, message: wire.Control) -> bool:
@@ -91,7 +88,7 @@ class ReaderSockets:
         if self._sockets.closed:
             return False
         # What made the descriptor readable may be noticed, and forgotten, by a call that sends.
-        self._look_at_control_soon()
+        self._control.run_soon()
         try:
             self._dealer.send(message.pack(), zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -110,7 +107,7 @@ class ReaderSockets:
 
     def look_at_all(self) -> None:
         """Read whatever has come, and what has become of the connections."""
-        while not self._sockets.closed and (self._payloads.look() | self._read_messages()):
+        while not self._sockets.closed and (self._payloads.look() | self._read_control()):
             pass
         self._look_at_connections()
 
@@ -118,34 +115,24 @@ class ReaderSockets:
         """Close everything; what was not sent yet is forgotten. Idempotent."""
         if self._sockets.closed:
             return
-        for watch in self._watches:
-            watch.pause()
+        for pump in (self._control, *self._monitors):
+            pump.pause()
         self._payloads.close()
         self._sockets.close()
 
-    def _look_at_control(self) -> None:
-        if not self._sockets.closed and self._read_messages():
-            self._look_at_control_soon()
+    def _read_control(self) -> bool:
+        return drain(whole(self._dealer), self._take)
+
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) == 1:  # one of another form is some stranger's: nobody else misses it
+            self._on_message(frames[0])
 
     def _look_at_connections(self) -> None:
         # What had arrived when a connection ended is there when its end is told: so it is read first.
         self.look()
-        self._look_at_control()
+        self._control.run()
         if not self._sockets.closed and (self.data_connection.changed() | self.control_connection.changed()):
             self._on_change()
-
-    def _look_at_control_soon(self) -> None:
-        """Look again in the loop's next turn."""
-        if not self._coming and not self._loop.is_closed():
-            self._coming = True
-            self._loop.call_soon(self._come)
-
-    def _come(self) -> None:
-        self._coming = False
-        self._look_at_control()
-
-    def _read_messages(self) -> bool:
-        return self._sockets.read_messages(self._dealer, 1, self._on_message)
 
 
 class Connection:

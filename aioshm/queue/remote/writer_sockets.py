@@ -17,8 +17,8 @@ from aioshm.process.limits import naming_limits
 from aioshm.queue.remote import wire
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.pump import Pump, drain, whole
 from aioshm.zeromq.sockets import (
-    BURST,
     CONTROL_HWM,
     Socket,
     Sockets,
@@ -26,7 +26,6 @@ from aioshm.zeromq.sockets import (
     watched_by_heartbeats,
     watched_by_tcp,
 )
-from aioshm.zeromq.watch import Watch
 
 HANDSHAKE_MS = 10_000
 """How long a peer that connects may take to prove that it holds the handle."""
@@ -60,9 +59,7 @@ class WriterSockets:
         self._sockets = Sockets("a writer with remote readers", count=3, connections=2 + 2 * readers, threads=1)
         self._shares_memory = False
         context = self._sockets.context
-        self._watches: list[Watch] = []
-        self._looking = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pumps: list[Pump] = []
         server = self.keys = None
         try:
             if options.secure:
@@ -133,16 +130,18 @@ class WriterSockets:
             on_subscribed: A reader of this rank has a new data connection, over which it gets what is published next.
             on_message: A control message came, from this identity.
         """
-        self._loop, self._on_subscribed, self._on_message = loop, on_subscribed, on_message
-        self._watches = [Watch(loop, self._xpub, self._look), Watch(loop, self._router, self._look)]
+        self._on_subscribed, self._on_message = on_subscribed, on_message
+        self._subscriptions = Pump(loop, self._xpub, self._read_subscriptions)
+        self._messages = Pump(loop, self._router, self._read_messages)
+        self._pumps = [self._subscriptions, self._messages]
 
     def publish(self, head: bytes, body: bytes | memoryview | None = None) -> zmq.MessageTracker | None:
-        """Send a data message to those whom it is addressed to. Never waits.
+        """Send a data message to those whom it is addressed to, once started. Never waits.
 
         Returns:
             What tells when the body's memory is not used any more; None where it is not used already.
         """
-        self._look_soon()
+        self._subscriptions.run_soon()  # a call that sends may notice, and make the descriptor forget, what has come
         if body is None:
             self._xpub.send(head, zmq.NOBLOCK)
             return None
@@ -158,7 +157,7 @@ class WriterSockets:
         """Send a control message; return False if there is no connection to that peer."""
         if self._sockets.closed:
             return False
-        self._look_soon()
+        self._messages.run_soon()  # as above
         try:
             self._router.send_multipart([identity, message.pack()], zmq.NOBLOCK)
         except zmq.Again:
@@ -175,54 +174,32 @@ class WriterSockets:
 
     def look(self) -> None:
         """Read everything that has come."""
-        if self._sockets.closed:
-            return
-        while self._read_burst():
+        while not self._sockets.closed and (self._read_subscriptions() | self._read_messages()):
             pass
 
     def close(self) -> None:
         """Close everything now. Idempotent."""
-        for watch in self._watches:
-            watch.pause()
-        self._watches = []
+        for pump in self._pumps:
+            pump.pause()
         self._sockets.close()  # the thread closes its own
 
-    def _look(self) -> None:
-        self._looking = False
-        if not self._sockets.closed and self._read_burst():
-            self._look_soon()
-
-    def _look_soon(self) -> None:
-        """Look again in the loop's next turn.
-
-        What made a descriptor readable may have been noticed, and forgotten, by a call that sends.
-        """
-        if not self._looking and self._loop is not None and not self._loop.is_closed():
-            self._looking = True
-            self._loop.call_soon(self._look)
-
-    def _read_burst(self) -> bool:
-        """Read some messages; return whether there may be more."""
-        return self._read_subscriptions() | self._read_messages()
-
     def _read_subscriptions(self) -> bool:
-        for _ in range(BURST):
-            try:
-                subscription = self._xpub.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return False
-            rank = wire.subscriber(subscription, self._secret)
-            if rank is not None:
-                # Both are for the connection that this message came from.
-                self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret, rank))
-                self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret))
-                self._on_subscribed(rank)
-                if self._sockets.closed:
-                    return False
-        return True
+        return drain(lambda: self._xpub.recv(zmq.NOBLOCK), self._take_subscription)
 
     def _read_messages(self) -> bool:
-        return self._sockets.read_messages(self._router, 2, self._on_message)
+        return drain(whole(self._router), self._take_message)
+
+    def _take_subscription(self, subscription: bytes) -> None:
+        rank = wire.subscriber(subscription, self._secret)
+        if rank is not None:
+            # Both are for the connection that this message came from.
+            self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret, rank))
+            self._xpub.setsockopt(zmq.SUBSCRIBE, wire.address(self._secret))
+            self._on_subscribed(rank)
+
+    def _take_message(self, frames: list[bytes]) -> None:
+        if len(frames) == 2:  # one of another form is some stranger's: nobody else misses it
+            self._on_message(*frames)
 
 
 def _answer(zap: Socket, key: bytes) -> None:
