@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
-import select
 import socket
-import sys
 from collections.abc import Callable
 from time import monotonic
 
@@ -15,14 +12,11 @@ from aioshm.errors import HandleError, PeerDied
 from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, sockaddr
 from aioshm.lifeline.bell import Bell
+from aioshm.lifeline.descriptors import has_hung_up, receive, receive_next
 from aioshm.lifeline.protocol import BYE, GO, OVERFLOW, PING, PONG, PROVEN, WAKE, Hello, Welcome
 from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
 
 _RETRY_S = 0.01  # while the writer's backlog is full
-_MAX_FDS = 3
-_CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux; macOS tells the end of a Unix socket by the other one
-_RECV_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # SCM_RIGHTS does not keep the flag by itself
-_PEEKS = sys.platform == "linux"  # whether MSG_PEEK hands out descriptors, too, and leaves them where they are
 _ROOM_PAUSE_S = 0.05  # between looks whether there is room for a descriptor
 
 
@@ -174,7 +168,7 @@ class Lifeline:
             self._loop.add_reader(self._sock.fileno(), self._readable)
         while self._sock.fileno() >= 0:  # until nothing is left: see _Connection.read
             try:
-                data, fds, without_room = _receive_next(self._sock)
+                data, fds, without_room = receive_next(self._sock)
             except BlockingIOError:
                 return
             except OSError:
@@ -196,7 +190,7 @@ class Lifeline:
         """Read on when there is room for the next descriptor: the socket stays readable, and nobody tells of room."""
         self._loop.remove_reader(self._sock.fileno())
         self._held_back = self._loop.call_later(_ROOM_PAUSE_S, self._readable)
-        if _has_hung_up(self._sock):  # its end of file is behind the descriptor
+        if has_hung_up(self._sock):  # its end of file is behind the descriptor
             self._on_gone(self.said_goodbye)
         self._on_held_back()
 
@@ -286,7 +280,7 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
         while (body := protocol.take_frame(received)) is None:
             await _until_readable(loop, sock)
             try:
-                data, new_fds, cut = _receive(sock)
+                data, new_fds, cut = receive(sock)
             except BlockingIOError:
                 continue
             except ConnectionResetError:
@@ -309,44 +303,6 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
             os.close(fd)
         raise
     return Lifeline(loop, sock, welcome, fds, bytes(received), pid)
-
-
-def _receive_next(sock: socket.socket) -> tuple[bytes, list[int], bool]:
-    """Return what came: bytes, descriptors, and whether one that this process has no room for is next.
-
-    That one stays in the socket. The kernel drops those that it has no room for (unix(7)), but not when they are only
-    looked at; and a look hands out those that it has room for.
-    """
-    if not _PEEKS:
-        data, fds, _ = _receive(sock)
-        return data, fds, False
-    data, fds, cut = _receive(sock, socket.MSG_PEEK)
-    cut = cut and OVERFLOW in data
-    if cut:
-        data = data[: data.index(OVERFLOW)]
-    if data:
-        sock.recv(len(data))  # as many: what comes with a descriptor is not read together with what follows
-    return data, fds, cut
-
-
-def _receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
-    """Return what came: bytes, descriptors, and whether there were more of these than this process may have."""
-    # socket.recv_fds ignores its flags (seen in CPython 3.11), and would hand out inheritable descriptors.
-    data, ancillary, flags, _address = sock.recvmsg(
-        protocol.MAX_GREETING_BYTES, socket.CMSG_SPACE(_MAX_FDS * 4), _RECV_FLAGS | flags
-    )
-    fds = array.array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, list(fds), bool(flags & socket.MSG_CTRUNC)
-
-
-def _has_hung_up(sock: socket.socket) -> bool:
-    """Return whether the other end is closed, whatever is still to be read from it."""
-    poll = select.poll()
-    poll.register(sock, _CLOSED)
-    return bool(poll.poll(0))
 
 
 async def _until_readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:

@@ -11,16 +11,15 @@ import errno
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Protocol
 
 from aioshm.errors import HandleError, OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, remove, sockaddr
 from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
-from aioshm.lifeline.protocol import BYE, GO, OVERFLOW, PING, PONG, PROVEN, WAKE, Hello, Welcome
+from aioshm.lifeline.peer import TOO_MANY_UNDER_WAY, Host, Peer
+from aioshm.lifeline.protocol import BYE, PING, PONG, PROVEN, WAKE, Hello
 from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
 
@@ -30,94 +29,7 @@ HELLO_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64
 """Connections that have not greeted yet; one more, and the oldest is dropped."""
 
-_HAND_OVER_PAUSE_S = 0.01  # after the system has refused to take a descriptor for now
 _ACCEPT_PAUSE_S = 0.2  # after a failed accept, where the socket stays readable
-_TOO_MANY_UNDER_WAY = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # descriptors between processes: unix(7)
-
-
-class Host(Protocol):
-    """What the writer answers and is told. Called on its loop."""
-
-    def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
-        """Return the answer to a checked greeting with the descriptors that go along, or raise `HandleError`."""
-
-    def missed(self, hello: Hello, said_goodbye: bool) -> None:
-        """Note that a reader had gone before its greeting was read; it is not admitted."""
-
-    def attached(self, peer: Peer) -> None:
-        """Note that a reader was admitted and has been told so."""
-
-    def proven(self, peer: Peer) -> None:
-        """Note that a reader has the ring mapped."""
-
-    def gone(self, peer: Peer, said_goodbye: bool) -> None:
-        """Note that a reader's connection has ended."""
-
-    def woken(self) -> None:
-        """Note that a reader rang for the writer."""
-
-
-class Peer:
-    """An admitted reader.
-
-    Attributes:
-        rank: Its rank in the handle.
-        pid: Its process id as it saw itself.
-        seen_pid: Its process id in this process' pid namespace, or 0 where it cannot be seen.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, hello: Hello, seen_pid: int, bell: Bell | None
-    ) -> None:
-        self._loop = loop
-        self._sock = sock
-        self._bell = bell
-        self._outbox: deque[int] = deque()
-        self.rank = hello.rank
-        self.pid = hello.pid
-        self.seen_pid = seen_pid
-
-    def ring(self) -> None:
-        """Wake the reader."""
-        if self._bell is not None:
-            self._bell.ring()
-        else:
-            self.send(WAKE)
-
-    def go(self) -> None:
-        """Tell the reader that every reader is ready."""
-        self.send(GO)
-
-    def hand_over(self, fd: int) -> None:
-        """Pass a descriptor on, in the order of the calls. It must stay open as long as this peer is connected."""
-        self._outbox.append(fd)
-        if len(self._outbox) == 1:
-            self._empty_outbox()
-
-    def _empty_outbox(self) -> None:
-        if self._sock.fileno() < 0:
-            return
-        while self._outbox:
-            try:
-                socket.send_fds(self._sock, [OVERFLOW], [self._outbox[0]])
-            except BlockingIOError:  # it has not looked for a long time
-                self._loop.add_writer(self._sock.fileno(), self._empty_outbox)
-                return
-            except OSError as error:
-                if error.errno in _TOO_MANY_UNDER_WAY:
-                    self._loop.remove_writer(self._sock.fileno())
-                    self._loop.call_later(_HAND_OVER_PAUSE_S, self._empty_outbox)
-                    return
-                self._outbox.clear()  # its end of file is coming
-                break
-            self._outbox.popleft()
-        self._loop.remove_writer(self._sock.fileno())
-
-    def send(self, signal: bytes) -> None:
-        try:
-            self._sock.send(signal)
-        except OSError:
-            pass  # its end of file is on its way
 
 
 class LifelineListener:
@@ -438,5 +350,5 @@ class _Connection:
             socket.send_fds(self._sock, [data], fds)
         except OSError as error:
             logger.debug("lifeline of pid %d: %s", self._pid, error)
-            return error.errno not in _TOO_MANY_UNDER_WAY
+            return error.errno not in TOO_MANY_UNDER_WAY
         return True

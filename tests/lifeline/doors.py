@@ -15,7 +15,8 @@ from support import until
 from aioshm.errors import HandleError
 from aioshm.lifeline.address import sockaddr
 from aioshm.lifeline.dialer import Lifeline, attach, dial
-from aioshm.lifeline.listener import LifelineListener, Peer
+from aioshm.lifeline.listener import LifelineListener
+from aioshm.lifeline.peer import Peer
 from aioshm.lifeline.protocol import Hello, Welcome
 from aioshm.ring.layout import VERSION
 

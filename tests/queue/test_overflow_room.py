@@ -183,14 +183,14 @@ async def test_the_loop_does_not_turn_in_circles_and_finds_the_room(monkeypatch:
     async with withheld() as (_writer, (reader,), hand_over):
         lifeline = reader.end.source.attachment.lifeline  # type: ignore[attr-defined]
         looks: list[bool] = []
-        receive = attach._receive_next
+        receive = attach.receive_next
 
         def count(*arguments: Any) -> Any:
             result = receive(*arguments)
             looks.append(result[2])
             return result
 
-        monkeypatch.setattr(attach, "_receive_next", count)
+        monkeypatch.setattr(attach, "receive_next", count)
         loop = asyncio.get_running_loop()
         with starving():
             hand_over()

@@ -16,7 +16,7 @@ from pairs import attached
 from slots import slot_of
 
 from aioshm import CorruptSlot, MessageQueue, MessagesLost, PeerDied, QueueCancelled, QueueEmpty, SharedMemoryError
-from aioshm.lifeline import dialer as attach
+from aioshm.lifeline import descriptors
 from aioshm.queue.local.overflow import pack_marker
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
@@ -160,7 +160,7 @@ async def test_a_descriptor_that_was_lost_on_the_way_in_shifts_no_other(monkeypa
         await writer.enqueue(b"1" * BIG)
         await writer.enqueue(b"2" * BIG)
         with monkeypatch.context() as patch:
-            receive = attach._receive
+            receive = descriptors.receive
             lost: list[bool] = []
 
             def lossy(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
@@ -172,8 +172,8 @@ async def test_a_descriptor_that_was_lost_on_the_way_in_shifts_no_other(monkeypa
                     fds, cut = [], True
                 return data, fds, cut
 
-            patch.setattr(attach, "_PEEKS", False)
-            patch.setattr(attach, "_receive", lossy)
+            patch.setattr(descriptors, "_PEEKS", False)
+            patch.setattr(descriptors, "receive", lossy)
             with pytest.raises(CorruptSlot, match="too many open files"):
                 await reader.dequeue(5)
         assert await reader.dequeue(5) == b"2" * BIG

@@ -15,7 +15,8 @@ from aioshm.config import Options
 from aioshm.errors import HandleError, LimitReached
 from aioshm.lifeline.address import new_address
 from aioshm.lifeline.dialer import attach, dial
-from aioshm.lifeline.listener import LifelineListener, Peer
+from aioshm.lifeline.listener import LifelineListener
+from aioshm.lifeline.peer import Peer
 from aioshm.lifeline.protocol import Hello, Welcome
 from aioshm.process.background import run_apart
 from aioshm.process.limits import check_descriptors, naming_limits
@@ -132,7 +133,7 @@ class _Door:
         self._loop.close()
         self._segment.close()
 
-    # What the listener asks and tells (see `aioshm.lifeline.listener.Host`)
+    # What the listener asks and tells (see `aioshm.lifeline.peer.Host`)
 
     def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
         if not 0 <= hello.rank < self._world_size:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from aioshm.config import OnReaderDeath
 from aioshm.errors import AioshmError, HandleError, PeerDied
-from aioshm.lifeline.listener import Peer
+from aioshm.lifeline.peer import Peer
 from aioshm.lifeline.protocol import Hello, Welcome
 from aioshm.process.state import process_state
 from aioshm.ring import RingWriter

@@ -1,0 +1,53 @@
+"""Receiving descriptors, and the bytes that they come with, over a Unix socket."""
+
+from __future__ import annotations
+
+import array
+import select
+import socket
+import sys
+
+from aioshm.lifeline.protocol import MAX_GREETING_BYTES, OVERFLOW
+
+_MAX_FDS = 3
+_CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux; macOS tells the end of a Unix socket by the other one
+_RECV_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # SCM_RIGHTS does not keep the flag by itself
+_PEEKS = sys.platform == "linux"  # whether MSG_PEEK hands out descriptors, too, and leaves them where they are
+
+
+def receive_next(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+    """Return what came: bytes, descriptors, and whether one that this process has no room for is next.
+
+    That one stays in the socket. The kernel drops those that it has no room for (unix(7)), but not when they are only
+    looked at; and a look hands out those that it has room for.
+    """
+    if not _PEEKS:
+        data, fds, _ = receive(sock)
+        return data, fds, False
+    data, fds, cut = receive(sock, socket.MSG_PEEK)
+    cut = cut and OVERFLOW in data
+    if cut:
+        data = data[: data.index(OVERFLOW)]
+    if data:
+        sock.recv(len(data))  # as many: what comes with a descriptor is not read together with what follows
+    return data, fds, cut
+
+
+def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
+    """Return what came: bytes, descriptors, and whether there were more of these than this process may have."""
+    # socket.recv_fds ignores its flags (seen in CPython 3.11), and would hand out inheritable descriptors.
+    data, ancillary, flags, _address = sock.recvmsg(
+        MAX_GREETING_BYTES, socket.CMSG_SPACE(_MAX_FDS * 4), _RECV_FLAGS | flags
+    )
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds), bool(flags & socket.MSG_CTRUNC)
+
+
+def has_hung_up(sock: socket.socket) -> bool:
+    """Return whether the other end is closed, whatever is still to be read from it."""
+    poll = select.poll()
+    poll.register(sock, _CLOSED)
+    return bool(poll.poll(0))
