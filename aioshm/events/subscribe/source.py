@@ -1,4 +1,4 @@
-"""One endpoint of a subscriber: a SUB socket, its monitor, and a DEALER while something is asked for.
+"""One endpoint of a subscriber: a port where live batches come in, and one where missed ones are asked for.
 
 Everything happens in callbacks of the loop, a slice at a time; no task runs. The decisions are the tracker's.
 """
@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import zmq
 
-from aioshm.errors import CodecError, OutOfDescriptors
+from aioshm.errors import CodecError
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.decoding import BatchDecoder, Decoding
 from aioshm.events.protocol.deliveries import Delivery, Received
@@ -22,20 +22,15 @@ from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.subscribe.live_ports import LivePort, OpenPort, SubPort
+from aioshm.events.subscribe.replay_port import ReplayPort
 from aioshm.logs import LogLimiter
-from aioshm.process.limits import SIGNAL_DESCRIPTORS, abandon_when_forked, check_descriptors
+from aioshm.process.limits import abandon_when_forked
 from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import attach, open_socket
-from aioshm.zeromq.pump import Pump
 
 logger = logging.getLogger("aioshm.events")
 
-# Requests that get no answer before a gap is given up; one only, while the replay port is known to be silent.
-REPLAY_ATTEMPTS = 3
 # A publisher that says nothing is asked whether something was missed after this long, then ever less often.
 CHECK_MAX_S = 30.0
-# ZeroMQ's own queue for replies: what a publisher may send ahead of this reader.
-_REPLY_HWM = 64
 _SLICE_S = 0.002
 
 _Where: TypeAlias = Literal["live", "replay"]
@@ -85,9 +80,7 @@ class EventSource:
     ) -> None:
         self._loop = loop
         self._context = context
-        self._replay_endpoint = replay_endpoint
         self._topic = options.topic.encode()
-        self._curve = options.curve
         self._replay_timeout = options.replay_timeout
         self._check_interval = options.check_interval if replay_endpoint is not None else None
         self._deliver = deliver
@@ -97,20 +90,14 @@ class EventSource:
         self._limiter = LogLimiter(10.0)
         self._paused = False
         self._again = False
-        self._delivered = self._replayed = self._garbage = self._replay_failures = 0
-
-        self._dealer: zmq.Socket[bytes] | None = None
-        self._dealer_pump: Pump | None = None
-        self._asked_at = 0.0
-        self._attempts = 0
-        self._replay_silent = False
+        self._delivered = self._replayed = self._garbage = 0
+        self._replay = ReplayPort(loop, context, replay_endpoint, options.curve, options.replay_timeout, self._run)
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0  # uvloop's handle does not tell, where it is due at once
         self._overdue: float | None = None
         self._quiet_checks = 0
 
         self._inherited = False
-        self._lacking: OutOfDescriptors | None = None
         self._port: LivePort
         if open_to_all:
             self._port = OpenPort(context, endpoint, self._topic, max_bytes=max_payload_bytes)
@@ -142,7 +129,7 @@ class EventSource:
             restarts=tracker.restarts,
             reconnects=self._port.reconnects,
             garbage=self._garbage + tracker.unconfirmed,
-            replay_failures=self._replay_failures,
+            replay_failures=self._replay.failures,
             handshake_failures=self._port.handshake_failures,
             cut_off=self._port.cut_off,
         )
@@ -151,12 +138,10 @@ class EventSource:
         """Go on after ``deliver`` returned False."""
         if self._paused:
             self._paused = False
-            self._asked_at = self._loop.time()  # the publisher could not have sent while nobody read
             if self._monitor_pump is not None:
                 self._monitor_pump.resume()
             self._sub_pump.resume()
-            if self._dealer_pump is not None:
-                self._dealer_pump.resume()
+            self._replay.resume()
 
     def close(self) -> None:
         """Close the sockets and forget what was not delivered."""
@@ -164,7 +149,7 @@ class EventSource:
             return
         self._closed = True
         self._pause()
-        self._end_request()
+        self._replay.close()
         self._unfinished = None
         self._port.close()
 
@@ -179,8 +164,7 @@ class EventSource:
         self._sub_pump.pause()
         if self._monitor_pump is not None:
             self._monitor_pump.pause()
-        if self._dealer_pump is not None:
-            self._dealer_pump.pause()
+        self._replay.pause()
 
     # The loop calls
 
@@ -222,9 +206,7 @@ class EventSource:
             self._sub_pump.resume()
             return self._read_live()
         self._sub_pump.pause()
-        if self._dealer is None:
-            self._request()
-        return self._dealer is not None and self._read_reply()
+        return self._read_reply(self._tracker.asking)
 
     def _hand_out(self) -> bool:
         """Hand out what the tracker has; True if the consumer wants no more for now."""
@@ -288,7 +270,7 @@ class EventSource:
             return
         if batch is not None:
             self._unfinished = None
-            self._asked_at = self._loop.time()
+            self._replay.heard()
             self._accept(where, frames, batch)
 
     def _accept(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, batch: KVEventBatch) -> None:
@@ -300,47 +282,14 @@ class EventSource:
 
     # Replay
 
-    def _request(self) -> None:
-        assert self._replay_endpoint is not None
-        start = self._tracker.asking
-        assert start is not None
-        now = self._loop.time()
-        try:
-            check_descriptors("asking for what was missed", 1 + SIGNAL_DESCRIPTORS)  # ZeroMQ would try again for ever
-            self._dealer = dealer = open_socket(
-                self._context, zmq.DEALER, self._replay_endpoint, bind=False, hwm=_REPLY_HWM, curve=self._curve
-            )
-            attach(dealer, self._replay_endpoint, bind=False)
-        except OutOfDescriptors as error:
-            if self._lacking is None:
-                self._lacking, self._asked_at = error, now
-            return
-        self._lacking = None
-        dealer.send_multipart(wire.request(start), zmq.NOBLOCK)
-        self._dealer_pump = Pump(self._loop, dealer, self._run)
-        self._asked_at = now
-
-    def _end_request(self) -> None:
-        if self._dealer_pump is not None:
-            self._dealer_pump.pause()
-            self._dealer_pump = None
-        if self._dealer is not None:
-            self._dealer.close(linger=0)
-            self._dealer = None
-
-    def _read_reply(self) -> bool:
-        assert self._dealer is not None
-        try:
-            frames = self._dealer.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+    def _read_reply(self, start: int) -> bool:
+        frames = self._replay.receive(start)
+        if frames is None:
             return False
-        self._asked_at = self._loop.time()
         try:
             reply = wire.parse_reply(frames)
             if reply is None:
-                self._end_request()
-                self._attempts = 0
-                self._replay_silent = False
+                self._replay.ended()
                 self._tracker.replay_ended()
                 return True
             if reply.topic is not None and not reply.topic.startswith(self._topic):
@@ -351,29 +300,12 @@ class EventSource:
         self._take("replay", reply)
         return True
 
-    def _replay_overdue(self) -> None:
-        """Ask again, or give up and say so."""
-        self._end_request()
-        self._attempts += 1
-        self._replay_failures += 1
-        allowed = 1 if self._replay_silent else REPLAY_ATTEMPTS
-        if self._attempts >= allowed:
-            reason = f"{self._replay_endpoint} did not answer {self._attempts} times within {self._replay_timeout} s"
-            if self._lacking is not None:
-                reason = f"{self._replay_endpoint} was not asked: {self._lacking.strerror}"
-            self._attempts = 0
-            if not self._replay_silent:
-                logger.warning("subscriber %s: replay: %s", self.endpoint, reason)
-            self._replay_silent = True
-            self._tracker.replay_failed(reason)
-        self._come_back()
-
     # Time
 
     def _arm(self) -> None:
         """Set when something is overdue: an answer, or a word from a publisher."""
         if self._tracker.asking is not None:
-            self._overdue = self._asked_at + self._replay_timeout
+            self._overdue = self._replay.overdue_at
         elif self._check_interval is not None:
             pause = min(CHECK_MAX_S, self._check_interval * 2 ** min(self._quiet_checks, 16))
             self._overdue = self._loop.time() + pause
@@ -404,10 +336,13 @@ class EventSource:
             self._quiet_checks += 1
             self._tracker.check()
         else:
-            self._replay_overdue()
+            reason = self._replay.give_up(self.endpoint)
+            if reason is not None:
+                self._tracker.replay_failed(reason)
+            self._come_back()
         self._run()
 
     def _complain(self, where: str, error: Exception) -> None:
         self._garbage += 1
-        endpoint = self._replay_endpoint if where == "replay" else self.endpoint
+        endpoint = self._replay.endpoint if where == "replay" else self.endpoint
         self._limiter.warn(logger, "subscriber %s: a %s message cannot be used: %s", endpoint, where, error)
