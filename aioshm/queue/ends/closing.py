@@ -16,12 +16,12 @@ LOOP_POLL_S = 0.05
 
 
 class Inside(Protocol):
-    """The end behind a gate, as far as closing it goes."""
+    """What is behind a gate, a writing end or a reader's source, as far as closing it goes."""
 
     def say_goodbye(self) -> None:
         """Tell the other side that this end closes."""
 
-    def dismantle(self) -> None:
+    def close(self) -> None:
         """Give everything back; called once, when no call uses the ring any more. Needs no loop."""
 
     def abandon(self) -> None:
@@ -33,8 +33,8 @@ class Inside(Protocol):
     async def finish(self) -> None:
         """Do what closing needs that takes time."""
 
-    def current_stats(self) -> QueueStats:
-        """Return the statistics while everything is there."""
+    def stats(self) -> QueueStats:
+        """Return what this end has done so far, while everything is there."""
 
 
 class Door(Protocol):
@@ -142,27 +142,27 @@ class ClosingOrder:
     def dismantle_unless_used(self) -> None:
         """Give everything back if no call is in line."""
         if not self.dismantled and not self._gate.in_line:
-            self._last_stats = self._inside.current_stats()
+            self._last_stats = self._inside.stats()
             self.dismantled = True
             self._take_apart()
 
     def _take_apart(self) -> None:
         if self._gate.poller is not None:
             self._gate.poller.close()
-        self._inside.dismantle()
+        self._inside.close()
 
     def abandon_in_child(self) -> None:
         """Refuse every call in a forked child, and let the parent's end go on."""
         self._inherited = True
         if not self.dismantled:
             self._gate.forbid()
-            self._last_stats = self._inside.current_stats()
+            self._last_stats = self._inside.stats()
             self.dismantled = True
             self._inside.abandon()
 
     def stats(self) -> QueueStats:
         """Return what the end has done so far."""
-        return self._last_stats if self.dismantled else self._inside.current_stats()
+        return self._last_stats if self.dismantled else self._inside.stats()
 
     def __del__(self) -> None:
         if getattr(self, "dismantled", True):

@@ -15,7 +15,6 @@ from aioshm.queue.ends.source import Source
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import Inquiry
-from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.blocking import BlockingPoller
 from aioshm.wait.line import settle
@@ -52,7 +51,7 @@ class ReadingEnd:
         self.undo = False
         self._stall: Stall | None = None
         self._stalled_at = -1
-        gate.enclose(self)
+        gate.enclose(source)
 
     # Attaching
 
@@ -263,32 +262,6 @@ class ReadingEnd:
     def tell_parked(self) -> None:
         """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
         self.source.tell_parked()
-
-    def current_stats(self) -> QueueStats:
-        """Return what this end has done so far, while everything is there."""
-        return self.source.stats()
-
-    # Closing (see `closing.Inside`)
-
-    def say_goodbye(self) -> None:
-        """Tell the writer that this end closes."""
-        self.source.say_goodbye()
-
-    def dismantle(self) -> None:
-        """Give everything back."""
-        self.source.close()
-
-    def finished(self) -> bool:
-        """Return whether `finish` has nothing to do."""
-        return self.source.finished()
-
-    async def finish(self) -> None:
-        """Do what closing needs that takes time."""
-        await self.source.finish()
-
-    def abandon(self) -> None:
-        """Let go, in a forked child, of what would hide the parent's death."""
-        self.source.abandon()
 
     def __repr__(self) -> str:
         return repr(self.gate)

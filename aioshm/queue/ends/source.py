@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from aioshm.errors import AioshmError
-from aioshm.queue.stats import QueueStats
+from aioshm.queue.ends.closing import Inside
 from aioshm.ring import RingReader
 
 
@@ -36,8 +36,8 @@ class Waker(Protocol):
         """Wake the writer if it can go on."""
 
 
-class Source(Protocol):
-    """Where messages come from; used on its end's loop, by one task at a time.
+class Source(Inside, Protocol):
+    """Where messages come from; used on its end's loop, by one task at a time. The gate closes it.
 
     Attributes:
         receive: Returns the next message, or `NOTHING` or `ELSEWHERE` if there is more to do than to take it; never
@@ -126,23 +126,3 @@ class Source(Protocol):
 
     def tell_parked(self) -> None:
         """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
-
-    def stats(self) -> QueueStats:
-        """Return what was received so far."""
-
-    # Closing (see `closing.Inside`)
-
-    def say_goodbye(self) -> None:
-        """Tell the writer that this reader leaves."""
-
-    def close(self) -> None:
-        """Give everything back."""
-
-    def finished(self) -> bool:
-        """Return whether `finish` has nothing to do."""
-
-    async def finish(self) -> None:
-        """Do what closing needs that takes time."""
-
-    def abandon(self) -> None:
-        """Let go, in a forked child, of what would hide the parent's death."""

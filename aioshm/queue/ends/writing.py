@@ -289,7 +289,7 @@ class WritingEnd:
             self._sender.laggards(self._sender.wanted),
         )
 
-    def current_stats(self) -> QueueStats:
+    def stats(self) -> QueueStats:
         """Return what this end has done so far, while everything is there."""
         ring, network = self.ring, self.network
         stats = self.gate.new_stats(
@@ -314,7 +314,7 @@ class WritingEnd:
         for audience in self._audiences:
             audience.say_goodbye()
 
-    def dismantle(self) -> None:
+    def close(self) -> None:
         """Give everything back but what still has to be delivered."""
         self.ring.close()
         if self.network is not None and not self.network.delivering:
