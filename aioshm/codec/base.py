@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from aioshm.errors import CodecError
-from aioshm.process.interrupts import find_raised
+from aioshm.process.interrupts import chain_of, find_raised
 
 Encoded: TypeAlias = bytes | tuple[Sequence[bytes | memoryview], Sequence[memoryview]]
 
@@ -97,14 +97,8 @@ def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
     raised = find_raised(error)
     if raised is not None:
         raise raised from raised.__cause__
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        link = waiting.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            traceback.clear_frames(link.__traceback__)
-            waiting += link.__cause__, link.__context__
+    for link in chain_of(error):
+        traceback.clear_frames(link.__traceback__)
     what = "unpickle a message" if codec == "pickle" else f"decode a {codec} message"
     result = CodecError(f"cannot {what}: {type(error).__name__}: {error}")
     result.__cause__ = error

@@ -21,7 +21,7 @@ def from_handler(error: BaseException) -> bool:
 def find_raised(error: BaseException) -> BaseException | None:
     """Return what a signal's handler raised: this error, or its cause or context, or theirs; None if none did."""
     codes: set[CodeType] | None = None
-    for link in _chain(error):
+    for link in chain_of(error):
         traceback = link.__traceback__
         while traceback is not None:
             frame = traceback.tb_frame
@@ -35,7 +35,8 @@ def find_raised(error: BaseException) -> BaseException | None:
     return None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, its cause and context, and theirs, each once."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

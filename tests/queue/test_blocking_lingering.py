@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,19 +36,6 @@ def test_a_message_that_comes_soon_needs_no_loop(monkeypatch: pytest.MonkeyPatch
             time.sleep(0.001)
         writer.enqueue("second")
         assert thread.result() == ["first", "second"]
-
-
-def test_it_ends_after_its_time() -> None:
-    def read(reader: Any) -> list[Any]:
-        received = [reader.dequeue(10)]
-        reader.held.end.linger_ns = 1000
-        with pytest.raises(TimeoutError):
-            reader.dequeue(0.01)
-        return received
-
-    with reading(read) as (writer, thread):
-        writer.enqueue("only")
-        assert thread.result() == ["only"]
 
 
 def test_a_writer_that_waits_for_room_is_woken_first() -> None:
@@ -138,25 +126,19 @@ def test_a_message_in_its_window_is_received_outside_of_the_loop(monkeypatch: py
         assert thread.result() == ["first", "second"]
 
 
-def test_a_window_does_not_outlast_the_timeout() -> None:
+def _linger(linger_ns: int) -> Callable[[Any], None]:
+    return lambda reader: setattr(reader.held.end, "linger_ns", linger_ns)
+
+
+@pytest.mark.parametrize(
+    "begin", [_linger(1000), _linger(LONG_NS), _expect_soon], ids=["a brief look", "a long look", "a window"]
+)
+def test_no_look_outlasts_the_timeout(begin: Callable[[Any], None]) -> None:
     def read(reader: Any) -> list[Any]:
         received = [reader.dequeue(10)]
-        _expect_soon(reader)
+        begin(reader)
         with pytest.raises(TimeoutError):
             reader.dequeue(0.02)
-        return received
-
-    with reading(read) as (writer, thread):
-        writer.enqueue("only")
-        assert thread.result() == ["only"]
-
-
-def test_lingering_does_not_outlast_the_timeout() -> None:
-    def read(reader: Any) -> list[Any]:
-        received = [reader.dequeue(10)]
-        reader.held.end.linger_ns = LONG_NS
-        with pytest.raises(TimeoutError):
-            reader.dequeue(0.01)
         return received
 
     with reading(read) as (writer, thread):

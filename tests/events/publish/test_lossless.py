@@ -23,7 +23,7 @@ from aioshm.events import (
     ZmqEventPublisher,
 )
 
-from ..helpers import ANY, PATIENCE_S, Ends, batch, take, within
+from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_from_threads, take, within
 
 
 def wait_until(condition: Any) -> None:
@@ -74,14 +74,7 @@ def fill(publisher: Any) -> None:
 class TestThreaded:
     def test_a_thread_that_is_too_quick_waits(self) -> None:
         with ThreadedEventPublisher(0, ANY, ANY, max_queue_size=100, bind=True) as publisher:
-            threads = [
-                threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(2500)]) for _ in range(2)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            publisher.flush(PATIENCE_S)
+            publish_from_threads(publisher, 2, 2500)
             assert publisher.stats().dropped == 0
             assert publisher.stats().sent == 5000
             assert read_all(publisher, 5000) == list(range(5000))

@@ -10,20 +10,13 @@ import pytest
 
 from aioshm.events import EventSubscriber, PublisherClosed, Received, ThreadedEventPublisher
 
-from ..helpers import ANY, PATIENCE_S, batch, take
+from ..helpers import ANY, PATIENCE_S, batch, publish_from_threads, take
 
 
 class TestThreaded:
     def test_any_thread_may_publish(self) -> None:
         with ThreadedEventPublisher(1, ANY, ANY, bind=True) as publisher:
-            threads = [
-                threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(500)]) for _ in range(4)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            publisher.flush(PATIENCE_S)
+            publish_from_threads(publisher, 4, 500)
             assert publisher.stats().sent == 2000
 
             async def read() -> list[int]:
