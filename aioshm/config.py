@@ -82,7 +82,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         lifeline: ``"abstract"`` binds a Linux abstract Unix socket, which vanishes with its process however that
             dies; ``"directory"`` binds a file in ``runtime_dir``, for hosts that share a directory but not a
             network namespace, and for macOS.
-        runtime_dir: Where socket files go; made with mode 0700, refused if it belongs to somebody else.
+        runtime_dir: Where socket files go; made with mode 0700, refused if it belongs to another user.
         wait: ``"adaptive"`` spins while that is cheaper than sleeping, ``"spin"`` never sleeps, ``"park"`` always.
         max_spin_cpu: Share of a core (0 to 1) that an end may spend on spinning for messages that come with a steady
             period; the hot streams of ``"adaptive"`` are not counted.
@@ -93,7 +93,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         remote_window: Messages that may be on their way to remote readers, or wait there; then `enqueue` waits.
         remote_window_bytes: The same in bytes; a larger message goes alone.
         secure: Whether connections are encrypted, and only holders of the handle let in. Without, pickle is refused.
-        allow_insecure_pickle: Unpickle what comes over connections that are not: whoever reaches the port runs code.
+        allow_insecure_pickle: Unpickle what comes over connections that are not: strangers can run code here.
     """
 
     # Segment

@@ -1,4 +1,4 @@
-"""What keeps a log short where the same thing happens again and again."""
+"""Rate limits of log messages: how many were held back is said with the next one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from aioshm.errors import SharedMemoryError
 from aioshm.process.limits import naming_limits
 
 _PATH_BYTES = 103 if sys.platform == "darwin" else 107  # sun_path without its final zero (unix(7))
-_YOUNG_S = 10.0  # a socket file this new may belong to somebody between bind and listen
+_YOUNG_S = 10.0  # a socket file this new may belong to a writer between bind and listen
 _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # macOS: sys/un.h
 
 WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]", "::", "[*]")

@@ -23,7 +23,7 @@ class Bell:
         return cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
 
     def ring(self) -> None:
-        """Make the descriptor readable for whoever holds it. Never blocks; does nothing once closed."""
+        """Make the descriptor readable. Never blocks; does nothing once closed."""
         if self.fd < 0:
             return
         try:

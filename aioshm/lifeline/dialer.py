@@ -211,7 +211,7 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
     The writer need not run its loop yet: the greeting waits in the socket.
 
     Raises:
-        HandleError: Nobody listens there any more, or it is somebody else's process.
+        HandleError: Nobody listens there any more, or it is another user's process.
         OutOfDescriptors: There is none left.
     """
     with naming_limits(f"a reader of the queue at {address}"):
@@ -225,7 +225,7 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
         try:
             sock.send(protocol.pack(hello))
         except BrokenPipeError:
-            if not _has_answered(sock):  # it may refuse whoever comes
+            if not _has_answered(sock):  # it may refuse every reader
                 raise
     except BlockingIOError:
         sock.close()

@@ -79,7 +79,7 @@ class LifelineListener:
             self._sock.bind(sockaddr(self.address))
             self._sock.listen(backlog)
         except OSError as error:
-            self._sock.close()  # without the file, which may be somebody else's
+            self._sock.close()  # without the file, which may be another writer's
             raise SharedMemoryError(error.errno, f"cannot listen on {self.address}: {error.strerror}") from None
 
     def start(self, loop: asyncio.AbstractEventLoop, host: Host) -> None:

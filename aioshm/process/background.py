@@ -1,4 +1,4 @@
-"""Blocking calls in threads of their own, which hold up nobody who wants to leave.
+"""Blocking calls in threads of their own, which keep neither a cancelled task nor the process' exit waiting.
 
 The threads of ``asyncio.to_thread`` are waited for when the loop and the interpreter end, so that one call that is
 stuck would keep the whole process. These are daemons, one for each call.

@@ -40,7 +40,7 @@ class PeerLimits:
 
     Attributes:
         burst_bytes: Of one peer at once.
-        total_bytes: Of all peers together; whoever has sent most is hung up on first.
+        total_bytes: Of all peers together; the one that has sent most is hung up on first.
         rate: Bytes a second that each may send besides, for heartbeats.
         free_bytes: What each may send for nothing, for the handshake.
         admitted_after: Bytes sent *to* a peer after which it is trusted and not counted any more; None never trusts. A
@@ -193,7 +193,7 @@ class GuardedMonitor(Monitor):
             nudge()
 
     def check(self, fd: int) -> bool:
-        """Count what the peer behind ``fd`` has sent; hang up on it, or on whoever has sent most, if that is too much.
+        """Count what the peer behind ``fd`` has sent; if that is too much, hang up on the one that has sent most.
 
         Returns:
             Whether nobody was hung up on.
@@ -243,7 +243,7 @@ class GuardedMonitor(Monitor):
             return False
         elif self._sentry is not None and self._succeeded - self._accounted <= len(self._open) - self._greeted:
             return True  # whatever handshakes have succeeded may be of those who are there and not looked at yet
-        else:  # it has gone before anybody looked
+        else:  # it has gone before it was looked at
             self._accounted += 1
         self._departed += 1
         return False

@@ -1,4 +1,4 @@
-"""What a ZeroMQ socket says about its connections."""
+"""The monitor of a ZeroMQ socket: handshakes of its connections, their failures, and disconnections."""
 
 from __future__ import annotations
 

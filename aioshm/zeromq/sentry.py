@@ -20,7 +20,7 @@ from aioshm.process.limits import out_of_threads
 
 # How long the thread lets data gather before it looks again: what a peer can send in between is its head start.
 _TURN_S = 0.0005
-# The least time between two hang-ups: after each, ZeroMQ walks through all that anybody has subscribed to, and many at
+# The least time between two hang-ups: after each, ZeroMQ walks through all subscriptions, and many at
 # once would add up. Until its turn comes a peer is silenced.
 _HANG_UP_S = 0.1
 

@@ -25,7 +25,7 @@ LINGER_MS = 500
 
 _UNBOUNDED = 0  # what is in flight is bounded by the requests that are open, not by ZeroMQ
 _REGISTRATION_FRAMES = 2  # that are kept: it should be one
-_OF_STRANGERS = 1000  # unless it may be anybody's
+_OF_STRANGERS = 1000  # where strangers can connect
 
 
 class Listener(Protocol):
@@ -107,7 +107,7 @@ class ClientSockets:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what reaches nobody shall be an error
             if input_address.startswith("tcp://"):
                 watched_by_heartbeats(self._router, int(silence_s * 1000))
-            # Before anybody can connect, so that no end of a connection is missed.
+            # Before an engine can connect, so that no end of a connection is missed.
             if over_tcp([input_address]):
                 rate = heartbeat_rate(silence_s)
                 encrypted = protection.encrypts(input_address)

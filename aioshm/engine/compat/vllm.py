@@ -282,7 +282,7 @@ def _close(queue: blocking.MessageQueue, pid: int) -> None:
     if asyncio._get_running_loop() is None:
         queue.close()
         return
-    # This thread's loop may be anybody's; it waits no longer than it would without.
+    # This thread's loop may belong to other code; it waits no longer than it would without.
     closing = threading.Thread(target=queue.close, name="aioshm-shutdown")
     closing.start()
     closing.join()
@@ -307,7 +307,7 @@ def _run(make: Callable[[], Any]) -> Any:
 
 
 def _rank_in_group(pg: Any, rank: int) -> int:
-    """Return the rank in a group of whoever has this global one."""
+    """Return the rank in a group of the process that has this global rank."""
     if hasattr(pg, "broadcast_obj"):
         return rank
     import torch.distributed as dist

@@ -11,7 +11,7 @@ from aioshm.queue.handle import Handle as QueueHandle
 
 @dataclass
 class Handle:
-    """Names a queue, and lets in whoever holds it; pickles as vLLM's does, through pipes, arguments and collectives.
+    """Names a queue, and lets in any holder; pickles as vLLM's does, through pipes, arguments and collectives.
 
     Attributes:
         queue: What `aioshm.MessageQueue.create_from_handle` takes.

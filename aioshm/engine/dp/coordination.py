@@ -67,7 +67,7 @@ class Coordination(Closing):
     Args:
         waves: Decides.
         addresses: What to bind; where the kernel chooses the port, it is 0.
-        keys: Who may connect over TCP, and as whom; None: anybody may.
+        keys: Who may connect over TCP, and as whom; None: any process may.
         secure: Whether on this host only this user's processes may connect.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Reads messages that have few frames where they are honest, and may have millions where they are not."""
+"""Reads multipart messages: frames beyond those that are expected, a stranger's, are dropped a slice at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One publisher's numbers: which comes next, and is an old one a copy or a new publisher? No I/O."""
+"""One publisher's numbers: which comes next, and whether an old one is a copy or a restarted publisher's. No I/O."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class SourceTracker:
             self._settle(stream, message, mark, "no replay endpoint was given")
 
     def _settle(self, stream: _Stream, message: Message, mark: int, reason: str) -> None:
-        """Deliver a live message without anybody to ask: what is missing is lost, what goes back is new."""
+        """Deliver a live message where there is no replay: what is missing is lost, what goes back is new."""
         if message.seq < stream.numbers.expected:
             self._begin_again(stream)
         if message.seq > stream.numbers.expected:

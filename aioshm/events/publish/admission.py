@@ -1,6 +1,6 @@
 """Who may come to a publisher's port, and when: strangers that come and go may not keep its loop busy.
 
-Whenever a subscriber leaves, ZeroMQ walks through all that anybody has subscribed to, in the thread that publishes, and
+Whenever a subscriber leaves, ZeroMQ walks through all subscriptions of all peers, in the thread that publishes, and
 goes on for as long as there are others that leave meanwhile. No limit on what a peer sends bounds that. So subscribers
 are let in one after the other: ZeroMQ asks about each connection (ZAP, RFC 27), and an answer may take its time. Who
 waits has no part in the socket yet, and costs nothing when it leaves.

@@ -40,7 +40,7 @@ class ReadingApart:
         self._poll.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
         self._pool: ThreadPoolExecutor | None = None
         self._pump: Pump | None = None
-        self._lock = threading.Lock()  # held by whoever reads in the thread
+        self._lock = threading.Lock()  # held while the thread reads
         self._busy = self._awaited = self._closed = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,4 +1,4 @@
-"""Answers those who missed batches, from the replay buffer, in between publishing.
+"""Sends subscribers the batches that they missed, from the replay buffer, in between publishing.
 
 Who asks in the wrong form is counted, named in a rate-limited warning, and answered with just the end marker
 where there is an identity to answer to. Each client is served at the speed at which it reads, a few batches

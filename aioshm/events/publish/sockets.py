@@ -204,7 +204,7 @@ class PublisherEnds:
         if kind == zmq.XPUB:
             self._subscriptions = Subscriptions(socket, monitor)
             self._reading = ReadingApart(socket, self._subscriptions, lambda: self.on_ready())
-            if self._owns_context:  # in another one somebody else may answer
+            if self._owns_context:  # another one may have its own answerer
                 self._admission = Admission(self._context, socket, self._subscriptions, self.ready)
         else:
             self.replay_monitor = monitor

@@ -1,6 +1,6 @@
-"""Who has subscribed to what at a publisher's port: strangers may not make it hold more than a little.
+"""Bounds on what subscribers of a publisher's port may subscribe to: strangers can make it hold only a little.
 
-ZeroMQ keeps all prefixes that anybody has subscribed to as a tree, and walks through all of it when any subscriber
+ZeroMQ keeps the prefixes of all subscriptions as a tree, and walks through all of it when any subscriber
 leaves. It tells subscriptions to the reader of the XPUB socket.
 """
 

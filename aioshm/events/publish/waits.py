@@ -14,7 +14,7 @@ class SenderWaits:
     """Futures that the sender's turns resolve.
 
     Attributes:
-        pending: Whether anybody waits; looked at after every turn.
+        pending: Whether a call waits; looked at after every turn.
     """
 
     def __init__(self, outbox: Outbox) -> None:
@@ -26,7 +26,7 @@ class SenderWaits:
 
     @property
     def for_room(self) -> bool:
-        """Whether anybody waits for room, so that others have to queue up."""
+        """Whether a call waits for room, so that others have to queue up."""
         return bool(self._room)
 
     def turn(self) -> None:

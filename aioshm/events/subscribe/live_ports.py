@@ -120,7 +120,7 @@ class SubPort:
 
 
 class OpenPort:
-    """A TCP port that is bound without keys: anybody may connect, and is held to limits.
+    """A TCP port that is bound without keys: any process may connect, and is held to limits.
 
     A SUB socket would collect the parts of a message without an end until memory ends, and hold ``hwm`` messages of
     each peer, however large. So the peers' bytes are read as they come (a STREAM socket) and taken apart here; what is

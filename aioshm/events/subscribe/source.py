@@ -58,7 +58,7 @@ class EventSource:
         replay_endpoint: Where missed batches can be asked for; None for no replay.
         options: What all sources have in common.
         bind: Whether to bind the endpoint instead of connecting to it.
-        open_to_all: Whether anybody may connect to it, who is then held to limits.
+        open_to_all: Whether any process may connect to it, which is then held to limits.
         max_payload_bytes: The largest payload that is taken.
         deliver: Called with each delivery; returns False to be left alone until ``resume``.
         fail: Called with what went wrong in here, should anything.

@@ -55,7 +55,7 @@ class Block(AbstractContextManager[Any]):
             if self.opened is not None:
                 self._owner.undo_block(self)
             raise
-        # The value keeps no name here: a lease would take that for somebody who holds it.
+        # The value keeps no name here: a lease would take that for a holder.
         value, self.value = self.value, None
         return value
 

@@ -78,7 +78,7 @@ class PrivateLoop:
             return None
         finally:
             # Before the handlers are back: a task that dies calls back, and what a handler raises there is lost. Nor
-            # does it do so later, when whoever still refers to it, such as an error's frames, lets go of it.
+            # does it do so later, when what still refers to it, such as an error's frames, lets go of it.
             if task is not None and task.done():
                 asyncio._unregister_task(task)
             task = cancel = guard.on_error = None
@@ -107,7 +107,7 @@ class PrivateLoop:
         try:
             return loop.run_until_complete(task)
         except BaseException as error:
-            if not task.done():  # a handler has raised again, in somebody's impatience
+            if not task.done():  # a handler has raised again, as at a second Ctrl-C
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     loop.run_until_complete(task)

@@ -1,4 +1,4 @@
-"""What a reader's end receives from: the ring or the network, it need not know."""
+"""The interface of what a reader's end receives from: the ring or the network."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ObjectGroup(Protocol):
-    """A process group as queues need it: `StatelessProcessGroup`, or anybody's own.
+    """A process group as queues need it: `StatelessProcessGroup`, or a class of the caller's own.
 
     Every rank makes the same calls in the same order. They block, and are made in a thread other than the event
     loop's.

@@ -88,7 +88,7 @@ class _Invitation(NamedTuple):
 
     address: str
     queue_id: bytes
-    token: bytes  # lets in whoever knows it
+    token: bytes  # lets in any process that knows it
     secret: bytes  # what is found in the memory, if it is the same
     segment: str | None
     size: int

@@ -42,7 +42,7 @@ class StatelessProcessGroup:
     calls in the same order; every call blocks, so make it in a thread where there is an event loop. A call that raised
     TimeoutError may be made again.
 
-    Objects travel by pickle: whoever reaches the port can run code here, as with the object collectives of
+    Objects travel by pickle: any process that reaches the port can run code here, as with the object collectives of
     ``torch.distributed``. Use it in trusted networks only; rank 0 listens at the given address and at no other.
 
     What was sent is removed from the store when everybody has it. Rank 0 leaves every call last, so that it may close
@@ -291,7 +291,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _await_listener(host: str, port: int, deadline: float, missing: str) -> None:
-    """Wait until somebody listens; the store's own way of it is loud, and may take twice its timeout."""
+    """Wait until the store listens; the store's own way of it is loud, and may take twice its timeout."""
     while True:
         try:
             with contextlib.closing(socket.create_connection((host, port), max(deadline - monotonic(), _MIN_WAIT_S))):

@@ -16,6 +16,6 @@ def check_safety(codec: Codec, encrypted: bool, options: Options) -> None:
     """
     if isinstance(codec, PickleCodec) and not encrypted and not options.allow_insecure_pickle:
         raise UnsafePayload(
-            "options.secure is False, so whoever reaches the port could run code by what they send: "
+            "options.secure is False, so any process that reaches the port could run code by what they send: "
             "use codec='msgpack' or 'raw', or options.allow_insecure_pickle=True where nobody else does"
         )

@@ -1,4 +1,4 @@
-"""Nothing lost, nothing twice, in order: what a writer and a remote reader have to know about the way between them.
+"""The windows of a writer and a remote reader: numbers, acknowledgements, retransmits. Nothing is lost or comes twice.
 
 No I/O, no clock. The writer keeps each message until every remote reader has *consumed* it; what it keeps is bounded
 (the window), so a reader that does not read holds the writer back instead of filling memory at either end.
@@ -263,7 +263,7 @@ class ReceiveWindow(Generic[M]):
 
     @property
     def complete(self) -> bool:
-        """Whether everything that the writer has sent in its life was received."""
+        """Whether everything that the writer has ever sent was received."""
         return self.end is not None and self.next >= self.end
 
     @property
