@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from threading import current_thread, get_ident
 from time import monotonic_ns
-from typing import Protocol
 
 from aioshm.config import Options
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.lifeline.bell import Bell
 from aioshm.queue.ends.closing import ClosingOrder, Inside
+from aioshm.queue.ends.core import Core, NoRing
 from aioshm.queue.ends.waiting import new_poller
 from aioshm.queue.stats import QueueStats
 from aioshm.wait.line import Line
@@ -33,55 +33,6 @@ BLOCKING_TURN_NS = 10_000_000
 LOCAL_TURN_NS = 250_000_000
 """The same where that loop has no network either, and only tells what became of other ends: between messages that are
 milliseconds apart, running it takes as long as all the rest of sending one."""
-
-
-class Core(Protocol):
-    """The part of a ring's core that a gate opens and shuts; see ``ring/_portable.py`` for what each name means."""
-
-    open: bool
-    user: int
-    owes: bool
-    quiet: bool
-    turn: int
-    turn_ends_ns: int
-    published_ns: int
-    spin_ns: int
-    spins: int
-    hits: int
-    spun_ns: int
-
-    def passes(self) -> bool: ...
-
-    def belong(self, runs: Callable[[], object] | None, /) -> None: ...
-
-    def spin(self, budget_ns: int, /) -> bool: ...
-
-
-class NoRing:
-    """The core of an end that has no ring, or none yet."""
-
-    def __init__(self) -> None:
-        self.open = False
-        self.user = 0
-        self.owes = self.quiet = False
-        self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
-        self._thread = -1
-        self._runs: Callable[[], object] | None = bool
-
-    def passes(self) -> bool:
-        """Return whether this thread may pass."""
-        if not self.open or self.turn <= 0:
-            return False
-        return self._runs is None or (get_ident() == self._thread and bool(self._runs()))
-
-    def belong(self, runs: Callable[[], object] | None, /) -> None:
-        """Belong to this thread, while ``runs()`` is true; None: to whichever uses it."""
-        self._thread = self.user = get_ident()
-        self._runs = runs
-
-    def spin(self, _budget_ns: int, /) -> bool:
-        """Return False: there is no memory to look at."""
-        return False
 
 
 class Gate:

@@ -1,0 +1,56 @@
+"""What a gate opens and shuts: a ring's core, or what stands in for one where there is no ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Protocol
+
+
+class Core(Protocol):
+    """The part of a ring's core that a gate opens and shuts; see ``ring/_portable.py`` for what each name means."""
+
+    open: bool
+    user: int
+    owes: bool
+    quiet: bool
+    turn: int
+    turn_ends_ns: int
+    published_ns: int
+    spin_ns: int
+    spins: int
+    hits: int
+    spun_ns: int
+
+    def passes(self) -> bool: ...
+
+    def belong(self, runs: Callable[[], object] | None, /) -> None: ...
+
+    def spin(self, budget_ns: int, /) -> bool: ...
+
+
+class NoRing:
+    """The core of an end that has no ring, or none yet."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.user = 0
+        self.owes = self.quiet = False
+        self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
+        self._thread = -1
+        self._runs: Callable[[], object] | None = bool
+
+    def passes(self) -> bool:
+        """Return whether this thread may pass."""
+        if not self.open or self.turn <= 0:
+            return False
+        return self._runs is None or (get_ident() == self._thread and bool(self._runs()))
+
+    def belong(self, runs: Callable[[], object] | None, /) -> None:
+        """Belong to this thread, while ``runs()`` is true; None: to whichever uses it."""
+        self._thread = self.user = get_ident()
+        self._runs = runs
+
+    def spin(self, _budget_ns: int, /) -> bool:
+        """Return False: there is no memory to look at."""
+        return False
