@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 
-def eventually(condition: Callable[[], object], what: str = "the condition", within_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], object], what: str = "the condition", within_s: float = 30.0) -> None:
     """Wait until something holds; fail, naming it, if it does not in time."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -18,7 +20,7 @@ def eventually(condition: Callable[[], object], what: str = "the condition", wit
         time.sleep(0.005)
 
 
-async def until(condition: Callable[[], object], what: str = "the condition", within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], what: str = "the condition", within_s: float = 30.0) -> None:
     """Let the loop run until something holds; fail, naming it, if it does not in time."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -31,6 +33,13 @@ def examples(count: int) -> int:
     from hypothesis import settings  # not in the processes that tests start
 
     return count * settings.default.max_examples // 100  # the latter is what it has without a profile
+
+
+def tell_to_end(process: asyncio.subprocess.Process) -> None:
+    """Send SIGTERM to a process unless it is over; its own method would take its exit code away from the loop."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
 
 
 @contextmanager

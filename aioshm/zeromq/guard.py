@@ -117,10 +117,6 @@ class GuardedMonitor(Monitor):
             self.close()
             raise
 
-    def nudge_with(self, nudge: Callable[[], None]) -> None:
-        """Replace ``nudge``."""
-        self._nudge = nudge
-
     def events(self) -> Iterator[tuple[int, str]]:
         with self._lock:
             self._drain()
@@ -136,16 +132,26 @@ class GuardedMonitor(Monitor):
     def take_gone(self) -> set[int]:
         """Return the descriptors of connections that have ended since the last call; they may be in use again."""
         with self._lock:
-            self._drain()
+            nudge = self._drain()
             gone, self._gone = self._gone, set()
-            return gone
+        nudge()
+        return gone
+
+    def is_open(self, fd: int) -> bool:
+        """Return whether ``fd`` is that of a connection which has not ended."""
+        with self._lock:
+            nudge = self._drain()
+            is_open = fd in self._open
+        nudge()
+        return is_open
 
     def take_departed(self) -> int:
         """Return how many peers that had finished the handshake have left since the last call."""
         with self._lock:
-            self._drain()
+            nudge = self._drain()
             departed, self._departed = self._departed, 0
-            return departed
+        nudge()
+        return departed
 
     def credit(self, fd: int, nbytes: int) -> None:
         """Note that a message of so many bytes was delivered, which came over ``fd`` (``zmq.SRCFD`` of its frame)."""
@@ -185,12 +191,8 @@ class GuardedMonitor(Monitor):
     def look(self) -> None:
         """Read the monitor."""
         with self._lock:
-            if self._closed:
-                return
-            self._drain()
-            nudge = self._nudge if self._put_by else None
-        if nudge is not None:
-            nudge()
+            nudge = self._drain()
+        nudge()
 
     def check(self, fd: int) -> bool:
         """Count what the peer behind ``fd`` has sent; if that is too much, hang up on the one that has sent most.
@@ -199,13 +201,13 @@ class GuardedMonitor(Monitor):
             Whether nobody was hung up on.
         """
         with self._lock:
-            if self._closed:
-                return True
-            self._drain()  # it may be another one by now
+            nudge = self._drain()  # it may be another one by now
             peer, before = self._peers.get(fd), self.cut_off
             if peer is not None:
                 self._count(peer)
-            return self.cut_off == before
+            calm = self.cut_off == before
+        nudge()
+        return calm
 
     def _hang_up(self, peer: _Peer) -> None:
         """Hang up on a peer that was silenced; in the guard's thread."""
@@ -213,7 +215,12 @@ class GuardedMonitor(Monitor):
             if look.inode == peer.inode:
                 look.hang_up()
 
-    def _drain(self) -> None:
+    def _drain(self) -> Callable[[], None]:
+        """Read the monitor; return what is to be called without the lock.
+
+        Whoever reads takes away the sign that there was something to read, so nobody else is told by the descriptor.
+        """
+        before = len(self._put_by)
         while not self._closed and (event := self._receive()) is not None:
             kind, value, endpoint = event
             if kind == zmq.EVENT_ACCEPTED:
@@ -229,6 +236,7 @@ class GuardedMonitor(Monitor):
             else:
                 self._failed = True  # the end of that connection follows
             self._put_by.append((kind, endpoint))
+        return self._nudge if self._nudge is not None and len(self._put_by) > before else _nothing
 
     def _has_failed(self, fd: int) -> bool:
         """Return whether a connection that has ended was one whose handshake failed without an event that says so.
@@ -285,6 +293,8 @@ class GuardedMonitor(Monitor):
             self._open[peer.fd] = True
             self._greeted += 1
             self._accounted += 1
+            if self._sentry is not None:
+                self._sentry.relax(peer.fd, self)
         if limits.admitted_after is not None and acknowledged > limits.admitted_after:
             self._forget(peer.fd)
             if self._sentry is not None:
@@ -324,3 +334,6 @@ class GuardedMonitor(Monitor):
             logger.warning(
                 "%s: hung up on %s: %s (%d more since the last warning)", self._name, address, why, held_back
             )
+
+
+def _nothing() -> None: ...

@@ -106,12 +106,25 @@ class Sentry:
                 os.eventfd_write(self._bell, 1)
 
     def watch(self, fd: int, monitor: Watched) -> None:
-        """Have ``monitor.check`` called after every arrival of bytes at ``fd``."""
+        """Have ``monitor.check`` called after every arrival of bytes at ``fd``; see also `relax`.
+
+        An arrival is told of only if the descriptor is still ready for something when the thread looks, and ZeroMQ's
+        reads quickly (``ep_send_events`` in Linux' fs/eventpoll.c asks once more). It stays ready to be written to.
+        """
         self._peers[fd] = monitor
         try:
-            self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+            self._epoll.register(fd, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
         except (OSError, ValueError):  # gone again, or registered already; or the thread has ended
             return
+
+    def relax(self, fd: int, monitor: Watched) -> None:
+        """Have ``monitor.check`` called only after arrivals that are not read yet: among many there always are such.
+
+        From then on it is not called whenever there is room again in a full buffer.
+        """
+        if self._peers.get(fd) is monitor:
+            with suppress(OSError, ValueError):  # gone, or the thread has ended
+                self._epoll.modify(fd, select.EPOLLIN | select.EPOLLET)
 
     def unwatch(self, fd: int, monitor: Watched) -> None:
         """Undo ``watch``."""

@@ -13,7 +13,7 @@ import zmq.asyncio
 from aioshm.engine import EngineKeys
 from aioshm.engine.dp.coordination import CoordinatorAddresses
 
-WITHIN_S = 10
+WITHIN_S = 30
 
 
 class Peers:

@@ -238,7 +238,7 @@ async def shaken(serving: Serving, startup: EngineStartupCoordinator) -> None:
     await startup.wait(30)
     await startup.aclose()
     for client in serving.clients:
-        await client.wait_until_ready(10)
+        await client.wait_until_ready(30)
 
 
 def ask(request_id: str, tokens: int | None = 3, **more: Any) -> dict[str, Any]:
@@ -249,7 +249,7 @@ async def collected(stream: Any) -> list[Any]:
     return [output async for output in stream]
 
 
-async def until(condition: Any, within_s: float = 10.0) -> Any:
+async def until(condition: Any, within_s: float = 30.0) -> Any:
     """Wait until something is true, and return it."""
     deadline = time.monotonic() + within_s
     while True:

@@ -1,16 +1,20 @@
 """A stranger in a process of its own: a TCP client that speaks as much ZMTP as it needs to do harm.
 
 ``python attacker.py PORT SOCKET_TYPE ATTACK SECONDS [CONNECTIONS]``; prints bytes sent, and how often it was cut off;
-or how often it left, where that is the attack. https://rfc.zeromq.org/spec/23/
+or, where it is the attack to leave, "begun" when it has done so once, and how often it left. SIGTERM ends it before its
+time is over. https://rfc.zeromq.org/spec/23/
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
 
@@ -85,13 +89,13 @@ def subscriptions_of(attack: str, number: int) -> bytes:
     return frame(b"\x01")
 
 
-def leave(port: int, kind: bytes, attack: str, end: float, connections: int) -> int:
+def leave(port: int, kind: bytes, attack: str, over: Callable[[], bool], connections: int) -> int:
     """Come, subscribe, leave and come back; return how often."""
     left = 0
-    while time.monotonic() < end:
+    while not over():
         peers: list[socket.socket] = []
         try:
-            while len(peers) < connections and time.monotonic() < end:
+            while len(peers) < connections and not over():
                 peers.append(connect(port, kind))
             for number, peer in enumerate(peers):
                 peer.sendall(subscriptions_of(attack, number))
@@ -99,22 +103,29 @@ def leave(port: int, kind: bytes, attack: str, end: float, connections: int) -> 
         except OSError:
             continue
         finally:
-            left += len(peers)
             for peer in peers:
                 peer.close()
+            if peers and not left:
+                print("begun", flush=True)
+            left += len(peers)
     return left
 
 
 def main() -> int:
     port, kind, attack = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3]
-    end = time.monotonic() + float(sys.argv[4])
+    end, stopped = time.monotonic() + float(sys.argv[4]), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+
+    def over() -> bool:
+        return stopped.is_set() or time.monotonic() >= end
+
     sent = number = cut = 0
     peers: list[socket.socket] = []
     connections = int(sys.argv[5]) if len(sys.argv) > 5 else 1
     if attack.startswith("leave"):
-        print(0, leave(port, kind, attack, end, connections))
+        print(0, leave(port, kind, attack, over, connections))
         return 0
-    while time.monotonic() < end and cut < 3 * connections:  # it comes back twice
+    while not over() and cut < 3 * connections:  # it comes back twice
         try:
             while len(peers) < connections:
                 peers.append(connect(port, kind))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 import zmq
 
@@ -62,6 +64,10 @@ class LossyProxy:
 
 
 def free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    """Return an endpoint at a port that nobody has, and that the kernel gives to nobody who asks for any."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(first // 2, first)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"tcp://127.0.0.1:{port}"

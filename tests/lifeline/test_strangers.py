@@ -35,6 +35,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "HELLO_TIMEOUT_S", 0.05)
 
 
+async def admitted_at_last(address: str) -> Reader:
+    """Return a reader that tries again: where time is short, a busy machine may be too slow for the first attempt."""
+    for _ in range(200):
+        try:
+            return await Reader.admitted(address)
+        except AioshmError:
+            await asyncio.sleep(0.01)
+    pytest.fail("no attempt was successful")
+
+
 class TestOne:
     @pytest.mark.parametrize(
         "said",
@@ -88,14 +98,14 @@ class TestOne:
             assert await until_hung_up(sock) == b""
             sock.close()
             assert door.log == []
-            reader = await Reader.admitted(address)
+            reader = await admitted_at_last(address)
             reader.lifeline.close()
         assert open_fds() == before
 
     @pytest.mark.usefixtures("impatient")
     async def test_that_became_a_reader_is_not_hung_up_on(self, address: str) -> None:
         async with opened(address) as door:
-            reader = await Reader.admitted(address)
+            reader = await admitted_at_last(address)
             stranger = knock(address)
             await until_hung_up(stranger)  # who came later, and whose time is over
             stranger.close()
@@ -155,14 +165,7 @@ class TestMany:
     async def test_do_not_keep_one_out_who_tries_again(self, address: str) -> None:
         async with opened(address):
             with a_crowd(address):
-                for _ in range(200):
-                    try:
-                        reader = await Reader.admitted(address)
-                        break
-                    except AioshmError:
-                        await asyncio.sleep(0.01)
-                else:
-                    pytest.fail("no attempt was successful")
+                reader = await admitted_at_last(address)
                 reader.lifeline.close()
 
     async def test_are_not_all_held_at_once(self, address: str) -> None:

@@ -87,7 +87,7 @@ def test_all_are_asked(stop: Stop, start: Started) -> None:
 
 def test_those_that_do_not_listen_share_one_deadline(stop: Stop, start: Started) -> None:
     processes = [start(targets.refuse_to_end) for _ in range(4)]
-    polite = start(targets.end_politely)
+    polite = start(targets.end_politely, seconds=0.01)
     assert 0.5 <= timed(stop, [*processes, polite], 0.5) < 4 * 0.5
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 4
     assert polite.exitcode == 7
@@ -110,7 +110,7 @@ def test_what_they_have_started_is_killed(stop: Stop, start: Started, stubborn: 
     process = start(targets.start_another, stubborn=stubborn, own_group=own_group)
     other = start.started(process)
     assert psutil.pid_exists(other)
-    stop([process], 0.2)
+    stop([process], 0.2 if stubborn else 20)
     assert process.exitcode == (-signal.SIGKILL if stubborn else -signal.SIGTERM)
     assert gone(other)
 
@@ -204,6 +204,6 @@ async def test_the_loop_goes_on(start: Started) -> None:
     task = asyncio.create_task(ashutdown([process]))
     turns = 0
     while not task.done():
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.001)
         turns += 1
     assert turns > 10

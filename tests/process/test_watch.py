@@ -25,7 +25,7 @@ async def test_a_sentinel_that_others_hold_open_hides_nothing() -> None:
         await asyncio.sleep(0.02)
         assert not died.is_set()
         process.kill()
-        await asyncio.wait_for(died.wait(), 2)
+        await asyncio.wait_for(died.wait(), 20)
         assert [(each.name, each.exitcode) for each in watch.exited()] == [("EngineCore_0", -9)]
     finally:
         watch.close()
@@ -41,7 +41,7 @@ async def test_an_exit_code_that_somebody_else_took(monkeypatch: pytest.MonkeyPa
     stolen = type("Stolen", (), vars(stolen))()
     died = asyncio.Event()
     watch = ProcessWatch([stolen], on_exit=died.set)
-    await asyncio.wait_for(died.wait(), 5)
+    await asyncio.wait_for(died.wait(), 20)
     assert [(each.name, each.exitcode) for each in watch.exited()] == [("X", None)]
     watch.close()
     process.said()
@@ -126,6 +126,6 @@ async def test_it_shares_the_sentinels() -> None:
     loop.add_reader(process.sentinel, mine)
     watch = ProcessWatch([process], on_exit=died.set)
     process.kill()
-    await asyncio.wait_for(asyncio.gather(seen.wait(), died.wait()), 5)
+    await asyncio.wait_for(asyncio.gather(seen.wait(), died.wait()), 20)
     watch.close()
     os.close(process.sentinel)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 from arrivals import US, follow, times
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshm.wait.predictor import FAILURES, HOT_GAP_NS, NAP_GAP_NS, NAPS, PROBE, SPIN_NS, WAKE_UP_NS, Predictor
@@ -195,7 +195,6 @@ class TestAnything:
     def test_an_end_of_a_fresh_queue_spins_first(self) -> None:
         assert SPIN_NS <= budget_ns(Predictor(may_spin=True), 0, 0) <= LONGEST
 
-    @settings(deadline=None)
     @given(
         st.lists(st.tuples(st.integers(0, 50), st.integers(-(10**9), 10**12), st.integers(0, 3)), max_size=200),
         st.booleans(),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from arrivals import MS, START, US, Record, follow, jittered, repeated, scheduled, times
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from recorded import RECORDED
 
@@ -203,7 +203,6 @@ class TestBudget:
         record = follow(Predictor(may_spin=True, max_spin_cpu=share), arrivals)
         assert record.highest_share(int(200 * period)) <= share * (200 + 8) / 200
 
-    @settings(deadline=None)
     @given(
         st.lists(st.tuples(st.integers(400 * US, 60 * MS), st.integers(1, 40)), min_size=5, max_size=20),
         st.sampled_from([0.02, 0.1]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import zmq
@@ -100,7 +101,8 @@ class ClientSockets:
             first = with_property("Peer-Address" if open_to_all else "User-Id")
         self._guards: list[Guard] = []
         self._guard: Guard | None = None  # of the ROUTER, over TCP; elsewhere there is
-        self._disconnections: Pump | None = None
+        self._connections: Pump | None = None
+        self._open_connections: set[int] = set()
         try:
             self._doorkeeper = protection.doorkeeper(self._sockets)
             self._router = self._open(zmq.ROUTER, input_address, max_bytes)
@@ -116,8 +118,10 @@ class ClientSockets:
                 )
                 self._guards.append(self._guard)
             else:
-                monitor = self._sockets.add(self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
-                self._disconnections = self._pump(monitor, self._disconnected, whole(monitor))
+                monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+                self._monitor = self._sockets.add(monitor)
+                self._connections = Pump(self._loop, self._monitor, self._read_connections)
+                self._pumps.append(self._connections)
             self.input_address = self._bind(self._router, input_address)
             self._pull = self._open(zmq.PULL, output_address, max_bytes)
             if protection.encrypts(output_address):  # of others' outputs nobody knows how much they may be
@@ -204,14 +208,29 @@ class ClientSockets:
 
     def _registered(self, message: tuple[zmq.Frame, list[bytes]]) -> None:
         sender, (name, *frames) = message
+        connection = int(sender.get(zmq.SRCFD))
         # The number of a connection that has ended may be this one's now.
-        if self._disconnections is not None:
-            self._disconnections.run()
         if self._guard is not None:
             self._guard.look()
             self._guard.credit(sender, frames)
+        elif self._connections is not None:
+            self._connections.run()
         user = user_of(sender) if self._protection.encrypts(self.input_address) else ""
-        self._listener.registered(name, frames, int(sender.get(zmq.SRCFD)), sender_of(sender), user)
+        self._listener.registered(name, frames, connection, sender_of(sender), user)
+        if not self._is_open(connection):  # it ended before this was read: nobody tells of that again
+            self._listener.disconnected(connection)
 
-    def _disconnected(self, frames: list[bytes]) -> None:
-        self._listener.disconnected(parse_monitor_message(frames)["value"])
+    def _is_open(self, connection: int) -> bool:
+        return connection in self._open_connections if self._guard is None else self._guard.is_open(connection)
+
+    def _read_connections(self) -> None:
+        """Read all that the ROUTER's monitor says."""
+        with suppress(zmq.ZMQError):
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                connection = int(event["value"])
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._open_connections.add(connection)
+                else:
+                    self._open_connections.discard(connection)
+                    self._listener.disconnected(connection)

@@ -80,6 +80,10 @@ class Guard:
             if self._on_end is not None:
                 self._on_end(descriptor)
 
+    def is_open(self, descriptor: int) -> bool:
+        """Return whether this is the descriptor of a connection that has not ended."""
+        return self._monitor.is_open(descriptor)
+
     def close(self) -> None:
         """Watch no longer; before the socket is closed. Idempotent."""
         if not self._pump.paused:

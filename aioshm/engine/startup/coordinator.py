@@ -234,9 +234,9 @@ class EngineStartupCoordinator(AsyncClosing):
 
     def _take(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
         """Take a message; return whether to take more."""
-        if self._settled.is_set():
-            return False
         assert self._router is not None
+        if self._settled.is_set():
+            return self._hear_out(identity, frames, sender)
         index = int.from_bytes(identity, "little")
         try:
             reply = self._handshake.receive(identity, frames)
@@ -261,6 +261,23 @@ class EngineStartupCoordinator(AsyncClosing):
                 return False
         self._move(index)
         return not self._settled.is_set()
+
+    def _hear_out(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
+        """Take a message that a process sent before it exited, and whose exit was seen first; return as `_take` does.
+
+        The kernel tells of an exit at once, and ZeroMQ's thread hands over messages when it has its turn.
+        """
+        assert self._router is not None
+        if not self._failed or self._cause:
+            return False
+        try:
+            self._handshake.receive(identity, frames)
+        except HandshakeError as error:
+            if self._router.trusted:
+                self._cause, self._refusal = f"{error}; it came from {sender}", error
+        except (TypeError, ValueError):  # the addresses were changed to something else
+            return False
+        return not self._cause
 
     def _ignore(self, strange: str) -> None:
         """Go on after a message that is refused: it may be a stranger's, whose words are not to end a startup."""

@@ -8,10 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from loops import open_fds
 from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
+from support import eventually
 from typed_messages import Output, Request
 
 from aioshm.config import Options
+from aioshm.engine import EngineZmqAddresses
 from aioshm.errors import (
     CodecError,
     EngineDead,
@@ -161,3 +164,21 @@ class TestBadFrames:
                 with pytest.raises(EngineDead, match=r"engine 0 .*its connection has ended") as caught:
                     await pending
                 assert caught.value.engine == 0
+
+
+@pytest.mark.parametrize("address", ["ipc", "tcp"])
+async def test_an_engine_that_is_gone_before_it_is_heard_of(address: str) -> None:
+    """What it sent is read after the end of its connection was told of."""
+    loopback = "tcp://127.0.0.1:0"
+    addresses = here_and_there() if address == "ipc" else EngineZmqAddresses([loopback], [loopback])
+    async with clients_of(addresses, 1, 1, secure=False) as serving:
+        before = set(open_fds().values())
+        with zmq.Context() as context, context.socket(zmq.DEALER) as engine:  # the loop does not run meanwhile
+            engine.setsockopt(zmq.ROUTING_ID, b"\0\0")
+            engine.connect(serving.client.addresses.inputs[0])
+            engine.send(b"")
+            engine.close(linger=10_000)
+        eventually(lambda: set(open_fds().values()) <= before, "the end of the connection")
+        await until(lambda: serving.client._link._dead)
+        with pytest.raises(EngineDead, match=r"engine 0 .*its connection has ended"):
+            serving.client.submit(ask("a"))

@@ -219,7 +219,7 @@ class Coordinator:
 
 
 async def _received(socket: Any) -> list[bytes]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not socket.poll(0):
             await asyncio.sleep(0.001)
     frames: list[bytes] = socket.recv_multipart()

@@ -53,7 +53,7 @@ class TestSubscriptions:
         with Coordination(state, wanted()) as made, Peers(made.addresses) as peers:
             engines = await peers.engines(2)
             engines[0].close()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while state.subscribed > 1:
                     await asyncio.sleep(0.001)
             await peers.engines(1)
@@ -74,7 +74,7 @@ class TestSubscriptions:
         monkeypatch.setattr("aioshm.engine.dp.coordination.REMINDER_S", 0.01)
         with coordination(2) as peers:
             await peers.subscriber(peers.addresses.engine_input)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while "waiting for engines to subscribe: 1 of 2 have" not in caplog.text:
                     await asyncio.sleep(0.01)
 
@@ -228,6 +228,6 @@ class TestEnd:
         with Coordination(Waves(1), wanted()) as made, Peers(made.addresses) as peers:
             await peers.engines(1)
             await peers.reporter().send(counts(0, 1, 1))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 with pytest.raises(ZeroDivisionError, match="a mistake"):
                     await made.over

@@ -83,7 +83,7 @@ class TestLife:
             with Peers(places(coordinator)) as peers:
                 await peers.engines(1)
                 await peers.reporter().send(b"\xc1")
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     while not coordinator.last_lines("DPCoordinator"):
                         await asyncio.sleep(0.01)
         assert coordinator.last_lines("DPCoordinator")[0].startswith("dropped a message: ")
@@ -116,7 +116,7 @@ class TestFailure:
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while set(psutil.Process().children()) - children or not open_things() <= before:
                 await asyncio.sleep(0.01)
 

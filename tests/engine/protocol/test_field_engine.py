@@ -31,7 +31,7 @@ class FieldEngine:
         self.dealer.send(msgspec.msgpack.encode({"max_model_len": 4096, "num_gpu_blocks": 7, "vllm_version": "0.33.0"}))
 
     async def hears(self) -> list[bytes]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not self.dealer.poll(0):
                 await asyncio.sleep(0.001)
         frames: list[bytes] = self.dealer.recv_multipart()

@@ -109,7 +109,7 @@ class TestLaunch:
 class TestStart:
     async def test_engines_are_placed_and_shake_hands(self, cluster: str) -> None:
         async with startup(3, 1, needs=EngineNeeds(world_size=2)) as (made, manager):
-            report = await made.wait(timeout=30)
+            report = await made.wait(timeout=60)
             assert report.num_gpu_blocks == 30
             here = ray.get_runtime_context().get_node_id()
             table = [ray.util.placement_group_table(group) for group in manager.created_placement_groups]
@@ -128,7 +128,7 @@ class TestStart:
 
     def test_with_given_placement_groups(self, cluster: str) -> None:
         groups, ranks = CoreEngineActorManager.create_dp_placement_groups(
-            2, 1, EngineNeeds(world_size=2, worker_bundles=True), timeout=10
+            2, 1, EngineNeeds(world_size=2, worker_bundles=True), timeout=60
         )
         assert ranks == [0, 0]
         assert groups[1].bundle_specs == [{"GPU": 1.0}, {"GPU": 1.0}, {"CPU": 1.0}]
@@ -139,6 +139,7 @@ class TestStart:
             ray.util.remove_placement_group(group)
 
     def test_a_cluster_that_is_too_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        eventually(lambda: ray.available_resources().get("GPU") == sum(GPUS.values()), "the release of all GPUs")
         monkeypatch.setattr("aioshm.engine.ray.cluster.STALE_S", 0)
         with pytest.raises(EngineStartupError, match=r"too small: 3 engines are to run on the head node .* room for 2"):
             CoreEngineActorManager(targets.leave, 3, 3)
@@ -194,20 +195,20 @@ class TestDeath:
     async def test_before_it_is_ready_fails_the_startup(self, fault: str, says: list[str]) -> None:
         async with startup(2, 1, {1: fault}) as (made, manager):
             with pytest.raises(EngineStartupError) as caught:
-                await made.wait(timeout=30)
+                await made.wait(timeout=60)
             assert all(each in str(caught.value) for each in says), str(caught.value)
             assert list(caught.value.failed) == ["EngineCore_1"]
             assert manager.sentinels() == []
 
     async def test_of_a_running_one_is_noticed_and_named(self) -> None:
         async with startup(2, 1) as (made, manager):
-            await made.wait(timeout=30)
+            await made.wait(timeout=60)
             servers = APIServerProcessManager(engine_targets.serve_badly, "here", None, [None], 1, ["a"], ["b"])
             waiting = asyncio.create_task(wait_for_completion_or_failure(servers, manager))
             await asyncio.sleep(0)
             os.kill(manager.actors[1].pid, signal.SIGKILL)
             with pytest.raises(EngineDead) as caught:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await waiting
             first, *rest = str(caught.value).splitlines()
             actor = manager.actors[1]
@@ -229,23 +230,23 @@ async def test_serve_requests_and_are_named_to_clients_when_they_die() -> None:
         assert all(each.startswith("tcp://") for each in (address, *told.inputs, *told.outputs))
         async with await CoreEngineActorManager.start(targets.serve, 2, 1, args=(address,), keys=keys) as manager:
             made.proc_manager = manager
-            await made.wait(timeout=30)
+            await made.wait(timeout=60)
             client.watch(manager)
-            await client.wait_until_ready(10)
+            await client.wait_until_ready(60)
             streams = [collected(client.submit(ask(f"r{number}", 20))) for number in range(10)]
             assert [len(outputs) for outputs in await asyncio.gather(*streams)] == [20] * 10
             endless = [asyncio.ensure_future(collected(client.submit(ask(f"e{number}", None)))) for number in range(2)]
             os.kill(manager.actors[1].pid, signal.SIGKILL)
             for each in endless:
                 with pytest.raises(EngineDead, match=r"EngineCore_1|engine 1"):
-                    async with asyncio.timeout(20):
+                    async with asyncio.timeout(60):
                         await each
 
 
 class TestEnd:
     async def test_of_engines_that_are_done(self) -> None:
         async with await CoreEngineActorManager.start(targets.leave, 2, 1, args=([0, "return"],)) as manager:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 assert await manager.join_first() == {"EngineCore_0": 0, "EngineCore_1": 0}
 
     async def test_closing_ends_the_wait(self) -> None:
@@ -270,7 +271,7 @@ class TestEnd:
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while ray.available_resources().get("GPU") != sum(GPUS.values()):
                 await asyncio.sleep(0.05)
 

@@ -6,8 +6,9 @@ import asyncio
 import gc
 import os
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import zmq
 from peers import Peers, complete, pack, published, start, starts
 from served_engine import Engine, Serving, ask, collected, served
 from startups import engine
+from support import tell_to_end
 
 from aioshm.engine import (
     CoreEngine,
@@ -35,29 +37,58 @@ pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop
 LOOPBACK = "tcp://127.0.0.1:0"
 NOBODY = 65534
 MOST_S, MOST_BYTES = 0.05, 64 << 20
+ATTACK_S, PATIENCE_S = 0.6, 30.0
 AT_DATA = ("dead", "tokens", "rank", "empties", "frames", "handshake_frame", "endless_output", "endless")
 
 
-async def attack(name: str, *addresses: str, uid: int | None = None) -> bytes:
-    """Let a stranger do it; return what it was told."""
-    script = Path(__file__).with_name("stranger.py")
+async def attack(
+    name: str, *addresses: str, uid: int | None = None, until: Callable[[bytes], object] | None = None
+) -> bytes:
+    """Let a stranger do it; return what it was told.
+
+    Args:
+        name: What it does.
+        addresses: Where.
+        uid: Who it is; None: who this is.
+        until: Gets what it was told up to now; the attack goes on until this is true. None: for a fixed time.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(script),
+        str(Path(__file__).with_name("stranger.py")),
         name,
         str(os.geteuid() if uid is None else uid),
+        str(ATTACK_S if until is None else PATIENCE_S),
         *addresses,
         stdout=asyncio.subprocess.PIPE,
     )
+    assert process.stdout is not None
+    heard = bytearray()
+    listening = asyncio.ensure_future(listen(process.stdout, heard))
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        async with asyncio.timeout(2 * PATIENCE_S):
+            while until is not None and not listening.done():
+                if until(bytes(heard)):
+                    tell_to_end(process)
+                    break
+                await asyncio.sleep(0.005)
+            assert await listening == "done"
+            await process.wait()
     finally:
+        listening.cancel()
         if process.returncode is None:
             process.kill()
             await process.wait()
-    word, _, heard = output.decode().strip().partition(" ")
-    assert word == "done"
-    return bytes.fromhex(heard)
+    assert until is None or until(bytes(heard)), "the attack has not come to that"
+    return bytes(heard)
+
+
+async def listen(output: asyncio.StreamReader, heard: bytearray) -> str:
+    """Collect what a stranger was told; return the last word that it prints."""
+    word = ""
+    async for line in output:
+        word, _, told = line.decode().strip().partition(" ")
+        heard += bytes.fromhex(told)
+    return word
 
 
 class Watcher:
@@ -208,7 +239,7 @@ class TestSecure:
             await reporter.send(start(0, 0))
             assert [(await starts(each))[0] for each in engines] == [0, 0]
             await reporter.send(complete(0, 0))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while (await published(front_end))[1] != 1:
                     pass
 
@@ -221,9 +252,12 @@ class TestInsecure:
         said = {"empties": "more than 50000 objects", "frames": "more than 4096 frames"}.get(name, "")
         async with over_tcp(False) as (serving, ports):
             async with Watcher() as watcher:
-                await attack(name, ports[0], "" if name == "handshake_frame" else ports[1])
-                while said not in caplog.text:
-                    await asyncio.sleep(0.005)
+                await attack(
+                    name,
+                    ports[0],
+                    "" if name == "handshake_frame" else ports[1],
+                    until=(lambda _: said in caplog.text) if said else None,
+                )
             assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
         assert watcher.longest < MOST_S
         on_its_way = {"empties": 100_000_000, "frames": 3 * MOST_BYTES}.get(name, 0)
@@ -295,7 +329,8 @@ class TestInsecure:
         addresses = EngineZmqAddresses([LOOPBACK] * 2, [LOOPBACK] * 2)
         async with served(Engine(), n_clients=2, addresses=addresses, handshake=LOOPBACK, secure=False) as serving:
             stream = serving.client.submit(ask("r", None))
-            await attack("dead", addresses.inputs[0], addresses.outputs[0])
+            link = serving.client._link
+            await attack("dead", addresses.inputs[0], addresses.outputs[0], until=lambda _: link._dead)
             with pytest.raises(EngineDead, match="an engine has said that it ends, and not which one"):
                 await collected(stream)
             assert len(await collected(serving.clients[1].submit(ask("s", 5)))) == 5
@@ -304,7 +339,8 @@ class TestInsecure:
         async with over_tcp(False) as (serving, ports):
             stream, other = serving.client.submit(ask("r", None)), serving.client.submit(ask("secret", None))
             assert [(await anext(each))["token"] for each in (stream, other)] == [0, 0]
-            await attack("tokens", *ports)
+            pending = serving.client._link.pending
+            await attack("tokens", *ports, until=lambda _: "r" not in pending.inboxes)
             assert [output["token"] for output in await collected(stream)] == [666]
             assert list(serving.client._link.pending.inboxes) == ["secret"]
             assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
@@ -313,18 +349,21 @@ class TestInsecure:
     async def test_a_rank_is_whose_comes_first(self) -> None:
         addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
         async with EngineClient(addresses, 1, secure=False) as client:
-            stranger = asyncio.create_task(attack("rank", *addresses.inputs, *addresses.outputs))
+            stranger = asyncio.create_task(
+                attack("rank", *addresses.inputs, *addresses.outputs, until=lambda heard: b"a prompt" in heard)
+            )
             await client.wait_until_ready(20)
             stream = client.submit(ask("a prompt"))
-            assert b"a prompt" in await stranger
+            await stranger
             with pytest.raises(EngineDead, match=r"engine 0 \(127\.0\.0\.1\) is gone"):  # when it has left
-                await collected(stream)
+                async with asyncio.timeout(PATIENCE_S):
+                    await collected(stream)
 
     async def test_addresses_are_told_to_whom_comes_first(self) -> None:
         where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
         async with EngineStartupCoordinator(LOOPBACK, [CoreEngine(0)], where, secure=False) as startup:
             place = startup.handshake_address
-            assert b"tcp://secret:1" in await attack("hello", place, place, place)
+            await attack("hello", place, place, place, until=lambda heard: b"tcp://secret:1" in heard)
             joining = asyncio.ensure_future(engine(place, 0, secure=False))
             with pytest.raises(TimeoutError, match="waiting for engines 0"):
                 await startup.wait(1)
@@ -336,13 +375,16 @@ class TestInsecure:
             2, local_engines=False, local_front_ends=False, secure=False
         ) as coordinator:
             engines_at, reports_at = coordinator.get_engine_socket_addresses()
-            heard = await attack("subscribe", "", "", "", reports_at, engines_at)
-            assert heard.startswith(b"READY")  # and no engine is there
+            nowhere = ""
+            await attack(
+                "subscribe", nowhere, nowhere, nowhere, reports_at, engines_at,
+                until=lambda heard: heard.startswith(b"READY"),  # and no engine is there
+            )  # fmt: skip
 
     async def test_an_endless_message_takes_memory_at_the_output_address(self) -> None:
         async with over_tcp(False) as (serving, ports):
             async with Watcher() as watcher:
-                await attack("endless_output", *ports)
+                await attack("endless_output", *ports, until=lambda _: watcher.grown > MOST_BYTES)
             assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
         assert watcher.grown > MOST_BYTES  # as long as the stranger goes on
         assert watcher.longest < MOST_S
@@ -359,6 +401,13 @@ class TestInsecure:
 class TestOtherUsers:
     """At sockets with files."""
 
+    @pytest.fixture
+    def runtime_dir(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        """Give sockets a directory that is not below pytest's, which other users cannot enter."""
+        with tempfile.TemporaryDirectory(prefix="aioshm-") as base:
+            monkeypatch.setenv("AIOSHM_RUNTIME_DIR", f"{base}/run")
+            yield Path(base, "run")
+
     @pytest.mark.parametrize("secure", [True, False])
     async def test_what_keeps_them_out(self, secure: bool, runtime_dir: Path) -> None:
         """The directory does; and without it, unless ``secure=False``, the kernel's word on who connects."""
@@ -372,7 +421,8 @@ class TestOtherUsers:
                 directory.chmod(0o711)
             for port in ports:
                 Path(port.removeprefix("ipc://")).chmod(0o777)
-            await attack("dead", *ports, uid=NOBODY)
+            link = serving.client._link
+            await attack("dead", *ports, uid=NOBODY, until=None if secure else lambda _: link._dead)
             if secure:
                 assert len(await collected(serving.client.submit(ask("t", 5)))) == 5
                 await stream.aclose()
@@ -407,7 +457,7 @@ def curved(context: Any, kind: int, address: str, keys: Any, identity: bytes = b
 
 
 async def until_logged(caplog: pytest.LogCaptureFixture, text: str, client: EngineClient) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while text not in caplog.text:
             await asyncio.sleep(0.005)
     caplog.clear()

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -299,7 +298,7 @@ class TestCtrlC:
     def test_twice_kills(self, tmp_path: Path) -> None:
         front_end, pids = self.start("refuse_to_serve_and_to_end", "asyncio", tmp_path)
         front_end.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        eventually(lambda: gone(pids[0]), "the engine's end: of two signals at once only one would be seen")
         assert front_end.poll() is None
         front_end.send_signal(signal.SIGINT)
         output, errors = front_end.communicate(timeout=20)

@@ -321,7 +321,7 @@ class TestStopping:
             closing = asyncio.create_task(manager.aclose())
             turns = 0
             while not closing.done():
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.001)
                 turns += 1
             assert turns > 10
 
@@ -360,7 +360,7 @@ class TestStopping:
         async with CoreEngineProcManager(targets.start_another_and_leave, 1, code=3) as manager:
             assert await manager.join_first() == {"EngineCore_0": 3}
             pid = int(wait_for_line(manager, "EngineCore_0", "started"))
-            eventually(lambda: gone(pid), "the end of what it left", 2)
+            eventually(lambda: gone(pid), "the end of what it left")
 
     def test_thirty_times_four(self, nothing_kept: None) -> None:
         for number in range(30):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from fake_process import FakeProcess
@@ -79,15 +80,17 @@ class TestFailure:
                 await heard.wait()
                 async with tasks(engine(path, 0, initialize=never)):
                     with pytest.raises(HandshakeError, match=r"HELLO came again.*same rank"):
-                        await startup.wait(2)
+                        await startup.wait(20)
 
-    async def test_two_engines_of_one_rank_at_the_same_moment(self, path: str) -> None:
+    async def test_two_engines_of_one_rank_at_the_same_moment(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        # However long the first one takes: its HELLO would be forgotten if the second one came in before.
+        monkeypatch.setattr("aioshm.engine.security.doorkeeper.PATIENCE_S", 20.0)
         async with EngineStartupCoordinator(path, [CoreEngine(0), CoreEngine(1)], addresses()) as startup:
             async with tasks(*(engine(path, 0, initialize=never) for _ in range(2))):
                 await asyncio.sleep(0)
                 time.sleep(0.05)  # until both are there
                 with pytest.raises(HandshakeError, match=r"HELLO came again.*same rank"):
-                    await startup.wait(2)
+                    await startup.wait(20)
 
     @pytest.mark.parametrize("address", ["ipc", "tcp"])
     async def test_it_says_where_a_message_came_from(self, path: str, address: str) -> None:
@@ -95,7 +98,7 @@ class TestFailure:
         async with EngineStartupCoordinator(place, [CoreEngine(0)], addresses()) as startup:
             async with tasks(engine(startup.handshake_address, 5)):
                 with pytest.raises(HandshakeError, match=rf"engine 5 .*; it came from {sender} \("):
-                    await startup.wait(2)
+                    await startup.wait(20)
 
     async def test_forgetting_it_is_warned_of(self, path: str) -> None:
         startup = EngineStartupCoordinator(path, [CoreEngine(0)], addresses())
@@ -129,7 +132,7 @@ class TestProcesses:
             assert not waiting.done()
             sleeper.kill()
             with pytest.raises(EngineStartupError, match=rf"DPCoordinator \(pid {sleeper.pid}\) was killed by SIGKILL"):
-                await asyncio.wait_for(waiting, 2)
+                await asyncio.wait_for(waiting, 20)
 
     async def test_the_coordinator_is_stopped_with_the_rest(self, path: str, sleeper: Any) -> None:
         with pytest.raises(EngineStartupError, match="no progress"):
@@ -150,7 +153,7 @@ class TestProcesses:
         async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), watched_processes=[sleeper]) as startup:
             sleeper.terminate()
             with pytest.raises(EngineStartupError, match=r"ApiServer_0 .* was killed by SIGTERM") as caught:
-                await startup.wait(2)
+                await startup.wait(20)
         assert caught.value.failed == {"ApiServer_0": -15}
 
     async def test_one_that_was_dead_before(self, path: str) -> None:
@@ -172,7 +175,31 @@ class TestProcesses:
 
                 monkeypatch.setattr(FakeProcess, "exitcode", property(exited_once_ready))
                 with pytest.raises(EngineStartupError, match="exited with code 0"):
-                    await startup.wait(5)
+                    await startup.wait(20)
+
+    @pytest.mark.parametrize(
+        ("last_words", "error", "text"),
+        [
+            (msgspec.msgpack.encode({"status": "READY", "local": True}), EngineStartupError, r", ready\) was killed"),
+            (b"\xc1", HandshakeError, "engine 0 in state CONNECTED: undecodable payload.*it came from pid 1"),
+        ],
+    )
+    async def test_last_words_are_heard_after_the_exit_was_seen(
+        self, path: str, last_words: bytes, error: type[Exception], text: str
+    ) -> None:
+        connected = asyncio.Event()
+        async with managed(path, LOADING) as manager:
+            async with EngineStartupCoordinator(
+                path, [CoreEngine(0)], addresses(), proc_manager=manager, on_progress=lambda _: connected.set()
+            ) as startup:
+                await connected.wait()
+                manager.processes[0].kill()
+                await startup._settled.wait()
+                startup._take(b"\0\0", [last_words], "pid 1")
+                with pytest.raises(EngineStartupError, match=text) as caught:
+                    await startup.wait()
+        assert type(caught.value) is error
+        assert caught.value.failed == {"EngineCore_0": -9}
 
     async def test_leaving_early_stops_them(self, path: str) -> None:
         async with managed(path, LOADING) as manager:
@@ -221,11 +248,11 @@ class TestProcesses:
             assert manager.closed
 
     async def test_cancelled_while_it_stops_it_stops_all_the_same(self, path: str) -> None:
-        stopping, stopped = asyncio.Event(), asyncio.Event()
+        stopping, go_on, stopped = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def aclose() -> None:
             stopping.set()
-            await asyncio.sleep(0.1)
+            await go_on.wait()
             stopped.set()
 
         async with managed(path, LOADING) as manager:
@@ -240,6 +267,7 @@ class TestProcesses:
                 waiting.cancel()
                 await asyncio.sleep(0.01)
                 assert not waiting.done()
+            go_on.set()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             assert stopped.is_set()

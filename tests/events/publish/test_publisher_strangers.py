@@ -7,16 +7,18 @@ import logging
 import random
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
 import zmq
+from support import tell_to_end
 
 from aioshm.events import Lost, Received, ZmqEventPublisher
 from aioshm.events.publish.subscriptions import MAX_SUBSCRIPTIONS, PrefixTree
 from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
 
-from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
+from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery, within
 from ..strain import Strain, attack, cuts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bytes are counted by the kernel, on Linux")
@@ -30,10 +32,14 @@ async def unharmed(ends: Ends, at: str, kind: str, name: str, connections: int =
     assert isinstance(first, Received)
     expected = first.seq + 1
     strain = Strain()
-    async with attack(getattr(publisher, at), kind, name, connections=connections) as stranger:
+    # It ends by itself when a single attacker was hung up on three times.
+    async with attack(getattr(publisher, at), kind, name, seconds=PATIENCE_S, connections=connections) as stranger:
         done = asyncio.create_task(cuts(stranger))
+        enough = time.monotonic() + 2.0
         async with strain:
             while not done.done():
+                if connections > 1 and time.monotonic() > enough and publisher.stats().cut_off >= connections:
+                    tell_to_end(stranger)
                 publisher.publish(batch(expected))
                 while publisher.stats().published > expected:
                     item = await subscriber.receive(PATIENCE_S)
@@ -100,12 +106,17 @@ async def test_those_that_come_and_go_cost_little_and_others_still_get_in(ends: 
     subscriber = ends.subscriber(publisher, start="live")
     assert isinstance(await publish_until_delivery(publisher, subscriber), Received)
     strain = Strain()
-    async with attack(publisher.endpoint, "SUB", name, connections=10) as stranger, strain:
+    async with attack(publisher.endpoint, "SUB", name, seconds=3 * PATIENCE_S, connections=10) as stranger, strain:
+        assert stranger.stdout is not None
+        assert await within(stranger.stdout.readline()) == b"begun\n"
+        over = time.monotonic() + 2.0
         done = asyncio.create_task(cuts(stranger))
-        await asyncio.sleep(0.5)
         late = ends.subscriber(publisher, start="live")
         assert isinstance(await publish_until_delivery(publisher, late), Received)
+        assert not done.done(), "it came in when the attack was over"
         while not done.done():
+            if time.monotonic() > over:
+                tell_to_end(stranger)
             publisher.publish(batch(0))
             await asyncio.sleep(0.005)
     strain.check()
@@ -172,7 +183,7 @@ def test_the_size_of_zeromqs_tree_is_known(alphabet: bytes) -> None:
 async def test_who_is_hung_up_on_is_named(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     publisher = ends.publisher()
     with caplog.at_level(logging.WARNING, "aioshm.zeromq"):
-        async with attack(publisher.replay_endpoint, "DEALER", "parts") as stranger:
+        async with attack(publisher.replay_endpoint, "DEALER", "parts", seconds=PATIENCE_S) as stranger:
             await cuts(stranger)
     assert publisher.stats().cut_off >= 3
     assert "hung up on 127.0.0.1:" in caplog.text
