@@ -93,7 +93,7 @@ class Coordination(Closing):
         self._sockets = Sockets()
         self._files: list[BoundFile] = []
         self._pumps: list[Pump] = []
-        self._sources: list[tuple[Callable[[], _Message | None], Callable[[_Message], None]]] = []
+        self._sources: list[tuple[Socket, Callable[[], _Message | None], Callable[[_Message], None]]] = []
         self._moved = False  # something came, or was sent, in this turn of the loop
         self._reminding = self._loop.call_later(REMINDER_S, self._remind)
         self._publishing: asyncio.TimerHandle | None = None
@@ -154,7 +154,7 @@ class Coordination(Closing):
             except ValueError as error:
                 self._limiter.warn(logger, "dropped a message: %s", error)
 
-        self._sources.append((MessageReader(socket, _FRAMES, with_sender).read, take))
+        self._sources.append((socket, MessageReader(socket, _FRAMES, with_sender).read, take))
         self._pumps.append(Pump(self._loop, socket, self._look))
 
     # What comes
@@ -168,7 +168,7 @@ class Coordination(Closing):
             return False
         self._moved = False
         try:
-            more = [drain(receive, take) for receive, take in self._sources]
+            more = [drain(*source) for source in self._sources]
             if self._waves.ready:
                 self._publish()
         except Exception as error:  # engines would wait in vain: better to end, which is noticed

@@ -69,7 +69,7 @@ class Doorkeeper:
             self._inside.cancel()
 
     def _work(self) -> bool:
-        more = drain(whole(self._zap), self._asked.append)
+        more = drain(self._zap, whole(self._zap), self._asked.append)
         if self._inside is not None or not self._asked:
             return more
         request = self._asked.popleft()

@@ -73,7 +73,7 @@ class Admission:
         self.zap.close(linger=0)
 
     def _work(self) -> bool:
-        more = drain(whole(self.zap), self._take)
+        more = drain(self.zap, whole(self.zap), self._take)
         if self._timer is not None or not self._waiting:
             return more
         self._admit()

@@ -12,7 +12,6 @@ from collections import Counter
 import zmq
 
 from aioshm.zeromq.guard import GuardedMonitor
-from aioshm.zeromq.pump import drain
 
 # Of one subscriber. Consumers have one or a few.
 MAX_SUBSCRIPTIONS = 128
@@ -129,7 +128,13 @@ class Subscriptions:
     def read(self) -> bool:
         """Read some; True if there may be more. It can take long, in ZeroMQ, which needs no GIL."""
         self.read_gone()
-        return drain(lambda: self._socket.recv(zmq.NOBLOCK, copy=False), self._take, _TURN)
+        for _ in range(_TURN):
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)  # unlike `drain`, which asks with the GIL held
+            except zmq.ZMQError:  # nothing there, or closed
+                return False
+            self._take(frame)
+        return True
 
     def _take(self, frame: zmq.Frame) -> None:
         try:

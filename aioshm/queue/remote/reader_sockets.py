@@ -121,7 +121,7 @@ class ReaderSockets:
         self._sockets.close()
 
     def _read_control(self) -> bool:
-        return drain(whole(self._dealer), self._take)
+        return drain(self._dealer, whole(self._dealer), self._take)
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) == 1:  # one of another form is some stranger's: nobody else misses it

@@ -184,10 +184,10 @@ class WriterSockets:
         self._sockets.close()  # the thread closes its own
 
     def _read_subscriptions(self) -> bool:
-        return drain(lambda: self._xpub.recv(zmq.NOBLOCK), self._take_subscription)
+        return drain(self._xpub, lambda: self._xpub.recv(zmq.NOBLOCK), self._take_subscription)
 
     def _read_messages(self) -> bool:
-        return drain(whole(self._router), self._take_message)
+        return drain(self._router, whole(self._router), self._take_message)
 
     def _take_subscription(self, subscription: bytes) -> None:
         rank = wire.subscriber(subscription, self._secret)
