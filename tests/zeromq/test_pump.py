@@ -1,0 +1,100 @@
+"""The read loop of a socket: every message, a burst at a time, and no look more than it needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from support import until
+
+from aioshm.zeromq.pump import Pump, drain, whole
+from aioshm.zeromq.sockets import BURST, Socket, Sockets
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    sockets = Sockets("a test")
+    yield sockets
+    sockets.close()
+
+
+@pytest.fixture
+def pair(sockets: Sockets) -> tuple[Socket, Socket]:
+    """A sender and a receiver."""
+    receiver = sockets.add(sockets.context.socket(zmq.PULL))
+    receiver.bind("inproc://pump")
+    sender = sockets.add(sockets.context.socket(zmq.PUSH))
+    sender.connect("inproc://pump")
+    return sender, receiver
+
+
+def test_no_call_receives_nothing(pair: tuple[Socket, Socket]) -> None:
+    """An `Again` that is raised is dear, where there mostly is no message, or one."""
+    sender, receiver = pair
+    calls: list[bytes] = []
+    taken: list[bytes] = []
+
+    def receive() -> bytes:
+        calls.append(b"")
+        return receiver.recv(zmq.NOBLOCK)
+
+    assert drain(receiver, receive, taken.append) is False
+    assert calls == []
+    sender.send(b"one")
+    assert drain(receiver, receive, taken.append) is False
+    assert (len(calls), taken) == (1, [b"one"])
+
+
+def test_a_burst_leaves_the_rest_to_the_next_turn(pair: tuple[Socket, Socket]) -> None:
+    sender, receiver = pair
+    for number in range(BURST + 1):
+        sender.send_multipart([b"%d" % number, b"body"])
+    taken: list[list[bytes]] = []
+    assert drain(receiver, whole(receiver), taken.append) is True
+    assert len(taken) == BURST
+    assert drain(receiver, whole(receiver), taken.append) is False
+    assert taken == [[b"%d" % number, b"body"] for number in range(BURST + 1)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_message_may_close_the_socket(pair: tuple[Socket, Socket], sockets: Sockets, count: int) -> None:
+    sender, receiver = pair
+    for _ in range(3):
+        sender.send(b"")
+    taken: list[list[bytes]] = []
+
+    def take(frames: list[bytes]) -> None:
+        taken.append(frames)
+        if len(taken) == count:
+            sockets.close()
+
+    assert drain(receiver, whole(receiver), take) is False
+    assert len(taken) == count
+
+
+async def test_a_pump_reads_what_came_while_it_was_paused(pair: tuple[Socket, Socket]) -> None:
+    sender, receiver = pair
+    taken: list[list[bytes]] = []
+    pump = Pump.of_messages(asyncio.get_running_loop(), receiver, taken.append, whole(receiver))
+    sender.send(b"0")
+    await until(lambda: len(taken) == 1, "the first message")
+    pump.pause()
+    for number in range(1, 3 * BURST):
+        sender.send(b"%d" % number)
+    pump.run()
+    assert len(taken) == 1
+    pump.resume()
+    await until(lambda: len(taken) == 3 * BURST, "the others")
+    assert taken == [[b"%d" % number] for number in range(3 * BURST)]
+    pump.pause()
+
+
+def test_nothing_is_scheduled_on_a_closed_loop(pair: tuple[Socket, Socket]) -> None:
+    loop = asyncio.new_event_loop()
+    pump = Pump(loop, pair[1], lambda: False)
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    pump.run_soon()
+    pump.pause()
