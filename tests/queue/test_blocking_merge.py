@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -217,3 +218,19 @@ def test_arguments() -> None:
     assert blocking.merge is merge
     assert threading.active_count() >= 1
     assert Options().wait == "adaptive"
+
+
+def test_a_message_that_another_thread_takes_first_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads run where a call is made: here inside of the last one before a message is returned."""
+    with queues(1) as (writers, readers), merge(readers) as merged:
+        held, taken, clock = readers[0].held, [], time.monotonic
+
+        def another_thread_takes_it() -> float:
+            if held.kept and not taken:
+                taken.append(held.kept.pop())
+            return clock()
+
+        writers[0].enqueue("first")
+        writers[0].enqueue("second")
+        monkeypatch.setattr(sys.modules[Merged.__module__], "monotonic", another_thread_takes_it)
+        assert (next(merged), taken) == ((0, "second"), ["first"])

@@ -138,7 +138,7 @@ class TestWire:
         assert engine.receive([init]) == EngineHandshakeMetadata(ADDRESSES, parallel)
 
     def test_a_plain_dataclass_is_encoded_to_the_same(self) -> None:
-        """Who builds INIT of these types with msgspec alone writes what the field writes."""
+        """Who builds INIT of these types with msgspec alone writes what vLLM writes."""
         assert encode(EngineHandshakeMetadata(ADDRESSES, PARALLEL)) == INIT_0_33
 
     def test_objects_with_the_fields_attributes(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests, outputs and calls as bytes: the field's read here, ours as the field has read them, and garbage."""
+"""Requests, outputs and calls as bytes: vLLM's read here, ours as vLLM has read them, and garbage."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 class FieldRequest(msgspec.Struct, array_like=True):
-    """The field's request as far as these tests need it."""
+    """vLLM's request as far as these tests need it."""
 
     request_id: str
     prompt_token_ids: list[int] | None
@@ -69,7 +69,7 @@ class FieldRequest(msgspec.Struct, array_like=True):
 
 
 class FieldOutput(msgspec.Struct, array_like=True):
-    """The field's output as far as these tests need it."""
+    """vLLM's output as far as these tests need it."""
 
     request_id: str
     new_token_ids: list[int]
@@ -156,7 +156,7 @@ class TestFromTheField:
 
 
 class TestReadByTheField:
-    """These bytes were given to the field's own decoder when they were captured; they must not change."""
+    """These bytes were given to vLLM's own decoder when they were captured; they must not change."""
 
     @pytest.mark.parametrize(
         ("name", "payload"),

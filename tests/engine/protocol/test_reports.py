@@ -1,4 +1,4 @@
-"""What passes between the coordinator, engines and front ends is the field's, byte for byte; garbage is refused."""
+"""What passes between the coordinator, engines and front ends is vLLM's, byte for byte; garbage is refused."""
 
 from __future__ import annotations
 

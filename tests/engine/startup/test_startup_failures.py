@@ -231,7 +231,7 @@ class TestProcesses:
         assert "while engines were stopped: cannot stop" in caplog.text
 
     async def test_the_least_of_managers(self, path: str) -> None:
-        """Only what the field's own manager has: descriptors, exit codes, and a close that blocks."""
+        """Only what vLLM's own manager has: descriptors, exit codes, and a close that blocks."""
 
         class Manager:
             def __init__(self, fake: FakeManager) -> None:

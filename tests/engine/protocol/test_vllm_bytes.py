@@ -1,4 +1,4 @@
-"""A client with an engine that is the field's, as far as bytes go: these were captured from it."""
+"""A client with the bytes of a vLLM engine, which were captured from one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("runtime_dir")
 
 
 class FieldEngine:
-    """The sockets of an engine of the field."""
+    """The sockets of a vLLM engine."""
 
     def __init__(self, context: Any, client: EngineClient) -> None:
         self.dealer, self.push = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
