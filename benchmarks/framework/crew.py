@@ -6,8 +6,10 @@ import asyncio
 import inspect
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -99,6 +101,8 @@ class Hand:
 class Crew:
     """The processes of one run; leaving the block ends them, kindly if it succeeded.
 
+    Their temporary files, and the sockets that some contestants never remove, go with them.
+
     Args:
         loop_factory: What makes the event loop that each role runs on.
     """
@@ -109,13 +113,17 @@ class Crew:
         self._forking, self._spawning = (multiprocessing.get_context(method) for method in ("forkserver", "spawn"))
         self._forking.set_forkserver_preload(["benchmarks.framework.stage", "benchmarks.contestants"])
         self._hands: list[Hand] = []
+        self._directory = tempfile.mkdtemp(prefix="crew-")  # short, as paths of sockets have to be
 
     def start(self, name: str, role: Role, *args: Any, has_children: bool = False) -> Hand:
         """Start a process that plays a role; one that is to have children must end them when it loses this one."""
         context: Any = self._spawning if has_children else self._forking
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_play, args=(theirs, self._loop_factory, role, args), name=name, daemon=not has_children
+            target=_play,
+            args=(theirs, self._directory, self._loop_factory, role, args),
+            name=name,
+            daemon=not has_children,
         )
         process.start()
         theirs.close()
@@ -151,6 +159,7 @@ class Crew:
             hand.process.kill()  # not terminate(): they have nothing to put in order
         for hand in self._hands:
             hand.process.join(EXIT_TIMEOUT_S)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 class _Failure:
@@ -161,10 +170,15 @@ class _Failure:
 
 
 def _play(
-    connection: Connection, loop_factory: Callable[[], asyncio.AbstractEventLoop], role: Role, args: tuple[Any, ...]
+    connection: Connection,
+    directory: str,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+    role: Role,
+    args: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the benchmark ends us
-    threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(directory,), name="die-with-parent", daemon=True).start()
+    tempfile.tempdir = directory
     boss = Boss(connection)
     if not inspect.iscoroutinefunction(role):
         with _reporting(connection):
@@ -189,9 +203,13 @@ def _reporting(connection: Connection) -> Iterator[None]:
         sys.exit(1)
 
 
-def _die_with_parent() -> None:
-    """End this process with its parent, however that ends and whatever we are blocked in. Sleeps until then."""
+def _die_with_parent(directory: str) -> None:
+    """End this process with its parent, however that ends and whatever we are blocked in. Sleeps until then.
+
+    Remove the directory, too: nobody else is left to do so.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

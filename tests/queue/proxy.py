@@ -85,15 +85,17 @@ class Proxy:
         """Forward again."""
         self._flowing.set()
 
-    def misbehave(self, every_s: float, delay_s: float) -> None:
+    def misbehave(self, every_s: float, delay_s: float, *, in_step: bool = False) -> None:
         """Do one of all that at random times from now on, until `behave`.
 
         Args:
             every_s: On average.
             delay_s: How long chunks wait meanwhile, at most.
+            in_step: Whether to count milliseconds in sleeps of the loop, which take longer where the machine has much
+                else to do, as handshakes do: else none would ever be done between two of these times.
         """
         self.delay_s = delay_s
-        self._misbehaving = asyncio.ensure_future(self._misbehave(every_s))
+        self._misbehaving = asyncio.ensure_future(self._misbehave(every_s, in_step))
 
     async def behave(self) -> None:
         """Forward everything again, at once."""
@@ -104,10 +106,13 @@ class Proxy:
         self.delay_s, self.refusing = 0.0, False
         self.resume()
 
-    async def _misbehave(self, every_s: float) -> None:
+    async def _misbehave(self, every_s: float, in_step: bool) -> None:
         rng = self._rng
         while True:
-            await asyncio.sleep(rng.expovariate(1 / every_s))
+            pause_s = rng.expovariate(1 / every_s)
+            for _ in range(int(1000 * pause_s) if in_step else 0):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0 if in_step else pause_s)
             what = rng.choice(("reset", "close", "half close", "truncate", "truncate", "stall", "refuse"))
             if what in ("reset", "close"):
                 self.cut(reset=what == "reset")

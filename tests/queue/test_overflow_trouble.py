@@ -157,8 +157,6 @@ async def test_a_reader_without_room_for_it_can_try_again(monkeypatch: pytest.Mo
 async def test_a_descriptor_that_was_lost_on_the_way_in_shifts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system cannot keep it in the socket, a process with too many open files gets the byte only."""
     async with attached() as (writer, (reader,)):
-        await writer.enqueue(b"1" * BIG)
-        await writer.enqueue(b"2" * BIG)
         with monkeypatch.context() as patch:
             receive = descriptors.receive
             lost: list[bool] = []
@@ -174,6 +172,8 @@ async def test_a_descriptor_that_was_lost_on_the_way_in_shifts_no_other(monkeypa
 
             patch.setattr(descriptors, "_PEEKS", False)
             patch.setattr(descriptors, "receive", lossy)
+            await writer.enqueue(b"1" * BIG)  # which may let the loop run, and so the descriptor in
+            await writer.enqueue(b"2" * BIG)
             with pytest.raises(CorruptSlot, match="too many open files"):
                 await reader.dequeue(5)
         assert await reader.dequeue(5) == b"2" * BIG
