@@ -47,6 +47,7 @@ bench: .venv/.ready       ## every benchmark against its rivals, one after the o
 	$(BIN)/python -m benchmarks.writer_cost $(ARGS)
 	$(BIN)/python -m benchmarks.memory $(ARGS)
 	$(BIN)/python -m benchmarks.remote $(ARGS)
+	$(BIN)/python -m benchmarks.overflow $(ARGS)
 	$(BIN)/python -m benchmarks.strangers $(ARGS)
 	$(BIN)/python -m benchmarks.startup $(ARGS)
 	$(BIN)/python -m benchmarks.workers $(ARGS)

@@ -5,6 +5,7 @@
 | `AIOSHM_BACKING`         | `backing`         | `memfd` (Linux) or `named`: what kind of shared memory holds the ring |
 | `AIOSHM_LIFELINE`        | `lifeline`        | `abstract` (Linux) or `directory`: where the lifeline socket is bound |
 | `AIOSHM_RUNTIME_DIR`     | `runtime_dir`     | the directory of `lifeline="directory"`                               |
+| `AIOSHM_OVERFLOW`        | `overflow`        | `segments` or `zmq`: what carries messages that do not fit a chunk    |
 | `AIOSHM_WAIT`            | `wait`            | `adaptive`, `spin` or `park`                                          |
 | `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core that waiting for periodic messages may spin away      |
 | `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before a report, and between reports         |
@@ -36,6 +37,7 @@ from aioshm.process.limits import shortage
 
 Backing = Literal["memfd", "named"]
 Lifeline = Literal["abstract", "directory"]
+OverflowWay = Literal["segments", "zmq"]
 Wait = Literal["adaptive", "spin", "park"]
 OnReaderDeath = Literal["raise", "evict"]
 
@@ -83,6 +85,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             dies; ``"directory"`` binds a file in ``runtime_dir``, for hosts that share a directory but not a
             network namespace, and for macOS.
         runtime_dir: Where socket files go; made with mode 0700, refused if it belongs to another user.
+        overflow: What carries messages that do not fit a chunk to local readers: ``"segments"`` of shared memory, or
+            ``"zmq"``, sockets whose file is in ``runtime_dir``, several times slower. Where a segment cannot be had,
+            ``"segments"`` sends that message over ZeroMQ, too, and warns once.
         wait: ``"adaptive"`` spins while that is cheaper than sleeping, ``"spin"`` never sleeps, ``"park"`` always.
         max_spin_cpu: Share of a core (0 to 1) that an end may spend on spinning for messages that come with a steady
             period; the hot streams of ``"adaptive"`` are not counted.
@@ -102,6 +107,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     # Lifeline
     lifeline: Lifeline = DEFAULT_LIFELINE
     runtime_dir: str = msgspec.field(default_factory=default_runtime_dir)
+    # What does not fit a chunk
+    overflow: OverflowWay = "segments"
     # Waiting
     wait: Wait = "adaptive"
     max_spin_cpu: float = MAX_SPIN_CPU
@@ -120,6 +127,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_choice("backing", self.backing, ("memfd", "named"))
         _check_choice("lifeline", self.lifeline, ("abstract", "directory"))
+        _check_choice("overflow", self.overflow, ("segments", "zmq"))
         _check_choice("wait", self.wait, ("adaptive", "spin", "park"))
         _check_choice("on_reader_death", self.on_reader_death, ("raise", "evict"))
         check_int("prefault_bytes", self.prefault_bytes, minimum=0, maximum=MAX_BYTES)
@@ -170,6 +178,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "AIOSHM_BACKING": ("backing", str),
     "AIOSHM_LIFELINE": ("lifeline", str),
     "AIOSHM_RUNTIME_DIR": ("runtime_dir", str),
+    "AIOSHM_OVERFLOW": ("overflow", str),
     "AIOSHM_WAIT": ("wait", str),
     "AIOSHM_MAX_SPIN_CPU": ("max_spin_cpu", _number),
     "AIOSHM_STALL_WARNING_S": ("stall_warning_s", _number),

@@ -30,20 +30,24 @@ def new_address(options: Options, queue_id: bytes, kind: str) -> str:
     Raises:
         SharedMemoryError: ``runtime_dir`` is unusable: another user's, open to others, or too long a path.
     """
-    name = f"{queue_id.hex()}.{kind}"
     if options.lifeline == "abstract":
-        return f"@aioshm-{name}"
+        return f"@aioshm-{queue_id.hex()}.{kind}"
     directory = Path(options.runtime_dir)
     with naming_limits(f"looking into {directory}"):
         _secure(directory)
         _sweep(directory)
-    path = str(directory / name)
+    path = socket_file(options, queue_id, kind)
     if len(os.fsencode(path)) > _PATH_BYTES:
         raise SharedMemoryError(
             errno.ENAMETOOLONG,
             f"socket path {path!r} is longer than {_PATH_BYTES} bytes: set AIOSHM_RUNTIME_DIR to a shorter one",
         )
     return path
+
+
+def socket_file(options: Options, queue_id: bytes, kind: str) -> str:
+    """Return the path of one of a queue's sockets that has a file, for those who connect to it."""
+    return str(Path(options.runtime_dir) / f"{queue_id.hex()}.{kind}")
 
 
 def sockaddr(address: str) -> str:

@@ -13,7 +13,7 @@ from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, sockaddr
 from aioshm.lifeline.bell import Bell
 from aioshm.lifeline.descriptors import has_hung_up, receive, receive_next
-from aioshm.lifeline.protocol import BYE, GO, OVERFLOW, PING, PONG, PROVEN, WAKE, Hello, Welcome
+from aioshm.lifeline.protocol import BYE, GO, OVERFLOW, PING, PONG, PROVEN, SUBSCRIBE, WAKE, Hello, Welcome
 from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
 
 _RETRY_S = 0.01  # while the writer's backlog is full
@@ -59,6 +59,7 @@ class Lifeline:
         on_gone: Callable[[bool], None],
         on_descriptor: Callable[[int | None], None],
         on_held_back: Callable[[], None],
+        on_subscribe: Callable[[], None],
     ) -> None:
         """Begin to report.
 
@@ -69,9 +70,10 @@ class Lifeline:
             on_descriptor: The writer passed a descriptor, which is the callee's from here on; None: one that is lost,
                 because this process has too many open files, where the system cannot keep it in the socket.
             on_held_back: There is a descriptor that this process has no room for; see `holds_back`.
+            on_subscribe: Messages begin to come over ZeroMQ, too.
         """
         self._on_go, self._on_wake, self._on_gone, self._on_descriptor = on_go, on_wake, on_gone, on_descriptor
-        self._on_held_back = on_held_back
+        self._on_held_back, self._on_subscribe = on_held_back, on_subscribe
         self._loop.add_reader(self._sock.fileno(), self._readable)
         if self._own_bell is not None:
             self._loop.add_reader(self._own_bell.fd, self._rung)
@@ -197,6 +199,8 @@ class Lifeline:
     def _signals(self, data: bytes) -> None:
         if GO in data:
             self._on_go()
+        if SUBSCRIBE in data:
+            self._on_subscribe()
         if PONG in data:
             self._asked, self._asking = None, False
         if BYE in data:

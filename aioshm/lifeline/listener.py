@@ -205,6 +205,11 @@ class LifelineListener:
             if connection is not None and connection.peer is not None:
                 connection.read()
 
+    def look_at_readers(self) -> None:
+        """Report now which admitted readers have gone, if the loop can still be told."""
+        if self._loop is not None and not self._loop.is_closed():
+            self.look_at(self._connections)
+
     def look_at_rank(self, rank: int) -> None:
         """Notice now if the reader of this rank has gone: its successor may be heard of before that."""
         self.look_at(

@@ -9,7 +9,7 @@ from collections import deque
 from typing import Protocol
 
 from aioshm.lifeline.bell import Bell
-from aioshm.lifeline.protocol import GO, OVERFLOW, WAKE, Hello, Welcome
+from aioshm.lifeline.protocol import GO, OVERFLOW, SUBSCRIBE, WAKE, Hello, Welcome
 
 TOO_MANY_UNDER_WAY = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
 """The system does not take a descriptor for another process now: unix(7)."""
@@ -69,6 +69,10 @@ class Peer:
     def go(self) -> None:
         """Tell the reader that every reader is ready."""
         self.send(GO)
+
+    def call_to_subscribe(self) -> None:
+        """Tell the reader that messages begin to come over ZeroMQ, too."""
+        self.send(SUBSCRIBE)
 
     def hand_over(self, fd: int) -> None:
         """Pass a descriptor on, in the order of the calls. It must stay open as long as this peer is connected."""

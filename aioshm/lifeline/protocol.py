@@ -6,6 +6,7 @@
       PROVEN: the ring is mapped            ->
                                             <-   GO: every reader is attached and proven
                                             <-   OVERFLOW (+ a descriptor), again and again
+                                            <-   SUBSCRIBE: messages begin to come over ZeroMQ, too
       WAKE (where there is no eventfd)     <->   WAKE
       PING: does your event loop run?       ->
                                             <-   PONG, by that loop
@@ -28,7 +29,7 @@ from aioshm.process.guard import built
 
 MAX_GREETING_BYTES = 4096
 
-PROVEN, GO, OVERFLOW, WAKE, BYE = b"P", b"G", b"A", b"W", b"B"
+PROVEN, GO, OVERFLOW, SUBSCRIBE, WAKE, BYE = b"P", b"G", b"A", b"S", b"W", b"B"
 PING, PONG = b"?", b"!"
 
 _LENGTH = struct.Struct("!I")
@@ -57,7 +58,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     Attributes:
         pid: The writer's process id as it sees itself.
-        secret: What the header of a message in an overflow segment repeats, so that no damaged one is taken for it.
+        secret: What the header of a message that did not fit its chunk repeats, so that no damaged one is taken for it,
+            and what to subscribe to where such messages come over ZeroMQ.
         segment: Whether the first descriptor that comes along is the segment.
         bells: Whether the next two are eventfds: the reader's and the writer's.
     """

@@ -126,6 +126,23 @@ def can_share_memory() -> bool:
     return True
 
 
+def send_frames(socket: Socket, head: bytes, body: bytes | memoryview | None) -> zmq.MessageTracker | None:
+    """Send a message of one frame or two, without waiting, and without a copy of the second one if possible.
+
+    Returns:
+        What tells when the body's memory is not used any more; None where it is not used already.
+    """
+    if body is None:
+        socket.send(head, zmq.NOBLOCK)
+        return None
+    shares_memory = can_share_memory()
+    socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
+    if shares_memory:
+        return socket.send(body, zmq.NOBLOCK, copy=False, track=True)
+    socket.send(body, zmq.NOBLOCK)
+    return None
+
+
 def watched_by_tcp(sock: Socket, timeout_s: float) -> None:
     """Let TCP find out that nobody is at the other end of a connection any more."""
     sock.setsockopt(zmq.TCP_MAXRT, int(timeout_s * 1000))

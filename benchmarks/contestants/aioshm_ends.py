@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from aioshm import MessageQueue, Options
 from aioshm.codec import get_codec
@@ -27,25 +27,29 @@ class Face:
         blocking: Whether its calls block.
         leased: Whether readers lease messages.
         secure: Whether what goes over TCP is encrypted; None for local readers.
+        overflow: What carries messages that do not fit a chunk; None for the default.
     """
 
     blocking: bool = False
     leased: bool = False
     secure: bool | None = None
+    overflow: Literal["segments", "zmq"] | None = None
 
 
 def open_writer(face: Face, links: Sequence[Connection], workload: Workload) -> Opened:
     """Create the queue, and give its handle to the readers."""
-    remote: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if face.secure is not None:
-        remote = {"connect_ip": LOOPBACK, "options": Options(secure=face.secure)}
+        arguments = {"connect_ip": LOOPBACK, "options": Options(secure=face.secure)}
+    elif face.overflow is not None:
+        arguments = {"options": Options(overflow=face.overflow)}
     queue = _queue_class(face)(
         len(links),
-        0 if remote else len(links),
+        len(links) if face.secure is None else 0,
         max_chunk_bytes=workload.chunk_bytes,
         max_chunks=workload.slots,
         codec=_own_codec(workload.codec),
-        **remote,
+        **arguments,
     )
     hand(links, queue.export_handle())
     return _ready(queue, face, queue.enqueue)
@@ -115,6 +119,8 @@ CONTESTANTS = [
     _contestant("aioshm blocking", Face(blocking=True)),
     _contestant("aioshm leased", Face(leased=True), "array", "tensor"),
 ]
+SEGMENTS = _contestant("overflow segments", Face(overflow="segments"))
+ZEROMQ = _contestant("overflow over ZeroMQ", Face(overflow="zmq"))
 PLAIN = _contestant("aioshm, secure=False", Face(secure=False), "raw")
 CURVE = _contestant("aioshm, CURVE", Face(secure=True), "raw")
 LEASED = _contestant("aioshm leased, secure=False", Face(secure=False, leased=True), "raw")

@@ -88,6 +88,12 @@ def test_remote(report: Any) -> None:
     assert [remark.split()[0] for remark in report["remarks"]] == ["CURVE", "CURVE"]
 
 
+@on("overflow", "uvloop")
+def test_overflow(report: Any) -> None:
+    assert measured(report) == {("1 MiB", name, 1) for name in ("overflow segments", "overflow over ZeroMQ")}
+    assert len(report["remarks"]) == 1
+
+
 @on("startup", "asyncio", "uvloop")
 def test_startup(report: Any) -> None:
     assert measured(report) == {("2 engines", name, 1) for name in ("aioshm", "multiprocessing")}

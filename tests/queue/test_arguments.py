@@ -235,6 +235,7 @@ OPTIONS: list[tuple[str, list[Any]]] = [
     ("prefault_bytes", NO_SMALL_COUNT),
     ("lifeline", [5, NAN, True, NUMBERS, TEXT]),
     ("runtime_dir", [*NO_NAME, "", "a\0b", "\udc80", None]),
+    ("overflow", [5, NAN, True, NUMBERS, TEXT]),
     ("wait", [5, NAN, True, NUMBERS, TEXT]),
     ("max_spin_cpu", [NAN, INF, -1, 2, 10**400, ENDLESS, True, TEXT, None]),
     ("stall_warning_s", NO_OPTION_SECONDS),
@@ -267,6 +268,7 @@ ENVIRONMENT = ["nan", "inf", "-inf", "-1", "1e400", "1" * 5000, "a" * 5000, "Tru
     [
         "AIOSHM_BACKING",
         "AIOSHM_LIFELINE",
+        "AIOSHM_OVERFLOW",
         "AIOSHM_WAIT",
         "AIOSHM_MAX_SPIN_CPU",
         "AIOSHM_STALL_WARNING_S",

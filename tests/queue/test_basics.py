@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from overflowing import BOTH_WAYS
 from pairs import EITHER_PLACE, attached
 from remotes import ready_ends
 from support import bystander, until
@@ -39,10 +40,11 @@ async def test_every_reader_gets_every_message_in_order(n_local: int, n_remote: 
         await asyncio.gather(send(), *map(receive, readers))
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 100_000])
-async def test_sizes_around_the_chunk(size: int) -> None:
+async def test_sizes_around_the_chunk(size: int, way: str) -> None:
     payload = bytes(range(256)) * (size // 256 + 1)
-    async with attached(2, codec="raw") as (writer, readers):
+    async with attached(2, codec="raw", overflow=way) as (writer, readers):
         for _ in range(9):  # more than the ring has slots
             await writer.enqueue(payload[:size])
             for reader in readers:
@@ -52,8 +54,9 @@ async def test_sizes_around_the_chunk(size: int) -> None:
         assert readers[0].stats().overflows == (9 if overflowing else 0)
 
 
-async def test_several_overflows_in_flight_keep_their_place() -> None:
-    async with attached(2) as (writer, readers):
+@BOTH_WAYS
+async def test_several_overflows_in_flight_keep_their_place(way: str) -> None:
+    async with attached(2, overflow=way) as (writer, readers):
         sent = [b"small", b"A" * 50_000, b"B" * 60_000, b"tiny"]
         for obj in sent:
             await writer.enqueue(obj, 5)
@@ -63,10 +66,10 @@ async def test_several_overflows_in_flight_keep_their_place() -> None:
             assert [await reader.dequeue(5) for _ in sent] == sent
 
 
-@EITHER_PLACE
-async def test_the_sender_may_change_its_buffers_at_once(n_local: int, n_remote: int) -> None:
-    async with ready_ends(n_local, n_remote, chunk=65536) as (writer, (reader,)):
-        # Through the ring and through an overflow segment, in one frame and in two, copied by pyzmq or not.
+@pytest.mark.parametrize(("n_local", "n_remote", "way"), [(1, 0, "segments"), (1, 0, "zmq"), (0, 1, "segments")])
+async def test_the_sender_may_change_its_buffers_at_once(n_local: int, n_remote: int, way: str) -> None:
+    async with ready_ends(n_local, n_remote, chunk=65536, overflow=way) as (writer, (reader,)):
+        # Through the ring and beside it, in one frame and in two, copied by pyzmq or not.
         for size in (80, 10_000, 80_000, 400_000, 1_000_000, 24_000_000):
             array = np.arange(size, dtype=np.uint8)
             expected = array.copy()
@@ -189,8 +192,9 @@ async def test_a_failed_raw_write_sends_nothing_and_a_failed_raw_read_releases(n
             assert reader.stats().backlog == 0
 
 
-async def test_raw_read_of_overflow() -> None:
-    async with attached(1, codec="raw") as (writer, (reader,)):
+@BOTH_WAYS
+async def test_raw_read_of_overflow(way: str) -> None:
+    async with attached(1, codec="raw", overflow=way) as (writer, (reader,)):
         await writer.enqueue(b"o" * 50_000)
         async with reader.acquire_read(5) as view:
             assert view == b"o" * 50_000

@@ -294,10 +294,11 @@ def named_segments() -> set[str]:
 async def test_socket_files_of_killed_writers_are_swept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = base / "run"
     monkeypatch.setenv("AIOSHM_LIFELINE", "directory")
+    monkeypatch.setenv("AIOSHM_OVERFLOW", "zmq")
     monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(directory))
     async with child("write", "0", "0") as writer:
         await writer.says("{")
-        assert list(directory.iterdir())
+        assert sorted(path.suffix for path in directory.iterdir()) == [".lifeline", ".overflow"]
         writer.signal(signal.SIGKILL)
         await writer.end()
     for path in directory.iterdir():

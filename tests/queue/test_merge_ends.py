@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from children import child
 from merging import BIG, asleep, poller_of, queues
+from overflowing import BOTH_WAYS, withhold
 from slots import slot_of
 from support import until
 
@@ -273,12 +274,11 @@ class TestDamage:
             assert [await anext(merged) for _ in range(2)] == [(1, 2), (1, 3)]
             assert merged.failed == {}
 
-    async def test_an_overflow_segment_that_is_late_holds_only_its_queue_up(self) -> None:
-        async with queues(2) as (writers, readers):
-            queue: Any = writers[0]
-            held: list[int] = []
-            queue.end.ring.overflow.hand_over = held.append
-            await queue.enqueue(b"x" * BIG)
+    @BOTH_WAYS
+    async def test_an_overflow_that_is_late_holds_only_its_queue_up(self, way: str) -> None:
+        async with queues(2, overflow=way) as (writers, readers):
+            release = withhold(writers[0])
+            await writers[0].enqueue(b"x" * BIG)
             merged = merge(readers)
             for number in range(200):
                 await writers[1].enqueue(number)
@@ -287,7 +287,7 @@ class TestDamage:
             parks = poller_of(merged).stats.parks
             await asyncio.sleep(0.1)
             assert poller_of(merged).stats.parks == parks, "it sleeps"
-            queue.end.ring.roster.hand_over(held[0])
+            release()
             assert await asyncio.wait_for(waiting, 5) == (0, b"x" * BIG)
 
     async def test_a_message_for_which_there_is_no_room_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,11 +305,12 @@ class TestDamage:
                     assert (rank, type(error), merged.failed) == (0, SharedMemoryError, {})
             assert await anext(merged) == (0, b"x" * BIG)
 
+    @BOTH_WAYS
     @pytest.mark.parametrize("closes", [True, False])
-    async def test_an_overflow_segment_that_never_comes_is_an_end(self, closes: bool) -> None:
-        async with queues(2) as (writers, readers):
+    async def test_an_overflow_that_never_comes_is_an_end(self, closes: bool, way: str) -> None:
+        async with queues(2, overflow=way, remote_timeout=0.2) as (writers, readers):
             queue: Any = writers[0]
-            queue.end.ring.overflow.hand_over = lambda _fd: None
+            withhold(queue)
             await queue.enqueue(b"x" * BIG)
             merged = merge(readers)
             waiting = await asleep(merged)

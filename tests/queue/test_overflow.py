@@ -6,15 +6,17 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from children import child
+from overflowing import BOTH_WAYS, bodies, sockets_of_zeromq
 from pairs import attached
 
 from aioshm import MessageQueue, Options, QueueClosed, SharedMemoryError
-from aioshm.queue.local import overflow
+from aioshm.process.limits import out_of_descriptors
+from aioshm.queue.local import overflow, overflow_sockets
 from aioshm.ring.segment import Segment
 
 BIG = 50_000
@@ -34,6 +36,10 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:aioshm")
 
 
+def no_sockets(what: str, **_: int) -> NoReturn:
+    raise out_of_descriptors(what)
+
+
 def memory_fds() -> int:
     targets = []
     for fd in Path("/proc/self/fd").iterdir():
@@ -44,31 +50,34 @@ def memory_fds() -> int:
     return sum("memfd:aioshm" in target for target in targets)
 
 
-async def test_one_after_the_other_share_one_segment() -> None:
-    async with attached(2) as (writer, readers):
+@BOTH_WAYS
+async def test_one_after_the_other_share_one_body(way: str) -> None:
+    async with attached(2, overflow=way) as (writer, readers):
         for number in range(100):
             await writer.enqueue((number, bytes([number]) * BIG))
             for reader in readers:
                 assert await reader.dequeue(5) == (number, bytes([number]) * BIG)
-        assert len(segments_of(writer)) == 1
+        assert bodies(writer) == 1
 
 
-async def test_there_are_never_more_than_slots() -> None:
-    async with attached(1, chunks=4) as (writer, (reader,)):
+@BOTH_WAYS
+async def test_there_are_never_more_than_slots(way: str) -> None:
+    async with attached(1, chunks=4, overflow=way) as (writer, (reader,)):
         for start in range(0, 60, 4):
             sent = [bytes([start + n]) * (BIG + 1000 * ((start * 7 + n) % 11)) for n in range(4)]
             await writer.enqueue_many(sent)
             assert await reader.dequeue_many(1) + [await reader.dequeue(5) for _ in range(3)] == sent
-        assert len(segments_of(writer)) == 4
+        assert bodies(writer) == 4
 
 
-async def test_they_grow_with_the_messages() -> None:
-    async with attached(2) as (writer, readers):
+@BOTH_WAYS
+async def test_they_grow_with_the_messages(way: str) -> None:
+    async with attached(2, overflow=way) as (writer, readers):
         for size in (5000, BIG, 20 * BIG, 100, 6000, 60 * BIG):
             await writer.enqueue(b"%d" % size * (size // 4))
             for reader in readers:
                 assert await reader.dequeue(5) == b"%d" % size * (size // 4)
-        assert len(segments_of(writer)) == 1
+        assert bodies(writer) == 1
 
 
 async def test_where_they_cannot_grow_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +114,9 @@ async def test_memory_of_a_burst_is_given_back_and_can_be_used_again() -> None:
             assert kept[overflow.IDLE_SEGMENTS :] == [False] * 6
 
 
-async def test_order_with_small_messages() -> None:
-    async with attached(3) as (writer, readers):
+@BOTH_WAYS
+async def test_order_with_small_messages(way: str) -> None:
+    async with attached(3, overflow=way) as (writer, readers):
 
         async def read(reader: MessageQueue) -> list[tuple[int, int]]:
             return [(number, len(payload)) async for number, payload in reader]
@@ -119,20 +129,22 @@ async def test_order_with_small_messages() -> None:
         assert await asyncio.gather(*reading) == [sent] * 3
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("codec", ["pickle", "msgpack", "raw"])
-async def test_what_was_received_stays_while_the_segment_is_used_again(codec: str) -> None:
-    async with attached(1, codec=codec) as (writer, (reader,)):
+async def test_what_was_received_stays_while_its_memory_is_used_again(codec: str, way: str) -> None:
+    async with attached(1, codec=codec, overflow=way) as (writer, (reader,)):
         for wrap in (bytes,) if codec == "raw" else (bytes, lambda data: np.frombuffer(data, np.uint8)):
             kept = []
             for number in range(10):
                 await writer.enqueue(wrap(bytes([number]) * BIG))
                 kept.append(await reader.dequeue(5))
             assert [bytes(memoryview(message)) for message in kept] == [bytes([n]) * BIG for n in range(10)]
-        assert len(segments_of(writer)) == 1
+        assert bodies(writer) == 1
 
 
-async def test_a_view_is_released_when_its_block_ends() -> None:
-    async with attached(1, codec="raw") as (writer, (reader,)):
+@BOTH_WAYS
+async def test_a_view_is_released_when_its_block_ends(way: str) -> None:
+    async with attached(1, codec="raw", overflow=way) as (writer, (reader,)):
         await writer.enqueue(b"v" * BIG)
         async with reader.acquire_read(5) as view:
             assert view == b"v" * BIG
@@ -141,8 +153,9 @@ async def test_a_view_is_released_when_its_block_ends() -> None:
             view[0]
 
 
-async def test_a_reader_that_reads_keeps_its_segment() -> None:
-    async with attached(2, codec="raw") as (writer, (slow, fast)):
+@BOTH_WAYS
+async def test_a_reader_that_reads_keeps_the_bodies(way: str) -> None:
+    async with attached(2, codec="raw", overflow=way) as (writer, (slow, fast)):
         await writer.enqueue(b"0" * BIG)
         async with slow.acquire_read(5) as view:
             assert await fast.dequeue(5) == b"0" * BIG
@@ -150,12 +163,13 @@ async def test_a_reader_that_reads_keeps_its_segment() -> None:
                 await writer.enqueue(number * BIG)
                 assert await fast.dequeue(5) == number * BIG
             assert view == b"0" * BIG
-            assert len(segments_of(writer)) == 4
+            assert bodies(writer) == 4
         assert [await slow.dequeue(5) for _ in range(3)] == [b"1" * BIG, b"2" * BIG, b"3" * BIG]
 
 
-async def test_a_reader_that_leaves_frees_its_segments() -> None:
-    async with attached(2) as (writer, (idle, reader)):
+@BOTH_WAYS
+async def test_a_reader_that_leaves_frees_the_bodies(way: str) -> None:
+    async with attached(2, overflow=way) as (writer, (idle, reader)):
         for _ in range(4):
             await writer.enqueue(b"x" * BIG)
             await reader.dequeue(5)
@@ -163,11 +177,13 @@ async def test_a_reader_that_leaves_frees_its_segments() -> None:
         for number in range(50):
             await writer.enqueue(bytes([number]) * BIG, 5)
             assert await reader.dequeue(5) == bytes([number]) * BIG
-        assert len(segments_of(writer)) == 4
+        assert bodies(writer) <= 4
 
 
-async def test_a_killed_reader_that_was_evicted_frees_its_segments() -> None:
-    writer = MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=3, options=Options(on_reader_death="evict"))
+@BOTH_WAYS
+async def test_a_killed_reader_that_was_evicted_frees_the_bodies(way: Any) -> None:
+    options = Options(on_reader_death="evict", overflow=way)
+    writer = MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=3, options=options)
     handle = writer.export_handle()
     reader = MessageQueue.create_from_handle(handle, 0)
     async with writer, reader, child("idle", handle.to_json(), "1") as idle:
@@ -179,11 +195,12 @@ async def test_a_killed_reader_that_was_evicted_frees_its_segments() -> None:
         for number in range(20):
             await writer.enqueue(bytes([number]) * BIG, 10)
             assert await reader.dequeue(5) == bytes([number]) * BIG
-        assert len(segments_of(writer)) == 3
+        assert bodies(writer) <= 3
 
 
-async def test_all_of_it_can_be_read_after_the_writer_has_closed() -> None:
-    async with attached(2, chunks=8) as (writer, readers):
+@BOTH_WAYS
+async def test_all_of_it_can_be_read_after_the_writer_has_closed(way: str) -> None:
+    async with attached(2, chunks=8, overflow=way) as (writer, readers):
         for number in range(8):
             writer.enqueue_nowait(bytes([number]) * BIG)
         await writer.aclose()
@@ -194,16 +211,21 @@ async def test_all_of_it_can_be_read_after_the_writer_has_closed() -> None:
 
 
 async def test_too_little_memory_sends_nothing_and_the_queue_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ZeroMQ cannot be had either."""
     async with attached(1) as (writer, (reader,)):
         with monkeypatch.context() as patch:
+            patch.setattr(overflow_sockets, "Sockets", no_sockets)
 
             def refuse(*_: object) -> None:
                 raise OSError(12, "Cannot allocate memory")
 
             patch.setattr(os, "memfd_create", refuse)
             for _ in range(3):
-                with pytest.raises(SharedMemoryError, match="free"):
+                with pytest.raises(SharedMemoryError, match="free") as caught:
                     await writer.enqueue(b"x" * BIG)
+                (note,) = caught.value.__notes__
+                assert note.startswith("It could not be sent over ZeroMQ instead: ")
+                assert "what does not fit a chunk needs another file descriptor" in note
             with pytest.raises(SharedMemoryError):
                 writer.enqueue_nowait(b"x" * BIG)
             await writer.enqueue("small")
@@ -213,19 +235,21 @@ async def test_too_little_memory_sends_nothing_and_the_queue_goes_on(monkeypatch
         assert writer.stats().messages == 2
 
 
-async def test_nothing_stays_open_or_mapped() -> None:
-    before = memory_fds(), mappings()
-    async with attached(2) as (writer, readers):
+@BOTH_WAYS
+async def test_nothing_stays_open_or_mapped(way: str) -> None:
+    before = memory_fds(), mappings(), sockets_of_zeromq()
+    async with attached(2, overflow=way) as (writer, readers):
         for number in range(4):
             await writer.enqueue(bytes([number]) * BIG)
         for reader in readers:
             assert len(await reader.dequeue(5)) == BIG  # the others stay unread
         assert memory_fds() > before[0]
-    assert (memory_fds(), mappings()) == before
+    assert (memory_fds(), mappings(), sockets_of_zeromq()) == before
 
 
-async def test_a_forked_child_harms_nobody() -> None:
-    async with attached(1) as (writer, (reader,)):
+@BOTH_WAYS
+async def test_a_forked_child_harms_nobody(way: str) -> None:
+    async with attached(1, overflow=way) as (writer, (reader,)):
         await writer.enqueue(b"1" * BIG)
         pid = os.fork()
         if pid == 0:

@@ -134,7 +134,7 @@ class ReadingEnd:
             return obj
         if gone is not None:
             raise source.lost()
-        raise QueueEmpty(f"{gate!r}: the overflow segment of message {source.progress} is on its way")
+        raise QueueEmpty(f"{gate!r}: the body of message {source.progress} is on its way")
 
     @asynccontextmanager
     async def open_block(
@@ -218,7 +218,7 @@ class ReadingEnd:
         try:
             await settle(gate.news(), deadline=deadline, cancel=cancel, stall=None if indefinite else self._inquiry())
         except TimeoutError:
-            what = f"the overflow segment of message {source.progress}"
+            what = f"the body of message {source.progress}"
             raise TimeoutError(f"{gate!r}: {what} did not come in time") from None
         gate.check_usable()
 

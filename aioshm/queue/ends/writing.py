@@ -322,10 +322,11 @@ class WritingEnd:
 
     def finished(self) -> bool:
         """Return whether there is nothing left to deliver."""
-        return self.network is None or not self.network.delivering
+        return self.ring.finished() and (self.network is None or not self.network.delivering)
 
     async def finish(self) -> None:
-        """Wait until the remote readers have received everything, or are gone."""
+        """Wait until the readers have received everything that is sent through sockets, or are gone."""
+        await self.ring.finish()
         if self.network is not None:
             await self.network.wait_closed()
 

@@ -1,8 +1,10 @@
-"""What a local reader holds of its queue: the lifeline, the mapped ring, the overflow segments."""
+"""What a local reader holds of its queue: the lifeline, the mapped ring, what did not fit a chunk."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from aioshm.errors import HandleError
 from aioshm.lifeline.dialer import Lifeline, attach
@@ -10,6 +12,9 @@ from aioshm.lifeline.protocol import Hello
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.overflow import PassedSegments
 from aioshm.ring import RingReader, ShmRingBuffer
+
+if TYPE_CHECKING:  # who has segments needs no ZeroMQ
+    from aioshm.queue.local.overflow_sockets import OverflowSubscriber
 
 
 class Attachment:
@@ -22,17 +27,38 @@ class Attachment:
         overflow: Where messages are that did not fit a chunk.
     """
 
-    def __init__(self, lifeline: Lifeline, buffer: ShmRingBuffer, ring: RingReader) -> None:
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        buffer: ShmRingBuffer,
+        ring: RingReader,
+        subscriber: Callable[[bytes], OverflowSubscriber],
+    ) -> None:
         self.lifeline = lifeline
         self.buffer = buffer
         self.ring = ring
-        self.overflow = PassedSegments(lifeline.welcome.secret, lifeline.look, lambda: lifeline.holds_back)
+        secret = lifeline.welcome.secret
+        self.overflow = PassedSegments(secret, lifeline.look, lambda: lifeline.holds_back, lambda: subscriber(secret))
 
     @classmethod
     async def make(
-        cls, handle: Handle, rank: int, hello: Hello, sock: socket.socket | None, prefault_bytes: int
+        cls,
+        handle: Handle,
+        rank: int,
+        hello: Hello,
+        sock: socket.socket | None,
+        prefault_bytes: int,
+        subscriber: Callable[[bytes], OverflowSubscriber],
     ) -> Attachment:
         """Wait until the writer has admitted this reader, then map the ring.
+
+        Args:
+            handle: The writer's.
+            rank: Which reader this is.
+            hello: The greeting.
+            sock: What `dial` returned.
+            prefault_bytes: How much of the ring to touch beforehand.
+            subscriber: Makes the subscription to what comes over ZeroMQ, where any does; is told the queue's secret.
 
         Raises:
             HandleError: The queue is gone, refused this reader, or is not what the handle says.
@@ -46,7 +72,14 @@ class Attachment:
         except BaseException:
             lifeline.close()
             raise
-        return cls(lifeline, buffer, ring)
+        attachment = cls(lifeline, buffer, ring, subscriber)
+        if handle.options.overflow == "zmq":
+            try:
+                attachment.overflow.subscribe()
+            except BaseException:
+                attachment.close()
+                raise
+        return attachment
 
     @property
     def segment_fd(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -23,7 +24,12 @@ from aioshm.queue.local.roster import Roster
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.slot import Slot
 
+logger = logging.getLogger("aioshm.queue")
+
 TOKEN_BYTES = 32
+
+CLOSING_POLL_S = 0.005
+"""How often a writer that closes looks whether its readers have received what it sent over ZeroMQ."""
 
 
 class RingAudience:
@@ -71,8 +77,15 @@ class RingAudience:
         self.ring = self.buffer.writer()
         self.ring.set_writer_state(closed=False, pid=os.getpid())
         self.roster = Roster(self.queue_id.hex()[:8], ranks, self.ring, options.on_reader_death, self._welcome)
-        self.overflow: Overflow = OverflowSegments(self.ring, self.secret, self.roster.hand_over)
         self.overflows = 0
+        self._options = options
+        self.overflow: Overflow = OverflowSegments(self.ring, self.secret, self.roster.hand_over, self._second_way)
+        if options.overflow == "zmq" and ranks:
+            try:
+                self.overflow = self._publisher()
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -88,6 +101,25 @@ class RingAudience:
         by_descriptor = self.segment_name is None
         welcome = Welcome(os.getpid(), self.secret, by_descriptor, self.listener.bell is not None)
         return welcome, [self.buffer.fd] if by_descriptor else []
+
+    def _publisher(self) -> Overflow:
+        from aioshm.queue.local.overflow_sockets import OverflowPublisher  # here: who has segments needs no ZeroMQ
+
+        roster = self.roster
+        return OverflowPublisher(
+            self.queue_id, self._options, self.ring, self.secret, roster.attached_ranks, len(roster.ranks)
+        )
+
+    def _second_way(self, why: AioshmError) -> Overflow:
+        publisher = self._publisher()
+        self.roster.call_to_subscribe()
+        logger.warning(
+            "queue %s: there is no overflow segment to be had, so what does not fit a chunk goes over ZeroMQ, several "
+            "times slower, until there is: %s",
+            self.queue_id.hex()[:8],
+            why,
+        )
+        return publisher
 
     # How they are
 
@@ -188,15 +220,25 @@ class RingAudience:
 
     def say_goodbye(self) -> None:
         """Tell the readers that nothing more will come."""
+        self.listener.look_at_readers()  # nothing is delivered to those who have gone
         self.ring.set_writer_state(closed=True, pid=os.getpid())
         self.listener.close()
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Give everything back but what still has to be delivered. Idempotent."""
         self.listener.close()
         self.overflow.close()
         self.ring.close()
         self.buffer.close()
+
+    def finished(self) -> bool:
+        """Return whether there is nothing left to deliver."""
+        return self.overflow.finished()
+
+    async def finish(self) -> None:
+        """Wait until the readers have received everything, or are gone."""
+        while not self.overflow.finished():  # noqa: ASYNC110 - a thread delivers, whatever becomes of the loop
+            await asyncio.sleep(CLOSING_POLL_S)
 
     def abandon(self) -> None:
         """Let go, in a forked child, of what would hide the parent's death."""

@@ -6,27 +6,33 @@ memory costs several times the copy. Readers are passed each segment's descripto
 first marker that names it, so that a message whose marker can be seen can be read, whatever becomes of the writer. What
 they are passed is a read-only descriptor: no reader can change what another one reads.
 
-The rest of the queue knows of it as much as `Overflow` and `OverflowReader` say: another way to send what does not fit
-has these methods.
+The rest of the queue knows of it as much as `Overflow` and `OverflowReader` say. There is a second way, over ZeroMQ
+(``overflow_sockets.py``), which is taken where ``options.overflow`` says so, and for every message for which no segment
+can be had; a bit of the marker's number tells the two apart.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import socket
 import struct
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from errno import ENOTSUP
+from typing import TYPE_CHECKING, Protocol
 
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import DEFAULT_BACKING
-from aioshm.errors import CorruptSlot, SharedMemoryError
+from aioshm.errors import AioshmError, CorruptSlot, OutOfDescriptors, SharedMemoryError
 from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors, shortage
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import round_up
 from aioshm.ring.segment import Segment
+
+if TYPE_CHECKING:  # who has segments needs no ZeroMQ
+    from aioshm.queue.local.overflow_sockets import OverflowSubscriber
 
 SECRET_BYTES = 16
 _MARKER = struct.Struct(f"<{SECRET_BYTES}sIQ")  # secret, number of the segment, bytes
@@ -38,6 +44,11 @@ IDLE_SEGMENTS = 2
 """So many segments keep their memory although they were not used for `IDLE_USES` messages."""
 
 IDLE_USES = 16
+
+CAN_PASS_DESCRIPTORS = hasattr(socket, "send_fds")
+
+BY_ZEROMQ = 1 << 31
+"""In a marker's number: it is not a segment's, but that of a body which comes over ZeroMQ."""
 
 
 class Overflow(Protocol):
@@ -59,7 +70,10 @@ class Overflow(Protocol):
         """
 
     def close(self) -> None:
-        """Give everything back; what was sent stays readable. Idempotent."""
+        """Give everything back, or begin to; what was sent stays readable, or is delivered. Idempotent."""
+
+    def finished(self) -> bool:
+        """Return whether nothing is left to be delivered before this is closed."""
 
 
 class OverflowReader(Protocol):
@@ -73,8 +87,11 @@ class OverflowReader(Protocol):
 
         Raises:
             CorruptSlot: The slot is damaged, or the body can never be read here.
-            SharedMemoryError, OutOfDescriptors: There is no room for it now; it can be tried again.
+            SharedMemoryError, LimitReached: There is no room for it now; it can be tried again.
         """
+
+    def finished(self) -> None:
+        """Note that the body that was asked for last is not needed any more."""
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
@@ -131,15 +148,24 @@ class OverflowSegments:
         ring: Tells which messages every reader has finished with.
         secret: What markers repeat.
         hand_over: Passes a descriptor to every reader.
+        second_way: Makes, once, what sends messages for which no segment can be had; is told why.
 
     Attributes:
         hand_over: As above.
         segments: What there is, by number.
     """
 
-    def __init__(self, ring: RingWriter, secret: bytes, hand_over: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        ring: RingWriter,
+        secret: bytes,
+        hand_over: Callable[[int], object],
+        second_way: Callable[[AioshmError], Overflow],
+    ) -> None:
         self._ring = ring
         self._secret = secret
+        self._open_second_way = second_way
+        self._second_way: Overflow | None = None
         self.hand_over = hand_over
         self.segments: list[WrittenSegment] = []
         self._uses = 0
@@ -148,7 +174,11 @@ class OverflowSegments:
         self, header: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], size: int
     ) -> None:
         """Copy the body of a message, as `Overflow.put`."""
-        number = self._fitting(size)
+        try:
+            number = self._fitting(size)
+        except (SharedMemoryError, OutOfDescriptors) as error:
+            self._put_second_way(header, parts, buffers, size, error)
+            return
         written = self.segments[number]
         with written.segment.view[:size] as target:
             write_body(target, parts, buffers)
@@ -162,8 +192,35 @@ class OverflowSegments:
         for written in self.segments:
             written.close()
         self.segments.clear()
+        if self._second_way is not None:
+            self._second_way.close()
+
+    def finished(self) -> bool:
+        """Return whether nothing is left to be delivered before this is closed."""
+        return self._second_way is None or self._second_way.finished()
+
+    def _put_second_way(
+        self,
+        header: memoryview,
+        parts: Sequence[bytes | memoryview],
+        buffers: Sequence[memoryview],
+        size: int,
+        error: SharedMemoryError | OutOfDescriptors,
+    ) -> None:
+        """Send over ZeroMQ a message for which no segment can be had; the next one may find one again."""
+        try:
+            if self._second_way is None:
+                self._second_way = self._open_second_way(error)
+            self._second_way.put(header, parts, buffers, size)
+        except AioshmError as also:
+            error.add_note(f"It could not be sent over ZeroMQ instead: {also}")
+            raise error from None
 
     def _fitting(self, size: int) -> int:
+        if not CAN_PASS_DESCRIPTORS:
+            raise SharedMemoryError(
+                ENOTSUP, "this platform cannot pass the descriptors of overflow segments to readers"
+            )
         free = [n for n, each in enumerate(self.segments) if not each.used or self._ring.finished(each.seq)]
         for number in free:
             if self.segments[number].segment.size >= size:
@@ -194,22 +251,49 @@ class OverflowSegments:
 
 
 class PassedSegments:
-    """The overflow segments that a reader has been passed.
+    """The overflow segments that a reader has been passed, and its subscription to what comes over ZeroMQ instead.
 
     Args:
         secret: What markers repeat.
         look: Takes over what has been passed by now.
         holds_back: Says whether there is a descriptor that this process has no room for.
+        subscriber: Makes the subscription.
 
     Attributes:
         segments: What there is, by number; None: one that could not be taken over.
+        subscription: The subscription, once there is one.
     """
 
-    def __init__(self, secret: bytes, look: Callable[[], object], holds_back: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        look: Callable[[], object],
+        holds_back: Callable[[], bool],
+        subscriber: Callable[[], OverflowSubscriber],
+    ) -> None:
         self._secret = secret
         self._look = look
         self._holds_back = holds_back
+        self._subscriber = subscriber
         self.segments: list[PassedSegment | None] = []
+        self.subscription: OverflowSubscriber | None = None
+
+    def subscribe(self) -> OverflowSubscriber:
+        """Return the subscription, made now if there was none.
+
+        Raises:
+            LimitReached, EndpointError: It cannot be had; it can be tried again.
+        """
+        if self.subscription is None:
+            self.subscription = self._subscriber()
+        return self.subscription
+
+    def after_last(self, callback: Callable[[], None]) -> None:
+        """Call back when nothing more will come: the writer is gone, but what it sent last may be on its way."""
+        if self.subscription is None:
+            callback()
+        else:
+            self.subscription.after_last(callback)
 
     def arrived(self, fd: int | None) -> None:
         """Take over the next segment's descriptor; None: there was none to be had for it."""
@@ -225,6 +309,8 @@ class PassedSegments:
         if marker is None:  # damaged while a call waited for it
             raise CorruptSlot(seq, seq)
         number, size = marker
+        if number & BY_ZEROMQ:
+            return self.subscribe().body(number, size, seq)
         body = self.view(number, size, seq)
         if body is None:
             self._look()  # it was passed before the message was published
@@ -258,8 +344,15 @@ class PassedSegments:
             raise CorruptSlot(seq, seq, f"its overflow segment has fewer bytes than {size}")
         return view
 
+    def finished(self) -> None:
+        """Note that the body that was asked for last is not needed any more."""
+        if self.subscription is not None:
+            self.subscription.finished()
+
     def close(self) -> None:
         """Unmap and close all of them. Idempotent."""
+        if self.subscription is not None:
+            self.subscription.close()
         for passed in self.segments:
             if passed is not None:
                 passed.close()

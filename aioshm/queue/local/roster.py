@@ -65,6 +65,10 @@ class Roster:
         """How many readers are attached."""
         return sum(peer is not None for peer in self.peers)
 
+    def attached_ranks(self) -> list[int]:
+        """Return the ranks of the readers that are attached."""
+        return [peer.rank for peer in self.peers if peer is not None]
+
     def pids(self) -> list[int]:
         """Return the readers' process ids as this process sees them; 0 for one that it cannot see, or that is gone."""
         return [0 if peer is None else peer.seen_pid for peer in self.peers]
@@ -81,6 +85,12 @@ class Roster:
         for peer in self.peers:
             if peer is not None:
                 peer.hand_over(fd)
+
+    def call_to_subscribe(self) -> None:
+        """Tell every reader that messages begin to come over ZeroMQ, too."""
+        for peer in self.peers:
+            if peer is not None:
+                peer.call_to_subscribe()
 
     def ring_bells(self) -> None:
         """Wake the readers whose parked flags are up."""

@@ -1,4 +1,4 @@
-"""Messages as a local reader finds them: what is in a slot, or in the overflow segment that its marker names."""
+"""Messages as a local reader finds them: what is in a slot, or in what its marker names, be it a segment or not."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ class SlotReader:
         finally:
             if body is not None:
                 body.release()
-            if body is not None or not elsewhere:
+                self.release_overflow(at)
+            elif not elsewhere:
                 self.release(at)
 
     def open_block(self, *, decoded: bool) -> SourceBlock | None:
@@ -190,6 +191,11 @@ class SlotReader:
         if self._core.release():
             self._waker.slot_is_free()
 
+    def release_overflow(self, published_ns: int) -> None:
+        """Give the next message's slot back, and with it the body that did not fit its chunk."""
+        self._overflow.finished()
+        self.release(published_ns)
+
     def end_lease(self, slot: Slot, nbytes: int, published_ns: int) -> None:
         """Give a leased slot back, or soon."""
         self._core.published_ns = published_ns
@@ -219,7 +225,11 @@ class RawBlock:
         self._view.release()
         if self._body is not None:
             self._body.release()
-        if not undo:
+        if undo:
+            return
+        if self._body is not None:
+            self._slots.release_overflow(self._at)
+        else:
             self._slots.release(self._at)
 
 
@@ -239,7 +249,7 @@ class OverflowBlock:
     def close(self, *, undo: bool) -> None:
         self._body.release()
         if not undo:
-            self._slots.release(self._at)
+            self._slots.release_overflow(self._at)
 
 
 class LeasedSlot:

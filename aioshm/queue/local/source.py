@@ -9,11 +9,11 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioshm.codec import Codec
-from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerDied, QueueClosed
-from aioshm.lifeline.address import peer_credentials
+from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerDied, QueueClosed
+from aioshm.lifeline.address import peer_credentials, socket_file
 from aioshm.lifeline.dialer import Lifeline, dial, hang_up
 from aioshm.lifeline.protocol import Hello
 from aioshm.process.limits import naming_limits
@@ -31,6 +31,9 @@ from aioshm.ring import RingReader
 from aioshm.ring.atomics import NOTHING
 from aioshm.ring.layout import VERSION
 from aioshm.wait.stall import seconds
+
+if TYPE_CHECKING:  # who has segments needs no ZeroMQ
+    from aioshm.queue.local.overflow_sockets import OverflowSubscriber
 
 logger = logging.getLogger("aioshm.queue")
 
@@ -93,7 +96,7 @@ class RingSource:
         sock, self._sock = self._sock, None
         with naming_limits(f"{gate!r}"):
             self.attachment = attachment = await Attachment.make(
-                self._handle, self._rank, self._hello, sock, gate.options.prefault_bytes
+                self._handle, self._rank, self._hello, sock, gate.options.prefault_bytes, self._subscriber
             )
         self._lifeline, self._cursor = lifeline, ring = attachment.lifeline, attachment.ring
         gate.use(ring.core)
@@ -106,8 +109,17 @@ class RingSource:
         self.settle, self.take, self.take_many = slots.settle, slots.take, slots.take_many
         self.ready = self.look = ring.ready
         self.ring, self.receive = ring, ring.core.receive
-        lifeline.start(self._on_go, gate.wake, self._on_writer_gone, self._on_descriptor, gate.interrupt)
+        lifeline.start(
+            self._on_go, gate.wake, self._on_writer_gone, self._on_descriptor, gate.interrupt, self._on_subscribe
+        )
         lifeline.prove()
+
+    def _subscriber(self, secret: bytes) -> OverflowSubscriber:
+        from aioshm.queue.local.overflow_sockets import OverflowSubscriber
+
+        gate, handle = self._gate, self._handle
+        endpoint = f"ipc://{socket_file(handle.options, handle.queue_id, 'overflow')}"
+        return OverflowSubscriber(endpoint, secret, self._rank, handle.options.remote_timeout, gate.interrupt)
 
     def _attached(self, attaching: asyncio.Task[None]) -> None:
         if attaching.cancelled():
@@ -128,6 +140,10 @@ class RingSource:
         gate.interrupt()
 
     def _on_writer_gone(self, said_goodbye: bool) -> None:
+        assert self.attachment is not None
+        self.attachment.overflow.after_last(functools.partial(self._writer_gone, said_goodbye))
+
+    def _writer_gone(self, said_goodbye: bool) -> None:
         gate = self._gate
         if said_goodbye or self._cursor.writer_closed():  # its goodbye may have found no room in a full socket
             self.gone = lambda: QueueClosed(f"{gate!r}: the writer has closed the queue")
@@ -139,6 +155,11 @@ class RingSource:
         assert self.attachment is not None
         self.attachment.overflow.arrived(fd)
         self._gate.interrupt()  # where bells are bytes on the same socket, this one may have left no room for them
+
+    def _on_subscribe(self) -> None:
+        assert self.attachment is not None
+        with suppress(LimitReached, OSError):  # it is tried again for the first message that needs it
+            self.attachment.overflow.subscribe()
 
     def other_ends(self) -> list[int]:
         others = self._cursor.reader_pids()
@@ -161,7 +182,7 @@ class RingSource:
         seq = self.progress
         if self._lifeline.said_goodbye or self._cursor.writer_closed():
             return MessagesLost(seq, self._cursor.messages_written() - 1)
-        return PeerDied(-1, self._lifeline.welcome.pid, "writer", f"with the overflow segment of message {seq}")
+        return PeerDied(-1, self._lifeline.welcome.pid, "writer", f"with the body of message {seq}")
 
     def tell_parked(self) -> None:
         if self.waker is not None:
@@ -201,7 +222,7 @@ class RingSource:
         level, about = self._findings()
         what, ring = "message", self._cursor
         if ring.ready():
-            level, what = logging.WARNING, "the overflow segment of message"  # which was sent before
+            level, what = logging.WARNING, "the body of message"  # which was sent before
         elif level < logging.WARNING and ring.writer_parked[0] and (others := ring.laggards()):
             level, about = logging.WARNING, f"{about}, because the writer waits for {self._named(others)}"
         logger.log(

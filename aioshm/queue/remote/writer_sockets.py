@@ -22,7 +22,7 @@ from aioshm.zeromq.sockets import (
     CONTROL_HWM,
     Socket,
     Sockets,
-    can_share_memory,
+    send_frames,
     watched_by_heartbeats,
     watched_by_tcp,
 )
@@ -57,7 +57,6 @@ class WriterSockets:
     def __init__(self, ip: str | None, secret: bytes, options: Options, readers: int = 1) -> None:
         self._secret = secret
         self._sockets = Sockets("a writer with remote readers", count=3, connections=2 + 2 * readers, threads=1)
-        self._shares_memory = False
         context = self._sockets.context
         self._pumps: list[Pump] = []
         server = self.keys = None
@@ -142,16 +141,7 @@ class WriterSockets:
             What tells when the body's memory is not used any more; None where it is not used already.
         """
         self._subscriptions.run_soon()  # a call that sends may notice, and make the descriptor forget, what has come
-        if body is None:
-            self._xpub.send(head, zmq.NOBLOCK)
-            return None
-        if not self._shares_memory:
-            self._shares_memory = can_share_memory()
-        self._xpub.send(head, zmq.NOBLOCK | zmq.SNDMORE)
-        if self._shares_memory:
-            return self._xpub.send(body, zmq.NOBLOCK, copy=False, track=True)
-        self._xpub.send(body, zmq.NOBLOCK)
-        return None
+        return send_frames(self._xpub, head, body)
 
     def send(self, identity: bytes, message: wire.Control) -> bool:
         """Send a control message; return False if there is no connection to that peer."""

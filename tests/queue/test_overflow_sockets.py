@@ -1,0 +1,421 @@
+"""Messages that do not fit a chunk, over ZeroMQ: when that way is taken by itself, who subscribes late, who dies."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from children import child
+from faces import make_writer, reading
+from overflowing import publisher_of, sockets_of_zeromq, ways, withhold
+from pairs import attached
+from remotes import ready_ends
+from support import eventually
+
+from aioshm import CorruptSlot, MessageQueue, MessagesLost, Options, PeerDied, SharedMemoryError, blocking, merge
+from aioshm.queue.local import overflow, overflow_sockets
+from aioshm.queue.remote import wire
+
+BIG = 50_000
+LOGGER = "aioshm.queue"
+
+
+def refuse(number: int) -> Callable[..., None]:
+    def no_memfd(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return no_memfd
+
+
+def no_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(os, "memfd_create", refuse(errno.ENOMEM))
+
+
+def no_descriptors(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(os, "memfd_create", refuse(errno.EMFILE))
+
+
+def no_passing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(overflow, "CAN_PASS_DESCRIPTORS", False)
+
+
+def subscription_of(reader: Any) -> Any:
+    return reader.end.source.attachment.overflow.subscription
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class TestBySelf:
+    @pytest.mark.parametrize(
+        ("lack", "why"),
+        [(no_memory, "MiB free"), (no_descriptors, "RLIMIT_NOFILE"), (no_passing, "cannot pass the descriptors")],
+    )
+    async def test_it_is_taken_with_one_warning_while_segments_cannot_be_had(
+        self, lack: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with attached(2) as (writer, readers):
+            before = sockets_of_zeromq()
+            for _ in range(2):
+                with monkeypatch.context() as patch:
+                    lack(patch)
+                    sent: list[Any] = [b"1" * BIG, "small", b"2" * (3 * BIG), [b"3" * BIG] * 2]
+                    for message in sent:
+                        await writer.enqueue(message)
+                    for reader in readers:
+                        assert [await reader.dequeue(10) for _ in sent] == sent
+                    assert not ways(writer).segments
+                await writer.enqueue(b"4" * BIG)
+                for reader in readers:
+                    assert await reader.dequeue(5) == b"4" * BIG
+                assert len(ways(writer).segments) == 1, "where they can be had again, they are"
+                ways(writer).segments.pop().close()
+                for reader in readers:
+                    reader.end.source.attachment.overflow.segments.pop().close()  # type: ignore[attr-defined]
+            assert sockets_of_zeromq() == before + 3
+            (warning,) = warnings_in(caplog)
+            assert f"queue {writer.end.gate.name}" in warning
+            assert "goes over ZeroMQ" in warning
+            assert why in warning
+        assert sockets_of_zeromq() == before
+
+    async def test_mixed_in_order_with_small_messages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with attached(2) as (writer, readers):
+            create, count = os.memfd_create, 0
+
+            def sometimes(*arguments: Any) -> int:
+                nonlocal count
+                count += 1
+                if count % 3:
+                    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+                return create(*arguments)
+
+            async def read(reader: MessageQueue) -> list[tuple[int, int]]:
+                return [(number, len(payload)) async for number, payload in reader]
+
+            monkeypatch.setattr(os, "memfd_create", sometimes)
+            monkeypatch.setattr(overflow.Segment, "grow", lambda *_: False)
+            sent = [(number, (number * 7919) % 9000 * (1 + number // 50)) for number in range(200)]
+            tasks = [asyncio.ensure_future(read(reader)) for reader in readers]
+            for number, size in sent:
+                await writer.enqueue((number, b"x" * size), 10)
+            assert len(ways(writer).segments) > 1
+            assert publisher_of(writer)._sent > 1
+            await writer.aclose()
+            assert await asyncio.gather(*tasks) == [sent, sent]
+
+    async def test_a_reader_without_descriptors_can_try_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with attached() as (writer, (reader,)):
+            no_memory(monkeypatch)
+            with monkeypatch.context() as patch:
+
+                def refuse(*_: object, **__: object) -> None:
+                    raise SharedMemoryError(errno.ENOMEM, "no sockets")
+
+                patch.setattr(overflow_sockets, "OverflowSubscriber", refuse)
+                await writer.enqueue(b"x" * BIG)
+                for _ in range(2):
+                    with pytest.raises(SharedMemoryError, match="no sockets"):
+                        await reader.dequeue(5)
+            assert await reader.dequeue(5) == b"x" * BIG
+
+    def test_a_writer_that_makes_no_call_serves_who_subscribes_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        begin = threading.Event()
+
+        def run(reader: blocking.MessageQueue) -> list[Any]:
+            assert begin.wait(20)
+            return [reader.dequeue(10), reader.dequeue_many(1, 10), *reader.dequeue_many(1, 10)]
+
+        with reading(run) as (writer, thread):
+            with monkeypatch.context() as patch:
+                no_memory(patch)
+                for number in b"123":
+                    writer.enqueue(bytes([number]) * BIG, 10)
+            begin.set()
+            assert thread.result() == [b"1" * BIG, [b"2" * BIG], b"3" * BIG]
+
+    def test_closing_gives_up_a_reader_that_makes_no_call(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        closed = threading.Event()
+
+        def run(reader: blocking.MessageQueue) -> str:
+            assert closed.wait(20)
+            with pytest.raises(MessagesLost):
+                reader.dequeue(10)
+            return "told"
+
+        with reading(run, remote_timeout=0.2) as (writer, thread):
+            with monkeypatch.context() as patch:
+                no_memory(patch)
+                writer.enqueue(b"x" * BIG, 10)
+            writer.close()
+            closed.set()
+            assert thread.result() == "told"
+        assert "readers have not received all" in warnings_in(caplog)[-1]
+
+
+class TestSubscribing:
+    async def test_a_connection_that_was_lost_is_made_good(self) -> None:
+        async with attached(2, overflow="zmq") as (writer, readers):
+            for number in b"123":
+                await writer.enqueue(bytes([number]) * BIG)
+            assert await readers[0].dequeue(5) == b"1" * BIG
+            subscription: Any = subscription_of(readers[0])
+            while len(subscription._arrived) < 2:
+                await asyncio.sleep(0.001)
+            sub = subscription._inbox._socket
+            endpoint = sub.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+            sub.disconnect(endpoint)
+            subscription._arrived.clear()
+            with pytest.raises(TimeoutError, match="the body of message 1"):
+                await readers[0].dequeue(0.01)
+            sub.connect(endpoint)
+            assert [await readers[0].dequeue(5) for _ in range(2)] == [b"2" * BIG, b"3" * BIG]
+            assert [await readers[1].dequeue(5) for _ in range(3)] == [b"1" * BIG, b"2" * BIG, b"3" * BIG]
+
+    async def test_who_does_not_know_the_secret_gets_nothing(self) -> None:
+        async with attached(overflow="zmq") as (writer, (reader,)):
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            stranger = context.socket(zmq.SUB)
+            try:
+                path = writer.end.ring.overflow._file._path  # type: ignore[attr-defined]
+                stranger.connect(f"ipc://{path}")
+                for topic in (b"", bytes(20), wire.address(bytes(16), 0)):
+                    stranger.setsockopt(zmq.SUBSCRIBE, topic)
+                for _ in range(20):
+                    await writer.enqueue(b"x" * BIG)
+                    assert len(await reader.dequeue(5)) == BIG
+                assert not stranger.poll(50)
+            finally:
+                stranger.close(linger=0)
+                context.term()
+
+    async def test_only_this_user_reaches_the_socket_file_and_closing_removes_it(self, base: Path) -> None:
+        run = base / "run"
+        async with attached(overflow="zmq", runtime_dir=str(run)):
+            (path,) = run.iterdir()
+            assert stat.S_ISSOCK(path.stat().st_mode)
+            assert stat.S_IMODE(run.stat().st_mode) == 0o700
+        assert not list(run.iterdir())
+
+    def test_a_directory_that_cannot_be_had_is_named(self, base: Path) -> None:
+        (base / "file").touch()
+        with pytest.raises(SharedMemoryError, match="AIOSHM_RUNTIME_DIR"):
+            MessageQueue(1, 1, options=Options(overflow="zmq", runtime_dir=str(base / "file")))
+
+    async def test_beside_remote_readers(self) -> None:
+        async with ready_ends(2, 1, overflow="zmq") as (writer, readers):
+            for number in b"123":
+                await writer.enqueue(bytes([number]) * BIG)
+            for reader in readers:
+                assert [await reader.dequeue(10) for _ in range(3)] == [b"1" * BIG, b"2" * BIG, b"3" * BIG]
+
+
+class TestTrouble:
+    async def test_a_body_whose_slot_was_not_published_is_never_anothers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with attached(overflow="zmq") as (writer, (reader,)):
+            with monkeypatch.context() as patch:
+
+                def interrupt(*_: object) -> None:
+                    raise KeyboardInterrupt
+
+                patch.setattr(overflow_sockets, "pack_marker", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    await writer.enqueue(b"0" * BIG)
+            for number in b"12":
+                await writer.enqueue(bytes([number]) * BIG)
+                assert await reader.dequeue(5) == bytes([number]) * BIG
+            assert subscription_of(reader)._arrived == {}
+            assert len(publisher_of(writer)._kept) == 1
+
+    @pytest.mark.parametrize("damage", [b"", b"x" * 36, b"x" * 100])
+    async def test_what_is_no_body(self, damage: bytes) -> None:
+        async with attached(overflow="zmq") as (writer, (reader,)):
+            release = withhold(writer)
+            await writer.enqueue(b"x" * BIG)
+            await writer.enqueue("next")
+            waiting = asyncio.ensure_future(reader.dequeue(20))
+            await asyncio.sleep(0)
+            publisher: Any = publisher_of(writer)
+            while not publisher._subscribed:
+                await asyncio.sleep(0.001)
+            with publisher._lock:
+                publisher._xpub.send(wire.address(publisher._secret, 0) + damage)
+            with pytest.raises(CorruptSlot, match="slot of message 0: damaged: what rank 0 was sent"):
+                await waiting
+            release()
+            assert await reader.dequeue(5) == "next"
+
+    async def test_a_body_of_another_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with attached(overflow="zmq") as (writer, (reader,)):
+            pack = overflow_sockets.pack_marker
+            with monkeypatch.context() as patch:
+                patch.setattr(overflow_sockets, "pack_marker", lambda *args: pack(*args[:-1], args[-1] + 1))
+                await writer.enqueue(b"x" * BIG)
+            await writer.enqueue(b"y" * BIG)
+            with pytest.raises(CorruptSlot, match=r"rank 0 was sent 50\d+ bytes as its body 0, instead of 50\d+"):
+                await reader.dequeue(5)
+            assert await reader.dequeue(5) == b"y" * BIG
+
+    async def test_no_memory_for_a_copy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with attached(overflow="zmq") as (writer, (reader,)):
+            with monkeypatch.context() as patch:
+
+                def full(*_: object) -> None:
+                    raise MemoryError
+
+                patch.setattr(publisher_of(writer)._outbox, "pack", full)
+                for _ in range(2):
+                    with pytest.raises(SharedMemoryError, match=r"message 0 of 50\d+ bytes"):
+                        await writer.enqueue(b"x" * BIG)
+            await writer.enqueue(b"y" * BIG)
+            assert await reader.dequeue(5) == b"y" * BIG
+
+    @pytest.mark.parametrize("size", [10_000, 3_000_000])
+    async def test_a_writer_that_is_killed(self, size: int, monkeypatch: pytest.MonkeyPatch, base: Path) -> None:
+        """What has arrived is received; then, at the latest, the death is told."""
+        monkeypatch.setenv("AIOSHM_OVERFLOW", "zmq")
+        monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(base / "run"))
+        async with child("write", "8", str(size), "10") as writer:
+            async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+                await reader.wait_until_ready(20)
+                await writer.says("written")
+                assert await reader.dequeue(20) == (0, bytes(size))
+                writer.signal(signal.SIGKILL)
+                received = 1
+                with pytest.raises(PeerDied, match="writer"):
+                    while True:
+                        number, payload = await reader.dequeue(20)
+                        assert (number, payload) == (received, bytes([received]) * size)
+                        received += 1
+                assert await writer.end() == -signal.SIGKILL
+
+    async def test_a_reader_that_is_killed_is_told(self) -> None:
+        writer = MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=3, options=Options(overflow="zmq"))
+        async with writer, child("hold", writer.export_handle().to_json(), "0") as holding:
+            await writer.wait_until_ready(20)
+            for _ in range(3):
+                await writer.enqueue(b"x" * BIG)
+            await holding.says("ready")
+            await holding.says("holding")
+            waiting = asyncio.ensure_future(writer.enqueue(b"x" * BIG, 20))
+            await asyncio.sleep(0)
+            holding.signal(signal.SIGKILL)
+            with pytest.raises(PeerDied, match="reader 0"):
+                await waiting
+
+    async def test_a_writer_that_was_forgotten_leaves_no_thread(self, recwarn: pytest.WarningsRecorder) -> None:
+        before = threading.active_count()
+        writer = MessageQueue(1, 1, options=Options(overflow="zmq"))
+        assert threading.active_count() == before + 1
+        del writer
+        eventually(lambda: sockets_of_zeromq() >= 0 and threading.active_count() == before, "the end of its thread")
+        assert [str(each.message) for each in recwarn if issubclass(each.category, ResourceWarning)]
+
+
+class TestBlocking:
+    @pytest.mark.parametrize("codec", ["pickle", "raw"])
+    def test_every_call(self, codec: str) -> None:
+        sent = [bytes([number]) * (BIG + number) for number in range(12)]
+
+        def run(reader: blocking.MessageQueue) -> list[bytes]:
+            received = [reader.dequeue(10)]
+            received += reader.dequeue_many(2, 10)
+            with reader.lease(10) as message:
+                received.append(bytes(message))
+            with reader.acquire_read(10) as view:  # undecoded
+                assert sent[len(received)] in bytes(view)
+                received.append(sent[len(received)])
+            while len(received) < len(sent):
+                received += reader.dequeue_many(5, 10)
+            return received
+
+        with reading(run, codec=codec, overflow="zmq") as (writer, thread):
+            writer.enqueue_many(sent[:4], 10)
+            for message in sent[4:]:
+                writer.enqueue(message, 10)
+            assert thread.result() == sent
+
+    def test_merged(self) -> None:
+        sent = [bytes([number]) * BIG for number in range(10)]
+        with make_writer(overflow="zmq", chunks=10) as one, make_writer(chunks=10) as other:
+            handles = [one.export_handle(), other.export_handle()]
+            ready = threading.Event()
+
+            def run() -> None:
+                for writer in (one, other):
+                    writer.wait_until_ready(10)
+                    writer.enqueue_many(sent, 10)
+                ready.set()
+                for writer in (one, other):
+                    writer.close()
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            readers = {rank: blocking.MessageQueue.create_from_handle(handle, 0) for rank, handle in enumerate(handles)}
+            try:
+                received: dict[int, list[bytes]] = {0: [], 1: []}
+                for rank, message in blocking.merge(readers):
+                    received[rank].append(message)
+                assert received == {0: sent, 1: sent}
+            finally:
+                thread.join(20)
+                for reader in readers.values():
+                    reader.close()
+
+
+async def test_merged() -> None:
+    async with attached(overflow="zmq") as (one, (first,)), attached() as (other, (second,)):
+        sent = [bytes([number]) * BIG for number in range(20)]
+
+        async def send(writer: MessageQueue) -> None:
+            for message in sent:
+                await writer.enqueue(message, 10)
+            await writer.aclose()
+
+        sending = asyncio.gather(send(one), send(other))
+        received: dict[int, list[bytes]] = {0: [], 1: []}
+        async with merge({0: first, 1: second}) as merged:
+            async for rank, message in merged:
+                received[rank].append(message)
+        await sending
+        assert received == {0: sent, 1: sent}
+
+
+async def test_storm_of_cancellations() -> None:
+    async with attached(overflow="zmq", chunks=8) as (writer, (reader,)):
+
+        async def send() -> None:
+            for number in range(300):
+                await writer.enqueue((number, bytes(5000 + number)))
+
+        sending = asyncio.ensure_future(send())
+        received: list[int] = []
+        turns = 0
+        while len(received) < 300:
+            call = asyncio.ensure_future(reader.dequeue(20))
+            for _ in range(turns % 7):
+                await asyncio.sleep(0)
+            turns += 1
+            if turns % 2:
+                call.cancel()
+            try:
+                number, payload = await call
+            except asyncio.CancelledError:
+                continue
+            assert len(payload) == 5000 + number
+            received.append(number)
+        await sending
+        assert received == list(range(300))
