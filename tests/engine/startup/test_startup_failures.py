@@ -183,6 +183,7 @@ class TestProcesses:
             (msgspec.msgpack.encode({"status": "READY", "local": True}), EngineStartupError, r", ready\) was killed"),
             (b"\xc1", HandshakeError, "engine 0 in state CONNECTED: undecodable payload.*it came from pid 1"),
         ],
+        ids=["ready", "nonsense"],
     )
     async def test_last_words_are_heard_after_the_exit_was_seen(
         self, path: str, last_words: bytes, error: type[Exception], text: str
