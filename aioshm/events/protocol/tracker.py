@@ -173,8 +173,13 @@ class SourceTracker:
         if job.stream is None or job.stream is job.disowned:
             return
         job.stream.doubted = job.pending is None
-        if job.pending is not None:
-            self._settle(job.stream, job.pending, fingerprint(job.pending.payload), reason)
+        if job.pending is None:
+            return
+        mark = fingerprint(job.pending.payload)
+        if job.stream.numbers.judge(job.pending.seq, mark) is Verdict.COPY:  # an answer without an end had brought it
+            self.duplicates += 1
+        else:
+            self._settle(job.stream, job.pending, mark, reason)
 
     def _stream(self, message: Message, asked: _Stream | None = None) -> _Stream:
         """Find the stream that a message belongs to, or begin one.

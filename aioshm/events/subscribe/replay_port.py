@@ -65,8 +65,14 @@ class ReplayPort:
 
     @property
     def overdue_at(self) -> float:
-        """When an answer is overdue."""
-        return self.asked_at + self._timeout
+        """When an answer is overdue; if nothing was asked yet, that time from now on."""
+        asked = self._dealer is not None or self._lacking is not None
+        return (self.asked_at if asked else self._loop.time()) + self._timeout
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether something of an answer is there to be received."""
+        return self._dealer is not None and bool(self._dealer.poll(0))
 
     def heard(self) -> None:
         """Note that the publisher is at it, or could not be: its time for an answer begins anew."""

@@ -329,12 +329,16 @@ class EventSource:
             return
         if self._unfinished is not None:  # the answer is here; it is being read
             self._overdue = self._loop.time() + self._replay_timeout
+        elif self._tracker.asking is not None:  # much may have been read of it since the timer was set
+            self._overdue = self._replay.overdue_at
         if self._loop.time() < self._overdue:
             self._set_timer(self._overdue)
             return
         if self._tracker.asking is None:
             self._quiet_checks += 1
             self._tracker.check()
+        elif self._replay.has_answer:  # only the loop was late
+            self._replay.heard()
         else:
             reason = self._replay.give_up(self.endpoint)
             if reason is not None:

@@ -146,6 +146,17 @@ class TestWithReplay:
         assert (item.first, item.last, item.reason) == (0, 2, "nobody there")
         assert said(tracker) == [3]
 
+    def test_a_copy_of_what_an_answer_without_an_end_has_brought_is_no_restart(self) -> None:
+        tracker = SourceTracker("tcp://x:1", None, can_replay=True)
+        for seq in range(5):
+            tracker.replayed(message(seq))
+        tracker.live(message(3))  # waits for the end of the answer
+        for _ in range(2):
+            tracker.replay_failed("silence")
+        assert (tracker.restarts, tracker.duplicates) == (0, 1)
+        tracker.live(message(5))
+        assert said(tracker) == [0, 1, 2, 3, 4, 5]
+
     def test_a_restart_behind_a_gap_is_found_out(self) -> None:
         tracker = make()
         for seq in range(3):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import until
+from support import eventually, until
 
 from aioshm.events import (
     BlockIndex,
@@ -42,6 +42,27 @@ async def test_the_lost_end_of_a_stream_is_found(ends: Ends) -> None:
                 assert (await take(subscriber, 1))[0].seq == n  # type: ignore[union-attr]
     finally:
         await proxy.close()
+
+
+@pytest.mark.parametrize("late", ["the timer", "the loop"])
+async def test_an_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: str) -> None:
+    """It is overdue only if nothing has come for so long: not as a whole, nor because the loop was busy."""
+    publisher = ends.publisher()
+    for n in range(3000):
+        publisher.publish(batch(n, 20))
+    await publisher.flush()
+    subscriber = ends.subscriber(publisher, max_waiting=5000, replay_timeout=PATIENCE_S)
+    subscriber.open()
+    (source,) = subscriber._sources
+    await until(lambda: source._replayed)
+    assert source._tracker.asking is not None
+    if late == "the loop":
+        eventually(lambda: source._replay._dealer.poll(0), "more of the answer")  # type: ignore[union-attr]
+        source._replay.asked_at -= 2 * PATIENCE_S
+    source._overdue = 0.0  # as of a timer that was set before the first reply
+    source._tick()
+    assert [item.seq for item in await take(subscriber, 3000) if isinstance(item, Received)] == list(range(3000))
+    assert subscriber.stats().replay_failures == 0
 
 
 async def test_without_replay_a_gap_is_reported(ends: Ends) -> None:
