@@ -83,7 +83,7 @@ class Server:
 
     def end(self) -> tuple[int, str]:
         self.process.send_signal(signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=20)
+        _, errors = self.process.communicate(timeout=60)
         return self.process.returncode, errors
 
     def close(self) -> None:
@@ -95,6 +95,8 @@ class Server:
 def server() -> Iterator[Server]:
     server = Server()
     yield server
+    if server.process.poll() is None:  # killed it would leave the files of its sockets
+        server.end()
     server.close()
 
 
@@ -222,7 +224,10 @@ def test_ended_it_leaves_nothing() -> None:
     server = Server("--engines", "1", "--workers", "1")
     try:
         pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
-        assert server.end() == (0, "")
+        code, errors = server.end()
+        # On a busy machine it says now and then what it waits for.
+        said = [line for line in errors.splitlines() if "engines connected" not in line]
+        assert (code, said) == (0, [])
         eventually(lambda: not any(map(psutil.pid_exists, pids)), f"the end of {pids}")
     finally:
         server.close()
