@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import zmq
@@ -52,7 +53,7 @@ def drain(socket: Socket, receive: Callable[[], T | None], handle: Callable[[T],
 
 def whole(socket: Socket) -> Callable[[], list[bytes]]:
     """Return what receives the messages of a socket for `drain`, all frames at once: from peers that are trusted."""
-    return lambda: socket.recv_multipart(zmq.NOBLOCK)
+    return partial(socket.recv_multipart, zmq.NOBLOCK)
 
 
 class Pump:
@@ -63,6 +64,9 @@ class Pump:
         socket: The socket.
         work: Called; does what there is to do for one turn of the loop, and returns whether there may be more.
         descriptor: A duplicate of the socket's, for one whose own is watched by another part of the program.
+
+    Attributes:
+        work: See above; may be called where no loop runs, too.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class Pump:
         descriptor: int | None = None,
     ) -> None:
         self._loop = loop
-        self._work = work
+        self.work = work
         self._descriptor = int(socket.getsockopt(zmq.FD)) if descriptor is None else descriptor
         self._running = self._scheduled = False
         abandon_when_forked(self)
@@ -91,7 +95,7 @@ class Pump:
         descriptor: int | None = None,
     ) -> Pump:
         """Return one that reads messages; see `drain` for ``handle`` and ``receive``."""
-        return cls(loop, socket, lambda: drain(socket, receive, handle), descriptor=descriptor)
+        return cls(loop, socket, partial(drain, socket, receive, handle), descriptor=descriptor)
 
     @property
     def paused(self) -> bool:
@@ -114,7 +118,7 @@ class Pump:
 
     def run(self) -> None:
         """Call back now, unless it is paused."""
-        if self._running and self._work():
+        if self._running and self.work():
             self.run_soon()
 
     def run_soon(self) -> None:

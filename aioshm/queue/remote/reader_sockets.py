@@ -15,7 +15,7 @@ from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.inbox import Inbox
 from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.pump import Pump, drain, whole
+from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
 
 
@@ -77,7 +77,7 @@ class ReaderSockets:
         except BaseException:
             self._sockets.close()
             raise
-        self._control = Pump(loop, self._dealer, self._read_control)
+        self._control = Pump.of_messages(loop, self._dealer, self._take, whole(self._dealer))
         self._monitors = [
             Pump(loop, connection.pair, self._look_at_connections)
             for connection in (self.data_connection, self.control_connection)
@@ -107,7 +107,7 @@ class ReaderSockets:
 
     def look_at_all(self) -> None:
         """Read whatever has come, and what has become of the connections."""
-        while not self._sockets.closed and (self._payloads.look() | self._read_control()):
+        while not self._sockets.closed and any([self._payloads.look(), self._control.work()]):
             pass
         self._look_at_connections()
 
@@ -119,9 +119,6 @@ class ReaderSockets:
             pump.pause()
         self._payloads.close()
         self._sockets.close()
-
-    def _read_control(self) -> bool:
-        return drain(self._dealer, whole(self._dealer), self._take)
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) == 1:  # one of another form is some stranger's: nobody else misses it

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 from zmq.utils import z85
@@ -17,7 +18,7 @@ from aioshm.process.limits import naming_limits
 from aioshm.queue.remote import wire
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
-from aioshm.zeromq.pump import Pump, drain, whole
+from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import (
     CONTROL_HWM,
     Socket,
@@ -130,8 +131,9 @@ class WriterSockets:
             on_message: A control message came, from this identity.
         """
         self._on_subscribed, self._on_message = on_subscribed, on_message
-        self._subscriptions = Pump(loop, self._xpub, self._read_subscriptions)
-        self._messages = Pump(loop, self._router, self._read_messages)
+        receive = partial(self._xpub.recv, zmq.NOBLOCK)
+        self._subscriptions = Pump.of_messages(loop, self._xpub, self._take_subscription, receive)
+        self._messages = Pump.of_messages(loop, self._router, self._take_message, whole(self._router))
         self._pumps = [self._subscriptions, self._messages]
 
     def publish(self, head: bytes, body: bytes | memoryview | None = None) -> zmq.MessageTracker | None:
@@ -164,7 +166,7 @@ class WriterSockets:
 
     def look(self) -> None:
         """Read everything that has come."""
-        while not self._sockets.closed and (self._read_subscriptions() | self._read_messages()):
+        while not self._sockets.closed and any(pump.work() for pump in self._pumps):
             pass
 
     def close(self) -> None:
@@ -172,12 +174,6 @@ class WriterSockets:
         for pump in self._pumps:
             pump.pause()
         self._sockets.close()  # the thread closes its own
-
-    def _read_subscriptions(self) -> bool:
-        return drain(self._xpub, lambda: self._xpub.recv(zmq.NOBLOCK), self._take_subscription)
-
-    def _read_messages(self) -> bool:
-        return drain(self._router, whole(self._router), self._take_message)
 
     def _take_subscription(self, subscription: bytes) -> None:
         rank = wire.subscriber(subscription, self._secret)
