@@ -1,7 +1,8 @@
-"""Strangers at a queue's ports: ``python -m benchmarks.attackers SECONDS HOST:PORT...`` annoys each in every way.
+"""Strangers at a queue's ports, in every way: ``python -m benchmarks.attackers SECONDS AT_LEAST HOST:PORT...``.
 
-Each way opens and leaves so many connections a second, without waiting for an answer for long. Says at the end how
-many it made of each kind. For the machine that it runs on, at the lowest priority: it plays others.
+Each way opens and leaves so many connections a second, without waiting for an answer for long; where the machine is too
+busy for more than ``AT_LEAST`` of each kind, it takes longer. Says at the end how many it made of each kind. For the
+machine that it runs on, at the lowest priority: it plays others.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import zmq
 
 PER_SECOND = 40
+PATIENCE_S = 30.0
 
 # ZMTP 3.1 (RFC 37): signature, version, mechanism, as-server, filler.
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"
@@ -68,9 +71,24 @@ kept: list[socket.socket] = []
 RAW = (scan, garbage, http, half_greeting, null_handshake, oversized, curve_garbage, silent)
 
 
-def annoy(way: Callable[[socket.socket], None], port: tuple[str, int], ends: float, made: dict[str, int]) -> None:
-    """Do it again and again, until a time."""
-    while time.monotonic() < ends:
+@dataclass
+class Attack:
+    """How long to go on, and what has been done so far."""
+
+    ends: float
+    at_least: int
+    made: dict[str, int]
+
+    def goes_on(self, way: str) -> bool:
+        """Return whether it is not yet time to end, or too little has been done in this way, on a busy machine."""
+        now = time.monotonic()
+        return now < self.ends or (self.made[way] <= self.at_least and now < self.ends + PATIENCE_S)
+
+
+def annoy(way: Callable[[socket.socket], None], port: tuple[str, int], attack: Attack) -> None:
+    """Do it again and again."""
+    made = attack.made
+    while attack.goes_on(way.__name__):
         try:
             sock = socket.create_connection(port, timeout=1)
             way(sock)
@@ -82,11 +100,12 @@ def annoy(way: Callable[[socket.socket], None], port: tuple[str, int], ends: flo
         time.sleep(1 / PER_SECOND)
 
 
-def with_zeromq(port: tuple[str, int], ends: float, made: dict[str, int]) -> None:
+def with_zeromq(port: tuple[str, int], attack: Attack) -> None:
     """Be a true ZeroMQ peer of each kind, without keys or with wrong ones; say whether anything was received."""
     address = f"tcp://{port[0]}:{port[1]}"
     context = zmq.Context()
-    while time.monotonic() < ends:
+    made = attack.made
+    while attack.goes_on("zeromq"):
         sockets = []
         for kind in (zmq.SUB, zmq.DEALER):
             for keys in (False, True):
@@ -115,16 +134,16 @@ def with_zeromq(port: tuple[str, int], ends: float, made: dict[str, int]) -> Non
 def main() -> None:
     """Annoy until the time is over."""
     os.nice(19)
-    print("annoying", *sys.argv[2:], flush=True)
-    seconds, *ports = sys.argv[1:]
-    ends = time.monotonic() + float(seconds)
+    seconds, at_least, *ports = sys.argv[1:]
+    print("annoying", *ports, flush=True)
     made = dict.fromkeys([*(way.__name__ for way in RAW), "zeromq", "received", "refused"], 0)
+    attack = Attack(time.monotonic() + float(seconds), int(at_least), made)
     threads = []
     for text in ports:
         host, _, port = text.rpartition(":")
         where = host.strip("[]"), int(port)
-        threads += [threading.Thread(target=annoy, args=(way, where, ends, made)) for way in RAW]
-        threads.append(threading.Thread(target=with_zeromq, args=(where, ends, made)))
+        threads += [threading.Thread(target=annoy, args=(way, where, attack)) for way in RAW]
+        threads.append(threading.Thread(target=with_zeromq, args=(where, attack)))
     for thread in threads:
         thread.start()
     for thread in threads:

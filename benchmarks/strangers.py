@@ -43,6 +43,7 @@ async def run(settings: Settings, report: Report) -> None:
                     "-m",
                     "benchmarks.attackers",
                     str(seconds + LEAST_S),
+                    "0",
                     *ports,
                     stdout=asyncio.subprocess.PIPE,
                 )
