@@ -123,6 +123,38 @@ def check_descriptors(what: str, count: int) -> None:
             os.close(each)
 
 
+class Reserve:
+    """Descriptors that are kept for later, for a part that cannot say that there are none.
+
+    Args:
+        what: Will need them.
+        count: How many.
+
+    Raises:
+        OutOfDescriptors: There are fewer.
+    """
+
+    def __init__(self, what: str, count: int) -> None:
+        self._kept: list[int] = []
+        try:
+            with naming_limits(what):
+                while len(self._kept) < count:
+                    self._kept.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except BaseException:
+            self.close()
+            raise
+
+    def spend(self) -> None:
+        """Let go of one, for what needs it now."""
+        if self._kept:
+            os.close(self._kept.pop())
+
+    def close(self) -> None:
+        """Let go of all. Idempotent."""
+        while self._kept:
+            self.spend()
+
+
 def shortage(what: str) -> OutOfDescriptors | None:
     """Return the error if not one more descriptor can be had.
 

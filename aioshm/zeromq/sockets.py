@@ -126,8 +126,16 @@ def can_share_memory() -> bool:
     return True
 
 
-def send_frames(socket: Socket, head: bytes, body: bytes | memoryview | None) -> zmq.MessageTracker | None:
-    """Send a message of one frame or two, without waiting, and without a copy of the second one if possible.
+def send_frames(
+    socket: Socket, head: bytes, body: bytes | memoryview | None, share: Callable[[], bool] = can_share_memory
+) -> zmq.MessageTracker | None:
+    """Send a message of one frame or two, without waiting.
+
+    Args:
+        socket: Sends it.
+        head: The first frame.
+        body: The second one, if there is one.
+        share: Says whether to send that without a copy.
 
     Returns:
         What tells when the body's memory is not used any more; None where it is not used already.
@@ -135,9 +143,9 @@ def send_frames(socket: Socket, head: bytes, body: bytes | memoryview | None) ->
     if body is None:
         socket.send(head, zmq.NOBLOCK)
         return None
-    shares_memory = can_share_memory()
+    shared = share()
     socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
-    if shares_memory:
+    if shared:
         return socket.send(body, zmq.NOBLOCK, copy=False, track=True)
     socket.send(body, zmq.NOBLOCK)
     return None

@@ -18,6 +18,7 @@ from starving import Subject, hear
 
 import aioshm.blocking
 import aioshm.queue.groups.making
+import aioshm.queue.local.overflow_sockets
 import aioshm.queue.remote.audience
 import aioshm.queue.remote.source  # not when there is no descriptor left to read the file
 from aioshm import AioshmError, MessageQueue, Options, merge
@@ -47,8 +48,8 @@ LARGE = bytes(300_000)  # sent over the network without a copy, and through a se
 ANYWHERE = "tcp://127.0.0.1:0"
 
 
-def writer_of(remote: bool, face: Any = MessageQueue) -> Any:
-    options = Options(remote_timeout=4.0)
+def writer_of(remote: bool, face: Any = MessageQueue, overflow: Any = "segments") -> Any:
+    options = Options(remote_timeout=4.0, overflow=overflow)
     return face(1, 0 if remote else 1, max_chunk_bytes=4096, max_chunks=4, connect_ip="127.0.0.1", options=options)
 
 
@@ -75,20 +76,21 @@ async def read_all(handle: Any, pipe: Connection) -> None:
 class Writing:
     """A writer whose reader, in the peer, attaches; if that fails, another one does once there is room."""
 
-    def __init__(self, *, remote: bool) -> None:
+    def __init__(self, *, remote: bool = False, overflow: str = "segments") -> None:
         self.remote = remote
+        self.overflow = overflow
 
     async def subject(self, subject: Subject) -> None:
         writer, told = None, False
         with subject.starving():
-            writer = writer_of(self.remote)
+            writer = writer_of(self.remote, overflow=self.overflow)
             subject.pipe.send(writer.export_handle())
             told = True
             await writer.wait_until_ready(SOON_S)
             await writer.enqueue("small", SOON_S)
             await writer.enqueue(LARGE, SOON_S)
         if writer is None:
-            writer = writer_of(self.remote)
+            writer = writer_of(self.remote, overflow=self.overflow)
         async with writer:
             if not told:
                 subject.pipe.send(writer.export_handle())
@@ -106,8 +108,9 @@ class Writing:
 class Reading:
     """A reader whose writer, in the peer, sends; if that fails, another one of the same rank is made."""
 
-    def __init__(self, *, remote: bool) -> None:
+    def __init__(self, *, remote: bool = False, overflow: str = "segments") -> None:
         self.remote = remote
+        self.overflow = overflow
 
     async def subject(self, subject: Subject) -> None:
         handle = await subject.hear()
@@ -133,7 +136,7 @@ class Reading:
         subject.received = False
 
     async def peer(self, pipe: Connection) -> None:
-        async with writer_of(self.remote) as writer:
+        async with writer_of(self.remote, overflow=self.overflow) as writer:
             pipe.send(writer.export_handle())
             await writer.wait_until_ready(LATER_S)
             await writer.enqueue("small", LATER_S)
@@ -565,6 +568,8 @@ async def manage(within_s: float) -> None:
 KINDS: dict[str, Any] = {
     "local-writer": Writing(remote=False),
     "local-reader": Reading(remote=False),
+    "overflow-writer": Writing(overflow="zmq"),
+    "overflow-reader": Reading(overflow="zmq"),
     "remote-writer": Writing(remote=True),
     "remote-reader": Reading(remote=True),
     "blocking-local-writer": Blocking(lambda subject: write_blocking(subject, False), Writing(remote=False)),

@@ -180,7 +180,7 @@ def become(user: int) -> None:
     directory = os.path.join(os.environ["STARVING_DIR"], str(user))
     os.makedirs(directory, mode=0o700, exist_ok=True)
     os.chown(directory, user, user)
-    os.environ["AIOSHM_RUNTIME_DIR"] = directory
+    os.environ["AIOSHM_RUNTIME_DIR"] = os.environ["XDG_RUNTIME_DIR"] = directory
     os.setgid(user)
     os.setuid(user)
 

@@ -40,11 +40,12 @@ class Starving:
         """Return what came of these numbers, after a look at what holds for every kind and number."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._complaints.seek(0, os.SEEK_END)
+        already = self._complaints.seek(0, os.SEEK_END)
         print(kind, resource, first, last, step, file=self._process.stdin, flush=True)
         lines = []
         while isinstance(line := json.loads(self._process.stdout.readline() or "-1"), dict):
             lines.append(line)
+        self._complaints.seek(already)  # which it has moved by writing
         complaints = self._complaints.read()[-4000:]
         assert line == 0, f"{line} lanes failed, or it ended:\n{complaints}"
         for line in lines:
@@ -73,6 +74,8 @@ def starve() -> Iterator[Starving]:
         ("local-writer", 6),
         ("local-writer", 7),
         ("local-reader", 3),
+        ("overflow-writer", 9),
+        ("overflow-reader", 7),
         ("remote-reader", 8),
         ("remote-reader", 9),
         ("remote-writer", 14),

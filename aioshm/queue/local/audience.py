@@ -86,6 +86,7 @@ class RingAudience:
             except BaseException:
                 self.close()
                 raise
+        self.roster.came = self.overflow.expect_reader
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -103,8 +104,8 @@ class RingAudience:
         return welcome, [self.buffer.fd] if by_descriptor else []
 
     def _publisher(self) -> Overflow:
-        from aioshm.queue.local.overflow_sockets import OverflowPublisher  # here: who has segments needs no ZeroMQ
-
+        with naming_limits("a writer"):  # which reading the files may reach; and who has segments needs no ZeroMQ
+            from aioshm.queue.local.overflow_sockets import OverflowPublisher
         roster = self.roster
         return OverflowPublisher(
             self.queue_id, self._options, self.ring, self.secret, roster.attached_ranks, len(roster.ranks)
@@ -112,6 +113,8 @@ class RingAudience:
 
     def _second_way(self, why: AioshmError) -> Overflow:
         publisher = self._publisher()
+        for _ in self.roster.attached_ranks():
+            publisher.expect_reader()
         self.roster.call_to_subscribe()
         logger.warning(
             "queue %s: there is no overflow segment to be had, so what does not fit a chunk goes over ZeroMQ, several "

@@ -69,6 +69,9 @@ class Overflow(Protocol):
             SharedMemoryError: There is not enough memory; nothing was sent.
         """
 
+    def expect_reader(self) -> None:
+        """Make room for a reader that is about to be told where bodies come from."""
+
     def close(self) -> None:
         """Give everything back, or begin to; what was sent stays readable, or is delivered. Idempotent."""
 
@@ -186,6 +189,11 @@ class OverflowSegments:
         written.seq, written.used = self._ring.seq, self._uses
         self._tidy()
         pack_marker(header, self._secret, self._ring.seq, number, size)
+
+    def expect_reader(self) -> None:
+        """Make room for a reader, where some bodies go over ZeroMQ."""
+        if self._second_way is not None:
+            self._second_way.expect_reader()
 
     def close(self) -> None:
         """Unmap them; readers still have them. Idempotent."""

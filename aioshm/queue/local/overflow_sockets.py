@@ -30,7 +30,7 @@ from aioshm.codec.frames import INLINE
 from aioshm.config import Options
 from aioshm.errors import CorruptSlot, SharedMemoryError
 from aioshm.lifeline.address import new_address
-from aioshm.process.limits import naming_limits
+from aioshm.process.limits import Reserve, naming_limits
 from aioshm.queue.local.overflow import BY_ZEROMQ, pack_marker
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.outgoing import Outbox, Outgoing
@@ -40,7 +40,7 @@ from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
 from aioshm.zeromq.inbox import Inbox
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
-from aioshm.zeromq.sockets import Sockets, send_frames
+from aioshm.zeromq.sockets import Sockets, can_share_memory, send_frames
 
 logger = logging.getLogger("aioshm.queue")
 
@@ -99,6 +99,11 @@ class OverflowPublisher:
             self._xpub.setsockopt(zmq.XPUB_MANUAL, 1)  # only who knows the secret gets anything
             self._xpub.setsockopt(zmq.MAXMSGSIZE, wire.MAX_SUBSCRIPTION_BYTES)
             self._xpub.setsockopt(zmq.BACKLOG, max(BACKLOG, n_reader))
+            # Kept until each is told to connect: where libzmq has no descriptor to accept a connection to a socket file
+            # with, it ends the process (ipc_listener.cpp; that of TCP leaves the peer waiting).
+            self._reserve = Reserve(what, n_reader)
+            undo.callback(self._reserve.close)
+            self._shares_memory = can_share_memory()  # asked now, for what is in use later
             attach(self._xpub, endpoint, bind=True)
             self._file = BoundFile(endpoint)
             undo.callback(self._file.remove)
@@ -145,6 +150,10 @@ class OverflowPublisher:
         self._outbox.tidy()
         self._outbox.let_go(free)
 
+    def expect_reader(self) -> None:
+        """Let go of the descriptor that was kept for a reader's connection: it is about to come."""
+        self._reserve.spend()
+
     # Closing
 
     def close(self) -> None:
@@ -190,6 +199,7 @@ class OverflowPublisher:
             with self._lock:
                 self._take_subscriptions()
         self._file.remove()
+        self._reserve.close()
         self._sockets.close(max(0, ceil((deadline - monotonic()) * 1000)) if self._kept else 0)
         if monotonic() >= deadline - ZEROMQ_TICK_S:
             logger.warning(
@@ -217,7 +227,7 @@ class OverflowPublisher:
                     self._send(wire.address(self._secret, rank), message)
 
     def _send(self, whom: bytes, message: Outgoing) -> None:
-        tracker = send_frames(self._xpub, whom + message.head, message.body)
+        tracker = send_frames(self._xpub, whom + message.head, message.body, lambda: self._shares_memory)
         if tracker is not None:
             message.trackers.append(tracker)
 

@@ -30,6 +30,7 @@ class Roster:
     Attributes:
         ranks: Of the local readers.
         peers: Who is attached, in the same order.
+        came: Called when a reader has just been told where to connect.
         changed: Called after every change, and when a reader rang for the writer.
         trouble: Makes the error that the writer has to raise from now on, if any.
     """
@@ -47,6 +48,7 @@ class Roster:
         self._ring = ring
         self._policy = policy
         self._welcome = welcome
+        self.came: Callable[[], None] = _nothing
         self.changed: Callable[[], None] = _nothing
         self.peers: list[Peer | None] = [None] * len(ranks)
         self._settled = [False] * len(ranks)  # proven, or gone
@@ -160,6 +162,7 @@ class Roster:
         self._left.pop(peer.rank, None)
         self._died.pop(peer.rank, None)
         self._ring.set_reader_state(index, ATTACHED, peer.pid)
+        self.came()
 
     def proven(self, peer: Peer) -> None:
         """Note that a reader can receive everything."""

@@ -115,8 +115,8 @@ class RingSource:
         lifeline.prove()
 
     def _subscriber(self, secret: bytes) -> OverflowSubscriber:
-        from aioshm.queue.local.overflow_sockets import OverflowSubscriber
-
+        with naming_limits("a reader"):  # which reading the files may reach; and who has segments needs no ZeroMQ
+            from aioshm.queue.local.overflow_sockets import OverflowSubscriber
         gate, handle = self._gate, self._handle
         endpoint = f"ipc://{socket_file(handle.options, handle.queue_id, 'overflow')}"
         return OverflowSubscriber(endpoint, secret, self._rank, handle.options.remote_timeout, gate.interrupt)
