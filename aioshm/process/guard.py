@@ -29,7 +29,8 @@ class Guard:
     (``signal.getsignal``); where one sets another handler for its signal, that one stays.
 
     Attributes:
-        error: What the first handler to raise has raised, until `take_error`.
+        error: What the first handler to raise has raised. To be taken without a call, as handlers are back by then
+            and raise in calls: ``error, guard.error = guard.error, None``.
         on_error: Called once one has.
     """
 
@@ -37,6 +38,7 @@ class Guard:
         self.error: BaseException | None = None
         self.on_error: Callable[[], object] | None = None
         self._saved: dict[int, Any] = {}
+        self._replaced = False
         self._active = False
         self._since = 0.0
 
@@ -44,35 +46,39 @@ class Guard:
         """Begin to keep what handlers raise; whatever this raises, call `end`."""
         if get_ident() != threading.main_thread().ident:
             return
-        self._active = True
         ours = self._handle
-        for number, handler in zip(_NUMBERS, map(_getsignal, _NUMBERS), strict=True):
-            if handler is None or type(handler) is int or handler == ours:
-                continue
-            self._saved[number] = handler  # before it is replaced: what replaces it looks here
-            _signal_signal(number, ours)
+        self._replaced = self._active = True
+        try:
+            for number, handler in zip(_NUMBERS, map(_getsignal, _NUMBERS), strict=True):
+                if handler is None or type(handler) is int or handler == ours:
+                    continue
+                self._saved[number] = handler  # before it is replaced: what replaces it looks here
+                _signal_signal(number, ours)
+        except BaseException:  # raised by a handler that is not replaced yet
+            self._active = False
+            raise
 
     def end(self) -> None:
-        """Give the signals their handlers back; raises nothing but what they raise from then on."""
-        if not self._active:
+        """Give the signals their handlers back; raises nothing but what they raise from then on.
+
+        Where several raise one right after the other, some may be given back by the next call only; until then they
+        are called, and what they raise is raised.
+        """
+        if not self._replaced or get_ident() != threading.main_thread().ident:
             return
         try:
             for number, handler in self._saved.items():
                 if _getsignal(number) == self._handle:
                     _signal_signal(number, handler)
         except BaseException:  # raised by a handler that is back, on the way to the next one
+            self._active = False  # first, and without a call: the next signal may be there already
             self.end()
             raise
-        self._active = False
-
-    def take_error(self) -> BaseException | None:
-        """Return what was kept, and forget it."""
-        error, self.error = self.error, None
-        return error
+        self._replaced = self._active = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         handler = self._saved[number]
-        if not self._active:  # it could not be given back
+        if not self._active:  # it could not be given back yet
             handler(number, frame)
             return
         try:
@@ -97,7 +103,8 @@ def built(make: Callable[[], T]) -> T:
         guard.begin()
         return make()
     finally:
-        guard.end()
-        error = guard.take_error()
-        if error is not None:
-            raise error
+        try:
+            guard.end()
+        finally:
+            if guard.error is not None:
+                raise guard.error

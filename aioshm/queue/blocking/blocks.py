@@ -19,7 +19,7 @@ class Owner(Protocol):
         """Wait for the slot; sets what the block shows."""
 
     def undo_block(self, block: Block) -> None:
-        """Leave a block that was never entered, as if it had never been asked for."""
+        """Leave a block that was never entered."""
 
     def leave_block(self, block: Block, *error: Any) -> bool | None:
         """Leave the block. Does nothing once done."""
@@ -35,6 +35,7 @@ class Block(AbstractContextManager[Any]):
         open_block: Waits for the slot.
         value: What ``as`` gets, until that has it.
         opened: The block of the end that has the slot; None while there is none.
+        undone: Whether it was never entered: what it was to show is to stay where it is.
     """
 
     def __init__(self, owner: Owner, open_block: Callable[[], Any]) -> None:
@@ -42,6 +43,7 @@ class Block(AbstractContextManager[Any]):
         self.open_block = open_block
         self.value: Any = None
         self.opened: Any = None
+        self.undone = False
         self._frame: FrameType | None = None
         self._at = -1
 
@@ -51,7 +53,9 @@ class Block(AbstractContextManager[Any]):
         try:
             self._owner.enter_block(self)
         except BaseException:
-            self._frame = self.value = None
+            # First, and without a call: where the next handler raises in the one below, the next call of the end does
+            # what is left to do.
+            self._frame, self.value, self.undone = None, None, True
             if self.opened is not None:
                 self._owner.undo_block(self)
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -66,30 +65,20 @@ class Held:
         *,
         busy: type[AioshmError] | None = None,
         first: Callable[[], bool] | None = None,
-        block: Block | None = None,
         leaving: bool = False,
     ) -> None:
-        """Run what ``call`` makes of the time that is left, in this thread's turn.
+        """Run what ``call`` makes of the time that is left, in this thread's turn; a block it enters lasts as long.
 
         Args:
             call: Makes it.
             timeout: For all of it, waiting for the turn included.
             busy: What to raise instead of waiting for the turn.
             first: What may make it unnecessary, and says so.
-            block: This enters it; the turn lasts until it is left.
             leaving: This must run; whichever thread has the turn has it for the block that this ends.
         """
         self.loop.check_thread()
         self._leave_if_gone(leaving)
-        turns = self.turns
-        if leaving:
-            self.gate.core.user = get_ident()
-            taken = True
-        elif not (taken := turns.take_now()):
-            deadline = deadline_after(timeout)
-            taken = turns.take(deadline, busy)
-            if deadline is not None:
-                timeout = max(0.0, deadline - monotonic())
+        turns, taken = self.turns, False
 
         def make() -> Coroutine[Any, Any, T]:
             if self.gate.ready:
@@ -97,9 +86,17 @@ class Held:
             return call(timeout)
 
         try:
+            if leaving:
+                self.gate.core.user = get_ident()
+                taken = True
+            elif not (taken := turns.take_now()):
+                deadline = deadline_after(timeout)
+                taken = turns.take(deadline, busy)
+                if deadline is not None:
+                    timeout = max(0.0, deadline - monotonic())
             self.loop.run(make, first=first, whole=leaving)
         finally:
-            if taken and (block is None or block.opened is None):
+            if taken and self.block is None:  # interrupted before it has left one, this leaves it to the next call
                 turns.lasting = False
                 self.gate.core.user = 0
                 if self.gate.ready:
@@ -231,7 +228,7 @@ class Held:
                 block.value = of_kept(self.kept[0])
                 del self.kept[0]
             else:
-                self.run(make, timeout, block=block)
+                self.run(make, timeout)
 
         block = Block(self, enter)
         return block
@@ -241,10 +238,11 @@ class Held:
         block.open_block()
 
     def undo_block(self, block: Block) -> None:
-        """Leave a block that was never entered; the message stays the next one."""
+        """Leave a block whose body has not run to its end as far as Python told: a writer's sends nothing.
+
+        Where the body was never entered, a reader's message stays the next one.
+        """
         error = QueueClosed("interrupted")
-        if isinstance(self.end, ReadingEnd):
-            self.end.undo = True
         try:
             self._leave(block, type(error), error, None)
         except QueueClosed as again:
@@ -260,6 +258,8 @@ class Held:
 
         async def leave(_: float | None) -> None:
             opened, block.opened, self.block = block.opened, None, None
+            if isinstance(self.end, ReadingEnd):
+                self.end.undo = block.undone
             try:
                 answers.append(await opened.__aexit__(*error))
             finally:
@@ -273,8 +273,7 @@ class Held:
         """Leave a block that will not be left: a signal's handler raised on the way to its end."""
         block = self.block
         if not leaving and block is not None and self.gate.core.user == get_ident() and block.gone():
-            with contextlib.suppress(KeyboardInterrupt):
-                self._leave(block, KeyboardInterrupt, KeyboardInterrupt(), None)
+            self.undo_block(block)
 
     # Closing
 

@@ -82,11 +82,12 @@ class PrivateLoop:
             if task is not None and task.done():
                 asyncio._unregister_task(task)
             task = cancel = guard.on_error = None
-            guard.end()
-            if guard.error is not None:
-                error = guard.take_error()
-                assert error is not None
-                raise error from None
+            try:
+                guard.end()
+            finally:  # no call before the error is taken: what is left of it would come out of the next call
+                error, guard.error = guard.error, None
+                if error is not None:
+                    raise error from None
 
     def run_now(self, call: Callable[[], object]) -> None:
         """Do what does not wait, in one piece as far as signals are concerned."""
@@ -95,11 +96,12 @@ class PrivateLoop:
             guard.begin()
             call()
         finally:
-            guard.end()
-            if guard.error is not None:
-                error = guard.take_error()
-                assert error is not None
-                raise error from None
+            try:
+                guard.end()
+            finally:  # no call before the error is taken: what is left of it would come out of the next call
+                error, guard.error = guard.error, None
+                if error is not None:
+                    raise error from None
 
     def _finish(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[T] | None) -> T:
         assert task is not None

@@ -190,10 +190,11 @@ class Merged(Closing, Iterator[tuple[int, Any]]):
                 ring.parked[0] = 0
             for place in taken:
                 place.held.end_turn()
-            guard.end()
-            error = guard.take_error()
-            if error is not None:
-                raise error
+            try:
+                guard.end()
+            finally:
+                if guard.error is not None:
+                    raise guard.error
 
     def _wake(self) -> None:
         for place in self._round.running:
