@@ -222,4 +222,7 @@ def writing(writer: MessageQueue, how: str, codec: str, over: threading.Event) -
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    finally:  # what went wrong is reported in full, though the storm goes on
+        armed = False
