@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from aioshm.closing import AsyncClosing
 from aioshm.codec import Codec
 from aioshm.config import Options
-from aioshm.errors import QueueClosed, RoleError
+from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
 from aioshm.queue.base import QueueBase
 from aioshm.queue.ends.reading import ReadingEnd
@@ -335,6 +335,16 @@ class MessageQueue(QueueBase, AsyncClosing):
             return await self.dequeue()
         except QueueClosed:
             raise StopAsyncIteration from None
+
+    async def __aenter__(self) -> Self:
+        """Enter the block that closes this end; a reader begins to attach, so that a writer in the same task meets it.
+
+        Whatever forbids that, the first call that needs it raises.
+        """
+        if self._reader is not None:
+            with suppress(AioshmError):
+                self._reader.start_attaching()
+        return self
 
     async def aclose(self) -> None:
         """Close this end: the other side is told, waiting calls raise `QueueClosed`. Idempotent.

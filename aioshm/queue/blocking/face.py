@@ -67,6 +67,9 @@ class MessageQueue(QueueBase, Closing):
     in the order in which the calls had their turns; several threads that receive get different messages. A call inside
     of a block of the same thread, and in a signal handler that interrupts one, is refused with `RoleError` instead of
     waiting for itself; but see `close`.
+
+    Two ends of one queue in one thread never meet: attaching takes a call of each that waits. Give one to another
+    thread, or take `aioshm.MessageQueue`, whose ``async with`` begins to attach.
     """
 
     def _hold(self, end: WritingEnd | ReadingEnd) -> None:
