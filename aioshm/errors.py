@@ -16,10 +16,18 @@ class AioshmError(Exception):
 
 
 class QueueClosed(AioshmError):
-    """This end was closed, or the other end said goodbye and everything it sent has been read."""
+    """Nothing more passes, on purpose: `EndClosed` if that was decided here, `PeerClosed` if on the other side."""
 
 
-class PublisherClosed(QueueClosed, RuntimeError):
+class EndClosed(QueueClosed):
+    """This end was closed here, by `aclose`, `close`, or the end of its block; make a new one to go on."""
+
+
+class PeerClosed(QueueClosed):
+    """The other side has finished: the writer closed and all that it sent was read, or every reader has left."""
+
+
+class PublisherClosed(EndClosed, RuntimeError):
     """A batch was published after its publisher was closed, or waited for room when it was; it is not sent."""
 
 

@@ -17,6 +17,7 @@ from aioshm.errors import (
     CallFailed,
     CodecError,
     CorruptSlot,
+    EndClosed,
     EndpointError,
     EngineDead,
     EngineStartupError,
@@ -29,6 +30,7 @@ from aioshm.errors import (
     MessageTooLarge,
     OutOfDescriptors,
     OutOfThreads,
+    PeerClosed,
     PeerDied,
     ProcessDied,
     PublisherClosed,
@@ -54,7 +56,9 @@ def nothing_left_behind() -> None:
 
 PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     QueueClosed: (AioshmError,),
-    PublisherClosed: (QueueClosed, RuntimeError),
+    EndClosed: (QueueClosed,),
+    PeerClosed: (QueueClosed,),
+    PublisherClosed: (EndClosed, RuntimeError),
     QueueCancelled: (AioshmError, RuntimeError),
     QueueEmpty: (AioshmError, asyncio.QueueEmpty),
     QueueFull: (AioshmError, asyncio.QueueFull),
@@ -174,7 +178,8 @@ def test_the_tree_is_whole() -> None:
 
 
 def test_what_queues_raise_is_at_the_top() -> None:
-    for kind in (AioshmError, QueueClosed, QueueCancelled, QueueEmpty, QueueFull, RoleError, PeerDied, HandleError):
+    closed = (QueueClosed, EndClosed, PeerClosed)
+    for kind in (*closed, AioshmError, QueueCancelled, QueueEmpty, QueueFull, RoleError, PeerDied, HandleError):
         assert getattr(aioshm, kind.__name__) is kind
 
 

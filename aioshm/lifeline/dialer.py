@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 
 from aioshm.errors import HandleError, PeerDied
@@ -94,6 +95,13 @@ class Lifeline:
     def prove(self) -> None:
         """Tell the writer that the ring is mapped here."""
         self._send(PROVEN)
+
+    def has_closed(self) -> bool:
+        """Return whether the writer has said goodbye; asked before `start`."""
+        data = b""
+        with suppress(OSError):
+            data = self._sock.recv(protocol.MAX_GREETING_BYTES, socket.MSG_PEEK)
+        return BYE in self._early + data
 
     def ring(self) -> None:
         """Wake the writer."""
@@ -269,6 +277,7 @@ async def attach(address: str, hello: Hello, sock: socket.socket | None) -> Life
         sock: What `dial` returned, which this takes over.
 
     Raises:
+        PeerClosed: The writer has closed the queue.
         HandleError: The queue is gone, or the writer refused this reader.
         OutOfDescriptors: This process has no room for those that the writer sends.
         PeerDied: The writer died while this was waiting for its answer.

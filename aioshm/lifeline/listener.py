@@ -90,7 +90,7 @@ class LifelineListener:
             loop.add_reader(self.bell.fd, self._rung)
 
     def close(self) -> None:
-        """Say goodbye to every reader and stop listening. Idempotent."""
+        """Say goodbye to every reader, those that wait to be admitted too, and stop listening. Idempotent."""
         for connection in list(self._connections.values()):
             connection.close(goodbye=True)
         if self._resume is not None:
@@ -100,11 +100,29 @@ class LifelineListener:
                 self._loop.remove_reader(self._sock.fileno())
                 if self.bell is not None:
                     self._loop.remove_reader(self.bell.fd)
+            self._turn_away()
             self._sock.close()
             remove(self.address)
         if self.bell is not None:
             self.bell.close()
         self._close_spare()
+
+    def _turn_away(self) -> None:
+        """Tell the readers that nobody has accepted yet that the queue is closed, not that its writer has died."""
+        self._close_spare()  # which leaves a descriptor for them, one after the other
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # so that none comes after the last one: connect() fails from here on
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                return
+            with sock, suppress(OSError):
+                sock.setblocking(False)
+                if peer_credentials(sock)[1] == os.geteuid():
+                    sock.send(protocol.pack(protocol.CLOSED))
 
     def abandon(self) -> None:
         """Close the descriptors and nothing else: a forked child's copies would hide this process' death."""
@@ -248,6 +266,8 @@ class _Connection:
             return
         if goodbye and self.peer is not None:
             self.peer.send(BYE)
+        elif goodbye:
+            self._send_all(protocol.pack(protocol.CLOSED), [])
         self._deadline.cancel()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._sock.fileno())

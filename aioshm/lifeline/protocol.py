@@ -24,7 +24,7 @@ import struct
 
 import msgspec
 
-from aioshm.errors import HandleError
+from aioshm.errors import HandleError, PeerClosed
 from aioshm.process.guard import built
 
 MAX_GREETING_BYTES = 4096
@@ -71,9 +71,18 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Why a reader is not admitted."""
+    """Why a reader is not admitted.
+
+    Attributes:
+        reason: In words.
+        closed: Whether that is because the writer has closed the queue.
+    """
 
     reason: str
+    closed: bool = False
+
+
+CLOSED = Refusal("the writer has closed the queue", closed=True)
 
 
 _encode = msgspec.msgpack.encode
@@ -125,13 +134,16 @@ def unpack_answer(body: bytes) -> Welcome:
     """Decode the writer's answer.
 
     Raises:
-        HandleError: It is a refusal, or no answer at all.
+        PeerClosed: The writer has closed the queue.
+        HandleError: It is another refusal, or no answer at all.
     """
     try:
         answer = _answer_decoder.decode(body)
     except _GARBAGE as error:
         raise HandleError(f"undecodable answer from the writer: {error}") from None
     if isinstance(answer, Refusal):
+        if answer.closed:
+            raise PeerClosed(answer.reason)
         raise HandleError(f"the writer refused this reader: {answer.reason}")
     return answer
 

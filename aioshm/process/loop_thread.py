@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from aioshm.errors import QueueClosed, RoleError
+from aioshm.errors import EndClosed, QueueClosed, RoleError
 
 END_S = 10.0
 """How long the thread may take to end; more, and a callback is stuck in it."""
@@ -140,7 +140,7 @@ class LoopThread:
         self.check()
         with self._gate:  # what is posted before `end` is run before the loop stops
             if self._ended:
-                raise QueueClosed(f"{self._owner} was closed")
+                raise EndClosed(f"{self._owner} was closed")
             self.loop.call_soon_threadsafe(function)
 
 
@@ -197,7 +197,7 @@ class _Errand(Generic[T]):
 
     def _take(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
-            self._error = QueueClosed("closed while this call waited")
+            self._error = EndClosed("closed while this call waited")
         else:
             self._error = task.exception()
             if self._error is None:

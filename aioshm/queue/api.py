@@ -16,7 +16,7 @@ from aioshm.queue.base import QueueBase
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
-from aioshm.queue.handle import Handle
+from aioshm.queue.handle import Handle, refuse_to_pickle
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 
@@ -355,6 +355,9 @@ class MessageQueue(QueueBase, AsyncClosing):
         the memory until it goes on.
         """
         await self.end.gate.aclose()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_to_pickle(self, writes=self._writer is not None)
 
     def __repr__(self) -> str:
         return repr(self.end)

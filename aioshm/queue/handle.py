@@ -6,7 +6,7 @@ import functools
 import os
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -155,6 +155,19 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
             f"<Handle of queue {self.queue_id.hex()[:8]}, {self.n_reader} readers, "
             f"{self.max_chunks} x {self.max_chunk_bytes} bytes, secrets hidden>"
         )
+
+
+def refuse_to_pickle(queue: object, *, writes: bool) -> NoReturn:
+    """Say what to pass on instead of a queue, which is part of its process.
+
+    Raises:
+        TypeError: Always.
+    """
+    handle = "its export_handle()" if writes else "the handle that it was made from"
+    raise TypeError(
+        f"{queue!r} belongs to this process and cannot be pickled or copied: "
+        f"pass on {handle}, and call MessageQueue.create_from_handle(handle, rank) there"
+    )
 
 
 # Made once: msgspec 0.22 was seen to crash where several threads made the first one for a type at the same time.

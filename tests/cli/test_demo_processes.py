@@ -90,7 +90,7 @@ async def test_a_bug_in_a_process_is_told_with_its_traceback(text):
     [
         ({0: "aioshm.errors.PeerDied", 2: "aioshm.cli.demo.script.Mismatch"}, "reader 1: 2", 1),
         ({0: "TimeoutError", 1: "aioshm.errors.OutOfDescriptors"}, "reader 0: 1", 1),
-        ({0: "aioshm.errors.PeerDied", 1: "aioshm.errors.QueueClosed"}, "the writer: 0", 1),
+        ({0: "aioshm.errors.PeerDied", 1: "aioshm.errors.PeerClosed"}, "the writer: 0", 1),
         ({0: "aioshm.cli.demo.processes.CannotStart", 1: "aioshm.errors.PeerDied"}, "0", 2),
     ],
 )

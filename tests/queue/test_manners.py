@@ -1,15 +1,44 @@
-"""What a newcomer tries first: both ends in one task, a queue that was closed already, a queue where its handle belongs."""
+"""What a newcomer tries first: both ends in one task, a queue that was closed, a queue where its handle belongs."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import os
+import pickle
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
 
 import pytest
+from children import child
+from faces import make_writer, reading
 from pairs import EITHER_PLACE
-from remotes import wide_writer
+from remotes import ready_ends, wide_writer
 from support import until
 
-from aioshm import HandleError, MessageQueue
+from aioshm import EndClosed, HandleError, MessageQueue, PeerClosed, PeerDied, blocking
+
+
+@contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Leave this process no descriptor but those that the block gives back."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
 
 
 class TestBothEndsInOneTask:
@@ -49,3 +78,139 @@ class TestBothEndsInOneTask:
             async with reader:
                 assert "closed" in repr(reader)
             await asyncio.sleep(0)
+
+
+class TestAWriterThatWasClosed:
+    """It did not die, whenever that was."""
+
+    @pytest.mark.parametrize("lifeline", ["abstract", "directory"])
+    @pytest.mark.parametrize("listening", [False, True])
+    async def test_before_a_reader_attached(self, lifeline: Any, listening: bool, base: Path) -> None:
+        writer = wide_writer(2, 0, lifeline=lifeline, runtime_dir=str(base))
+        if listening:
+            with pytest.raises(TimeoutError):
+                await writer.wait_until_ready(0)
+        dialled = [MessageQueue.create_from_handle(writer.export_handle(), rank) for rank in range(2)]
+        await writer.aclose()
+        for reader in dialled:
+            async with reader:
+                with pytest.raises(PeerClosed, match="the writer has closed the queue"):
+                    await reader.dequeue(20)
+                with pytest.raises(PeerClosed):
+                    await reader.wait_until_ready(20)
+
+    def test_before_a_blocking_reader_attached(self) -> None:
+        with make_writer() as writer:
+            reader = blocking.MessageQueue.create_from_handle(writer.export_handle(), 0)
+        with reader, pytest.raises(PeerClosed, match="the writer has closed the queue"):
+            reader.dequeue(20)
+
+    async def test_while_descriptors_are_short(self) -> None:
+        """There is none left to accept the readers with but those that closing gives back."""
+        writer = wide_writer(3, 0)
+        dialled = [MessageQueue.create_from_handle(writer.export_handle(), rank) for rank in range(3)]
+        with no_descriptors_left():
+            await writer.aclose()
+        for reader in dialled:
+            async with reader:
+                with pytest.raises(PeerClosed):
+                    await reader.dequeue(20)
+
+    @pytest.mark.parametrize("backing", ["memfd", "named"])
+    async def test_at_any_turn_of_the_loop(self, backing: Any) -> None:
+        for turns in range(25):
+            async with wide_writer(1, 0, backing=backing) as writer:
+                waiting = asyncio.ensure_future(writer.wait_until_ready())
+                async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                    receiving = asyncio.ensure_future(reader.dequeue(20))
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    await writer.aclose()
+                    with pytest.raises(PeerClosed):
+                        await receiving
+                    with suppress(EndClosed):
+                        await waiting
+
+    async def test_to_a_remote_reader_that_has_not_attached(self) -> None:
+        async with wide_writer(0, 1, remote_timeout=0.3) as writer:
+            handle = writer.export_handle()
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            with pytest.raises(HandleError, match="is the writer gone"):
+                await reader.dequeue(20)
+
+    async def test_is_gone_for_a_reader_that_comes_later(self) -> None:
+        async with wide_writer(1, 0) as writer:
+            handle = writer.export_handle()
+        with pytest.raises(HandleError, match="the queue's writer is gone"):
+            MessageQueue.create_from_handle(handle, 0)
+
+    async def test_and_one_that_died_are_two_things(self) -> None:
+        async with child("write", "0", "0") as writer:
+            reader = MessageQueue.create_from_handle(await writer.says("{"), 0)
+            writer.signal(signal.SIGSTOP)
+            async with reader:
+                writer.signal(signal.SIGKILL)
+                with pytest.raises(PeerDied) as caught:
+                    await reader.dequeue(20)
+                assert (caught.value.side, caught.value.pid) == ("writer", writer.pid)
+
+
+class TestMineAndTheOthers:
+    """ "I closed it" and "the other side has finished" are two errors, and both are `QueueClosed`."""
+
+    @EITHER_PLACE
+    async def test_on_the_async_face(self, n_local: int, n_remote: int) -> None:
+        async with ready_ends(n_local, n_remote) as (writer, (reader,)):
+            await writer.enqueue("last")
+            closing = asyncio.ensure_future(writer.aclose())
+            assert await reader.dequeue(20) == "last"
+            for call in (lambda: reader.dequeue(20), lambda: reader.dequeue_many(2, 20)):
+                with pytest.raises(PeerClosed, match="the writer has closed the queue"):
+                    await call()
+            await closing
+            with pytest.raises(EndClosed, match="this end was closed"):
+                await writer.enqueue("more")
+            await reader.aclose()
+            with pytest.raises(EndClosed, match="this end was closed"):
+                await reader.dequeue()
+
+    @EITHER_PLACE
+    async def test_when_every_reader_has_left(self, n_local: int, n_remote: int) -> None:
+        async with ready_ends(n_local, n_remote) as (writer, (reader,)):
+            await reader.aclose()
+            with pytest.raises(PeerClosed, match="every reader has left"):
+                for _ in range(1000):
+                    await writer.enqueue("x", 20)
+
+    def test_on_the_blocking_face(self) -> None:
+        with reading(lambda reader: reader) as (writer, thread):
+            reader = thread.result()
+            with pytest.raises(EndClosed, match="this end was closed"):
+                reader.dequeue(20)
+            with pytest.raises(PeerClosed, match="every reader has left"):
+                for _ in range(1000):
+                    writer.enqueue("x", 20)
+            writer.close()
+            with pytest.raises(EndClosed, match="this end was closed"):
+                writer.enqueue("x")
+
+
+class TestAQueueInsteadOfItsHandle:
+    @pytest.mark.parametrize("pass_on", [pickle.dumps, copy.copy, copy.deepcopy, ForkingPickler.dumps])
+    async def test_is_refused_with_what_to_pass_on(self, pass_on: Callable[[Any], Any]) -> None:
+        async with ready_ends(1, 0) as (writer, (reader,)):
+            with pytest.raises(TypeError, match=r"<writer of queue .*> belongs to this process .* export_handle\(\)"):
+                pass_on(writer)
+            with pytest.raises(TypeError, match="pass on the handle that it was made from"):
+                pass_on(reader)
+            await writer.enqueue("still there", 20)
+            assert await reader.dequeue(20) == "still there"
+
+    def test_on_the_blocking_face(self) -> None:
+        with make_writer() as writer:
+            with pytest.raises(TypeError, match=r"<blocking <writer .* export_handle\(\)"):
+                pickle.dumps(writer)
+            with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                with pytest.raises(TypeError, match="the handle that it was made from"):
+                    pickle.dumps(reader)
+            assert pickle.loads(pickle.dumps(writer.export_handle())) == writer.export_handle()

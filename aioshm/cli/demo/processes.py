@@ -30,7 +30,8 @@ LOOPBACK = "127.0.0.1"  # where remote readers connect: they are all on this mac
 _WRITER = 0
 _NAME = "demo"
 _SMALL = 1 << 14, 4  # the chunks of the queues beside the one that is measured: their bytes, and how many there are
-_CONSEQUENCES = ("aioshm.errors.PeerDied", "aioshm.errors.QueueClosed", "TimeoutError")  # of another process' failure
+_CONSEQUENCES = (*(f"aioshm.errors.{name}" for name in ("PeerDied", "PeerClosed", "EndClosed")), "TimeoutError")
+"""Of another process' failure."""
 _PROGRESS_S = 0.1
 
 

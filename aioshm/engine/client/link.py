@@ -27,7 +27,7 @@ from aioshm.engine.protocol.payloads import Frame, check_stranger
 from aioshm.engine.protocol.registrations import Registrations
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
-from aioshm.errors import CodecError, EngineDead, QueueClosed, RoleError
+from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
 from aioshm.process.guard import built
@@ -130,7 +130,7 @@ class EngineLink:
             self.abort(position, ids)
         self._closed = True
         self.liveness.stop()
-        self._fail(lambda: QueueClosed("the client of the engines was closed"))
+        self._fail(lambda: EndClosed("the client of the engines was closed"))
         await self.sockets.aclose()
 
     def __del__(self) -> None:
@@ -253,7 +253,7 @@ class EngineLink:
 
     def check_open(self) -> None:
         if self._closed:
-            raise QueueClosed("the client of the engines was closed")
+            raise EndClosed("the client of the engines was closed")
         if self.sockets is None:
             raise RoleError("a client of engines is used inside `async with`")
         if threading.get_ident() != self._thread:

@@ -14,13 +14,7 @@ from aioshm.config import Options
 from aioshm.engine.workers.answers import WorkerAnswers, WorkerLost
 from aioshm.engine.workers.crew import WorkerCrew
 from aioshm.engine.workers.process import LoopFactory, Step
-from aioshm.errors import (
-    AioshmError,
-    PeerDied,
-    QueueClosed,
-    RoleError,
-    WorkerError,
-)
+from aioshm.errors import AioshmError, EndClosed, PeerDied, QueueClosed, RoleError, WorkerError
 from aioshm.process.limits import naming_limits
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.queue import MessageQueue
@@ -286,7 +280,7 @@ class WorkerGroup(AsyncClosing):
         self._closed = True
         if self._crew is not None:
             self._crew.forget()
-        self._break_off(lambda: QueueClosed("the group of workers was closed"))
+        self._break_off(lambda: EndClosed("the group of workers was closed"))
         try:
             if self._steps is not None:
                 await self._steps.aclose()

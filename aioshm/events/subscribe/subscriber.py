@@ -10,7 +10,7 @@ from dataclasses import fields
 import zmq
 
 from aioshm.closing import AsyncClosing, warn_not_closed
-from aioshm.errors import QueueClosed, RoleError
+from aioshm.errors import EndClosed, QueueClosed, RoleError
 from aioshm.events.config import DEFAULT_HWM
 from aioshm.events.endpoints import check_endpoint, subscriber_binds
 from aioshm.events.protocol.deliveries import Delivery, Received
@@ -141,7 +141,7 @@ class EventSubscriber(AsyncClosing):
         """
         loop = asyncio.get_running_loop()
         if self._closed:
-            raise QueueClosed("this event subscriber is closed")
+            raise EndClosed("this event subscriber is closed")
         if self._loop is not None:
             if self._loop is not loop or self._inherited:
                 where = "the process that this one was forked from" if self._inherited else "another event loop"
@@ -181,7 +181,7 @@ class EventSubscriber(AsyncClosing):
                     inbox.raise_failure()
                     await inbox.arrival()
         if self._closed:
-            raise QueueClosed("this event subscriber is closed")
+            raise EndClosed("this event subscriber is closed")
         delivery = inbox.take()
         if inbox.has_room_again():
             for source in self._sources:

@@ -28,7 +28,7 @@ from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.groups.making import GroupCall
-from aioshm.queue.handle import Handle
+from aioshm.queue.handle import Handle, refuse_to_pickle
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.blocking import WindowBegins
@@ -341,6 +341,9 @@ class MessageQueue(QueueBase, Closing):
     def messages(self) -> int:
         """How many messages this end has sent, or its calls have returned: tells what became of an interrupted call."""
         return self.stats().messages - len(self.held.kept)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_to_pickle(self, writes=self._writer is not None)
 
     def __repr__(self) -> str:
         return f"<blocking {self.held.end!r}>"

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from aioshm.errors import QueueClosed, RoleError
+from aioshm.errors import EndClosed, RoleError
 from aioshm.process.guard import Guard
 from aioshm.process.limits import check_descriptors, naming_limits
 from aioshm.wait.blocking import BlockingLoop
@@ -171,5 +171,5 @@ class PrivateLoop:
                 self._loop = BlockingLoop()
         self.check_process()
         if self._loop.is_closed():
-            raise QueueClosed(f"{self._owner()}: this end was closed")
+            raise EndClosed(f"{self._owner()}: this end was closed")
         return self._loop

@@ -12,7 +12,7 @@ from threading import current_thread, get_ident
 from time import monotonic_ns
 
 from aioshm.config import Options
-from aioshm.errors import AioshmError, QueueClosed, RoleError
+from aioshm.errors import AioshmError, EndClosed, RoleError
 from aioshm.lifeline.bell import Bell
 from aioshm.queue.ends.closing import ClosingOrder, Inside
 from aioshm.queue.ends.core import Core, NoRing
@@ -263,7 +263,7 @@ class Gate:
 
     def refuse_closed(self) -> None:
         """Let every call, the waiting ones too, raise `QueueClosed` from now on; the first step of closing."""
-        self.refuse(lambda: QueueClosed(f"{self!r}: this end was closed"))
+        self.refuse(lambda: EndClosed(f"{self!r}: this end was closed"))
 
     async def aclose(self) -> None:
         """Close the end; see `aioshm.MessageQueue.aclose`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from aioshm.codec import Codec, Encoded
-from aioshm.errors import AioshmError, PeerDied, QueueClosed, QueueFull
+from aioshm.errors import AioshmError, PeerClosed, PeerDied, QueueFull
 from aioshm.process.limits import shortage
 from aioshm.queue.ends.audience import Audience
 from aioshm.queue.ends.gate import Gate
@@ -138,7 +138,7 @@ class WritingEnd:
         """Look again at the readers and at the ring."""
         trouble = self._trouble()
         if trouble is None and self._n_reader and self._listening and self._complete() and not self._alive():
-            trouble = functools.partial(QueueClosed, f"queue {self.gate.name}: every reader has left")
+            trouble = functools.partial(PeerClosed, f"queue {self.gate.name}: every reader has left")
         if trouble is not None and self.gate.refusal is None:
             self.gate.refuse(trouble)
         else:
@@ -184,7 +184,7 @@ class WritingEnd:
             raise died
         if self._departed() and not replaceable:
             left = ", ".join(f"rank {rank} ({what})" for rank, what in self._departed().items())
-            raise QueueClosed(f"{self.gate!r}: not all will come: {left}")
+            raise PeerClosed(f"{self.gate!r}: not all will come: {left}")
 
     # Sending
 

@@ -6,9 +6,9 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from aioshm.errors import HandleError
+from aioshm.errors import HandleError, PeerClosed
 from aioshm.lifeline.dialer import Lifeline, attach
-from aioshm.lifeline.protocol import Hello
+from aioshm.lifeline.protocol import CLOSED, Hello
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.overflow import PassedSegments
 from aioshm.ring import RingReader, ShmRingBuffer
@@ -62,6 +62,7 @@ class Attachment:
 
         Raises:
             HandleError: The queue is gone, refused this reader, or is not what the handle says.
+            PeerClosed: The writer has closed the queue.
             PeerDied: The writer died meanwhile.
         """
         lifeline = await attach(handle.lifeline, hello, sock)
@@ -69,8 +70,11 @@ class Attachment:
             buffer = _map(handle, lifeline)
             buffer.prefault(prefault_bytes, write=False)
             ring = buffer.reader(handle.local_reader_ranks.index(rank))
-        except BaseException:
+        except BaseException as error:
+            closed = isinstance(error, HandleError) and lifeline.has_closed()  # its segment has no name any more then
             lifeline.close()
+            if closed:
+                raise PeerClosed(CLOSED.reason) from None
             raise
         attachment = cls(lifeline, buffer, ring, subscriber)
         if handle.options.overflow == "zmq":

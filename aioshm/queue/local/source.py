@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from aioshm.codec import Codec
-from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerDied, QueueClosed
+from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerClosed, PeerDied
 from aioshm.lifeline.address import peer_credentials, socket_file
 from aioshm.lifeline.dialer import Lifeline, dial, hang_up
 from aioshm.lifeline.protocol import Hello
@@ -146,7 +146,7 @@ class RingSource:
     def _writer_gone(self, said_goodbye: bool) -> None:
         gate = self._gate
         if said_goodbye or self._cursor.writer_closed():  # its goodbye may have found no room in a full socket
-            self.gone = lambda: QueueClosed(f"{gate!r}: the writer has closed the queue")
+            self.gone = lambda: PeerClosed(f"{gate!r}: the writer has closed the queue")
         else:
             self.gone = functools.partial(PeerDied, -1, self._lifeline.welcome.pid, "writer", f"queue {gate.name}")
         gate.interrupt()

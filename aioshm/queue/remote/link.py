@@ -11,7 +11,7 @@ from time import monotonic
 
 import msgspec
 
-from aioshm.errors import AioshmError, HandleError, OutOfDescriptors, QueueClosed
+from aioshm.errors import AioshmError, HandleError, OutOfDescriptors, PeerClosed
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import shortage
 from aioshm.queue.ends.gate import Gate
@@ -227,7 +227,7 @@ class WriterLink:
         return True
 
     def _closed_by_writer(self) -> AioshmError:
-        return QueueClosed(f"{self._gate!r}: the writer has closed the queue")
+        return PeerClosed(f"{self._gate!r}: the writer has closed the queue")
 
     def _complain(self, error: wire.WireError) -> None:
         held_back = self._limiter.admit()
