@@ -9,6 +9,7 @@
 | `AIOSHM_WAIT`            | `wait`            | `adaptive`, `spin` or `park`                                          |
 | `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core that waiting for periodic messages may spin away      |
 | `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without movement before a report, and between reports         |
+| `AIOSHM_LAG_WARNING_S`   | `lag_warning_s`   | seconds that a reader may hold the writer back before a report        |
 | `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the other end of a connection is dead  |
 | `AIOSHM_NATIVE`          |                   | `0` runs the Python twins although the native parts were built        |
 | `AIOSHM_ENGINE_READY_TIMEOUT_S` |            | seconds without progress after which a startup of engines has failed  |
@@ -43,6 +44,7 @@ OnReaderDeath = Literal["raise", "evict"]
 
 MAX_SPIN_CPU = 0.10
 STALL_WARNING_S = 60.0
+LAG_WARNING_S = 60.0
 PREFAULT_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 36
 REMOTE_TIMEOUT_S = 10.0
@@ -92,6 +94,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         max_spin_cpu: Share of a core (0 to 1) that an end may spend on spinning for messages that come with a steady
             period; the hot streams of ``"adaptive"`` are not counted.
         stall_warning_s: Seconds without movement before a report says who holds the queue up, and between two reports.
+        lag_warning_s: Seconds for which one reader, though it moves, is what the writer spends half of its time waiting
+            for, before a report says which, since when and how far behind it is, and between two reports.
         on_reader_death: ``"raise"`` lets every ``enqueue`` raise `PeerDied`; ``"evict"`` goes on with the others.
         max_message_bytes: Encoded messages above this raise `MessageTooLarge`.
         remote_timeout: Seconds of silence after which the other end of a network connection is dead.
@@ -113,6 +117,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     wait: Wait = "adaptive"
     max_spin_cpu: float = MAX_SPIN_CPU
     stall_warning_s: float = STALL_WARNING_S
+    lag_warning_s: float = LAG_WARNING_S
     # Failure
     on_reader_death: OnReaderDeath = "raise"
     # Messages
@@ -133,6 +138,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         check_int("prefault_bytes", self.prefault_bytes, minimum=0, maximum=MAX_BYTES)
         check_int("max_message_bytes", self.max_message_bytes, minimum=1, maximum=MAX_BYTES)
         check_seconds("stall_warning_s", self.stall_warning_s)
+        check_seconds("lag_warning_s", self.lag_warning_s)
         check_seconds("remote_timeout", self.remote_timeout)
         if not MIN_REMOTE_TIMEOUT_S <= self.remote_timeout <= MAX_REMOTE_TIMEOUT_S:
             bounds = f"{MIN_REMOTE_TIMEOUT_S} to {MAX_REMOTE_TIMEOUT_S:.0f}"
@@ -149,15 +155,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("lifeline='abstract' needs Linux; use lifeline='directory' here")
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Options:
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Options:
         """Return the defaults as changed by ``AIOSHM_*`` variables.
+
+        Args:
+            environ: Where they are; None: in this process' environment, as it is now.
 
         Raises:
             ValueError: A variable has a value that its option refuses; the text names the variable.
         """
         options = cls()
         for variable, (field, parse) in _VARIABLES.items():
-            text = environ.get(variable)
+            text = _environment(environ).get(variable)
             if text is None or text == "":
                 continue
             try:
@@ -165,6 +174,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             except ValueError as error:
                 raise ValueError(f"{variable}={shown(text)}: {error}") from None
         return options
+
+
+def _environment(given: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return where variables are looked up: this process' environment is no default value, which `help` would print."""
+    return os.environ if given is None else given
 
 
 def _number(text: str) -> float:
@@ -182,35 +196,36 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "AIOSHM_WAIT": ("wait", str),
     "AIOSHM_MAX_SPIN_CPU": ("max_spin_cpu", _number),
     "AIOSHM_STALL_WARNING_S": ("stall_warning_s", _number),
+    "AIOSHM_LAG_WARNING_S": ("lag_warning_s", _number),
     "AIOSHM_REMOTE_TIMEOUT_S": ("remote_timeout", _number),
 }
 
 
-def native_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+def native_wanted(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether the native parts may be used, where they were built: unless ``AIOSHM_NATIVE`` is ``0``.
 
     Raises:
         ValueError: It is neither ``0`` nor ``1``.
     """
-    text = environ.get("AIOSHM_NATIVE", "")
+    text = _environment(environ).get("AIOSHM_NATIVE", "")
     if text not in {"", "0", "1"}:
         raise ValueError(f"AIOSHM_NATIVE={shown(text)}: it must be 0 or 1")
     return text != "0"
 
 
-def vllm_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+def vllm_wanted(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether vLLM is to use this library's queue: if ``AIOSHM_VLLM`` is ``1``.
 
     Raises:
         ValueError: It is neither ``0`` nor ``1``.
     """
-    text = environ.get("AIOSHM_VLLM", "")
+    text = _environment(environ).get("AIOSHM_VLLM", "")
     if text not in {"", "0", "1"}:
         raise ValueError(f"AIOSHM_VLLM={text!r}: it must be 0 or 1")
     return text == "1"
 
 
-def vllm_options(max_spin_cpu: float, environ: Mapping[str, str] = os.environ) -> Options:
+def vllm_options(max_spin_cpu: float, environ: Mapping[str, str] | None = None) -> Options:
     """Return the options of a queue that vLLM uses: `Options.from_env`, and below that vLLM's own interval of warnings.
 
     Args:
@@ -220,6 +235,7 @@ def vllm_options(max_spin_cpu: float, environ: Mapping[str, str] = os.environ) -
     Raises:
         ValueError: A variable has a value that cannot be used; the text names the variable.
     """
+    environ = _environment(environ)
     options = Options.from_env(environ)
     changes: dict[str, float] = {}
     if not environ.get("AIOSHM_MAX_SPIN_CPU"):
@@ -233,13 +249,13 @@ def vllm_options(max_spin_cpu: float, environ: Mapping[str, str] = os.environ) -
     return msgspec.structs.replace(options, **changes)
 
 
-def engine_ready_timeout(environ: Mapping[str, str] = os.environ) -> float:
+def engine_ready_timeout(environ: Mapping[str, str] | None = None) -> float:
     """Return after how many seconds without progress a startup of engines has failed.
 
     Raises:
         ValueError: ``AIOSHM_ENGINE_READY_TIMEOUT_S`` is no such number.
     """
-    text = environ.get("AIOSHM_ENGINE_READY_TIMEOUT_S", "")
+    text = _environment(environ).get("AIOSHM_ENGINE_READY_TIMEOUT_S", "")
     if not text:
         return ENGINE_READY_TIMEOUT_S
     try:
@@ -248,18 +264,18 @@ def engine_ready_timeout(environ: Mapping[str, str] = os.environ) -> float:
         raise ValueError(f"AIOSHM_ENGINE_READY_TIMEOUT_S={shown(text)}: {error}") from None
 
 
-def engine_keys_path(environ: Mapping[str, str] = os.environ) -> str | None:
+def engine_keys_path(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the file that this process' keys of engines are read from, ``AIOSHM_ENGINE_KEYS``; None without."""
-    return environ.get("AIOSHM_ENGINE_KEYS") or None
+    return _environment(environ).get("AIOSHM_ENGINE_KEYS") or None
 
 
-def usage_stats_path(environ: Mapping[str, str] = os.environ) -> str | None:
+def usage_stats_path(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the file that usage reports go to, ``AIOSHM_USAGE_STATS``; None, and no reports, without.
 
     Raises:
         ValueError: It is not an absolute path.
     """
-    text = environ.get("AIOSHM_USAGE_STATS", "")
+    text = _environment(environ).get("AIOSHM_USAGE_STATS", "")
     if text and not Path(text).is_absolute():
         raise ValueError(f"AIOSHM_USAGE_STATS={shown(text)}: it must be an absolute path")
     return text or None

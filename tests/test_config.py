@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import pkgutil
+import pydoc
 import re
 import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import aioshm
 from aioshm import config
 from aioshm.config import (
     Options,
@@ -23,6 +31,12 @@ from aioshm.config import (
     native_wanted,
     usage_stats_path,
 )
+
+
+def functions(module: types.ModuleType) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of a module, and those of its classes."""
+    for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
+        yield from (each for _, each in inspect.getmembers(owner, inspect.isroutine))
 
 
 @pytest.fixture(autouse=True)
@@ -303,3 +317,24 @@ class TestChecks:
         for value in ("3", True, None, 1j):
             with pytest.raises(TypeError, match="s must be a number of seconds"):
                 check_seconds("s", value)
+
+
+class TestHelp:
+    """The environment, which may hold passwords, is nowhere a default value: `help` and signatures would print it."""
+
+    def test_of_options(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AIOSHM_TEST_PASSWORD", "correct horse")
+        assert "correct horse" not in pydoc.render_doc(Options)
+        assert "correct horse" not in pydoc.render_doc(config)
+
+    def test_of_everything_else(self) -> None:
+        signatures, shown = 0, []
+        for name in sorted(each.name for each in pkgutil.walk_packages(aioshm.__path__, "aioshm.")):
+            with suppress(ImportError):  # of what is optional
+                module = importlib.import_module(name)
+                for function in functions(module):
+                    with suppress(TypeError, ValueError):  # of what has no signature
+                        defaults = [each.default for each in inspect.signature(function).parameters.values()]
+                        signatures += 1
+                        shown += [f"{name}: {function}" for each in defaults if each is os.environ]
+        assert (shown, signatures > 1000) == ([], True)

@@ -6,6 +6,8 @@ import asyncio
 import copy
 import os
 import pickle
+import platform
+import re
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -16,12 +18,13 @@ from typing import Any
 
 import pytest
 from children import child
-from faces import make_writer, reading
+from faces import Thread, make_writer, reading
 from pairs import EITHER_PLACE
 from remotes import ready_ends, wide_writer
 from support import until
 
-from aioshm import EndClosed, HandleError, MessageQueue, PeerClosed, PeerDied, blocking
+from aioshm import EndClosed, Handle, HandleError, MessageQueue, PeerClosed, PeerDied, RoleError, blocking
+from aioshm.process.state import process_state
 
 
 @contextmanager
@@ -214,3 +217,75 @@ class TestAQueueInsteadOfItsHandle:
                 with pytest.raises(TypeError, match="the handle that it was made from"):
                     pickle.dumps(reader)
             assert pickle.loads(pickle.dumps(writer.export_handle())) == writer.export_handle()
+
+
+class TestARankThatIsTaken:
+    """Who has it is named, and whether that process lives."""
+
+    async def refusal(self, handle: Handle) -> str:
+        async with MessageQueue.create_from_handle(handle, 0) as second:
+            with pytest.raises(HandleError, match="rank 0 is") as caught:
+                await second.wait_until_ready(20)
+        return str(caught.value)
+
+    @pytest.mark.slow_on_uvloop
+    async def test_by_a_local_reader(self) -> None:
+        async with wide_writer(2, 0, on_reader_death="evict") as writer:
+            handle = writer.export_handle()
+            async with child("idle", handle.to_json(), "0") as first, MessageQueue.create_from_handle(handle, 1):
+                await writer.wait_until_ready(20)
+                assert re.search(rf"is taken by pid {first.pid}, which lives \(\w", await self.refusal(handle))
+                first.signal(signal.SIGSTOP)
+                await until(lambda: process_state(first.pid) == "stopped")
+                assert f"is taken by pid {first.pid}, which lives (stopped)" in await self.refusal(handle)
+                first.signal(signal.SIGKILL)
+                await until(lambda: writer.stats().readers == 1, "its death")
+                assert f"its reader (pid {first.pid} has died) is gone" in await self.refusal(handle)
+
+    @pytest.mark.slow_on_uvloop
+    async def test_by_a_process_that_has_left_its_connection_to_another(self) -> None:
+        """A child that was forked without Python's knowledge keeps the connection open."""
+        async with wide_writer(1, 0) as writer:
+            handle = writer.export_handle()
+            async with child("leave_a_child", handle.to_json(), "0") as first:
+                await writer.wait_until_ready(20)
+                await first.says("ready")
+                heir = int((await first.says("child ")).split()[1])
+                try:
+                    assert await first.end() == 0
+                    assert f"by pid {first.pid}, which does not live any more (gone)" in await self.refusal(handle)
+                finally:
+                    os.kill(heir, signal.SIGKILL)
+
+    async def test_by_a_remote_reader(self) -> None:
+        async with ready_ends(0, 2) as (writer, (reader, _)):
+            handle = writer.export_handle()
+            assert f"is taken by pid {os.getpid()} on {platform.node()}, which lives, or did 0." in await self.refusal(
+                handle
+            )
+            await reader.aclose()
+            await until(lambda: writer.stats().readers == 1, "its goodbye")
+            assert f"rank 0 is gone: pid {os.getpid()} on {platform.node()}: it has left" in await self.refusal(handle)
+
+
+class TestAnotherThread:
+    async def test_an_end_of_a_loop_says_what_to_do_instead(self) -> None:
+        async with ready_ends(1, 0) as (writer, (reader,)):
+            for call in (lambda: writer.enqueue_nowait("x"), reader.dequeue_nowait):
+                with pytest.raises(RoleError, match=r"run_coroutine_threadsafe, or make an aioshm\.blocking\."):
+                    await asyncio.to_thread(call)
+            loop = asyncio.get_running_loop()
+            sending = asyncio.to_thread(
+                lambda: asyncio.run_coroutine_threadsafe(writer.enqueue("from a thread"), loop).result(20)
+            )
+            assert await asyncio.gather(reader.dequeue(20), sending) == ["from a thread", None]
+
+    def test_a_blocking_end_is_used_by_two_at_once(self) -> None:
+        """Without being asked for: their calls take turns, and what one of them waits for does not mix the messages."""
+        with reading(lambda reader: list(reader), chunks=8) as (writer, received):
+            threads = [Thread(lambda name=name: [writer.enqueue((name, n), 20) for n in range(300)]) for name in "ab"]
+            for thread in threads:
+                thread.result()
+            writer.close()
+            messages = received.result()
+        assert [[n for who, n in messages if who == name] for name in "ab"] == [list(range(300))] * 2

@@ -42,6 +42,12 @@ class Audience(Protocol):
     def laggards(self, slots: int = 1, /) -> list[str]:
         """Name the readers that so many more messages wait for."""
 
+    def slowest(self, slots: int = 1, /) -> list[int]:
+        """Return, by rank, which of them are furthest behind: the last ones that will be waited for."""
+
+    def lag_of(self, rank: int, /) -> tuple[str, int] | None:
+        """Name a reader, and say how many messages it is behind; None if it is not there."""
+
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""
 

@@ -115,9 +115,15 @@ class Gate:
         if self.loop is None:
             raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
         if get_ident() != self._thread and not self.blocks:
-            raise RoleError(f"{self!r} belongs to another thread than {current_thread().name}")
+            raise RoleError(
+                f"{self!r} belongs to another thread than {current_thread().name}: have its loop do this, with "
+                "asyncio.run_coroutine_threadsafe, or make an aioshm.blocking.MessageQueue, which any threads may use"
+            )
         if not self._loop_runs():
-            raise RoleError(f"{self!r} belongs to another event loop than this one")
+            raise RoleError(
+                f"{self!r} belongs to another event loop than this one: make and await it in one loop, "
+                "or make an aioshm.blocking.MessageQueue, which needs none"
+            )
 
     def check_ready(self) -> None:
         """Raise whatever forbids a ``_nowait`` call; another task in line does not."""

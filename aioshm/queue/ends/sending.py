@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from aioshm.codec import Codec, Encoded
@@ -12,6 +13,7 @@ from aioshm.codec.raw import RawCodec
 from aioshm.errors import MessageTooLarge
 from aioshm.queue.encoded import message_bytes, parts_of
 from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.local.audience import RingAudience
 from aioshm.ring.slot import Slot
 from aioshm.wait.line import settle
@@ -33,6 +35,7 @@ class Sender:
         network: The others, if there are any.
         codec: Makes bytes of objects.
         report: Reports that the next message cannot be written; is told for how many seconds.
+        lag: Is told for whom the writer has waited.
 
     Attributes:
         encode: Makes bytes of an object.
@@ -49,6 +52,7 @@ class Sender:
         network: NetworkAudience | None,
         codec: Codec,
         report: Callable[[float], None],
+        lag: LagWatch,
     ) -> None:
         self._gate = gate
         self._ring = ring
@@ -58,6 +62,7 @@ class Sender:
         self._chunk_bytes = ring.ring.layout.max_chunk_bytes
         self._max_message_bytes = gate.options.max_message_bytes
         self._report = report
+        self._lag = lag
         self._stall: Stall | None = None
         self._stalled_at = -1
         self.wanted = 1
@@ -222,6 +227,7 @@ class Sender:
         core.spin_for(wanted)
         ring.want(wanted)
         stall = self._stall_of_writing(wanted)
+        slowest, began = self._ring.slowest(wanted), monotonic()
         try:
             if await poller.wait(
                 lambda: gate.refusal is not None or free(wanted),
@@ -237,6 +243,7 @@ class Sender:
         finally:
             stall.pause()
             if not gate.dismantled:
+                self._lag.waited(slowest, began, monotonic())
                 core.spin_for(1)
                 ring.want(1)
                 core.spin_ns = poller.inline_spin_ns
@@ -247,6 +254,7 @@ class Sender:
         """Wait until the remote readers have finished with enough."""
         gate = self._gate
         stall = self._stall_of_writing(1)
+        slowest, began = network.slowest(), monotonic()
         assert gate.loop is not None
         try:
             while gate.refusal is None and not look():
@@ -263,6 +271,8 @@ class Sender:
             raise TimeoutError(f"{gate!r}: the window of the remote readers is full: {laggards}") from None
         finally:
             stall.pause()
+            if not gate.dismantled:
+                self._lag.waited(slowest, began, monotonic())
         gate.new_turn()
 
     def _stall_of_writing(self, wanted: int) -> Stall:

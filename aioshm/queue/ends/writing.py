@@ -16,6 +16,7 @@ from aioshm.errors import AioshmError, PeerClosed, PeerDied, QueueFull
 from aioshm.process.limits import shortage
 from aioshm.queue.ends.audience import Audience
 from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle, host_id
@@ -67,7 +68,8 @@ class WritingEnd:
         self._codec = codec
         self._connect_ip = connect_ip
         self._listening = False
-        self._sender = Sender(gate, ring, network, codec, self._report_laggards)
+        lag = LagWatch(gate.options.lag_warning_s, gate.options.stall_warning_s, self._report_lag)
+        self._sender = Sender(gate, ring, network, codec, self._report_laggards, lag)
         self.send = self._sender.send
         gate.core = ring.ring.core
         gate.enclose(self)
@@ -288,6 +290,13 @@ class WritingEnd:
             self.ring.ring.seq,
             self._sender.laggards(self._sender.wanted),
         )
+
+    def _report_lag(self, rank: int, held_s: float, waited_s: float) -> None:
+        told = next((told for audience in self._audiences if (told := audience.lag_of(rank)) is not None), None)
+        if told is not None:
+            who, behind = told
+            text = "%r: held back for %s by %s, %d messages behind: %.0f%% of that time went by waiting for it"
+            logger.warning(text, self.gate, seconds(held_s), who, behind, 100 * waited_s / held_s)
 
     def stats(self) -> QueueStats:
         """Return what this end has done so far, while everything is there."""

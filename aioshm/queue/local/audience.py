@@ -167,6 +167,14 @@ class RingAudience:
         """Name the readers that keep so many slots from being written."""
         return self.roster.laggards(slots)
 
+    def slowest(self, slots: int = 1) -> list[int]:
+        """Return, by rank, which of them are furthest behind."""
+        return self.roster.slowest(slots)
+
+    def lag_of(self, rank: int) -> tuple[str, int] | None:
+        """Name a reader, and say how many messages it is behind; None if it is not there."""
+        return self.roster.lag_of(rank)
+
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""
         return self.roster.backlog()

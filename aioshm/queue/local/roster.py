@@ -54,6 +54,7 @@ class Roster:
         self._settled = [False] * len(ranks)  # proven, or gone
         self._going = False
         self._left: dict[int, str] = {}  # who was there before all were ready, by rank, and what became of it
+        self._gone: dict[int, str] = {}  # the same of who was there after that
         self._died: dict[int, PeerDied] = {}  # who of them has died, which nobody has been told
         self.trouble: Callable[[], AioshmError] | None = None
 
@@ -125,6 +126,17 @@ class Roster:
         """Name the readers that keep so many slots from being written, with pid and process state."""
         return list(self._described(self._ring.laggards(slots)))
 
+    def slowest(self, slots: int = 1) -> list[int]:
+        """Return, by rank, which of them are furthest behind."""
+        read = {index: self._ring.messages_read(index) for index in self._ring.laggards(slots)}
+        return [self.ranks[index] for index, count in read.items() if count == min(read.values())]
+
+    def lag_of(self, rank: int) -> tuple[str, int] | None:
+        """Name a reader, and say how many messages it is behind; None if it is not there."""
+        if rank not in self.ranks or self.peers[index := self.ranks.index(rank)] is None:
+            return None
+        return next(iter(self._described([index]))), self._ring.seq - self._ring.messages_read(index)
+
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""
         written = self._ring.seq
@@ -145,9 +157,10 @@ class Roster:
         index = self.ranks.index(hello.rank)
         taken_by = self.peers[index]
         if taken_by is not None:
-            raise HandleError(f"rank {hello.rank} is taken by pid {taken_by.pid}")
+            raise HandleError(f"rank {hello.rank} is taken by pid {taken_by.pid}, which {_lives(taken_by.seen_pid)}")
         if self._settled[index]:
-            raise HandleError(f"rank {hello.rank} is taken: its reader is gone, and the queue goes on without it")
+            who = f"its reader ({self._gone[hello.rank]}) is gone"
+            raise HandleError(f"rank {hello.rank} is taken: {who}, and the queue goes on without it")
         return self._welcome()
 
     def missed(self, hello: Hello, said_goodbye: bool) -> None:
@@ -180,6 +193,7 @@ class Roster:
             self._vacate(index, peer, said_goodbye)
             return
         self._settled[index] = True
+        self._gone[peer.rank] = _end_of(peer.pid, said_goodbye)
         self._ring.set_reader_state(index, LEFT if said_goodbye else DIED, peer.pid)
         if not said_goodbye and self._policy == "raise":
             if self.trouble is None:
@@ -202,7 +216,7 @@ class Roster:
         self._note_end(peer.rank, peer.pid, said_goodbye)
 
     def _note_end(self, rank: int, pid: int, said_goodbye: bool) -> None:
-        self._left[rank] = f"pid {pid} has {'left' if said_goodbye else 'died'}"
+        self._left[rank] = _end_of(pid, said_goodbye)
         if not said_goodbye:
             if self._policy == "raise":
                 self._died[rank] = PeerDied(rank, pid, "reader", f"queue {self._name}, before all readers were ready")
@@ -213,6 +227,18 @@ class Roster:
     def woken(self) -> None:
         """Look at the ring again."""
         self.changed()
+
+
+def _lives(pid: int) -> str:
+    """Say whether a process lives that has a place."""
+    state = process_state(pid)
+    if state in ("gone", "zombie", "dead"):
+        return f"does not live any more ({state}): something that it has left running keeps its connection open"
+    return f"lives ({state})" if pid > 0 else f"is {state}"
+
+
+def _end_of(pid: int, said_goodbye: bool) -> str:
+    return f"pid {pid} has {'left' if said_goodbye else 'died'}"
 
 
 def _nothing() -> None: ...

@@ -129,6 +129,15 @@ class NetworkAudience:
         """Name the readers that the window waits for."""
         return [str(self.peers.of_rank(rank)) for rank in self.flow.window.laggards()]
 
+    def slowest(self, _slots: int = 1) -> list[int]:
+        """Return, by rank, which of them are furthest behind."""
+        return self.flow.window.laggards()
+
+    def lag_of(self, rank: int) -> tuple[str, int] | None:
+        """Name a reader, and say how many messages it is behind; None if it is not there."""
+        peer, window = self.peers.of_rank(rank), self.flow.window
+        return None if peer is None else (str(peer), window.seq - window.readers[rank])
+
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""
         return self.flow.window.backlog()

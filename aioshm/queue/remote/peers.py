@@ -7,6 +7,7 @@ from time import monotonic
 
 from aioshm.errors import PeerDied
 from aioshm.queue.remote import wire
+from aioshm.wait.stall import seconds
 
 
 class RemotePeer:
@@ -97,7 +98,10 @@ class RemotePeers:
         if rank in self.gone:
             return f"rank {rank} is gone: {self.gone[rank]}"
         peer = self._by_rank.get(rank)
-        return None if peer is None else f"rank {rank} is taken by pid {peer.pid} on {peer.host}"
+        if peer is None:
+            return None
+        heard = seconds(monotonic() - peer.heard)
+        return f"rank {rank} is taken by pid {peer.pid} on {peer.host}, which lives, or did {heard} ago"
 
     def admit(self, identity: bytes, hello: wire.Hello) -> RemotePeer:
         """Note a new reader."""
@@ -111,7 +115,7 @@ class RemotePeers:
         """Note that a reader is not there any more."""
         del self._by_rank[peer.rank], self._by_identity[peer.identity]
         if self.going:
-            self.gone[peer.rank] = why
+            self.gone[peer.rank] = f"pid {peer.pid} on {peer.host}: {why}"
         else:
             self.left[peer.rank] = f"pid {peer.pid} on {peer.host}: {why}"
 

@@ -1,0 +1,61 @@
+"""Who holds a writer back that waits again and again, although every reader moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+SHARE = 0.5
+"""A reader holds the writer back as long as the writer spends at least so much of its time waiting for it."""
+
+
+class _Run:
+    """The time in which one reader has held the writer back, by ``time.monotonic()``.
+
+    Attributes:
+        began: When it began.
+        waited_s: How much of it the writer has waited.
+        report_at: When it is to be reported next.
+    """
+
+    __slots__ = ("began", "report_at", "waited_s")
+
+    def __init__(self, began: float, report_at: float) -> None:
+        self.began = began
+        self.waited_s = 0.0
+        self.report_at = report_at
+
+
+class LagWatch:
+    """Adds up for how long a writer has waited for which reader. No clock.
+
+    Args:
+        after_s: How long one may hold the writer back before that is reported, and between two reports; in seconds.
+        stall_s: How long one wait lasts that is reported by itself, and does not count here.
+        report: Is told which reader, for how many seconds, and how many of these the writer has waited.
+    """
+
+    def __init__(self, after_s: float, stall_s: float, report: Callable[[int, float, float], None]) -> None:
+        self._after_s = after_s
+        self._stall_s = stall_s
+        self._report = report
+        self._runs: dict[int, _Run] = {}
+
+    def waited(self, ranks: Sequence[int], began: float, ended: float) -> None:
+        """Count one wait of the writer.
+
+        Args:
+            ranks: The last ones that it was for: those that were furthest behind.
+            began: When it began, by ``time.monotonic()``.
+            ended: When it was over.
+        """
+        if ended - began >= self._stall_s:
+            self._runs.clear()
+            return
+        for rank in ranks:
+            run = self._runs.get(rank)
+            if run is None or run.waited_s + ended - began < SHARE * (ended - run.began):
+                run = self._runs[rank] = _Run(began, began + self._after_s)
+            run.waited_s += ended - began
+            if ended >= run.report_at:
+                run.report_at = ended + self._after_s
+                self._report(rank, ended - run.began, run.waited_s)
