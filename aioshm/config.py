@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -41,6 +41,8 @@ Lifeline = Literal["abstract", "directory"]
 OverflowWay = Literal["segments", "zmq"]
 Wait = Literal["adaptive", "spin", "park"]
 OnReaderDeath = Literal["raise", "evict"]
+SlowReader = Literal["block", "evict", "skip"]
+SLOW_READER: tuple[SlowReader, ...] = ("block", "evict", "skip")
 
 MAX_SPIN_CPU = 0.10
 STALL_WARNING_S = 60.0
@@ -97,6 +99,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         lag_warning_s: Seconds for which one reader, though it moves, is what the writer spends half of its time waiting
             for, before a report says which, since when and how far behind it is, and between two reports.
         on_reader_death: ``"raise"`` lets every ``enqueue`` raise `PeerDied`; ``"evict"`` goes on with the others.
+        slow_reader: What becomes of a reader that has a whole ring, or window, still to read when the writer needs the
+            room: ``"block"`` lets the writer wait for it, ``"evict"`` goes on without it (`ReaderEvicted`), ``"skip"``
+            lets it lose its oldest messages (`MessagesLost`). ``create_from_handle(slow=)`` says it for one reader.
         max_message_bytes: Encoded messages above this raise `MessageTooLarge`.
         remote_timeout: Seconds of silence after which the other end of a network connection is dead.
         remote_window: Messages that may be on their way to remote readers, or wait there; then `enqueue` waits.
@@ -120,6 +125,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     lag_warning_s: float = LAG_WARNING_S
     # Failure
     on_reader_death: OnReaderDeath = "raise"
+    slow_reader: SlowReader = "block"
     # Messages
     max_message_bytes: int = MAX_MESSAGE_BYTES
     # Remote readers
@@ -135,6 +141,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         _check_choice("overflow", self.overflow, ("segments", "zmq"))
         _check_choice("wait", self.wait, ("adaptive", "spin", "park"))
         _check_choice("on_reader_death", self.on_reader_death, ("raise", "evict"))
+        check_slow("slow_reader", self.slow_reader, self.overflow)
         check_int("prefault_bytes", self.prefault_bytes, minimum=0, maximum=MAX_BYTES)
         check_int("max_message_bytes", self.max_message_bytes, minimum=1, maximum=MAX_BYTES)
         check_seconds("stall_warning_s", self.stall_warning_s)
@@ -286,6 +293,18 @@ def _check_share(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number, not {shown(value)}")
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be a share of a core, 0 to 1, not {shown(value)}")
+
+
+def check_slow(name: str, value: object, overflow: OverflowWay) -> SlowReader:
+    """Return what becomes of a slow reader.
+
+    Raises:
+        ValueError: It is no such thing, or does not go with ``overflow``; the text names the argument.
+    """
+    _check_choice(name, value, SLOW_READER)
+    if value != "block" and overflow == "zmq":  # ZeroMQ would pile up what the reader is to lose
+        raise ValueError(f"{name}={value!r} does not go with overflow='zmq': use overflow='segments'")
+    return cast(SlowReader, value)
 
 
 def _check_path(name: str, value: object) -> None:

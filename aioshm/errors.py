@@ -73,17 +73,22 @@ class _RangeLost(AioshmError):
 
     _what = "numbers"
 
-    def __init__(self, first: int, last: int) -> None:
-        super().__init__(f"{self._what} {first} to {last} are lost: they can no longer be sent again")
+    def __init__(self, first: int, last: int, why: str = "they can no longer be sent again") -> None:
+        super().__init__(f"{self._what} {first} to {last} are lost: {why}")
         self.first = first
         self.last = last
+        self._why = why
 
-    def __reduce__(self) -> tuple[type[_RangeLost], tuple[int, int]]:
-        return type(self), (self.first, self.last)
+    def __reduce__(self) -> tuple[type[_RangeLost], tuple[int, int, str]]:
+        return type(self), (self.first, self.last, self._why)
+
+
+class ReaderEvicted(AioshmError):
+    """This reader was too slow, and its queue goes on without it (``slow_reader="evict"``)."""
 
 
 class MessagesLost(_RangeLost):
-    """Messages that a remote reader missed and the writer no longer holds.
+    """Messages that a reader missed and the writer no longer holds: one that was too slow, with ``slow_reader="skip"``.
 
     Attributes:
         first: Sequence number of the first lost message.

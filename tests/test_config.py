@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import os
 import pkgutil
 import pydoc
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 import aioshm
 from aioshm import config
 from aioshm.config import (
+    SLOW_READER,
     Options,
     check_int,
     check_seconds,
@@ -31,6 +33,12 @@ from aioshm.config import (
     native_wanted,
     usage_stats_path,
 )
+
+
+def options_of(waits_or_segments: tuple[Any, Any], **others: Any) -> Options:
+    """Return options with a pair of ``slow_reader`` and ``overflow`` that go together."""
+    slow_reader, overflow = waits_or_segments
+    return Options(slow_reader=slow_reader, overflow=overflow, **others)
 
 
 def functions(module: types.ModuleType) -> Iterator[Callable[..., Any]]:
@@ -64,6 +72,10 @@ BAD: list[tuple[str, Any, type[Exception]]] = [
     ("max_message_bytes", 0, ValueError),
     ("max_message_bytes", -5, ValueError),
     ("max_message_bytes", 1e9, TypeError),
+    ("slow_reader", "drop", ValueError),
+    ("slow_reader", None, ValueError),
+    ("lag_warning_s", 0, ValueError),
+    ("lag_warning_s", None, TypeError),
     ("stall_warning_s", 0, ValueError),
     ("stall_warning_s", -1.0, ValueError),
     ("stall_warning_s", float("nan"), ValueError),
@@ -142,15 +154,16 @@ class TestOptions:
     @pytest.mark.parametrize("encoding", ["json", "msgpack"])
     @given(
         st.builds(
-            Options,
+            options_of,
+            waits_or_segments=st.sampled_from([("block", "zmq"), *itertools.product(SLOW_READER, ["segments"])]),
             backing=st.sampled_from(["memfd", "named"]),
             lifeline=st.sampled_from(["abstract", "directory"]),
-            overflow=st.sampled_from(["segments", "zmq"]),
             wait=st.sampled_from(["adaptive", "spin", "park"]),
             on_reader_death=st.sampled_from(["raise", "evict"]),
             prefault_bytes=st.integers(0, 2**40),
             max_message_bytes=st.integers(1, 2**50),
             stall_warning_s=st.floats(1e-9, 1e9),
+            lag_warning_s=st.floats(1e-9, 1e9),
             max_spin_cpu=st.floats(0, 1),
             remote_timeout=st.floats(0.1, 86_400),
             remote_window=st.integers(1, 1 << 20),

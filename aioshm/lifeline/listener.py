@@ -345,6 +345,7 @@ class _Connection:
             return
         self._deadline.cancel()
         self.peer = Peer(self._loop, self._sock, hello, self._pid, self._bell)
+        self.peer.hang_up = self.close
         self._listener.lacking = None
         self._host.attached(self.peer)
         if self._received:

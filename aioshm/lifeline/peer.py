@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from aioshm.lifeline.bell import Bell
@@ -45,7 +46,9 @@ class Peer:
     Attributes:
         rank: Its rank in the handle.
         pid: Its process id as it saw itself.
+        slow: What becomes of it when it is too slow.
         seen_pid: Its process id in this process' pid namespace, or 0 where it cannot be seen.
+        hang_up: Ends the connection, without a goodbye, and without news of it to the host.
     """
 
     def __init__(
@@ -57,7 +60,9 @@ class Peer:
         self._outbox: deque[int] = deque()
         self.rank = hello.rank
         self.pid = hello.pid
+        self.slow = hello.slow
         self.seen_pid = seen_pid
+        self.hang_up: Callable[[], None] = sock.close
 
     def ring(self) -> None:
         """Wake the reader."""

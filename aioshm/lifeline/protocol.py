@@ -44,6 +44,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         token: The secret from the handle.
         rank: Which of the handle's local reader ranks it is.
         pid: Its process id as it sees itself.
+        slow: What becomes of it when it is too slow, as `Options.slow_reader`.
     """
 
     version: int
@@ -51,6 +52,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     token: bytes
     rank: int
     pid: int
+    slow: str = "block"
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -62,12 +64,14 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
             and what to subscribe to where such messages come over ZeroMQ.
         segment: Whether the first descriptor that comes along is the segment.
         bells: Whether the next two are eventfds: the reader's and the writer's.
+        slow: Whether it heeds `Hello.slow`.
     """
 
     pid: int
     secret: bytes
     segment: bool
     bells: bool
+    slow: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):

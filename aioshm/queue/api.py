@@ -207,8 +207,12 @@ class MessageQueue(QueueBase, AsyncClosing):
     def enqueue_nowait(self, obj: Any) -> None:
         """Send an object to every reader now.
 
+        A reader that is a whole ring (``max_chunks``), or window, behind leaves no room for anybody: where nothing may
+        be dropped for all because of one, give that one ``slow="skip"`` or ``slow="evict"`` at `create_from_handle`, or
+        the queue ``Options(slow_reader=)``.
+
         Raises:
-            QueueFull: There is no free slot, or other tasks wait for one; nothing was sent.
+            QueueFull: There is no room, or other tasks wait for some; nothing was sent. The text names who has to read.
             CodecError, PeerDied, QueueClosed: As `enqueue`.
         """
         writer = self._writer or self._wrong_end("enqueue_nowait", "writer")
@@ -234,6 +238,8 @@ class MessageQueue(QueueBase, AsyncClosing):
             PeerDied: The writer died and everything it published has been read.
             QueueClosed: This end was closed, or the writer was and everything it sent has been read.
             CorruptSlot, CodecError: The message was damaged; the next call returns the one behind it.
+            MessagesLost: With ``slow="skip"``: this reader was too slow; the next call goes on behind what is lost.
+            ReaderEvicted: With ``slow="evict"``: this reader was too slow, and gets nothing more.
         """
         reader = self._reader or self._wrong_end("dequeue", "reader")
         try:

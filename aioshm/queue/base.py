@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from aioshm.codec import Codec
-from aioshm.config import Options
+from aioshm.config import Options, SlowReader
 from aioshm.queue.ends.making import reading_end, writing_end
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
@@ -66,6 +66,7 @@ class QueueBase(ABC):
         *,
         codec: str | Codec | None = None,
         options: Options | None = None,
+        slow: SlowReader | None = None,
     ) -> Self:
         """Make a reader's end: a local one if the rank is one of ``handle.local_reader_ranks``, else a remote one.
 
@@ -74,13 +75,14 @@ class QueueBase(ABC):
             rank: Which reader this is.
             codec: This end's own instance of the writer's codec, such as ``MsgpackCodec(type=Step)``; None makes one.
             options: For this end; None takes the writer's.
+            slow: What becomes of this reader when it is too slow; None: what the writer's ``options.slow_reader`` says.
 
         Raises:
             HandleError: Not a handle, or of another version, host or user, or its queue is gone, or it needs a codec
                 that is not registered here.
             ValueError: No reader has this rank, or ``codec`` is another one than the writer's.
         """
-        return cls.around(reading_end(handle, rank, codec, options))
+        return cls.around(reading_end(handle, rank, codec, options, slow))
 
     @classmethod
     def around(cls, end: WritingEnd | ReadingEnd) -> Self:

@@ -20,7 +20,7 @@ from aioshm.arguments import check_int, shown
 from aioshm.config import DEFAULT_BACKING, Backing
 from aioshm.errors import AioshmError, HandleError, RoleError, SharedMemoryError
 from aioshm.ring import layout as at
-from aioshm.ring.atomics import memory_fence
+from aioshm.ring.atomics import ReaderCore, memory_fence
 from aioshm.ring.cursors import RingReader, RingWriter
 from aioshm.ring.layout import Layout
 from aioshm.ring.segment import Segment
@@ -157,10 +157,10 @@ class ShmRingBuffer:
             raise RoleError("this ring was mapped for reading: its slots cannot be written to")
         return RingWriter(self.layout, view)
 
-    def reader(self, reader: int) -> RingReader:
+    def reader(self, reader: int, core: type[ReaderCore] = ReaderCore) -> RingReader:
         """Return the cursor of a reader (0 to n_reader - 1); each has one."""
         check_int("reader", reader, minimum=0, maximum=self.layout.n_reader - 1)
-        return RingReader(self.layout, self.view, reader)
+        return RingReader(self.layout, self.view, reader, core)
 
     def chunk(self, index: int) -> memoryview:
         """Return the chunk of a slot, without its header; read-only where this process only reads."""

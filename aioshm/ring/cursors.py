@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioshm.ring import layout as at
-from aioshm.ring.atomics import ReaderCore, WriterCore
+from aioshm.ring.atomics import ReaderCore, WriterCore, memory_fence
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import cut_slots
 
@@ -63,6 +63,20 @@ class RingWriter(_Cursor):
         flags = self.slots[(self.seq + ahead - 1) % len(self.slots)].flags
         return [reader for reader, read in enumerate(flags[1:]) if flags[0] and not read]
 
+    def pass_over(self, reader: int, ahead: int) -> bool:
+        """Give back, for a reader that copies, what it has read, and as many of the next slots as are needed.
+
+        Returns:
+            Whether it had not finished with one of those, whose message it loses.
+        """
+        seq, slots, flag = self.seq, self.slots, 1 + reader
+        oldest, read = max(0, seq - len(slots)), self.messages_read(reader)
+        needed = seq - len(slots) + ahead
+        for number in range(oldest, min(seq, max(read, needed))):
+            slots[number % len(slots)].flags[flag] = 1
+        memory_fence()  # before anything that those messages lie in is written to
+        return read < needed
+
     def finished(self, seq: int) -> bool:
         """Return whether every reader has released a message."""
         if seq + len(self.slots) <= self.seq:
@@ -97,12 +111,14 @@ class RingReader(_Cursor):
     Attributes:
         core: Does that, and more; see ``_portable.py``.
         reader: Which of the ring's readers this is.
+        copies: Whether the writer does not wait for it; see ``copying.py``.
         parked: Its parked flag, one byte.
     """
 
     def __init__(self, layout: Layout, view: memoryview, reader: int, core: type[ReaderCore] = ReaderCore) -> None:
         super().__init__(layout, view, writes=False)
         self.core = core(layout, view, self.slots, reader)
+        self.copies: bool = getattr(self.core, "copies", False)
         self.parked = self.readers_parked[reader : reader + 1]
         self.reader = reader
         self._read_by_all = bytes([1]) * layout.flag_bytes
@@ -134,6 +150,10 @@ class RingReader(_Cursor):
         """Return the readers' process ids as they saw themselves; 0 for one that was never attached."""
         lines = [self.layout.reader_line(reader) + at.PID for reader in range(self.layout.n_reader)]
         return [int.from_bytes(self._header[line : line + 4], "little") for line in lines]
+
+    def evicted(self) -> bool:
+        """Return whether the writer goes on without this reader, because it was too slow."""
+        return self._header[self.layout.reader_line(self.reader) + at.STATE] == at.EVICTED
 
     def writer_closed(self) -> bool:
         """Return whether the writer has closed the ring."""

@@ -49,7 +49,7 @@ COUNT = 0  # u64: messages written or read
 STATE = 8  # u8: writer: 1 once closed; reader: one of the states below
 PID = 12  # u32
 
-ABSENT, ATTACHED, LEFT, DIED = range(4)
+ABSENT, ATTACHED, LEFT, DIED, EVICTED = range(5)
 
 
 def round_up(value: int, unit: int) -> int:

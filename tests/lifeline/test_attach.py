@@ -16,7 +16,7 @@ from doors import Door, Reader, hello, opened
 from loops import open_fds, turns
 from support import until
 
-from aioshm.errors import HandleError, PeerDied
+from aioshm.errors import HandleError, PeerClosed, PeerDied
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.protocol import MAX_GREETING_BYTES, Refusal, Welcome, pack
 
@@ -133,14 +133,17 @@ class TestStrangeWriters:
         os.close(fd)
         assert open_fds() == before
 
-    async def test_that_die_without_having_listened(self, address: str) -> None:
+    @pytest.mark.parametrize(("closes", "error"), [(True, PeerClosed), (False, PeerDied)], ids=["close", "die"])
+    async def test_that_end_without_having_listened(self, address: str, closes: bool, error: type[Exception]) -> None:
         before = open_fds()
         door = Door(address)  # its loop never runs
         sock = dial(address, hello())
         attaching = asyncio.ensure_future(attach(address, hello(), sock))
         await turns(5)
+        if not closes:
+            door.listener.abandon()
         door.close()
-        with pytest.raises(PeerDied):
+        with pytest.raises(error):
             await asyncio.wait_for(attaching, 10)
         assert open_fds() == before
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from aioshm import AioshmError, MessageQueue
+from aioshm import AioshmError, MessageQueue, MessagesLost
 from aioshm.queue import Handle
 from aioshm.queue.remote import link
 from aioshm.ring.layout import SLOT_HEADER_BYTES
@@ -107,6 +107,35 @@ async def collect(handle: str, rank: str) -> None:
             say(f"{received} then {type(error).__name__} {error}")
         else:
             say(f"{received} then closed")
+
+
+async def collect_slowly(handle: str, rank: str, slow: Any) -> None:
+    """Read with pauses, look at every byte, and say how it ended: how many came, and how many were lost."""
+    reader = MessageQueue.create_from_handle(handle, int(rank), slow=slow)
+    await reader.wait_until_ready(20)
+    say("ready")
+    at = got = lost = 0
+    async with reader:
+        while True:
+            try:
+                number, payload = await reader.dequeue()
+            except MessagesLost as error:
+                run = (error.first, error.last)
+            except AioshmError as error:
+                say(f"ended {type(error).__name__}: {got} {lost}")
+                return
+            else:
+                run = None
+            if run is not None:
+                assert run[0] == at <= run[1], f"{run} are lost at {at}"
+                lost += run[1] + 1 - at
+                at = run[1] + 1
+                continue
+            assert number == at, f"{number} came instead of {at}"
+            assert payload == bytes([number % 256]) * len(payload)
+            at, got = at + 1, got + 1
+            if got % 50 == 0:
+                await asyncio.sleep(0.002)
 
 
 async def scribble(handle: str, rank: str, where: str) -> None:

@@ -34,7 +34,7 @@ class TestTheSum:
     def test_of_waits_for_the_same_reader(self, watch: LagWatch, reports: list[Report]) -> None:
         for second in range(25):
             watch.waited([3], second, second + 0.75)
-        assert reports == [(3, 10.75, 8.25), (3, 21.75, 16.5)]
+        assert reports == [(3, 10.75, 8.25), (3, 20.75, 15.75)]
 
     def test_is_forgotten_when_the_writer_has_waited_for_less_than_half_of_the_time(
         self, watch: LagWatch, reports: list[Report]

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import warnings
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ async def test_who_is_missing_is_said() -> None:
     writer = wide_writer(1, 2)
     handle = writer.export_handle()
     readers = [MessageQueue.create_from_handle(handle, rank) for rank in range(3)]
-    async with writer, readers[0], readers[1], readers[2]:
+    async with writer, aclosing(readers[0]), aclosing(readers[1]), aclosing(readers[2]):
         with pytest.raises(TimeoutError, match="not attached yet: rank 0, rank 1, rank 2"):
             await writer.wait_until_ready(0)
         attaching = [asyncio.ensure_future(readers[rank].wait_until_ready(10)) for rank in (0, 2)]

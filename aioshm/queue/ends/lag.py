@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 SHARE = 0.5
 """A reader holds the writer back as long as the writer spends at least so much of its time waiting for it."""
 
+SAMPLE_S = 0.01
+"""How often to ask for whom the writer waits: with many readers, and short waits, asking takes as long as the wait."""
+
 
 class _Run:
     """The time in which one reader has held the writer back, by ``time.monotonic()``.
@@ -39,6 +42,14 @@ class LagWatch:
         self._stall_s = stall_s
         self._report = report
         self._runs: dict[int, _Run] = {}
+        self._slowest: Sequence[int] = ()
+        self._ask_at = 0.0
+
+    def slowest(self, now: float, ask: Callable[[int], Sequence[int]], slots: int) -> Sequence[int]:
+        """Return the readers that are furthest behind, as ``ask(slots)`` said not long before ``now``."""
+        if now >= self._ask_at:
+            self._slowest, self._ask_at = ask(slots), now + SAMPLE_S
+        return self._slowest
 
     def waited(self, ranks: Sequence[int], began: float, ended: float) -> None:
         """Count one wait of the writer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioshm.codec import Codec, get_codec
-from aioshm.config import Options, check_int
+from aioshm.config import Options, SlowReader, check_int, check_slow
 from aioshm.errors import HandleError
 from aioshm.lifeline.address import check_ip
 from aioshm.process.limits import naming_limits
@@ -56,13 +56,18 @@ def writing_end(
 
 
 def reading_end(
-    handle: Handle | str | bytes, rank: int, codec: str | Codec | None = None, options: Options | None = None
+    handle: Handle | str | bytes,
+    rank: int,
+    codec: str | Codec | None = None,
+    options: Options | None = None,
+    slow: SlowReader | None = None,
 ) -> ReadingEnd:
     """Make a reader's end; the arguments are those of `aioshm.MessageQueue.create_from_handle`."""
     handle = as_handle(handle)
     if options is not None and not isinstance(options, Options):
         raise TypeError(f"options must be an Options or None, not {options!r}")
     handle.check_version()
+    slow = handle.options.slow_reader if slow is None else check_slow("slow", slow, handle.options.overflow)
     check_int("rank", rank, minimum=0, maximum=MAX_RANK)
     remote = handle.remote
     far = remote is not None and rank in remote.ranks
@@ -74,12 +79,12 @@ def reading_end(
         with naming_limits("a reader"):  # as above
             from aioshm.queue.remote.source import NetworkSource
         own_codec = _codec_for(handle, codec)
-        source = NetworkSource(gate, handle, remote, rank, own_codec)
+        source = NetworkSource(gate, handle, remote, rank, own_codec, slow)
     else:
         handle.check_local()
         check_rank(handle, rank)
         own_codec = _codec_for(handle, codec)
-        source = RingSource(gate, handle, rank, own_codec)
+        source = RingSource(gate, handle, rank, own_codec, slow)
     return ReadingEnd(gate, source, handle, rank, own_codec)
 
 

@@ -22,6 +22,9 @@ from aioshm.wait.stall import Stall
 if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
     from aioshm.queue.remote.audience import NetworkAudience
 
+EVICT_POLL_S = 0.05
+"""How often a full window looks whether a remote reader is too slow by now to be waited for."""
+
 ZEROMQ_POLL_S = 0.002
 """How often a full window looks whether ZeroMQ has let go of what was sent; it tells nobody."""
 
@@ -58,6 +61,7 @@ class Sender:
         self._ring = ring
         self._network = network
         self._core = core = ring.ring.core
+        self._lenient = ring.roster.lenient
         self._code = codec.code
         self._chunk_bytes = ring.ring.layout.max_chunk_bytes
         self._max_message_bytes = gate.options.max_message_bytes
@@ -89,7 +93,7 @@ class Sender:
         network = self._network
         if network is None:
             return self._put(message)
-        return network.flow.room_for(message) and self._publish(network, message)
+        return _room_for(network, message) and self._publish(network, message)
 
     def put_all(self, messages: list[Encoded]) -> None:
         """Publish messages for which there is room."""
@@ -120,7 +124,7 @@ class Sender:
     def _publish(self, network: NetworkAudience, message: Encoded) -> bool:
         """Publish a message that the window has room for, or return False if no slot is free."""
         size = self.checked_size(message)
-        if not self._ring.ring.free():
+        if not self._ring.free():
             return False
         # First what may fail: then either all readers get it, or none.
         parts, buffers = parts_of(message)
@@ -133,7 +137,7 @@ class Sender:
 
     def _put(self, message: Encoded) -> bool:
         if isinstance(message, bytes) and len(message) <= self._chunk_bytes:
-            return self._core.put(message)
+            return self._core.put(message) or (bool(self._lenient) and self._ring.free() and self._core.put(message))
         return self._ring.put(message, self.checked_size(message), self._code)
 
     def check_sizes(self, messages: Sequence[Encoded]) -> None:
@@ -165,7 +169,11 @@ class Sender:
         """
         self._gate.check_usable()
         network = self._network
-        return self._ring.ring.claim() if network is None or network.flow.room_for_bytes(self._chunk_bytes) else None
+        return self._ring.claim() if network is None or self._room_for_chunk(network) else None
+
+    def _room_for_chunk(self, network: NetworkAudience) -> bool:
+        room = network.flow.room_for_bytes
+        return room(self._chunk_bytes) or (network.evict_slow() and room(self._chunk_bytes))
 
     def parts(self, messages: list[Encoded]) -> list[list[Encoded]]:
         """Divide messages into runs for which there can be room."""
@@ -176,12 +184,12 @@ class Sender:
     def has_room(self, messages: Sequence[Encoded]) -> bool:
         """Return whether all of some messages can be sent now."""
         network = self._network
-        return (network is None or network.flow.room_for(*messages)) and self._ring.ring.free(max(1, len(messages)))
+        return (network is None or _room_for(network, *messages)) and self._ring.free(max(1, len(messages)))
 
     def _window_is_full(self, slots: int = 1) -> bool:
         """Return whether the window holds back what is not sent, whatever its size: it does where the ring does not."""
         network = self._network
-        return network is not None and (not network.flow.room(slots, 0) or self._ring.ring.free(slots))
+        return network is not None and (not network.flow.room(slots, 0) or self._ring.free(slots))
 
     def why_full(self) -> str:
         """Say what there is no room in, and who has to read."""
@@ -206,7 +214,7 @@ class Sender:
         if network is None or network.flow.room_for(*messages):
             await self._wait_for_slots(len(messages), deadline)
         else:
-            await self._wait_for_window(network, lambda: network.flow.room_for(*messages), deadline)
+            await self._wait_for_window(network, lambda: _room_for(network, *messages), deadline)
 
     async def wait_for_chunk(self, deadline: float | None) -> None:
         """Wait for what lets a slot be claimed.
@@ -218,16 +226,17 @@ class Sender:
         if network is None or network.flow.room_for_bytes(self._chunk_bytes):
             await self._wait_for_slots(1, deadline)
         else:
-            await self._wait_for_window(network, lambda: network.flow.room_for_bytes(self._chunk_bytes), deadline)
+            await self._wait_for_window(network, lambda: self._room_for_chunk(network), deadline)
 
     async def _wait_for_slots(self, wanted: int, deadline: float | None) -> None:
         gate, core, ring = self._gate, self._core, self._ring.ring
-        poller, free = gate.poller, ring.free
+        poller, free = gate.poller, self._ring.free
         assert poller is not None
         core.spin_for(wanted)
         ring.want(wanted)
         stall = self._stall_of_writing(wanted)
-        slowest, began = self._ring.slowest(wanted), monotonic()
+        began = monotonic()
+        slowest = self._lag.slowest(began, self._ring.slowest, wanted)
         try:
             if await poller.wait(
                 lambda: gate.refusal is not None or free(wanted),
@@ -254,13 +263,16 @@ class Sender:
         """Wait until the remote readers have finished with enough."""
         gate = self._gate
         stall = self._stall_of_writing(1)
-        slowest, began = network.slowest(), monotonic()
+        began = monotonic()
+        slowest = self._lag.slowest(began, network.slowest, 1)
         assert gate.loop is not None
         try:
             while gate.refusal is None and not look():
                 news, timer = gate.news(), None
                 if network.flow.waits_for_zeromq():
                     timer = gate.loop.call_later(ZEROMQ_POLL_S, gate.interrupt)
+                elif network.evicts:
+                    timer = gate.loop.call_later(EVICT_POLL_S, gate.interrupt)
                 try:
                     await settle(news, deadline=deadline, stall=stall)
                 finally:
@@ -283,6 +295,12 @@ class Sender:
         else:
             self._stall, self._stalled_at = self._gate.stall(self._report), self._core.seq
         return self._stall
+
+
+def _room_for(network: NetworkAudience, *messages: Encoded) -> bool:
+    """Return whether the window has room for messages, once no reader is waited for that is too slow."""
+    room = network.flow.room_for
+    return room(*messages) or (network.evict_slow() and room(*messages))
 
 
 def _checked_only(codec: Codec) -> Callable[[Any], Encoded]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioshm.errors import HandleError, PeerClosed
 from aioshm.lifeline.dialer import Lifeline, attach
@@ -12,6 +12,8 @@ from aioshm.lifeline.protocol import CLOSED, Hello
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.overflow import PassedSegments
 from aioshm.ring import RingReader, ShmRingBuffer
+from aioshm.ring.atomics import ReaderCore
+from aioshm.ring.copying import CopyingCore
 
 if TYPE_CHECKING:  # who has segments needs no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber
@@ -44,7 +46,6 @@ class Attachment:
     async def make(
         cls,
         handle: Handle,
-        rank: int,
         hello: Hello,
         sock: socket.socket | None,
         prefault_bytes: int,
@@ -54,8 +55,7 @@ class Attachment:
 
         Args:
             handle: The writer's.
-            rank: Which reader this is.
-            hello: The greeting.
+            hello: The greeting, which says which reader this is.
             sock: What `dial` returned.
             prefault_bytes: How much of the ring to touch beforehand.
             subscriber: Makes the subscription to what comes over ZeroMQ, where any does; is told the queue's secret.
@@ -69,7 +69,10 @@ class Attachment:
         try:
             buffer = _map(handle, lifeline)
             buffer.prefault(prefault_bytes, write=False)
-            ring = buffer.reader(handle.local_reader_ranks.index(rank))
+            if hello.slow != "block" and not lifeline.welcome.slow:
+                raise HandleError(f"the writer is of an older release, which knows no slow={hello.slow!r}")
+            core: Any = ReaderCore if hello.slow == "block" else CopyingCore
+            ring = buffer.reader(handle.local_reader_ranks.index(hello.rank), core)
         except BaseException as error:
             closed = isinstance(error, HandleError) and lifeline.has_closed()  # its segment has no name any more then
             lifeline.close()

@@ -100,7 +100,7 @@ class RingAudience:
 
     def _welcome(self) -> tuple[Welcome, list[int]]:
         by_descriptor = self.segment_name is None
-        welcome = Welcome(os.getpid(), self.secret, by_descriptor, self.listener.bell is not None)
+        welcome = Welcome(os.getpid(), self.secret, by_descriptor, self.listener.bell is not None, slow=True)
         return welcome, [self.buffer.fd] if by_descriptor else []
 
     def _publisher(self) -> Overflow:
@@ -175,6 +175,19 @@ class RingAudience:
         """Name a reader, and say how many messages it is behind; None if it is not there."""
         return self.roster.lag_of(rank)
 
+    def free(self, slots: int = 1) -> bool:
+        """Return whether so many of the next slots can be written; readers that copy are not waited for."""
+        return self.ring.free(slots) or (bool(self.roster.lenient) and self._make_room(slots))
+
+    def claim(self) -> Slot | None:
+        """Return the next slot for writing, or None while it has to be waited for."""
+        slot = self.ring.claim()
+        return self.ring.claim() if slot is None and self.roster.lenient and self._make_room(1) else slot
+
+    def _make_room(self, slots: int) -> bool:
+        self.roster.make_room(slots)
+        return self.ring.free(slots)
+
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""
         return self.roster.backlog()
@@ -199,7 +212,7 @@ class RingAudience:
             size: Of its body; what fits a chunk as it is goes through the core instead.
             code: The codec's.
         """
-        slot = self.ring.claim()
+        slot = self.claim()
         if slot is None:
             return False
         parts, buffers = parts_of(message)

@@ -6,15 +6,18 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 
-from aioshm.config import OnReaderDeath
+from aioshm.config import SLOW_READER, OnReaderDeath
 from aioshm.errors import AioshmError, HandleError, PeerDied
 from aioshm.lifeline.peer import Peer
 from aioshm.lifeline.protocol import Hello, Welcome
+from aioshm.logs import LogLimiter
 from aioshm.process.state import process_state
 from aioshm.ring import RingWriter
-from aioshm.ring.layout import ABSENT, ATTACHED, DIED, LEFT
+from aioshm.ring.layout import ABSENT, ATTACHED, DIED, EVICTED, LEFT
 
 logger = logging.getLogger("aioshm.queue")
+
+COMPLAINT_S = 10.0  # between two warnings of messages that are lost
 
 
 class Roster:
@@ -31,6 +34,8 @@ class Roster:
         ranks: Of the local readers.
         peers: Who is attached, in the same order.
         came: Called when a reader has just been told where to connect.
+        lenient: Which of them the writer does not wait for, by their places in that order, and whether they are evicted
+            instead of losing messages.
         changed: Called after every change, and when a reader rang for the writer.
         trouble: Makes the error that the writer has to raise from now on, if any.
     """
@@ -51,6 +56,8 @@ class Roster:
         self.came: Callable[[], None] = _nothing
         self.changed: Callable[[], None] = _nothing
         self.peers: list[Peer | None] = [None] * len(ranks)
+        self.lenient: dict[int, bool] = {}
+        self._limiter = LogLimiter(COMPLAINT_S)
         self._settled = [False] * len(ranks)  # proven, or gone
         self._going = False
         self._left: dict[int, str] = {}  # who was there before all were ready, by rank, and what became of it
@@ -129,13 +136,40 @@ class Roster:
     def slowest(self, slots: int = 1) -> list[int]:
         """Return, by rank, which of them are furthest behind."""
         read = {index: self._ring.messages_read(index) for index in self._ring.laggards(slots)}
-        return [self.ranks[index] for index, count in read.items() if count == min(read.values())]
+        least = min(read.values(), default=0)
+        return [self.ranks[index] for index, count in read.items() if count == least]
 
     def lag_of(self, rank: int) -> tuple[str, int] | None:
         """Name a reader, and say how many messages it is behind; None if it is not there."""
         if rank not in self.ranks or self.peers[index := self.ranks.index(rank)] is None:
             return None
         return next(iter(self._described([index]))), self._ring.seq - self._ring.messages_read(index)
+
+    def make_room(self, slots: int) -> None:
+        """Let no reader that need not be waited for keep so many of the next slots from being written."""
+        for index, evicts in list(self.lenient.items()):
+            if not self._ring.pass_over(index, slots):
+                continue
+            behind = self._ring.seq - self._ring.messages_read(index)
+            if evicts:
+                self._evict_slow(index, behind)
+            elif (held_back := self._limiter.admit()) is not None:
+                (who,) = self._described([index])
+                text = "queue %s: %s is too slow, %d messages behind, and loses some (and %d more warnings)"
+                logger.warning(text, self._name, who, behind, held_back)
+
+    def _evict_slow(self, index: int, behind: int) -> None:
+        peer = self.peers[index]
+        assert peer is not None
+        text = "queue %s: reader %d (pid %d) was too slow and was evicted, %d messages behind"
+        logger.warning(text, self._name, peer.rank, peer.pid, behind)
+        self._ring.set_reader_state(index, EVICTED, peer.pid)  # first: it looks there when its messages are gone
+        self._ring.evict(index)
+        del self.lenient[index]
+        self.peers[index], self._settled[index] = None, True
+        self._gone[peer.rank] = f"pid {peer.pid} was evicted"
+        peer.hang_up()
+        self.changed()
 
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""
@@ -154,6 +188,8 @@ class Roster:
         """Admit a reader to a place that is free: nobody has it, or had it when all were ready."""
         if hello.rank not in self.ranks:
             raise HandleError(f"no local reader has rank {hello.rank}")
+        if hello.slow not in SLOW_READER:
+            raise HandleError(f"this writer knows no slow={hello.slow!r}")
         index = self.ranks.index(hello.rank)
         taken_by = self.peers[index]
         if taken_by is not None:
@@ -176,6 +212,8 @@ class Roster:
         self._died.pop(peer.rank, None)
         self._ring.set_reader_state(index, ATTACHED, peer.pid)
         self.came()
+        if peer.slow != "block":
+            self.lenient[index] = peer.slow == "evict"
 
     def proven(self, peer: Peer) -> None:
         """Note that a reader can receive everything."""
@@ -189,6 +227,7 @@ class Roster:
         """
         index = self.ranks.index(peer.rank)
         self.peers[index] = None
+        self.lenient.pop(index, None)
         if not self._going:
             self._vacate(index, peer, said_goodbye)
             return

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from aioshm.codec import Codec
+from aioshm.config import SlowReader
 from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerClosed, PeerDied
 from aioshm.lifeline.address import peer_credentials, socket_file
 from aioshm.lifeline.dialer import Lifeline, dial, hang_up
@@ -23,12 +24,14 @@ from aioshm.queue.ends.source import SourceBlock
 from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import findings
 from aioshm.queue.local.attachment import Attachment
+from aioshm.queue.local.copying import CopyingSlots
 from aioshm.queue.local.leases import Leases
 from aioshm.queue.local.slots import SlotReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import NOTHING
+from aioshm.ring.copying import CopyingCore
 from aioshm.ring.layout import VERSION
 from aioshm.wait.stall import seconds
 
@@ -46,6 +49,7 @@ class RingSource:
         handle: The writer's.
         rank: Which reader this is.
         codec: Makes objects of bytes.
+        slow: What becomes of it when it is too slow.
 
     Attributes:
         attachment: What this holds of the queue, once it is attached.
@@ -57,14 +61,14 @@ class RingSource:
     """
 
     # Set when the writer has admitted this reader, before which nothing that uses them runs.
-    _slots: SlotReader
+    _slots: SlotReader | CopyingSlots
     settle: Callable[[], None]
     take: Callable[[], Any]
     take_many: Callable[[int], list[Any]]
     _lifeline: Lifeline
     _cursor: RingReader
 
-    def __init__(self, gate: Gate, handle: Handle, rank: int, codec: Codec) -> None:
+    def __init__(self, gate: Gate, handle: Handle, rank: int, codec: Codec, slow: SlowReader) -> None:
         self._gate = gate
         self._handle = handle
         self._rank = rank
@@ -77,7 +81,7 @@ class RingSource:
         self.attachment: Attachment | None = None
         self.waker: WriterWaker | None = None
         self._attaching: asyncio.Task[None] | None = None
-        self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid())
+        self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid(), slow)
         self._dialled_pid = 0  # the process that listens, as this one sees it
         self._sock: socket.socket | None = dial(handle.lifeline, self._hello)
         if self._sock is not None:
@@ -96,7 +100,7 @@ class RingSource:
         sock, self._sock = self._sock, None
         with naming_limits(f"{gate!r}"):
             self.attachment = attachment = await Attachment.make(
-                self._handle, self._rank, self._hello, sock, gate.options.prefault_bytes, self._subscriber
+                self._handle, self._hello, sock, gate.options.prefault_bytes, self._subscriber
             )
         self._lifeline, self._cursor = lifeline, ring = attachment.lifeline, attachment.ring
         gate.use(ring.core)
@@ -105,7 +109,12 @@ class RingSource:
         def make_leases() -> Leases:
             return Leases(attachment.segment_fd, ring.layout, ring.core, loop, waker.slot_is_free)
 
-        self._slots = slots = SlotReader(gate, ring, self._codec, attachment.overflow, waker, make_leases)
+        slots: SlotReader | CopyingSlots
+        if isinstance(core := ring.core, CopyingCore):
+            slots = CopyingSlots(gate, ring, core, self._codec, attachment.overflow)
+        else:
+            slots = SlotReader(gate, ring, self._codec, attachment.overflow, waker, make_leases)
+        self._slots = slots
         self.settle, self.take, self.take_many = slots.settle, slots.take, slots.take_many
         self.ready = self.look = ring.ready
         self.ring, self.receive = ring, ring.core.receive
@@ -145,7 +154,9 @@ class RingSource:
 
     def _writer_gone(self, said_goodbye: bool) -> None:
         gate = self._gate
-        if said_goodbye or self._cursor.writer_closed():  # its goodbye may have found no room in a full socket
+        if isinstance(self._slots, CopyingSlots) and self._cursor.evicted():
+            self.gone = self._slots.evicted
+        elif said_goodbye or self._cursor.writer_closed():  # its goodbye may have found no room in a full socket
             self.gone = lambda: PeerClosed(f"{gate!r}: the writer has closed the queue")
         else:
             self.gone = functools.partial(PeerDied, -1, self._lifeline.welcome.pid, "writer", f"queue {gate.name}")

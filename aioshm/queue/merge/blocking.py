@@ -11,7 +11,16 @@ from time import monotonic
 from typing import Any, Self
 
 from aioshm.closing import Closing
-from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerDied, QueueClosed, QueueEmpty, RoleError
+from aioshm.errors import (
+    AioshmError,
+    HandleError,
+    MessagesLost,
+    PeerDied,
+    QueueClosed,
+    QueueEmpty,
+    ReaderEvicted,
+    RoleError,
+)
 from aioshm.process.guard import Guard
 from aioshm.queue.blocking.face import MessageQueue
 from aioshm.queue.merge.blocking_places import BlockingPlace
@@ -133,8 +142,8 @@ class Merged(Closing, Iterator[tuple[int, Any]]):
             self._round.drop(place)
             return None
         except AioshmError as error:
-            own = isinstance(error, MessagesLost) and place.ring is not None
-            if own or isinstance(error, (PeerDied, HandleError)):
+            own = isinstance(error, MessagesLost) and place.ring is not None and not place.ring.copies
+            if own or isinstance(error, (PeerDied, HandleError, ReaderEvicted)):
                 self._round.fail(place, error)
             return error.with_traceback(None)
         return None

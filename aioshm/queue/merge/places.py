@@ -154,6 +154,8 @@ class Place:
         try:
             obj = self.reader.poll()
         except AioshmError as error:
+            if self.reader.gate.refusal is not None:  # which is the end of the queue, not of a message
+                return NOTHING
             return error.with_traceback(None)
         if obj is not ELSEWHERE:
             return obj

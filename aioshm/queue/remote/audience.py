@@ -14,13 +14,14 @@ from contextlib import suppress
 from time import monotonic
 
 from aioshm.codec.frames import HEADER
-from aioshm.config import Options
+from aioshm.config import SLOW_READER, Options
 from aioshm.errors import AioshmError, PeerDied
 from aioshm.logs import LogLimiter
 from aioshm.queue.handle import RemoteAddress
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.flow import Flow
 from aioshm.queue.remote.peers import RemotePeer, RemotePeers
+from aioshm.queue.remote.slowness import Slowness
 from aioshm.queue.remote.writer_sockets import WriterSockets
 from aioshm.ring.layout import VERSION
 
@@ -74,6 +75,7 @@ class NetworkAudience:
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._limiter = LogLimiter(COMPLAINT_S)
+        self._slowness = Slowness()
         self.trouble: Callable[[], AioshmError] | None = None
 
     @property
@@ -204,6 +206,7 @@ class NetworkAudience:
         self.sockets.send(identity, wire.Welcome(os.getpid(), platform.node()))
         if peer is None:
             peer = self.peers.admit(identity, hello)
+            self._slowness.concerns = self._slowness.concerns or hello.slow == "evict"
             self.flow.window.join(hello.rank)
             if self._timer is None:
                 self._tick()
@@ -221,6 +224,8 @@ class NetworkAudience:
             return f"this queue speaks version {VERSION}, not {hello.version}"
         if hello.queue_id != self._queue_id or not hmac.compare_digest(hello.token, self._token):
             return "the handle is another queue's"
+        if hello.slow not in SLOW_READER:
+            return f"this writer knows no slow={hello.slow!r}"
         self._make_way(hello.rank)
         return self.peers.why_not(hello.rank)
 
@@ -289,6 +294,27 @@ class NetworkAudience:
         self.sockets.send(peer.identity, wire.Refused(f"it was {silence}", evicted=True))
         self._remove(peer, f"it was {silence}")
         self._changed()
+
+    def evict_slow(self) -> bool:
+        """Go on without readers that are too slow, now that the window has no room; return whether there were any."""
+        if not self._slowness.concerns:
+            return False
+        window = self.flow.window
+        overdue = self._slowness.overdue(self.peers, window.laggards(), window.readers, monotonic())
+        for peer in overdue:
+            behind = window.seq - window.readers[peer.rank]
+            text = "queue %s: remote reader %s was too slow and was evicted, %d messages behind"
+            logger.warning(text, self._name, peer, behind)
+            self.sockets.send(peer.identity, wire.Refused(wire.TOO_SLOW, evicted=True))
+            self._remove(peer, wire.TOO_SLOW)
+        if overdue:
+            self._changed()
+        return bool(overdue)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether `evict_slow` may have something to do."""
+        return self._slowness.concerns
 
     def _remove(self, peer: RemotePeer, why: str) -> None:
         self.peers.remove(peer, why)

@@ -11,7 +11,8 @@ from time import monotonic
 
 import msgspec
 
-from aioshm.errors import AioshmError, HandleError, OutOfDescriptors, PeerClosed
+from aioshm.config import SlowReader
+from aioshm.errors import AioshmError, HandleError, OutOfDescriptors, PeerClosed, ReaderEvicted
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import shortage
 from aioshm.queue.ends.gate import Gate
@@ -48,6 +49,7 @@ class WriterLink:
         handle: The writer's.
         remote: Where it is.
         rank: Which reader this is.
+        slow: What becomes of it when it is too slow.
 
     Attributes:
         window: What has arrived, in order.
@@ -61,14 +63,17 @@ class WriterLink:
         HandleError: The handle is damaged, or not encrypted where these options demand it.
     """
 
-    def __init__(self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int) -> None:
+    def __init__(self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int, slow: SlowReader) -> None:
         _check(remote, encrypted=gate.options.secure)
         self._gate = gate
         self._handle = handle
         self._remote = remote
         self._rank = rank
+        self._slow = slow
         options = handle.options  # the writer's, not this end's own
-        self.window: ReceiveWindow[wire.Data] = ReceiveWindow(options.remote_window, options.remote_window_bytes)
+        self.window: ReceiveWindow[wire.Data] = ReceiveWindow(
+            options.remote_window, options.remote_window_bytes, skips=slow == "skip"
+        )
         self.sockets: ReaderSockets | None = None
         self.gone: Callable[[], AioshmError] | None = None
         self.left_behind = False
@@ -133,7 +138,14 @@ class WriterLink:
     def _hello(self) -> wire.Hello:
         handle = self._handle
         return wire.Hello(
-            VERSION, handle.queue_id, handle.token, self._rank, os.getpid(), platform.node(), self.writer.proven
+            VERSION,
+            handle.queue_id,
+            handle.token,
+            self._rank,
+            os.getpid(),
+            platform.node(),
+            self.writer.proven,
+            self._slow,
         )
 
     def _tell(self, message: wire.Control) -> bool:
@@ -177,6 +189,8 @@ class WriterLink:
         self._ask_for_missing()
         if self.window.ready:
             self._gate.wake()
+        if self.window.skips:
+            self._acknowledge_soon()
         if self.window.end is not None:
             self._finish_if_complete()
 
@@ -211,7 +225,10 @@ class WriterLink:
                 self._goodbye.set_result(None)
 
     def _on_refused(self, message: wire.Refused) -> None:
-        if message.evicted:
+        if message.reason == wire.TOO_SLOW:
+            what = "the queue goes on without this reader; a larger remote_window allows longer pauses"
+            self.give_up(lambda: ReaderEvicted(f"{self._gate!r}: too slow: {what}"))
+        elif message.evicted:
             self.give_up(self.writer.death(f"it has given this reader up: {message.reason}"))
         elif self.writer.welcome is None:
             self.give_up(lambda: HandleError(f"{self._gate!r}: the writer refuses it: {message.reason}"))
@@ -247,12 +264,15 @@ class WriterLink:
         if self._acknowledging is not None:
             self._acknowledging.cancel()
             self._acknowledging = None
-        if self._tell(wire.Acknowledge(self.window.taken)):
+        if self._tell(wire.Acknowledge(self.window.released)):
             self.window.acknowledged()
 
     def finished_one(self) -> None:
         """Let go of the first message in line."""
         self.window.finished()
+        self._acknowledge_soon()
+
+    def _acknowledge_soon(self) -> None:
         if self.gone is not None:
             return
         if self.window.must_acknowledge():

@@ -18,6 +18,7 @@ class RemotePeer:
         identity: Of its control socket, by which it is addressed.
         pid: Its process.
         host: Where that is.
+        slow: What becomes of it when it is too slow.
         proven: Whether data has reached it.
         spoke: When it last said something, by the monotonic clock.
         heard: When it, or at least ZeroMQ in its process, was last known to be there.
@@ -29,6 +30,7 @@ class RemotePeer:
         self.identity = identity
         self.pid = hello.pid
         self.host = hello.host
+        self.slow = hello.slow
         self.proven = hello.proven
         self.spoke = self.heard = monotonic()
         self.finished = False

@@ -11,6 +11,7 @@ import msgspec
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import INLINE, RAW, split_body
+from aioshm.config import SlowReader
 from aioshm.errors import AioshmError, CodecError, MessagesLost
 from aioshm.process.limits import shortage
 from aioshm.queue.ends.gate import Gate
@@ -37,6 +38,7 @@ class NetworkSource:
         remote: Where it is.
         rank: Which reader this is.
         codec: Makes objects of bytes.
+        slow: What becomes of it when it is too slow.
 
     Attributes:
         link: The connection.
@@ -49,8 +51,10 @@ class NetworkSource:
     ring: RingReader | None = None
     waker: Waker | None = None
 
-    def __init__(self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int, codec: Codec) -> None:
-        self.link = WriterLink(gate, handle, remote, rank)
+    def __init__(
+        self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int, codec: Codec, slow: SlowReader
+    ) -> None:
+        self.link = WriterLink(gate, handle, remote, rank, slow)
         check_safety(codec, remote.keys is not None, gate.options)
         self._window = self.link.window
         self._gate = gate
@@ -111,7 +115,7 @@ class NetworkSource:
         message = self._window.ready[0][0]
         try:
             if isinstance(message, Missing):
-                raise MessagesLost(message.first, message.last)
+                raise self._lost(message)
             return self._decoded(message)
         finally:
             self.done()
@@ -134,11 +138,22 @@ class NetworkSource:
         message = self._window.ready[0][0]
         if isinstance(message, Missing):
             self.done()
-            raise MessagesLost(message.first, message.last)
+            raise self._lost(message)
+        self._window.held = True
         return LeasedData(self, message) if decoded else RawData(self, message)
+
+    def _lost(self, missing: Missing) -> MessagesLost:
+        if self._window.skips:
+            why = "this reader was too slow, and the writer does not wait for it"
+            return MessagesLost(missing.first, missing.last, why)
+        return MessagesLost(missing.first, missing.last)
 
     def settle(self) -> None:
         """Do nothing: views of a message may live on."""
+
+    def let_go(self) -> None:
+        """Note that no block has the first message in line any more."""
+        self._window.held = False
 
     def done(self) -> None:
         """Finish with the first message in line."""
@@ -237,6 +252,7 @@ class RawData:
 
     def close(self, *, undo: bool) -> None:
         self._view.release()
+        self._source.let_go()
         if not undo:
             self._source.done()
 
@@ -252,5 +268,6 @@ class LeasedData:
         return self._source.seen(self._data)
 
     def close(self, *, undo: bool) -> None:
+        self._source.let_go()
         if not undo:
             self._source.done()

@@ -176,6 +176,9 @@ class ReceiveWindow(Generic[M]):
     Attributes:
         max_messages: The writer's window.
         max_bytes: The writer's window.
+        skips: Whether what has arrived counts as finished with, for the writer, and of what is not read no more is kept
+            here than that window; the oldest are lost.
+        held: Whether the first message in line is in use.
         next: Sequence number of the first message that has not been received.
         taken: Sequence number of the first message that has not been finished with.
         ready: What can be read, in order, each with its size.
@@ -184,6 +187,8 @@ class ReceiveWindow(Generic[M]):
 
     max_messages: int
     max_bytes: int
+    skips: bool = False
+    held: bool = False
     next: int = 0
     taken: int = 0
     ready: deque[tuple[M | Missing, int]] = field(default_factory=deque)
@@ -194,6 +199,12 @@ class ReceiveWindow(Generic[M]):
     _asked: int = 0  # everything below was asked for, as far as it is missing
     _acknowledged: int = 0
     _unacknowledged_bytes: int = 0
+    _ready_bytes: int = 0
+
+    @property
+    def released(self) -> int:
+        """Sequence number of the first message that the writer is to count on."""
+        return self.next if self.skips else self.taken
 
     def arrived(self, seq: int, message: M, nbytes: int) -> bool:
         """Take a message over; return False for one that is here already.
@@ -203,17 +214,33 @@ class ReceiveWindow(Generic[M]):
         """
         if seq < self.next or seq in self._early:
             return False
-        if seq >= self.taken + self.max_messages:
-            raise WireError(f"message {seq} came while {self.taken} is not finished with")
+        if seq >= (self.next if self.skips else self.taken) + self.max_messages:
+            raise WireError(f"message {seq} came while {self.released} is not finished with")
         self._known = max(self._known, seq)
         if seq != self.next:
             self._early[seq] = message, nbytes
             return True
         self.ready.append((message, nbytes))
+        self._ready_bytes += nbytes
         self.next += 1
         if self._early or self._lost:
             self._close_gap()
+        if self.skips:
+            self._unacknowledged_bytes += nbytes
+            self._keep_newest()
         return True
+
+    def _keep_newest(self) -> None:
+        """Lose the oldest messages in line that are too many, or too many bytes."""
+        ready, at = self.ready, int(self.held)
+        first = last = self.taken + at
+        while len(ready) > at + 1 and (len(ready) > self.max_messages + 1 or self._ready_bytes > self.max_bytes):
+            message, nbytes = ready[at]
+            del ready[at]
+            self._ready_bytes -= nbytes
+            last = message.last + 1 if isinstance(message, Missing) else last + 1
+        if last > first:
+            ready.insert(at, (Missing(first, last - 1), 0))
 
     def marked(self, seq: int) -> None:
         """Note that from here on, messages from ``seq`` on come by themselves, and older ones do not."""
@@ -258,8 +285,10 @@ class ReceiveWindow(Generic[M]):
     def finished(self) -> None:
         """Note that the first message in line is finished with."""
         message, nbytes = self.ready.popleft()
+        self._ready_bytes -= nbytes
         self.taken = message.last + 1 if isinstance(message, Missing) else self.taken + 1
-        self._unacknowledged_bytes += nbytes
+        if not self.skips:
+            self._unacknowledged_bytes += nbytes
 
     @property
     def complete(self) -> bool:
@@ -269,23 +298,24 @@ class ReceiveWindow(Generic[M]):
     @property
     def unacknowledged(self) -> bool:
         """Whether there is anything finished with that was not acknowledged."""
-        return self.taken != self._acknowledged
+        return self.released != self._acknowledged
 
     def must_acknowledge(self) -> bool:
         """Return whether the writer may be waiting for the window: an eighth of it is unacknowledged."""
-        return (self.taken - self._acknowledged) * 8 >= self.max_messages or (
+        return (self.released - self._acknowledged) * 8 >= self.max_messages or (
             self._unacknowledged_bytes * 8 >= self.max_bytes
         )
 
     def acknowledged(self) -> None:
         """Note that the writer was told what is finished with."""
-        self._acknowledged = self.taken
+        self._acknowledged = self.released
         self._unacknowledged_bytes = 0
 
     def _close_gap(self) -> None:
         while True:
             while (held := self._early.pop(self.next, None)) is not None:
                 self.ready.append(held)
+                self._ready_bytes += held[1]
                 self.next += 1
             last = max((last for first, last in self._lost if first <= self.next <= last), default=None)
             if last is None:

@@ -125,6 +125,7 @@ class Hello(Control):
         pid: Its process.
         host: Where that is, for people.
         proven: Whether data has reached it.
+        slow: What becomes of it when it is too slow, as `Options.slow_reader`.
     """
 
     version: int
@@ -134,6 +135,7 @@ class Hello(Control):
     pid: int
     host: str
     proven: bool
+    slow: str = "block"
 
 
 class Proven(Control):
@@ -178,6 +180,10 @@ class Welcome(Control):
 
     pid: int
     host: str
+
+
+TOO_SLOW = "it was too slow"
+"""Why a reader is refused that its ``slow="evict"`` has ended."""
 
 
 class Refused(Control):

@@ -1,0 +1,178 @@
+"""Messages as a local reader finds them that the writer does not wait for: copied first, then believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aioshm.codec import Codec, cannot_decode, loads_of, view_of
+from aioshm.codec.buffers import own_copy
+from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, plain, split_body, unpack_header
+from aioshm.codec.raw import RawCodec
+from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.local.overflow import OverflowReader
+from aioshm.ring import RingReader
+from aioshm.ring.atomics import ELSEWHERE
+from aioshm.ring.copying import CopyingCore
+
+
+class Copied:
+    """A message in memory of the reader's own.
+
+    Attributes:
+        kind: As in a slot's header.
+        n_buffers: As there.
+        size: As there.
+        body: What lay in the chunk, or the overflow segment.
+    """
+
+    def __init__(self, kind: int, n_buffers: int, size: int, body: memoryview) -> None:
+        self.kind = kind
+        self.n_buffers = n_buffers
+        self.size = size
+        self.body = body
+
+
+class CopyingSlots:
+    """Copies messages out of slots, which the writer may take back at any moment; as `SlotReader`.
+
+    Args:
+        gate: The end's.
+        ring: The reader's cursor.
+        core: Its core.
+        codec: Makes objects of bytes.
+        overflow: Where messages are that did not fit a chunk.
+
+    Attributes:
+        overflows: How many messages did not fit a chunk.
+    """
+
+    def __init__(self, gate: Gate, ring: RingReader, core: CopyingCore, codec: Codec, overflow: OverflowReader) -> None:
+        self._gate = gate
+        self._ring = ring
+        self._core = core
+        self._codec = codec
+        self._view = view_of(codec)
+        self._overflow = overflow
+        self.overflows = 0
+        core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), None)
+
+    def take(self) -> Any:
+        """Return the next message, as `Source.take`."""
+        try:
+            obj = self._core.take()
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
+        if obj is not ELSEWHERE:
+            return obj
+        copied = self._copy()
+        if copied is None:
+            return ELSEWHERE
+        self.finished()
+        if copied.kind == RAW:
+            return bytearray(copied.body)
+        main, buffers = split_body(copied.body, copied.n_buffers, copied.size)
+        return self._codec.decode(main, buffers)
+
+    def take_many(self, most: int) -> list[Any]:
+        """Return what is there, as `Source.take_many`."""
+        try:
+            return self._core.take_many(most)
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
+
+    def open_block(self, *, decoded: bool) -> CopiedBlock | None:
+        """Return the next message for a block, as `Source.open_block`: a copy of it."""
+        copied = self._copy()
+        return None if copied is None else CopiedBlock(self, copied, decoded=decoded)
+
+    def seen(self, copied: Copied, *, decoded: bool) -> Any:
+        """Return what a block sees of a message."""
+        if not decoded:
+            return (copied.body if copied.n_buffers else copied.body[: copied.size]).toreadonly()
+        if copied.kind == RAW:
+            return copied.body
+        main, buffers = split_body(copied.body, copied.n_buffers, copied.size)
+        return self._view(main, buffers)
+
+    def finished(self) -> None:
+        """Go on to the message behind this one."""
+        self._overflow.finished()
+        self._gate.count_turn()
+        self._core.release()
+
+    def evicted(self) -> ReaderEvicted:
+        """Return the error of a reader that the writer goes on without."""
+        return ReaderEvicted(
+            f"{self._gate!r}: too slow: the queue goes on without this reader; "
+            "more max_chunks allow longer pauses, and slow='skip' loses messages instead"
+        )
+
+    def settle(self) -> None:
+        """Do nothing: copies may live on."""
+
+    def close(self) -> None:
+        """Do nothing: copies may live on."""
+
+    # Copying
+
+    def _copy(self) -> Copied | None:
+        """Copy the next message, which stays the next one; None if not all of it has arrived.
+
+        Raises:
+            MessagesLost: It is lost, and perhaps some behind it; the next call goes on behind those.
+            ReaderEvicted: The writer goes on without this reader.
+            CorruptSlot, CodecError: It is damaged; the next call goes on behind it.
+        """
+        copied: Copied | None = None
+        failure: CorruptSlot | CodecError | None = None
+        if self._core.intact():
+            try:
+                copied = self._copy_slot()
+            except (CorruptSlot, CodecError) as error:  # of damage, or of what is being overwritten
+                failure = error
+            if self._core.intact():
+                if failure is not None:
+                    self.finished()
+                    raise failure
+                return copied
+        if self._ring.evicted():
+            self._gate.refuse(self.evicted)
+            raise self.evicted()
+        first, last = self._core.lose()
+        raise MessagesLost(first, last, "this reader was too slow, and the writer does not wait for it")
+
+    def _copy_slot(self) -> Copied | None:
+        slot, seq = self._core.slot, self._core.seq
+        kind, code, _, n_buffers, _, self._core.published_ns, size = unpack_header(bytes(slot.header))
+        if kind == OVERFLOW and self._overflow.has(slot.header, seq):
+            body = self._overflow.body(slot.header, seq)
+            if body is None:
+                return None
+            self.overflows += 1
+            with body:
+                return Copied(kind, n_buffers, size, memoryview(own_copy(body)))
+        if kind not in (INLINE, RAW):
+            raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
+        if kind == INLINE and code != self._codec.code:
+            raise CodecError(f"message {seq} has codec {code}, the queue has {self._codec.code} ({self._codec.name!r})")
+        _, buffers = split_body(slot.chunk, n_buffers, size)
+        nbytes = body_bytes(size, [len(buffer) for buffer in buffers])
+        with slot.chunk[:nbytes] as chunk:
+            return Copied(kind, n_buffers, size, memoryview(own_copy(chunk)))
+
+
+class CopiedBlock:
+    """A copied message, while a block has it."""
+
+    def __init__(self, slots: CopyingSlots, copied: Copied, *, decoded: bool) -> None:
+        self._slots = slots
+        self._copied = copied
+        self._decoded = decoded
+
+    def open(self) -> Any:
+        return self._slots.seen(self._copied, decoded=self._decoded)
+
+    def close(self, *, undo: bool) -> None:
+        if not undo:
+            self._slots.finished()

@@ -1,0 +1,113 @@
+"""The core of a reader that the writer does not wait for: it copies a message, then looks whether the copy is whole.
+
+The reader only reads, and counts in its own line how far it is. Its flags are the writer's: when the writer needs a
+slot whose message this reader has not finished with, it sets the reader's flag on its behalf (it *passes over* the
+message) and goes on. So the two never store to the same byte. A copy is whole if, after it was made, the slot's written
+flag is still up, this reader's flag still down, and the slot's sequence number the same: the writer sets the one flag,
+or clears the other, before it changes a byte of the slot or of what that refers to. What is not whole is lost.
+
+A ring without such readers has none of this; ``layout.py`` draws the flags. There is no native twin: it serves readers
+that are slow.
+"""
+
+from __future__ import annotations
+
+import struct
+from threading import get_ident
+from typing import Any
+
+from aioshm.ring import _portable
+from aioshm.ring import layout as at
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
+from aioshm.ring.layout import Layout
+from aioshm.ring.slot import Slot
+
+_SEQ = struct.Struct("<Q")
+_SEQ_AT = 8  # in a slot's header
+
+
+class CopyingCore(_portable.ReaderCore):
+    """A reader's end that copies; `ELSEWHERE` also means that the next message is lost, which `lose` finds out."""
+
+    copies = True
+
+    def __init__(self, layout: Layout, view: memoryview, slots: tuple[Slot, ...], reader: int, /) -> None:
+        super().__init__(layout, view, slots, reader)
+        with view[at.WRITER_LINE : at.WRITER_LINE + at.LINE].cast("Q") as words:
+            self._written = words[at.COUNT : at.COUNT + 1]
+        self._lost_at = -1
+
+    @property
+    def slot(self) -> Slot:
+        """The slot of the next message."""
+        return self._slot
+
+    def intact(self) -> bool:
+        """Return whether the next message is whole, and so is whatever was copied of it before."""
+        return self._is_intact(self._slot, self.seq)
+
+    def lose(self) -> tuple[int, int]:
+        """Go on to the oldest message that is there; return the first and the last of those that are lost.
+
+        If none was read since the last time, half of the ring is left out: the writer is about to take the oldest.
+        """
+        first, written, slots = self.seq, self._written[0], self._slots
+        start = max(first + 1, written - len(slots))
+        if first == self._lost_at:
+            start = max(start, written - max(1, len(slots) // 2))
+        seq = start
+        while seq < written and not self._is_intact(slots[seq % len(slots)], seq):
+            seq += 1
+        self._slot = slots[seq % len(slots)]
+        self.seq = self._count[0] = self._lost_at = seq
+        return first, seq - 1
+
+    # As `ReaderCore`
+
+    def peek(self) -> Slot | None:
+        self._check_unused()
+        return self._slot if self._may_go_on() else None
+
+    def release(self) -> bool:
+        """Finish with the message; the writer never waits for it."""
+        self._check_unused()
+        self._finish()
+        return False
+
+    def take(self) -> Any:
+        obj = super().take()
+        return NOTHING if obj is _portable.NOTHING else ELSEWHERE if obj is _portable.ELSEWHERE else obj
+
+    def receive(self) -> Any:
+        me = get_ident()
+        if not self._lets_pass(me):
+            return NOTHING
+        before, self.user = self.user, me
+        try:
+            if not self._may_go_on() and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
+                return NOTHING
+            return self.take()
+        finally:
+            self.user = before
+
+    def close(self) -> None:
+        super().close()
+        self._written.release()
+
+    def _notify(self) -> None: ...
+
+    def _copy_plain(self, slot: Slot) -> bytes | None:
+        message = super()._copy_plain(slot)
+        return message if message is not None and self.intact() else None
+
+    def _may_go_on(self) -> bool:
+        return self._written[0] > self.seq
+
+    def _finish(self) -> None:
+        self.seq = self._count[0] = self.seq + 1
+        self._slot = self._slot.next
+
+    def _is_intact(self, slot: Slot, seq: int) -> bool:
+        memory_fence()  # the copy was made before this looks
+        flags = slot.flags
+        return bool(flags[0] and not flags[self._flag]) and _SEQ.unpack_from(slot.header, _SEQ_AT)[0] == seq

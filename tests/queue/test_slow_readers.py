@@ -1,0 +1,382 @@
+"""What becomes of readers that are too slow: waited for, evicted, or let lose the oldest; others lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from children import child
+from faces import Thread, make_writer
+from remotes import wide_writer
+from support import until
+
+from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted, blocking, merge
+from aioshm.errors import HandleError
+
+CHUNKS = 4
+
+
+@asynccontextmanager
+async def three_ends(slow: Any, **options: Any) -> AsyncIterator[tuple[MessageQueue, MessageQueue, MessageQueue]]:
+    """Give a ready writer, a reader that it waits for, and one that it need not wait for, to the block."""
+    writer = wide_writer(2, 0, chunks=CHUNKS, **options)
+    handle = writer.export_handle()
+    patient = MessageQueue.create_from_handle(handle, 0, slow="block")
+    async with writer, patient, MessageQueue.create_from_handle(handle, 1, slow=slow) as other:
+        await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, patient, other)))
+        yield writer, patient, other
+
+
+async def publish(writer: MessageQueue, patient: MessageQueue, numbers: range, size: int = 10) -> None:
+    """Publish messages, each of which the reader that is waited for takes at once."""
+    for number in numbers:
+        writer.enqueue_nowait((number, bytes([number % 256]) * size))
+        assert await patient.dequeue(20) == (number, bytes([number % 256]) * size)
+
+
+async def received(reader: MessageQueue, end: int) -> list[int | tuple[int, int]]:
+    """Return what a reader gets of messages up to an end: their numbers, and the runs of those that are lost."""
+    got: list[int | tuple[int, int]] = []
+    at = expected = 0
+    while at < end:
+        try:
+            number, content = await reader.dequeue(20)
+        except MessagesLost as lost:
+            got.append((lost.first, lost.last))
+            first, at = lost.first, lost.last + 1
+        else:
+            assert content == bytes([number % 256]) * len(content)
+            got.append(number)
+            first, at = number, number + 1
+        assert first == expected, "nothing is left out"
+        expected = at
+    return got
+
+
+class TestSkip:
+    @pytest.mark.parametrize("size", [10, 3000, 50_000], ids=["inline", "large", "overflow"])
+    async def test_the_oldest_are_lost_to_it_alone(self, size: int) -> None:
+        async with three_ends("skip") as (writer, patient, other):
+            await publish(writer, patient, range(50), size)
+            assert await received(other, 50) == [(0, 45), 46, 47, 48, 49]
+            await publish(writer, patient, range(50, 52), size)
+            assert [(await other.dequeue(20))[0] for _ in range(2)] == [50, 51]
+            assert writer.stats().readers == 2
+
+    async def test_the_queue_says_so_for_all_of_its_readers(self) -> None:
+        async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="skip") as writer:
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                await writer.wait_until_ready(20)
+                for number in range(10):
+                    await writer.enqueue((number, b""), 20)
+                await writer.enqueue_many([(number, b"") for number in range(10, 20)], 20)
+                assert await received(reader, 20) == [(0, 15), 16, 17, 18, 19]
+
+    async def test_raw_slots(self) -> None:
+        async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="skip") as writer:
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                await writer.wait_until_ready(20)
+                for number in range(10):
+                    async with writer.acquire_write(20) as chunk:
+                        chunk[:1] = bytes([number])
+                with pytest.raises(MessagesLost, match="messages 0 to 5 are lost: this reader was too slow"):
+                    await reader.dequeue(20)
+                async with reader.acquire_read(20) as raw:
+                    assert (raw[0], len(raw), raw.readonly) == (6, 4096, True)
+                assert [(await reader.dequeue(20))[0] for _ in range(3)] == [7, 8, 9]
+
+    @pytest.mark.parametrize("size", [3000, 50_000])
+    async def test_a_lease_holds_nobody_up_and_stays_what_it_is(self, size: int) -> None:
+        async with three_ends("skip") as (writer, patient, other):
+            await publish(writer, patient, range(1), size)
+            async with other.lease(20) as (number, content):
+                await publish(writer, patient, range(1, 30), size)
+                assert (number, bytes(content)) == (0, bytes(size))
+            assert bytes(content) == bytes(size)
+            with pytest.raises(MessagesLost) as lost:
+                await other.dequeue(20)
+            assert (lost.value.first, lost.value.last) == (1, 25)
+            assert [(await other.dequeue(20))[0] for _ in range(4)] == [26, 27, 28, 29]
+
+    async def test_a_batch(self) -> None:
+        async with three_ends("skip") as (writer, patient, other):
+            await publish(writer, patient, range(9))
+            with pytest.raises(MessagesLost):
+                await other.dequeue_many(10, 20)
+            assert [number for number, _ in await other.dequeue_many(10, 20)] == [5, 6, 7, 8]
+
+    async def test_a_reader_that_waits_is_woken(self) -> None:
+        async with three_ends("skip", wait="park") as (writer, patient, other):
+            waiting = asyncio.ensure_future(other.dequeue(20))
+            await until(lambda: other.stats().parks, "sleep")
+            await publish(writer, patient, range(1))
+            assert (await waiting)[0] == 0
+
+    async def test_after_the_writer_has_closed(self) -> None:
+        async with three_ends("skip") as (writer, patient, other):
+            await publish(writer, patient, range(6), 50_000)
+            await writer.aclose()
+            assert await received(other, 6) == [(0, 1), 2, 3, 4, 5]
+            with pytest.raises(PeerClosed):
+                await other.dequeue(20)
+
+    async def test_in_a_merge(self) -> None:
+        async with three_ends("skip") as (writer, patient, other):
+            await publish(writer, patient, range(10))
+            got: list[Any] = []
+            closing = None
+            async for rank, item in merge({7: other}):
+                got.append((rank, (item.first, item.last) if isinstance(item, MessagesLost) else item[0]))
+                if len(got) == 5:
+                    await publish(writer, patient, range(10, 12))
+                    closing = asyncio.ensure_future(writer.aclose())
+            assert got == [(7, (0, 5)), *((7, number) for number in range(6, 12))]
+            assert closing is not None
+            await closing
+
+    def test_in_a_blocking_merge(self) -> None:
+        with make_writer(1, chunks=CHUNKS, slow_reader="skip") as writer:
+            with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                ready = Thread(reader.wait_until_ready, 20)
+                writer.wait_until_ready(20)
+                ready.result()
+                for number in range(10):
+                    writer.enqueue(number, 20)
+                writer.close()
+                items = list(blocking.merge({7: reader}))
+        assert [rank for rank, _ in items] == [7] * 5
+        assert isinstance(items[0][1], MessagesLost)
+        assert [number for _, number in items[1:]] == [6, 7, 8, 9]
+
+    async def test_a_reader_that_is_waited_for_is_waited_for(self) -> None:
+        async with three_ends("skip") as (writer, patient, other):
+            for number in range(CHUNKS):
+                writer.enqueue_nowait((number, b""))
+            with pytest.raises(QueueFull, match=r"no slot is free: rank 0 \(pid \d+, \w+\)$"):
+                writer.enqueue_nowait("x")
+            waiting = asyncio.ensure_future(writer.enqueue((CHUNKS, b"")))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            assert (await patient.dequeue(20))[0] == 0
+            await asyncio.wait_for(waiting, 20)
+            assert [(await patient.dequeue(20))[0] for _ in range(CHUNKS)] == list(range(1, CHUNKS + 1))
+            assert (await received(other, CHUNKS + 1))[-CHUNKS:] == list(range(1, CHUNKS + 1))
+
+    async def test_it_may_leave_before_all_are_ready(self) -> None:
+        async with wide_writer(1, 0, slow_reader="skip", chunks=CHUNKS) as writer:
+            handle = writer.export_handle()
+            with pytest.raises(TimeoutError):
+                await writer.wait_until_ready(0)
+            async with MessageQueue.create_from_handle(handle, 0) as early:
+                await until(lambda: writer.end.ring.roster.peers[0] is not None, "admission")  # type: ignore[union-attr]
+                await early.aclose()
+            async with MessageQueue.create_from_handle(handle, 0, slow="block"):
+                for number in range(CHUNKS):
+                    await writer.enqueue(number, 20)
+                with pytest.raises(QueueFull):
+                    writer.enqueue_nowait("waits for its successor")
+
+
+class TestEvict:
+    async def test_who_is_a_ring_behind_is_evicted(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with three_ends("evict") as (writer, patient, other):
+            await publish(writer, patient, range(CHUNKS))
+            assert writer.stats().readers == 2
+            await publish(writer, patient, range(CHUNKS, 20))
+            assert writer.stats().readers == 1
+            assert f"reader 1 (pid {os.getpid()}) was too slow and was evicted, {CHUNKS} messages behind" in caplog.text
+            for _ in range(3):
+                with pytest.raises(ReaderEvicted, match=r"<local reader .*>: too slow: .* slow='skip'"):
+                    await other.dequeue(20)
+            with pytest.raises(ReaderEvicted):
+                async for _ in other:
+                    pass
+            with pytest.raises(HandleError, match=rf"rank 1 is taken: its reader \(pid {os.getpid()} was evicted\)"):
+                async with MessageQueue.create_from_handle(writer.export_handle(), 1) as late:
+                    await late.dequeue(20)
+
+    async def test_who_keeps_up_is_not(self) -> None:
+        async with three_ends("evict") as (writer, patient, other):
+            for number in range(100):
+                await publish(writer, patient, range(number, number + 1))
+                if number % CHUNKS == CHUNKS - 1:
+                    assert [(await other.dequeue(20))[0] for _ in range(CHUNKS)] == list(range(number - 3, number + 1))
+            assert writer.stats().readers == 2
+
+    async def test_ends_a_merge(self) -> None:
+        async with three_ends("evict") as (writer, patient, other):
+            await publish(writer, patient, range(20))
+            items = [item async for item in merge({7: other})]
+            assert [(rank, type(item)) for rank, item in items] == [(7, ReaderEvicted)]
+
+    async def test_the_last_reader(self) -> None:
+        async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="evict") as writer:
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0):
+                await writer.wait_until_ready(20)
+                with pytest.raises(PeerClosed, match="every reader has left"):
+                    for number in range(CHUNKS + 2):
+                        await writer.enqueue(number, 20)
+
+    async def test_a_stopped_process_holds_nobody_up(self) -> None:
+        async with wide_writer(2, 0, chunks=CHUNKS, slow_reader="block") as writer:
+            handle = writer.export_handle()
+            options = Options(slow_reader="evict")
+            assert pickle.loads(pickle.dumps(options)).slow_reader == "evict"
+            async with child("collect_slowly", handle.to_json(), "1", "evict") as slow:
+                async with MessageQueue.create_from_handle(handle, 0) as patient:
+                    await writer.wait_until_ready(20)
+                    await slow.says("ready")
+                    slow.signal(signal.SIGSTOP)
+                    await publish(writer, patient, range(3 * CHUNKS))
+                    slow.signal(signal.SIGCONT)
+                    assert "ReaderEvicted" in await slow.says("ended")
+
+
+class TestTheArgument:
+    async def test_one_reader_may_ask_to_be_waited_for(self) -> None:
+        async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="skip") as writer:
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0, slow="block") as reader:
+                await writer.wait_until_ready(20)
+                for number in range(CHUNKS):
+                    writer.enqueue_nowait(number)
+                with pytest.raises(QueueFull):
+                    writer.enqueue_nowait("x")
+                assert [await reader.dequeue(20) for _ in range(CHUNKS)] == list(range(CHUNKS))
+
+    @pytest.mark.parametrize("slow", ["drop", "", 1, True])
+    async def test_what_is_none(self, slow: Any) -> None:
+        async with wide_writer(1, 0) as writer:
+            with pytest.raises(ValueError, match="slow must be one of 'block', 'evict', 'skip', not"):
+                MessageQueue.create_from_handle(writer.export_handle(), 0, slow=slow)
+            with pytest.raises(ValueError, match="slow_reader must be one of"):
+                Options(slow_reader=slow)
+
+    async def test_what_goes_over_zeromq_is_not_lost(self) -> None:
+        with pytest.raises(ValueError, match="slow_reader='skip' does not go with overflow='zmq': use"):
+            Options(slow_reader="skip", overflow="zmq")
+        async with wide_writer(1, 0, overflow="zmq") as writer:
+            with pytest.raises(ValueError, match="slow='evict' does not go with overflow='zmq'"):
+                MessageQueue.create_from_handle(writer.export_handle(), 0, slow="evict")
+
+
+class TestTheBlockingFace:
+    @pytest.mark.parametrize("slow", ["skip", "evict"])
+    def test_the_same(self, slow: Any) -> None:
+        with make_writer(2, chunks=CHUNKS) as writer:
+            handle = writer.export_handle()
+            with (
+                blocking.MessageQueue.create_from_handle(handle, 0) as patient,
+                blocking.MessageQueue.create_from_handle(handle, 1, slow=slow) as other,
+            ):
+                threads = [Thread(end.wait_until_ready, 20) for end in (writer, patient, other)]
+                for thread in threads:
+                    thread.result()
+                for number in range(10):
+                    writer.enqueue(number, 20)
+                    assert patient.dequeue(20) == number
+                if slow == "evict":
+                    with pytest.raises(ReaderEvicted):
+                        other.dequeue(20)
+                    return
+                with pytest.raises(MessagesLost):
+                    other.dequeue(20)
+                with other.lease(20) as obj:
+                    assert obj == 6
+                assert [other.dequeue(20) for _ in range(3)] == [7, 8, 9]
+
+
+@pytest.mark.slow_on_uvloop
+class TestOverTheNetwork:
+    """Of two readers one dawdles; a window has 8 messages."""
+
+    @asynccontextmanager
+    async def three_ends(self, slow: Any) -> AsyncIterator[tuple[MessageQueue, MessageQueue, MessageQueue]]:
+        writer = wide_writer(0, 2, chunks=CHUNKS, remote_window=8)
+        handle = writer.export_handle()
+        patient = MessageQueue.create_from_handle(handle, 0)
+        async with writer, patient, MessageQueue.create_from_handle(handle, 1, slow=slow) as other:
+            await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, patient, other)))
+            yield writer, patient, other
+
+    async def publish(self, writer: MessageQueue, patient: MessageQueue, numbers: range) -> None:
+        for number in numbers:
+            await writer.enqueue((number, bytes([number % 256])), 20)
+            assert (await patient.dequeue(20))[0] == number
+
+    async def test_skip(self) -> None:
+        async with self.three_ends("skip") as (writer, patient, other):
+            await self.publish(writer, patient, range(40))
+            await until(lambda: other.stats().messages + other.stats().backlog == 40, "the last one")
+            got = await received(other, 40)
+            lost = got[0]
+            assert isinstance(lost, tuple)
+            assert (lost[0], got[1:]) == (0, list(range(lost[1] + 1, 40)))
+            assert len(got) in (9, 10), "a window of the newest"
+            await self.publish(writer, patient, range(40, 43))
+            assert [(await other.dequeue(20))[0] for _ in range(3)] == [40, 41, 42]
+
+    async def test_skip_while_a_message_is_leased(self) -> None:
+        async with self.three_ends("skip") as (writer, patient, other):
+            await self.publish(writer, patient, range(1))
+            async with other.lease(20) as (number, _):
+                await self.publish(writer, patient, range(1, 40))
+                await until(lambda: other.stats().messages + other.stats().backlog == 40, "the last one")
+                assert number == 0
+            with pytest.raises(MessagesLost, match="too slow") as lost:
+                await other.dequeue(20)
+            assert lost.value.first == 1
+            numbers = [(await other.dequeue(20))[0] for _ in range(39 - lost.value.last)]
+            assert numbers == list(range(lost.value.last + 1, 40))
+
+    async def test_evict(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with self.three_ends("evict") as (writer, patient, other):
+            await self.publish(writer, patient, range(8))
+            with pytest.raises(QueueFull, match=r"the window of the remote readers is full: .*rank 1"):
+                writer.enqueue_nowait("not now")
+            await self.publish(writer, patient, range(8, 20))
+            assert writer.stats().readers == 1
+            assert "was too slow and was evicted, 8 messages behind" in caplog.text
+            assert [(await other.dequeue(20))[0] for _ in range(8)] == list(range(8))
+            with pytest.raises(ReaderEvicted, match="a larger remote_window allows longer pauses"):
+                while True:
+                    await other.dequeue(20)
+
+    async def test_block(self) -> None:
+        async with self.three_ends("block") as (writer, patient, other):
+            await self.publish(writer, patient, range(8))
+            with pytest.raises(TimeoutError, match="rank 1"):
+                await writer.enqueue("x", 1.5)
+            assert [(await other.dequeue(20))[0] for _ in range(8)] == list(range(8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [40, 6000])
+async def test_under_full_traffic_whatever_comes_is_whole(size: int) -> None:
+    """One process dawdles; what it gets and what it is told to have lost are all messages, once, in order."""
+    async with wide_writer(2, 0, chunks=8) as writer:
+        handle = writer.export_handle()
+        async with (
+            child("collect_slowly", handle.to_json(), "1", "skip") as slow,
+            child("collect", handle.to_json(), "0") as patient,
+        ):
+            await writer.wait_until_ready(20)
+            end = time.monotonic() + 4
+            for number in itertools.count():
+                await writer.enqueue((number, bytes([number % 256]) * (number * 37 % size)), 20)
+                if time.monotonic() > end:
+                    break
+            await writer.aclose()
+            await patient.says("ready")
+            await slow.says("ready")
+            await patient.says(f"{number + 1} then closed")
+            got, lost = map(int, (await slow.says("ended PeerClosed: ")).split(":")[1].split())
+            assert got + lost == number + 1
+            assert min(got, lost) > 100, "both were tried"

@@ -1,0 +1,126 @@
+"""A reader that the writer does not wait for: whatever it is given is whole, and it knows what it has lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from rings import CORES, Cores, NewRing
+
+from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
+from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.ring.copying import CopyingCore
+
+CHUNKS = 4
+
+
+class Interrupted(CopyingCore):
+    """Lets the writer run between a copy and the look whether it is whole."""
+
+    meanwhile: Callable[[], object] = bool
+
+    def intact(self) -> bool:
+        self.meanwhile()
+        return super().intact()
+
+
+class Pair:
+    """A writer, and a reader of two that it does not wait for; the other one reads everything at once."""
+
+    def __init__(self, ring: ShmRingBuffer, cores: Cores) -> None:
+        self.writer = RingWriter(ring.layout, ring.view, cores.writer)
+        self.other = RingReader(ring.layout, ring.view, 0, cores.reader)
+        self.core: Interrupted
+        self.reader = RingReader(ring.layout, ring.view, 1, Interrupted)
+        assert isinstance(self.reader.core, Interrupted)
+        self.core = self.reader.core
+        for end in (self.writer.core, self.other.core, self.core):
+            end.bind(bytes, 1, True, None)
+
+    def publish(self, count: int = 1) -> list[bool]:
+        """Publish messages, each its number 16 times, and return for each whether one was passed over unread."""
+        lost = []
+        for _ in range(count):
+            lost.append(not self.writer.free() and self.writer.pass_over(1, 1))
+            assert self.writer.core.put(bytes([self.writer.seq % 256]) * 16)
+            assert self.other.core.take() == bytes([(self.writer.seq - 1) % 256]) * 16
+        return lost
+
+    def take(self) -> int | str | tuple[int, int]:
+        """Return the next message's number, the run of messages that is lost instead, or "nothing"."""
+        obj = self.core.take()
+        if obj is NOTHING:
+            return "nothing"
+        if obj is ELSEWHERE:
+            return self.core.lose()
+        assert obj == obj[:1] * 16, "it is whole"
+        return int(obj[0])
+
+    def close(self) -> None:
+        for end in (self.writer, self.other, self.reader):
+            end.close()
+
+
+@pytest.fixture(params=CORES.values(), ids=CORES)
+def pair(request: pytest.FixtureRequest, new_ring: NewRing) -> Iterator[Pair]:
+    made = Pair(new_ring(2, 100, CHUNKS), request.param)
+    yield made
+    made.close()
+
+
+def test_who_keeps_up_loses_nothing(pair: Pair) -> None:
+    for number in range(50):
+        assert pair.publish() == [False]
+        assert [pair.take(), pair.take()] == [number, "nothing"]
+
+
+def test_who_is_behind_loses_the_oldest_and_no_more(pair: Pair) -> None:
+    assert pair.publish(CHUNKS + 3) == [False] * CHUNKS + [True] * 3
+    assert [pair.take() for _ in range(6)] == [(0, 2), 3, 4, 5, 6, "nothing"]
+    assert pair.publish(CHUNKS) == [False] * CHUNKS
+    assert [pair.take() for _ in range(5)] == [7, 8, 9, 10, "nothing"]
+
+
+def test_the_other_reader_is_waited_for(pair: Pair) -> None:
+    for _ in range(CHUNKS):
+        assert pair.writer.core.put(b"x")
+    assert not pair.writer.free()
+    pair.writer.pass_over(1, 1)
+    assert (pair.writer.free(), pair.writer.laggards()) == (False, [0])
+    pair.other.core.take()
+    assert pair.writer.free()
+
+
+@pytest.mark.parametrize("published", range(1, 3 * CHUNKS))
+def test_what_is_overwritten_while_it_is_copied_is_lost(pair: Pair, published: int) -> None:
+    """The writer publishes that many between the copy and the look."""
+    pair.publish(CHUNKS)
+
+    def meanwhile() -> None:
+        del pair.core.meanwhile
+        pair.publish(published)
+
+    pair.core.meanwhile = meanwhile  # type: ignore[method-assign]
+    end, got = CHUNKS + published, []
+    while (taken := pair.take()) != "nothing":
+        got += [taken] if isinstance(taken, int) else [("lost", number) for number in range(taken[0], taken[1] + 1)]
+    numbers = [entry if isinstance(entry, int) else entry[1] for entry in got]
+    assert numbers == list(range(end)), "each message once, or told as lost"
+    assert [entry for entry in got if isinstance(entry, tuple)] == [("lost", number) for number in range(published)]
+
+
+def test_batches_end_where_something_is_lost(pair: Pair) -> None:
+    pair.publish(3)
+    assert [each[0] for each in pair.core.take_many(10)] == [0, 1, 2]
+    pair.publish(CHUNKS + 1)
+    assert pair.core.take_many(10) == []
+    assert pair.take() == (3, 3)
+    assert [each[0] for each in pair.core.take_many(10)] == [4, 5, 6, 7]
+
+
+def test_who_loses_again_before_it_has_read_leaves_out_half_of_the_ring(pair: Pair) -> None:
+    pair.publish(CHUNKS + 1)
+    assert pair.take() == (0, 0)
+    pair.publish(1)
+    assert pair.take() == (1, 3)
+    assert pair.take() == 4
