@@ -198,7 +198,7 @@ class EngineStartupError(AioshmError, RuntimeError):
 
     def __init__(self, *args: object, failed: Mapping[str, int | None] | None = None) -> None:
         super().__init__(*args)
-        self.failed = dict(failed or {})
+        self.failed: dict[str, int | None] = dict(failed or {})
 
 
 class HandshakeError(EngineStartupError):
@@ -299,7 +299,7 @@ class WorkerDied(ProcessDied):
     ) -> None:
         super().__init__(name, pid, exitcode)
         self.rank = rank
-        self.last_lines = list(last_lines)
+        self.last_lines: list[str] = list(last_lines)
         tail = [f"last lines of {name}'s stderr:", *(f"  {line}" for line in last_lines)] if last_lines else []
         self.args = ("\n".join([text, *tail]),)
         self._text = text
@@ -342,7 +342,7 @@ class WorkerError(AioshmError, RuntimeError):
             lines += [f"rank {rank}'s traceback:", first.traceback.rstrip()]
         super().__init__("\n".join(lines))
         self.method = method
-        self.errors = dict(errors)
+        self.errors: dict[int, RemoteFailure] = dict(errors)
 
     def __reduce__(self) -> tuple[type[WorkerError], tuple[str, dict[int, RemoteFailure]]]:
         return type(self), (self.method, self.errors)

@@ -12,7 +12,7 @@ import multiprocessing
 import msgspec
 import numpy as np
 
-from aioshm import Handle, MessageQueue, MsgpackCodec
+from aioshm import Handle, MessageQueue
 from aioshm.blocking import MessageQueue as BlockingQueue
 
 
@@ -24,7 +24,7 @@ class Step(msgspec.Struct):
 
 def work(handle: Handle) -> None:
     total = 0.0
-    with BlockingQueue.create_from_handle(handle, rank=0, codec=MsgpackCodec(type=Step)) as mq:
+    with BlockingQueue.create_from_handle(handle, rank=0, type=Step) as mq:
         mq.wait_until_ready(30)
         for _ in range(6):
             with mq.lease() as step:  # no copy; the slot goes back when the block ends
@@ -34,7 +34,7 @@ def work(handle: Handle) -> None:
 
 
 async def main() -> None:
-    async with MessageQueue(1, 1, max_chunk_bytes=1 << 20, codec=MsgpackCodec(type=Step)) as mq:
+    async with MessageQueue(1, 1, max_chunk_bytes=1 << 20, codec="msgpack", type=Step) as mq:
         worker = multiprocessing.get_context("spawn").Process(target=work, args=(mq.export_handle(),))
         worker.start()
         for first in range(0, 6, 3):

@@ -27,6 +27,8 @@ from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
 from aioshm.ring.layout import Layout
 from aioshm.ring.segment import orphans, remove_orphan
+from aioshm.wait.calibration import measured
+from aioshm.wait.costs import Costs
 from aioshm.wait.cpus import usable_cpus
 
 Verdict: TypeAlias = Literal["good", "note", "bad"]
@@ -76,10 +78,13 @@ def _doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Say what this machine offers, and which shared memory was left behind."""
-    findings = list(examine())
+    costs = measured(timers=20, yields=50)
+    findings = [*examine(), _waiting(costs)]
     left = [_orphan(name, remove=clean) for name in orphans()]
     if as_json:
-        print_json({"aioshm": aioshm.__version__, "findings": findings, "orphans": left})
+        print_json(
+            {"aioshm": aioshm.__version__, "findings": findings, "costs": costs.within_bounds(), "orphans": left}
+        )
     else:
         console = Console(highlight=False)
         _show(console, findings)
@@ -158,6 +163,27 @@ def _memory_order() -> Finding:
         "weak",
         f"without the native core, a {RECHECK_S * 1000:.0f} ms recheck timer bounds every parked wait; nothing to do",
     )
+
+
+def _waiting(costs: Costs) -> Finding:
+    used = costs.within_bounds()
+    found = (
+        f"waking an end takes about {_us(costs.wake_up_ns)}, a timer is {_us(costs.timer_ns)} late, "
+        f"a sched_yield takes {_us(costs.yield_ns)}: messages up to {_us(used.hot_gap_ns)} apart are spun for"
+    )
+    if used == costs:
+        return Finding("waiting", "good", found)
+    return Finding(
+        "waiting",
+        "note",
+        found,
+        f"that much was measured because the machine was busy, and {_us(used.wake_up_ns)} is what waking counts as, "
+        "until ends that wait have learned better; nothing to do",
+    )
+
+
+def _us(ns: int) -> str:
+    return f"{ns / 1000:.1f} us" if ns < 10_000 else f"{ns / 1000:.0f} us"
 
 
 def _tried(name: str, function: str, make: Callable[[], int], without: str) -> Finding:

@@ -46,7 +46,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 _PROGRESS_S = 0.2
 
-events_app = typer.Typer(no_args_is_help=True, help="KV-cache events: tail, record, replay, stats.")
+events_app: typer.Typer = typer.Typer(no_args_is_help=True, help="KV-cache events: tail, record, replay, stats.")
 
 
 def register(app: typer.Typer) -> None:

@@ -1,10 +1,10 @@
 """Objects to buffers and back: no event loop, no sockets, no files."""
 
-from aioshm.codec.base import Codec, Encoded, Loads, Views, cannot_decode
+from aioshm.codec.base import Codec, Encoded, Loads, S, T, Typed, Views, cannot_decode
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.codec.raw import RawCodec
-from aioshm.codec.registry import get_codec, loads_of, register_codec, view_of
+from aioshm.codec.registry import get_codec, loads_of, register_codec, typed_codec, view_of
 
 __all__ = [
     "Codec",
@@ -13,10 +13,14 @@ __all__ = [
     "MsgpackCodec",
     "PickleCodec",
     "RawCodec",
+    "S",
+    "T",
+    "Typed",
     "Views",
     "cannot_decode",
     "get_codec",
     "loads_of",
     "register_codec",
+    "typed_codec",
     "view_of",
 ]

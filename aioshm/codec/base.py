@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from aioshm.errors import CodecError
 from aioshm.process.interrupts import chain_of, find_raised
 
+if TYPE_CHECKING:  # the defaults are for type checkers: a queue, or a codec, of no type in particular is one of Any
+    from typing_extensions import TypeVar
+
+    S = TypeVar("S", default=Any)
+    T = TypeVar("T", default=Any)
+    T_co = TypeVar("T_co", default=Any, covariant=True)
+else:
+    from typing import TypeVar
+
+    S = TypeVar("S")
+    T = TypeVar("T")
+    T_co = TypeVar("T_co", covariant=True)
+
 Encoded: TypeAlias = bytes | tuple[Sequence[bytes | memoryview], Sequence[memoryview]]
 
 
-class Codec(Protocol):
+class Codec(Protocol[T_co]):
     """Encodes objects into bytes and buffers, and decodes them.
 
     An instance belongs to one end of one queue and is used by one thread at a time. It may be entered again while it
     is encoding: user code that runs then can encode something of its own.
 
-    These four are required. `Loads` and `Views` are optional; `loads_of` and `view_of` make up for them.
+    These four are required. `Loads`, `Views` and `Typed` are optional; `loads_of`, `view_of` and `typed_codec` make up
+    for them.
 
     Attributes:
         name: What a handle and ``MessageQueue(codec=...)`` call it.
@@ -43,7 +57,7 @@ class Codec(Protocol):
             CodecError: The object cannot be encoded; the text names its type.
         """
 
-    def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+    def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> T_co:
         """Turn what `encode` returned into an object.
 
         The result shares no memory with the arguments, can be written to where its types allow that, and no error that
@@ -78,6 +92,19 @@ class Views(Protocol):
 
         Raises:
             CodecError: These bytes cannot be decoded.
+        """
+
+
+@runtime_checkable
+class Typed(Protocol):
+    """A codec that can check, as it decodes, that messages are of a type."""
+
+    def of_type(self, type: Any) -> Self:  # noqa: A002  # as everywhere else
+        """Return a codec like this one that decodes messages as ``type``, and refuses those that are of another.
+
+        Raises:
+            TypeError: It cannot decode this type.
+            ValueError: It decodes another one already.
         """
 
 

@@ -12,16 +12,18 @@ A head is itself MessagePack; see msgpack_arrays.py and msgpack_tensors.py. All 
 
 from __future__ import annotations
 
+import builtins
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, Generic, Self, overload
 
 import msgspec
 from msgspec.msgpack import Ext
 
-from aioshm.codec.base import Encoded, cannot_decode
+from aioshm.arguments import shown
+from aioshm.codec.base import Encoded, T, cannot_decode
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
 from aioshm.codec.walk import find_refused, substitute
@@ -43,7 +45,7 @@ _packers: dict[type, tuple[int, Callable[[Any], tuple[bytes, Any]]]] = {}
 _numbers: set[type] = set()
 
 
-class MsgpackCodec:
+class MsgpackCodec(Generic[T]):
     """Carries what msgspec does, NumPy arrays and dense torch tensors. Decoding runs no code of the sender's choice.
 
     Bytes-like objects arrive as ``bytes``, tuples and sets as lists, unless ``type`` says otherwise. Arrays keep dtype,
@@ -53,7 +55,8 @@ class MsgpackCodec:
     101 to 103 are this codec's own.
 
     Args:
-        type: What messages are decoded as; None for dicts, lists and other plain data.
+        type: What messages are decoded as; None for what the queue's ``type`` says, or else for dicts, lists and other
+            plain data.
         enc_hook: Turns an object of a type that is not supported into one that is, or raises.
         dec_hook: Called with a type of your own and plain data, where ``type`` names that type.
     """
@@ -61,9 +64,27 @@ class MsgpackCodec:
     name = "msgpack"
     code = 3
 
+    @overload
     def __init__(
         self,
-        type: Any = None,  # noqa: A002  # the name that msgspec gives it
+        type: type[T] | None = None,  # the name that msgspec gives it
+        *,
+        enc_hook: Callable[[Any], Any] | None = None,
+        dec_hook: Callable[[type[Any], Any], Any] | None = None,
+    ) -> None: ...
+
+    @overload
+    def __init__(  # a union, which is no `type` to type checkers
+        self: MsgpackCodec[Any],
+        type: Any,
+        *,
+        enc_hook: Callable[[Any], Any] | None = None,
+        dec_hook: Callable[[type[Any], Any], Any] | None = None,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        type: Any = None,  # noqa: A002
         *,
         enc_hook: Callable[[Any], Any] | None = None,
         dec_hook: Callable[[type[Any], Any], Any] | None = None,
@@ -73,13 +94,26 @@ class MsgpackCodec:
         self._dec_hook = dec_hook
         self._pack = msgspec.msgpack.Encoder(enc_hook=self._stand_in).encode
         self._unpack = built(lambda: msgspec.msgpack.Decoder(ext_hook=self._arrive)).decode
-        self.loads: Callable[[bytes | memoryview], Any] = self._unpack
+        self.loads: Callable[[bytes | memoryview], T] = self._unpack
         if type is not None:
             self.loads = built(lambda: msgspec.msgpack.Decoder(type, ext_hook=self._arrive, dec_hook=dec_hook)).decode
         self._leaving: list[memoryview] = []
         self._arriving: list[memoryview | None] = []
         self._show = False
         self._suspicion = 0
+
+    def of_type(self, type: Any) -> Self:  # noqa: A002  # as above
+        """Return a codec like this one, hooks included, that decodes messages as ``type``.
+
+        Raises:
+            TypeError: It cannot decode this type.
+            ValueError: It decodes another one already.
+        """
+        if self._type is None:
+            return builtins.type(self)(type, enc_hook=self._enc_hook, dec_hook=self._dec_hook)
+        if self._type != type:
+            raise ValueError(f"type is {shown(type)}, and the codec's is {shown(self._type)}: give one of the two")
+        return self
 
     def encode(self, obj: Any) -> Encoded:
         """Encode an object.
@@ -119,7 +153,7 @@ class MsgpackCodec:
             raise
         return ((main,), self._take_leaving()) if self._leaving else main
 
-    def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+    def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> T:
         """Decode a message.
 
         Raises:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
+from aioshm.arguments import shown
 from aioshm.codec.base import Encoded
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat
 from aioshm.errors import CodecError
@@ -42,6 +43,16 @@ class RawCodec:
         """
         _refuse(buffers)
         return bytes(main)
+
+    def of_type(self, type: Any) -> Self:  # noqa: A002  # as everywhere else
+        """Return this codec, whose messages are ``bytes``.
+
+        Raises:
+            ValueError: ``type`` is another one.
+        """
+        if type is not bytes:
+            raise ValueError(f"type must be bytes with the codec 'raw', not {shown(type)}")
+        return self
 
     def view(self, main: memoryview, buffers: Sequence[memoryview]) -> memoryview:
         """Return the message itself, read-only.

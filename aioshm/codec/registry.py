@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NewType, get_origin
 
 from aioshm.arguments import shown
-from aioshm.codec.base import Codec, Loads, Views
+from aioshm.codec.base import Codec, Loads, Typed, Views
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.codec.raw import RawCodec
@@ -68,6 +69,28 @@ def get_codec(codec: str | Codec) -> Codec:
     _check_parts(codec)
     _check_identity(codec)
     return codec
+
+
+def typed_codec(codec: str | Codec, type: Any) -> Codec:  # noqa: A002  # what MessageQueue calls it
+    """Return a codec, from its name or as `get_codec` does, that decodes a type; None: what it decodes by itself.
+
+    A codec that is not `Typed` decodes what was sent, whatever that is: the type is a promise to type checkers then.
+
+    Raises:
+        TypeError: This is no codec, or no type, or none that it can decode.
+        ValueError: As `get_codec`, or the codec decodes another type.
+    """
+    own = get_codec(codec)
+    if type is None:
+        return own
+    if not isinstance(type, (builtins.type, NewType)) and get_origin(type) is None and not hasattr(type, "__value__"):
+        raise TypeError(f"type must be the type of the messages or None, not {shown(type)}")
+    if not isinstance(own, Typed):
+        return own
+    try:
+        return own.of_type(type)
+    except TypeError as error:
+        raise TypeError(f"type is {shown(type)}, which the codec {own.name!r} cannot decode: {error}") from error
 
 
 def loads_of(codec: Codec) -> Callable[[bytes], Any]:

@@ -15,7 +15,7 @@ class Bell:
     """
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
+        self.fd: int = fd
 
     @classmethod
     def create(cls) -> Bell:

@@ -44,7 +44,7 @@ class Lifeline:
         self._early = early
         self.welcome = welcome
         self.writer_pid = writer_pid
-        self.said_goodbye = False
+        self.said_goodbye: bool = False
         self._asked: float | None = None  # since when an answer is owed
         self._asking = False  # whether the question is on its way
         self._held_back: asyncio.TimerHandle | None = None

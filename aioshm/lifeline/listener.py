@@ -23,7 +23,7 @@ from aioshm.lifeline.protocol import BYE, PING, PONG, PROVEN, WAKE, Hello
 from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
 
-logger = logging.getLogger("aioshm.lifeline")
+logger: logging.Logger = logging.getLogger("aioshm.lifeline")
 
 HELLO_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64

@@ -58,8 +58,8 @@ class Peer:
         self._sock = sock
         self._bell = bell
         self._outbox: deque[int] = deque()
-        self.rank = hello.rank
-        self.pid = hello.pid
+        self.rank: int = hello.rank
+        self.pid: int = hello.pid
         self.slow = hello.slow
         self.seen_pid = seen_pid
         self.hang_up: Callable[[], None] = sock.close

@@ -36,7 +36,7 @@ class LoopThread:
         self._owner, self._pid = owner, os.getpid()
         self._gate = threading.RLock()  # a signal handler or the garbage collector may call while this thread does
         self._ended = False
-        self.loop = (loop_factory or asyncio.new_event_loop)()
+        self.loop: asyncio.AbstractEventLoop = (loop_factory or asyncio.new_event_loop)()
         self._thread = threading.Thread(target=_host, args=(self.loop,), name="aioshm-engine-client", daemon=True)
         try:
             self._thread.start()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, overload
 
 from aioshm.closing import AsyncClosing
-from aioshm.codec import Codec
-from aioshm.config import Options
+from aioshm.codec import Codec, S, T
+from aioshm.config import Options, SlowReader
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
 from aioshm.queue.base import QueueBase
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from aioshm.queue.groups.process_group import ObjectGroup
 
 
-class MessageQueue(QueueBase, AsyncClosing):
-    """A queue from one writer to many readers.
+class MessageQueue(QueueBase[T], AsyncClosing):
+    """A queue from one writer to many readers, of messages of one type, or of any.
 
     ``MessageQueue(...)`` makes the writer's end, `create_from_handle` a reader's. Either may be made before any event
     loop runs; it then belongs to the loop, thread and process that first await it.
@@ -40,6 +40,49 @@ class MessageQueue(QueueBase, AsyncClosing):
         self.end = end
         self._writer = end if isinstance(end, WritingEnd) else None
         self._reader = end if isinstance(end, ReadingEnd) else None
+
+    if TYPE_CHECKING:  # the type of what it returns depends on the face; what it does does not
+
+        @overload
+        @classmethod
+        def create_from_handle(
+            cls,
+            handle: Handle | str | bytes,
+            rank: int,
+            *,
+            codec: str | Codec | None = None,
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+            type: type[S],
+        ) -> MessageQueue[S]: ...
+
+        @overload
+        @classmethod
+        def create_from_handle(
+            cls,
+            handle: Handle | str | bytes,
+            rank: int,
+            *,
+            codec: Codec[S],
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+        ) -> MessageQueue[S]: ...
+
+        @overload
+        @classmethod
+        def create_from_handle(
+            cls,
+            handle: Handle | str | bytes,
+            rank: int,
+            *,
+            codec: str | Codec | None = None,
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+            type: Any = None,  # also for a union, which is no `type` to type checkers
+        ) -> Self: ...
+
+        @classmethod
+        def create_from_handle(cls, *args: Any, **kwargs: Any) -> Any: ...
 
     @classmethod
     async def create_from_process_group(
@@ -54,7 +97,8 @@ class MessageQueue(QueueBase, AsyncClosing):
         options: Options | None = None,
         codec: str | Codec = "pickle",
         connect_ip: str | None = None,
-    ) -> Self:
+        type: type[S] | None = None,  # noqa: A002
+    ) -> MessageQueue[S]:
         """Make a queue from one rank of a process group to all the others. Every rank awaits this.
 
         A reader's rank in the queue is its rank in the group. Readers that share memory with the writer, which is tried
@@ -80,6 +124,7 @@ class MessageQueue(QueueBase, AsyncClosing):
             codec: For the queue. Readers take the writer's; one that is not given by name is that reader's own
                 instance.
             connect_ip: The address that remote readers connect to. Only the writer's counts.
+            type: What the messages are, as for `MessageQueue` and `create_from_handle`.
 
         Returns:
             The writer's end at ``writer_rank``, a reader's elsewhere.
@@ -95,8 +140,9 @@ class MessageQueue(QueueBase, AsyncClosing):
         with naming_limits("a reader or a writer"):
             from aioshm.queue.groups.making import GroupCall
 
-        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options)
-        return cls.around(await call.one_writer(writer_rank, external_writer_handle, wait=blocking))
+        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options, type)
+        end = await call.one_writer(writer_rank, external_writer_handle, wait=blocking)
+        return cast(MessageQueue[S], cls.around(end))
 
     @classmethod
     async def create_from_process_group_single_reader(
@@ -110,7 +156,8 @@ class MessageQueue(QueueBase, AsyncClosing):
         options: Options | None = None,
         codec: str | Codec = "pickle",
         connect_ip: str | None = None,
-    ) -> tuple[Self, list[Handle]]:
+        type: type[S] | None = None,  # noqa: A002
+    ) -> tuple[MessageQueue[S], list[Handle]]:
         """Make a queue from every rank of a process group to one of them. Every rank awaits this.
 
         Each rank, ``reader_rank`` too, gets the writer's end of a queue of its own, whose only reader has rank 0. At
@@ -128,6 +175,7 @@ class MessageQueue(QueueBase, AsyncClosing):
             options: For the queues, as for `MessageQueue`; each rank's own count.
             codec: For the queues; each rank's own counts.
             connect_ip: The address that a remote reader connects to; each rank's own counts.
+            type: What the messages are, as for `MessageQueue`.
 
         Returns:
             This rank's writer; and at ``reader_rank`` the handles of all ranks' queues, by rank, elsewhere none.
@@ -139,9 +187,9 @@ class MessageQueue(QueueBase, AsyncClosing):
         with naming_limits("a writer"):
             from aioshm.queue.groups.making import GroupCall
 
-        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options)
+        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options, type)
         end, handles = await call.one_reader(reader_rank, wait=blocking)
-        return cls.around(end), handles
+        return cast(MessageQueue[S], cls.around(end)), handles
 
     def export_handle(self) -> Handle:
         """Return what readers need in order to attach: picklable, and JSON by its ``to_json``."""
@@ -164,7 +212,7 @@ class MessageQueue(QueueBase, AsyncClosing):
         """
         await self.end.wait_until_ready(deadline_after(timeout))
 
-    async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+    async def enqueue(self, obj: T, timeout: float | None = None) -> None:
         """Send an object to every reader, waiting for a free slot.
 
         After this returns, the object may be changed or freed. Cancelling it has sent the message to every reader or
@@ -185,7 +233,7 @@ class MessageQueue(QueueBase, AsyncClosing):
         if message is not None:
             await writer.enqueue(obj, message, timeout)
 
-    async def enqueue_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
+    async def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
         """Send objects, in order and one right after the other, with one wake-up of each reader.
 
         All of them or none: everything is encoded first, and published once there are slots for all. A batch of more
@@ -204,7 +252,7 @@ class MessageQueue(QueueBase, AsyncClosing):
         writer = self._writer or self._wrong_end("enqueue_many", "writer")
         await writer.enqueue_many(objs, timeout)
 
-    def enqueue_nowait(self, obj: Any) -> None:
+    def enqueue_nowait(self, obj: T) -> None:
         """Send an object to every reader now.
 
         A reader that is a whole ring (``max_chunks``), or window, behind leaves no room for anybody: where nothing may
@@ -220,7 +268,7 @@ class MessageQueue(QueueBase, AsyncClosing):
 
     async def dequeue(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
-    ) -> Any:
+    ) -> T:
         """Receive the next message; it is the caller's own.
 
         Cancelling this call loses nothing: the next call returns the same message.
@@ -247,8 +295,8 @@ class MessageQueue(QueueBase, AsyncClosing):
         except Exception as error:
             reader.fail(error)
         if obj is NOTHING or obj is ELSEWHERE:
-            return await reader.dequeue(timeout, cancel, indefinite)
-        return obj
+            obj = await reader.dequeue(timeout, cancel, indefinite)
+        return obj  # type: ignore[no-any-return]  # what the codec has decoded
 
     async def dequeue_many(
         self,
@@ -256,7 +304,7 @@ class MessageQueue(QueueBase, AsyncClosing):
         timeout: float | None = None,
         cancel: asyncio.Event | None = None,
         indefinite: bool = False,
-    ) -> list[Any]:
+    ) -> list[T]:
         """Wait for a message and return it with those behind it that are there: at least one, at most ``max_items``.
 
         A batch may end early: before a message that comes with large buffers or is damaged, which is then the next
@@ -269,7 +317,7 @@ class MessageQueue(QueueBase, AsyncClosing):
         reader = self._reader or self._wrong_end("dequeue_many", "reader")
         return await reader.dequeue_many(max_items, timeout, cancel, indefinite)
 
-    def dequeue_nowait(self) -> Any:
+    def dequeue_nowait(self) -> T:
         """Receive the next message if it is there.
 
         Raises:
@@ -277,7 +325,7 @@ class MessageQueue(QueueBase, AsyncClosing):
             PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.
         """
         reader = self._reader or self._wrong_end("dequeue_nowait", "reader")
-        return reader.dequeue_nowait()
+        return reader.dequeue_nowait()  # type: ignore[no-any-return]
 
     def acquire_write(self, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
         """Give the next free slot's chunk to the block to fill: ``max_chunk_bytes`` writable bytes.
@@ -305,7 +353,7 @@ class MessageQueue(QueueBase, AsyncClosing):
 
     def lease(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
-    ) -> AbstractAsyncContextManager[Any]:
+    ) -> AbstractAsyncContextManager[T]:
         """Give the next message to the block, decoded where it lies: arrays, tensors and bytes are not copied.
 
         What points into the slot is read-only where its type allows; a tensor does not, and writing to one ends the
@@ -320,12 +368,12 @@ class MessageQueue(QueueBase, AsyncClosing):
         reader = self._reader or self._wrong_end("lease", "reader")
         return reader.open_block(timeout, cancel, indefinite, decoded=True)
 
-    async def broadcast_object(self, obj: Any = None) -> Any:
+    async def broadcast_object(self, obj: T | None = None) -> T:
         """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""
         if self._writer is None:
             return await self.dequeue()
-        await self.enqueue(obj)
-        return obj
+        await self.enqueue(cast(T, obj))  # None may be a message, too
+        return cast(T, obj)
 
     def stats(self) -> QueueStats:
         """Return what this end has done so far. Works at any time, also after closing."""
@@ -333,10 +381,10 @@ class MessageQueue(QueueBase, AsyncClosing):
 
     # Iterating, closing
 
-    def __aiter__(self) -> AsyncIterator[Any]:
+    def __aiter__(self) -> AsyncIterator[T]:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> T:
         try:
             return await self.dequeue()
         except QueueClosed:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Generic, Self
 
-from aioshm.codec import Codec
+from aioshm.codec import Codec, T
 from aioshm.config import Options, SlowReader
 from aioshm.queue.ends.making import reading_end, writing_end
 from aioshm.queue.ends.reading import ReadingEnd
@@ -18,7 +18,7 @@ MAX_CHUNK_BYTES = 24 * 1024 * 1024
 MAX_CHUNKS = 10
 
 
-class QueueBase(ABC):
+class QueueBase(ABC, Generic[T]):
     """How both faces are made; each holds the end in its own way."""
 
     def __init__(
@@ -33,6 +33,7 @@ class QueueBase(ABC):
         codec: str | Codec = "pickle",
         options: Options | None = None,
         remote_reader_ranks: Sequence[int] | None = None,
+        type: type[T] | None = None,  # noqa: A002  # the name that msgspec gives it
     ) -> None:
         """Make the writer's end.
 
@@ -49,6 +50,9 @@ class QueueBase(ABC):
                 registered with `register_codec`, or a codec of one's own making, such as ``MsgpackCodec(type=Step)``.
             options: Everything else; None takes the defaults and the environment.
             remote_reader_ranks: The ranks of the remote readers; None means the lowest that are not local.
+            type: What the messages are, for type checkers: with ``type=Step``, as with ``MessageQueue[Step](...)``,
+                this is a ``MessageQueue[Step]``. The codec must be able to decode it. What is sent is not checked here,
+                but by readers that are told the type, too.
 
         Raises:
             ValueError, TypeError: An argument is out of range; the text names it.
@@ -56,7 +60,7 @@ class QueueBase(ABC):
             SharedMemoryError: There is not enough memory, or no socket can be bound.
         """
         ranks = checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
-        self._hold(writing_end(ranks, (max_chunk_bytes, max_chunks), connect_ip, codec, options))
+        self._hold(writing_end(ranks, (max_chunk_bytes, max_chunks), connect_ip, codec, options, type))
 
     @classmethod
     def create_from_handle(
@@ -67,7 +71,8 @@ class QueueBase(ABC):
         codec: str | Codec | None = None,
         options: Options | None = None,
         slow: SlowReader | None = None,
-    ) -> Self:
+        type: Any = None,  # noqa: A002
+    ) -> Any:
         """Make a reader's end: a local one if the rank is one of ``handle.local_reader_ranks``, else a remote one.
 
         Args:
@@ -76,13 +81,18 @@ class QueueBase(ABC):
             codec: This end's own instance of the writer's codec, such as ``MsgpackCodec(type=Step)``; None makes one.
             options: For this end; None takes the writer's.
             slow: What becomes of this reader when it is too slow; None: what the writer's ``options.slow_reader`` says.
+            type: What the messages are: with ``type=Step`` this is a ``MessageQueue[Step]``, whose ``dequeue()`` is a
+                ``Step``. ``"msgpack"``, and a codec of one's own that has ``of_type``, decodes messages as that, and
+                what is not of it is a `CodecError`: the same as ``codec=MsgpackCodec(type=Step)``. With ``"pickle"`` it
+                is a promise to type checkers: what was sent arrives.
 
         Raises:
             HandleError: Not a handle, or of another version, host or user, or its queue is gone, or it needs a codec
                 that is not registered here.
-            ValueError: No reader has this rank, or ``codec`` is another one than the writer's.
+            ValueError: No reader has this rank, or ``codec`` is another one than the writer's, or of another type.
+            TypeError: An argument is of the wrong type, or the codec cannot decode ``type``.
         """
-        return cls.around(reading_end(handle, rank, codec, options, slow))
+        return cls.around(reading_end(handle, rank, codec, options, slow, type))
 
     @classmethod
     def around(cls, end: WritingEnd | ReadingEnd) -> Self:

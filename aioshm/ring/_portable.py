@@ -82,8 +82,8 @@ class _Core(ABC):
             raise BufferError("the memory is read-only")
         self.seq = 0
         self.published_ns = 0
-        self.open = False
-        self.turn = 0
+        self.open: bool = False
+        self.turn: int = 0
         self.turn_ends_ns = 0
         self.spin_ns = 0
         self.spins = self.hits = self.spun_ns = 0
@@ -105,7 +105,9 @@ class _Core(ABC):
         with view[line : line + at.LINE].cast("Q") as words:
             self._count = words[at.COUNT : at.COUNT + 1]
         self._in_use = 0
-        self.quiet = self._hushed = self.owes = False
+        self.quiet: bool = False
+        self._hushed = False
+        self.owes: bool = False
 
     def bind(self, code: Callable[[Any], Any], what: int, raw: bool, on_parked: Callable[[], object] | None, /) -> None:
         """Say how messages are coded, and whom to tell that the other end sleeps.
@@ -280,7 +282,7 @@ class WriterCore(_Core):
         slot.chunk[:size] = message
         self.published_ns = now = monotonic_ns()
         _pack(slot.header, 0, self._what, self.seq, now, size)
-        self.turn = self.turn - 1 if now < self.turn_ends_ns and self.turn > 1 else 0
+        self.turn: int = self.turn - 1 if now < self.turn_ends_ns and self.turn > 1 else 0
         if self.commit():
             self._notify()
         return True
@@ -307,7 +309,7 @@ class WriterCore(_Core):
             number += 1
         if number == start:
             return 0
-        self.published_ns = now
+        self.published_ns: int = now
         self._count_turn(number - start, monotonic_ns())
         memory_fence()
         if self._parked != self._nobody:
@@ -333,7 +335,7 @@ class WriterCore(_Core):
                 return message
             return None
         finally:
-            self.user = before
+            self.user: int = before
             self._hushed = False
 
     def evict(self, reader: int, /) -> None:
@@ -441,7 +443,7 @@ class ReaderCore(_Core):
                 failure = error
             finally:
                 self._in_use -= 1
-        self.turn = self.turn - 1 if monotonic_ns() < self.turn_ends_ns and self.turn > 1 else 0
+        self.turn: int = self.turn - 1 if monotonic_ns() < self.turn_ends_ns and self.turn > 1 else 0
         if self.release():
             self._notify()
         if failure is not None:
@@ -466,7 +468,7 @@ class ReaderCore(_Core):
                 return NOTHING
             return self.take()
         finally:
-            self.user = before
+            self.user: int = before
             self._hushed = False
 
     def take_many(self, most: int, /) -> list[Any]:

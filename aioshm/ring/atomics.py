@@ -48,7 +48,7 @@ def _load() -> bool:
     return True
 
 
-native_core = _load()
+native_core: bool = _load()
 """Whether the native core runs."""
 
 FULL_FENCE = native_core or STRONG_ORDER

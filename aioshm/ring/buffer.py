@@ -131,7 +131,7 @@ class ShmRingBuffer:
             raise
         self._reads = reads
         self.layout = sizes
-        self.queue_id = found[-at.QUEUE_ID_BYTES :]
+        self.queue_id: bytes = found[-at.QUEUE_ID_BYTES :]
         self._segment: Segment | None = segment
         self._why = ""
 

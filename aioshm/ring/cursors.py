@@ -16,8 +16,8 @@ class _Cursor:
         self.slots = cut_slots(layout, view, writable=writes)
         self._header = view[: layout.header_bytes]
         self._words = self._header.cast("Q")
-        self.readers_parked = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
-        self.writer_parked = view[at.WRITER_PARKED : at.WRITER_PARKED + 1]
+        self.readers_parked: memoryview = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
+        self.writer_parked: memoryview = view[at.WRITER_PARKED : at.WRITER_PARKED + 1]
 
     def messages_written(self) -> int:
         """Return how many messages the writer has published."""
@@ -45,7 +45,7 @@ class RingWriter(_Cursor):
     def __init__(self, layout: Layout, view: memoryview, core: type[WriterCore] = WriterCore) -> None:
         super().__init__(layout, view, writes=True)
         self.core = core(layout, view, self.slots)
-        self.parked = self.writer_parked
+        self.parked: memoryview = self.writer_parked
         self.free, self.claim, self.commit, self.evict = (
             self.core.free,
             self.core.claim,
@@ -119,7 +119,7 @@ class RingReader(_Cursor):
         super().__init__(layout, view, writes=False)
         self.core = core(layout, view, self.slots, reader)
         self.copies: bool = getattr(self.core, "copies", False)
-        self.parked = self.readers_parked[reader : reader + 1]
+        self.parked: memoryview = self.readers_parked[reader : reader + 1]
         self.reader = reader
         self._read_by_all = bytes([1]) * layout.flag_bytes
         self.ready, self.peek, self.release = self.core.ready, self.core.peek, self.core.release

@@ -44,8 +44,8 @@ class Segment:
     """
 
     def __init__(self, fd: int, size: int, name: str | None) -> None:
-        self.fd = fd
-        self.size = size
+        self.fd: int = fd
+        self.size: int = size
         self.name = name
         self._owner_pid = 0  # of the process that removes the name
         try:
@@ -59,7 +59,7 @@ class Segment:
         except BaseException:
             os.close(fd)
             raise
-        self.view = memoryview(self._map)
+        self.view: memoryview = memoryview(self._map)
 
     @classmethod
     def create(cls, size: int, backing: Backing, *, may_grow: bool = False) -> Segment:

@@ -23,14 +23,14 @@ class Slot:
     next: Slot
 
     def __init__(self, layout: Layout, view: memoryview, index: int, body_view: memoryview) -> None:
-        self.index = index
+        self.index: int = index
         start = layout.flags(index)
-        self.flags = view[start : start + layout.flag_bytes]
-        self.reader_flags = self.flags[1:]
+        self.flags: memoryview = view[start : start + layout.flag_bytes]
+        self.reader_flags: memoryview = self.flags[1:]
         start = layout.slot(index)
         body = start + at.SLOT_HEADER_BYTES
-        self.header = body_view[start:body]
-        self.chunk = body_view[body : body + layout.max_chunk_bytes]
+        self.header: memoryview = body_view[start:body]
+        self.chunk: memoryview = body_view[body : body + layout.max_chunk_bytes]
 
     def release(self) -> None:
         """Release the views, so that the segment can be unmapped."""

@@ -21,17 +21,13 @@ from aioshm.config import Wait
 from aioshm.lifeline.bell import Bell
 from aioshm.ring.atomics import memory_fence
 from aioshm.wait.apart import move_away
-from aioshm.wait.poller import SHARED_CPU_NS, Flags, Poller, Waiting
-from aioshm.wait.predictor import NAPS, YIELDING_SPIN_NS, Predictor
+from aioshm.wait.poller import Flags, Poller, Waiting
+from aioshm.wait.predictor import NAPS, Predictor
 
 _Args = TypeVarTuple("_Args")
 
 TURN_NS = 200_000
 """How long a spin goes on before the loop has its turn, in which it learns of a death or of Ctrl-C."""
-
-
-LINGER_NS = 500_000
-"""How long a call looks again and again before it runs its loop, which then spins; longer where spins last longer."""
 
 
 NEVER_NS = 1 << 63
@@ -134,8 +130,8 @@ class BlockingPoller(Poller):
             else:
                 await super()._adapt(wait, count, at_ns)
         finally:
-            patience_ns = int(self._predictor.patience_ns)
-            self.linger_ns = LINGER_NS + patience_ns - YIELDING_SPIN_NS if self._predictor.hot else 0
+            costs, patience_ns = self._costs, int(self._predictor.patience_ns)  # longer where spins last longer
+            self.linger_ns: int = costs.linger_ns + patience_ns - costs.yielding_spin_ns if self._predictor.hot else 0
 
     def _woken(self, due_ns: int) -> None:
         if self.leaves:
@@ -177,7 +173,7 @@ class BlockingPoller(Poller):
                 turned = monotonic_ns()
                 os.sched_yield()
                 now = monotonic_ns()
-                if not apart and now - turned > SHARED_CPU_NS:
+                if not apart and now - turned > self._costs.shared_cpu_ns:
                     apart = True
                     move_away()
         finally:
@@ -213,11 +209,14 @@ class BlockingPoller(Poller):
         if until_ns:
             alarm.arm(until_ns)
         bell = self._bell
+        slept = 0.0
         try:
             while True:
                 self._parked[0] = 1
                 memory_fence()
                 if wait.look():
+                    if slept:
+                        self._slept = int(slept * 1e9), monotonic_ns()
                     return True
                 if until_ns and monotonic_ns() >= until_ns:
                     return False
@@ -227,6 +226,7 @@ class BlockingPoller(Poller):
                     await asyncio.sleep(0)
                     continue
                 self.stats.parks += 1
+                slept = now
                 ready = self._private.sleep(self._timeout(wait, now))
                 others = not ready  # a timer
                 for fd in ready:

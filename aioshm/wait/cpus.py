@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_PLACES = Path("/proc/self/cgroup")
 
 
-def usable_cpus(cgroup: Path = _CGROUP, *, pids: Iterable[int] = ()) -> int:
+def usable_cpus(cgroup: Path = _CGROUP, *, places: Path = _PLACES, pids: Iterable[int] = ()) -> int:
     """Return the number of whole CPUs that affinity and cgroup quota leave, at least 1.
 
     Args:
-        cgroup: Where the cgroup's files are.
+        cgroup: Where the cgroups' files are.
+        places: Which of the cgroups this process is in.
         pids: Other processes, whose CPUs count too: ends that are pinned to one CPU each still have several together.
             Those that cannot be seen from here do not count.
     """
@@ -27,20 +29,66 @@ def usable_cpus(cgroup: Path = _CGROUP, *, pids: Iterable[int] = ()) -> int:
         cpus = len(together)
     except AttributeError:  # macOS has no affinity
         cpus = os.cpu_count() or 1
-    quota = _quota(cgroup)
-    return max(1, min(cpus, int(quota)) if quota is not None else cpus)
+    return max(1, int(min([cpus, *_quotas(cgroup, places)])))
 
 
-def _quota(cgroup: Path) -> float | None:
-    """Return the CPUs that the cgroup grants: v2 "cpu.max", or v1 (Documentation/scheduler/sched-bwc.rst)."""
+def _quotas(cgroup: Path, places: Path) -> Iterator[float]:
+    """Yield the CPUs that each cgroup grants which this process is in: its own ones, and those that they are in.
+
+    In a container's cgroup namespace, or its mount of the v1 hierarchies, the own one is the root. Elsewhere, as under
+    systemd, it lies below, and any level may have a quota (cgroups(7)).
+    """
+    for root, place in _own_cgroups(cgroup, places):
+        folder = root / place
+        for level in (folder, *folder.parents):
+            quota = _quota_v2(level) or _quota_v1(level)
+            if quota is not None:
+                yield quota
+            if level == root:
+                break
+
+
+def _own_cgroups(cgroup: Path, places: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the root of each hierarchy that may have quotas, and where this process is below it."""
+    below: dict[str, str] = {}  # by controller; "" is v2
     try:
-        granted, period = (cgroup / "cpu.max").read_text().split()
+        for line in places.read_text().splitlines():
+            _, controllers, place = line.split(":", 2)
+            for controller in controllers.split(","):
+                below[controller] = place.strip("/")
     except (OSError, ValueError):
-        try:
-            granted = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
+        pass  # no /proc, or no cgroups: only what is at the roots counts
+    for root, controller in (
+        (cgroup, ""),
+        (cgroup / "unified", ""),
+        (cgroup / "cpu", "cpu"),
+        (cgroup / "cpu,cpuacct", "cpu"),
+    ):
+        place = below.get(controller, "")
+        # A path that leads out of this namespace, or that a container does not see, is of no use here.
+        yield root, place if ".." not in place and (root / place).is_dir() else ""
+
+
+def _quota_v2(folder: Path) -> float | None:
+    """Return the CPUs of "cpu.max" (Documentation/admin-guide/cgroup-v2.rst)."""
+    try:
+        granted, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return _share(granted, period)
+
+
+def _quota_v1(folder: Path) -> float | None:
+    """Return the CPUs of "cpu.cfs_quota_us" (Documentation/scheduler/sched-bwc.rst)."""
+    try:
+        granted = (folder / "cpu.cfs_quota_us").read_text().strip()
+        period = (folder / "cpu.cfs_period_us").read_text().strip()
+    except OSError:
+        return None
+    return _share(granted, period)
+
+
+def _share(granted: str, period: str) -> float | None:
     if granted in {"max", "-1"}:
         return None
     try:

@@ -20,6 +20,8 @@ from aioshm.errors import QueueCancelled
 from aioshm.ring.atomics import FULL_FENCE, RECHECK_S, memory_fence
 from aioshm.wait.alarm import Alarm
 from aioshm.wait.apart import move_away
+from aioshm.wait.calibration import SHORT_SLEEP_NS, calibration
+from aioshm.wait.costs import LOOP_NS
 from aioshm.wait.predictor import NAPS, Predictor
 from aioshm.wait.rhythm import Plan
 from aioshm.wait.stall import Stall
@@ -30,10 +32,7 @@ INLINE_SPIN_NS = 20_000
 SHARED_SPIN_NS = 5_000
 """How long it holds it at a time while other tasks have something to do."""
 
-SHARED_CPU_NS = 20_000
-"""A `sched_yield` that took longer than this has let somebody else run on this CPU, most likely the other end."""
-
-IDLE_TURN_NS = 40_000
+IDLE_TURN_NS = LOOP_NS
 """A turn of the loop that was shorter than this found little to do but to look at its descriptors."""
 
 SPIN_ROUND_NS = 1_000_000_000
@@ -77,10 +76,10 @@ class Waiting:
     def __init__(
         self, look: Callable[[], object], deadline: float | None, cancel: asyncio.Event | None, stall: Stall | None
     ) -> None:
-        self.look = look
-        self.deadline = deadline
-        self.cancel = cancel
-        self.stall = stall
+        self.look: Callable[[], object] = look
+        self.deadline: float | None = deadline
+        self.cancel: asyncio.Event | None = cancel
+        self.stall: Stall | None = stall
         self.watcher: asyncio.Task[bool] | None = None  # of the cancel event, while asleep
 
     def check(self, now: float) -> None:
@@ -135,11 +134,14 @@ class Poller:
         self._sleeper: asyncio.Future[None] | None = None
         self._alarm = Alarm(loop, self.wake)
         self._yielded = False
+        self._costs = predictor.costs
+        self._before = 0  # messages, when the latest wait began
+        self._slept: tuple[int, int] | None = None  # since when it had been parked, and when it had its message
         self._unpaid: tuple[int, int, int, bool] | None = None
         self._first_slice_ns = INLINE_SPIN_NS
         self.inline_spin_ns = INLINE_SPIN_NS if mode == "spin" else 0
         self.linger_ns = 0
-        self.stats = WaitStats()
+        self.stats: WaitStats = WaitStats()
 
     def wake(self) -> None:
         """Let the parked wait look again. Called on the loop's thread, at any time, any number of times."""
@@ -201,6 +203,12 @@ class Poller:
 
     async def _adapt(self, wait: Waiting, count: int, at_ns: int) -> None:
         predictor = self._predictor
+        if self._slept is not None:
+            self._learn(count, at_ns)
+        self._before = count
+        if predictor.weighs and (costs := calibration.costs()) is not self._costs:
+            self._costs = costs
+            predictor.adjust(costs)
         plan = predictor.plan(count, at_ns, monotonic_ns())
         self.inline_spin_ns = self._first_slice_ns if predictor.hot else 0
         if plan.spin_ns:
@@ -214,6 +222,14 @@ class Poller:
             if hit:
                 return
         await self._follow(wait, plan)
+
+    def _learn(self, count: int, at_ns: int) -> None:
+        """Learn what the latest wake-up has cost, if it was for the message that was published last, at that time."""
+        assert self._slept is not None
+        since_ns, looked_ns = self._slept
+        self._slept = None
+        if count == self._before + 1 and since_ns <= at_ns <= looked_ns and at_ns - since_ns < SHORT_SLEEP_NS:
+            calibration.woke(looked_ns - at_ns)
 
     async def _follow(self, wait: Waiting, plan: Plan) -> None:
         """Wait for the windows of a plan, one after the other; park where there is none any more."""
@@ -244,7 +260,7 @@ class Poller:
         """
         look, spin, stats = wait.look, self._spin_natively, self.stats
         began = now = monotonic_ns()
-        slice_ns = self._first_slice_ns
+        slice_ns, shared_cpu_ns = self._first_slice_ns, self._costs.shared_cpu_ns
         stats.spins += 1
         stats.windows += window
         hit = missed = False
@@ -267,7 +283,7 @@ class Poller:
                 turned = monotonic_ns()
                 os.sched_yield()  # the other end may be waiting for this very CPU
                 now = monotonic_ns()
-                if not apart and now - turned > SHARED_CPU_NS:
+                if not apart and now - turned > shared_cpu_ns:
                     apart = True
                     move_away()
         finally:
@@ -316,12 +332,15 @@ class Poller:
             wait.watcher = self._loop.create_task(wait.cancel.wait())
             wait.watcher.add_done_callback(lambda _: self.wake())
         armed = False
+        now = 0.0
         try:
             while True:
                 self._sleeper = sleeper = self._loop.create_future()
                 self._parked[0] = 1
                 memory_fence()
                 if wait.look():
+                    if now:
+                        self._slept = int(now * 1e9), monotonic_ns()
                     return True
                 if until_ns and monotonic_ns() >= until_ns:
                     return False

@@ -1,7 +1,7 @@
 """When will the next message come, and what is the cheapest way to be there? Arithmetic only: no clock, no loop.
 
-A sleep costs a kernel wake-up, tens of microseconds on virtual machines; a spin costs the core for as long as it
-lasts. So, wait by wait:
+A sleep costs a kernel wake-up, a few microseconds or some tens, as the machine is (`Costs`); a spin costs the core for
+as long as it lasts. So, wait by wait:
 
 * Messages faster than about two wake-ups apart (hot): spin. Two ends that answer each other and both park see each
   other two wake-ups apart for ever, although spinning they would be far closer: so the first waits always try a spin,
@@ -15,16 +15,13 @@ Everything is learned from when messages were published, not from when this end 
 
 from __future__ import annotations
 
+from math import inf
+
+from aioshm.wait.costs import TYPICAL, Costs
 from aioshm.wait.rhythm import PARK, Plan, Rhythm
 
-WAKE_UP_NS = 80_000
-"""About what one kernel wake-up of another process costs."""
-
-SPIN_NS = 2 * WAKE_UP_NS + 40_000
-"""One spin at most: long enough to outlast a parked peer that wakes and answers at once."""
-
 STREAM_GAP_NS = 20_000
-"""Messages closer than this are a stream that fills or empties the ring as fast as its ends can."""
+"""Messages closer than this are a stream that fills or empties the ring as fast as its ends can: Python's own speed."""
 
 STREAM_SPIN_NS = 2_000_000
 """One spin at most in a stream.
@@ -33,42 +30,20 @@ Linux tends to wake a task on its waker's CPU, and two ends that sleep by turns 
 speed, beside an idle one. While both stay runnable, the next scheduler tick or two (1 to 4 ms each) move one of them.
 """
 
-HOT_GAP_NS = 4 * WAKE_UP_NS
-"""Messages further apart than this are not worth a spin; in a rhythm, closer ones belong to the same beat."""
-
 FAILURES = 3
 """After so many spins in vain in a row, waits park."""
 
-YIELDING_SPIN_NS = 1_000_000
-"""One spin at most that hands its CPU on after each look: it keeps nobody waiting, so it may outlast a whole answer."""
-
-YIELDING_GAP_NS = 1_000_000
-"""Messages further apart than this are not worth such a spin, unless waits are shorter: an answer comes soon after its
-question, however seldom one is asked."""
-
-ANSWER_NS = 4_000_000
-"""A longer wait for an answer is not worth such a spin, however seldom one is asked."""
-
 ANSWER_SHARE = 4
-"""One that is longer than a millisecond is worth it where questions are so many times as far apart."""
+"""A wait for an answer longer than one spin that yields is worth one where questions are so many times as far apart."""
 
 PROBE = 64
 """Every so many waits one spins whatever is expected, or two ends that park would never find out how close they are."""
-
-NAP_GAP_NS = WAKE_UP_NS
-"""Where CPUs are short, messages closer than this are worth a nap: it finds a few of them."""
-
-NAP_NS = 50_000
-"""The first nap; each one that finds nothing is followed by one of twice the length."""
 
 NAPS = 4
 """So many naps in vain end in parking."""
 
 _WEIGHT = 0.25  # of the newest gap in the running mean
-_NAP = Plan(nap_ns=NAP_NS)
-_SPIN = Plan(spin_ns=SPIN_NS)
 _STREAM = Plan(spin_ns=STREAM_SPIN_NS)
-_YIELDING = Plan(spin_ns=YIELDING_SPIN_NS)
 
 
 class Predictor:
@@ -80,31 +55,50 @@ class Predictor:
         yields: Whether a spin hands its CPU on after each look, as it does where calls block. Then it may last longer,
             also where it is crowded, and there only streams are worth naps.
         max_spin_cpu: The share of a core that spinning for a steady rhythm may take.
+        costs: What waking costs, until `adjust` tells better.
 
     Attributes:
         hot: Whether the latest wait was worth a spin.
+        weighs: Whether anything depends on what waking costs: where nothing may spin or nap, every wait parks.
     """
 
     def __init__(
-        self, *, may_spin: bool, crowded: bool = False, yields: bool = False, max_spin_cpu: float = 0.10
+        self,
+        *,
+        may_spin: bool,
+        crowded: bool = False,
+        yields: bool = False,
+        max_spin_cpu: float = 0.10,
+        costs: Costs = TYPICAL,
     ) -> None:
         self._spins = may_spin and (yields or not crowded)
         self._yields = yields
-        self._hot_gap_ns = YIELDING_GAP_NS if yields else HOT_GAP_NS
-        self._nap_gap_ns = STREAM_GAP_NS if yields else NAP_GAP_NS
-        self._spin, self._stream = (_YIELDING, _STREAM) if yields else (_SPIN, _STREAM)
         self._naps = crowded
-        self._rhythm = Rhythm(max_spin_cpu) if self._spins and max_spin_cpu > 0 else None
+        self._rhythm = Rhythm(max_spin_cpu, costs) if self._spins and max_spin_cpu > 0 else None
         self._gap_ns = 0.0
         self._period_ns = 0.0  # gap between messages, pauses included: believed slowly, doubted at once
         self._since_ns = 0  # when the end began to look for a message, if before it came to wait for it
         self._began_ns = 0  # when the first wait for the next message did
-        self._waited_ns = 2.0 * YIELDING_GAP_NS  # running mean
+        self._waited_ns = inf  # running mean of such waits
         self._count = 0
         self._at_ns = 0
         self._failures = 0
         self._waits = 0
-        self.hot = False
+        self.hot: bool = False
+        self.weighs: bool = self._spins or self._naps
+        self.adjust(costs)
+
+    def adjust(self, costs: Costs) -> None:
+        """Go by other costs from now on; what was learned of the messages stays."""
+        self.costs = costs
+        yields = self._yields
+        self._beat_gap_ns = costs.hot_gap_ns
+        self._hot_gap_ns = costs.yielding_spin_ns if yields else costs.hot_gap_ns
+        self._nap_gap_ns = STREAM_GAP_NS if yields else costs.nap_gap_ns
+        self._spin = Plan(spin_ns=costs.yielding_spin_ns if yields else costs.spin_ns)
+        self._nap = Plan(nap_ns=costs.nap_ns)
+        if self._rhythm is not None:
+            self._rhythm.adjust(costs)
 
     def plan(self, count: int, at_ns: int, now_ns: int) -> Plan:
         """Return what this wait should do. Called once at its beginning.
@@ -120,23 +114,24 @@ class Predictor:
             if self._count:
                 since = at_ns - self._at_ns
                 gap = since / passed
-                longer = min(gap, ANSWER_SHARE * ANSWER_NS) - self._period_ns
+                longer = min(gap, ANSWER_SHARE * self.costs.answer_ns) - self._period_ns
                 self._period_ns += _WEIGHT * longer if longer > 0 else longer
                 # Clipped: one pause says no more than that this one message was late.
                 gap = min(gap, 2 * self._hot_gap_ns)
                 self._gap_ns += _WEIGHT * (gap - self._gap_ns)
-                if gap < HOT_GAP_NS / 4:  # a burst has begun: follow at once, a stale mean would park through it
+                if gap < self._beat_gap_ns / 4:  # a burst has begun: follow at once, a stale mean would park through it
                     self._gap_ns = min(self._gap_ns, gap)
                     self._failures = 0
-                if rhythm is not None and since > HOT_GAP_NS:
+                if rhythm is not None and since > self._beat_gap_ns:
                     rhythm.beat(passed, count, self._at_ns, at_ns)
                 if passed == 1:
-                    waited = min(max(0, at_ns - self._began_ns), 2 * self.patience_ns)
-                    self._waited_ns += _WEIGHT * (waited - self._waited_ns)
+                    most = 2 * self.patience_ns
+                    waited, mean = min(max(0, at_ns - self._began_ns), most), min(self._waited_ns, most)
+                    self._waited_ns = mean + _WEIGHT * (waited - mean)
             self._count, self._at_ns, self._began_ns = count, at_ns, self._since_ns or now_ns
         self._since_ns = 0
         if self._naps and 0 < self._gap_ns < self._nap_gap_ns and self._failures < FAILURES:
-            return _NAP
+            return self._nap
         if not self._spins:
             return PARK
         self._waits += 1
@@ -156,7 +151,7 @@ class Predictor:
         if self.hot:
             if window is not PARK:
                 return window._replace(spin_ns=self._spin.spin_ns)
-            return self._stream if self._gap_ns < STREAM_GAP_NS else self._spin
+            return _STREAM if self._gap_ns < STREAM_GAP_NS else self._spin
         if window is PARK and self._waits % PROBE == 0:
             return self._spin
         return window
@@ -164,7 +159,7 @@ class Predictor:
     @property
     def patience_ns(self) -> float:
         """How long a wait for an answer may be, on average, to be worth a spin that hands its CPU on."""
-        return max(YIELDING_SPIN_NS, self._period_ns / ANSWER_SHARE)
+        return max(self.costs.yielding_spin_ns, self._period_ns / ANSWER_SHARE)
 
     def looked(self, since_ns: int) -> None:
         """Learn that the end had been looking for a message since then, in vain, when its next wait begins."""

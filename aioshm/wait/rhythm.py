@@ -10,6 +10,8 @@ from __future__ import annotations
 from math import hypot
 from typing import NamedTuple
 
+from aioshm.wait.costs import TYPICAL, Costs
+
 MAX_PERIOD_NS = 2_000_000_000
 """A longer gap is a silence, not a period."""
 
@@ -24,12 +26,10 @@ _TRUST = 0.35  # a share of surprises below which a rhythm is believed
 _SURPRISED = 0.25  # weight of the newest beat in that share
 _CHANCE = 0.25  # a correlation of errors below this may be chance, and acting on it would only add to them
 _SETTLED, _SETTLED_SURPRISES = 64, 0.05  # beats as expected after which no other pattern is looked for
-_FAR = 5.0  # mean deviations from the expectation that make a surprise
+_FAR = 5.0  # mean deviations from the expectation that make a surprise, and `Costs.jitter_ns` at least
 _UNSURE_NS = 1_000_000.0  # mean deviation of what has been seen once, at most
-_FAR_NS = 20_000  # and at least this far: every process is late now and then
 # A microsecond earlier costs a microsecond of spinning for every message; one later only for those that are late.
-_EARLY, _LATE = 1.8, 3.5  # mean deviations before and after the likeliest arrival that make the window
-_LATE_NS = 20_000  # and at least this long after it
+_EARLY, _LATE = 1.8, 3.5  # mean deviations before and after the likeliest arrival, and the jitter, make the window
 _CORE = 0.467  # of its width: a window shrunk further would miss half of the messages
 _ACCOUNT = 4.0  # periods whose share of spinning can be saved up
 _MAX_LATE_NS = 1_000_000.0  # of one timer; more is a busy loop
@@ -80,7 +80,7 @@ class Lag:
     def settled(self) -> bool:
         return self._seen >= _SETTLED and self.surprises < _SETTLED_SURPRISES
 
-    def see(self, gap: float) -> None:
+    def see(self, gap: float, jitter_ns: float) -> None:
         """Learn the newest gap."""
         index, length = self._index, len(self._gaps)
         self._index = index + 1 if index + 1 < length else 0
@@ -90,7 +90,7 @@ class Lag:
             return
         error = gap - expected
         off = abs(error - self._carry() if length == 1 else error)
-        if off > _FAR * deviation + _FAR_NS:
+        if off > _FAR * deviation + jitter_ns:
             self.surprises += _SURPRISED * (1 - self.surprises)
             self._error = 0.0
             if self._odd[index]:  # twice is a change, once may be a hiccup
@@ -126,9 +126,18 @@ class Lag:
 
 
 class Rhythm:
-    """The beats of a stream, each a message or a burst of them, and the account of what spinning for them costs."""
+    """The beats of a stream, each a message or a burst of them, and the account of what spinning for them costs.
 
-    def __init__(self, share: float) -> None:
+    Args:
+        share: Of a core, that spinning may take.
+        costs: What waking costs, until `adjust` tells better.
+
+    Attributes:
+        size: Messages in the beat before the latest one.
+        begun: Messages that came before that one.
+    """
+
+    def __init__(self, share: float, costs: Costs = TYPICAL) -> None:
         self._share = share
         self._lags = [Lag(length) for length in _LAGS]
         self._best: Lag | None = None
@@ -137,9 +146,16 @@ class Rhythm:
         self._saved = 0.0
         self._counted_ns = 0
         self._misses = 0
-        self._late, self._late_deviation = 100_000.0, 30_000.0
-        self.size = 0  # messages in the beat before this one
-        self.begun = 0  # messages that came before this one
+        self._woken = False  # so that it knows how late timers wake it
+        self.size: int = 0
+        self.begun: int = 0
+        self.adjust(costs)
+
+    def adjust(self, costs: Costs) -> None:
+        """Go by other costs from now on; how late timers are is believed only until one has woken this end."""
+        self._jitter_ns = costs.jitter_ns
+        if not self._woken:
+            self._late, self._late_deviation = float(costs.timer_late_ns), 0.3 * costs.timer_late_ns
 
     @property
     def steady(self) -> bool:
@@ -159,7 +175,7 @@ class Rhythm:
         if passed > 1 and best is not None:
             # This end was away, and several beats have passed; or they came as one burst.
             each = (at_ns - since_ns) / passed
-            if abs(each - best.expected()) < _FAR * best.deviation + _FAR_NS:
+            if abs(each - best.expected()) < _FAR * best.deviation + self._jitter_ns:
                 gap, passed = each, 1
                 self.begun = count - 2
         self.size = max(1, count - passed - self.begun)
@@ -176,11 +192,11 @@ class Rhythm:
         self._gap += (gap - self._gap) * (0.125 if self._gap else 1.0)
         plainest = self._lags[0]
         if best is plainest and plainest.settled:
-            plainest.see(gap)  # the others have had their chance
+            plainest.see(gap, self._jitter_ns)  # the others have had their chance
             return
         self._best, least = None, 0.0
         for lag in self._lags:
-            lag.see(gap)
+            lag.see(gap, self._jitter_ns)
             if lag.surprises < _TRUST:
                 cost = lag.cost(self._gap)
                 if self._best is None or cost < 0.7 * least:
@@ -204,7 +220,7 @@ class Rhythm:
         if shrunk < _CORE or self._saved < early:
             return PARK
         begin = likeliest - early - self._late
-        end = likeliest + max(_LATE * deviation * shrunk, _LATE_NS)
+        end = likeliest + max(_LATE * deviation * shrunk, self._jitter_ns)
         end = min(end, max(begin, now_ns) + self._saved)
         return Plan(wake_at_ns=max(1, int(begin)), until_ns=int(end)) if end > now_ns else PARK
 
@@ -222,6 +238,7 @@ class Rhythm:
         return PARK
 
     def woke(self, late_ns: int) -> None:
+        self._woken = True
         late = min(max(0.0, late_ns), _MAX_LATE_NS)
         self._late_deviation += (abs(late - self._late) - self._late_deviation) / 16
         self._late += (late - self._late) / 16

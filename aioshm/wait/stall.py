@@ -27,7 +27,7 @@ class Stall:
         self._after_s = after_s
         self._report = report
         self._began = self._paused = monotonic()
-        self.at = self._began + after_s
+        self.at: float = self._began + after_s
 
     def pause(self) -> None:
         """Note that nothing waits any more, for now."""

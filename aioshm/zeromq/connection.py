@@ -36,7 +36,7 @@ class Look:
     def __init__(self, fd: int) -> None:
         own = os.dup(fd)
         try:
-            self.inode = os.fstat(own).st_ino
+            self.inode: int = os.fstat(own).st_ino
             self._socket = sockets.socket(fileno=own)
         except BaseException:
             os.close(own)

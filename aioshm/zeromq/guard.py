@@ -28,7 +28,7 @@ from aioshm.zeromq.connection import Look
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.sentry import Sentry
 
-logger = logging.getLogger("aioshm.zeromq")
+logger: logging.Logger = logging.getLogger("aioshm.zeromq")
 
 # Of ZMTP 3, which is sent as a whole to those who have begun with theirs.
 _GREETING_BYTES = 64

@@ -25,7 +25,7 @@ from aioshm.errors import LimitReached
 from aioshm.process.limits import SIGNAL_DESCRIPTORS, abandon_when_forked, check_descriptors, check_threads
 from aioshm.zeromq.context import new_context
 
-logger = logging.getLogger("aioshm.queue")
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
@@ -59,7 +59,7 @@ class Sockets:
     def __init__(
         self, what: str = "a process with ZeroMQ sockets", count: int = 8, connections: int = 4, threads: int = 0
     ) -> None:
-        self.closed = False
+        self.closed: bool = False
         self.context: zmq.Context[Socket] = new_context(what, sockets=count, connections=connections, threads=threads)
         self._sockets: list[Socket] = []
         self._first: list[Callable[[], None]] = []

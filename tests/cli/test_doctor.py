@@ -12,6 +12,7 @@ from support import sweeping
 from aioshm import ShmRingBuffer
 from aioshm.cli import doctor
 from aioshm.cli.app import run
+from aioshm.wait.costs import Costs
 
 SHM = Path("/dev/shm")
 
@@ -186,3 +187,21 @@ def test_missing_package_is_noted(monkeypatch):
     finding = verdict_of("torch")
     assert (finding.verdict, finding.found) == ("note", "not installed")
     assert "aioshm[torch]" in finding.advice
+
+
+def test_what_waking_costs_is_told(capsys):
+    report = examined(capsys)
+    assert set(report["costs"]) == {"wake_up_ns", "timer_ns", "yield_ns"}
+    assert all(figure > 0 for figure in report["costs"].values())
+    (finding,) = [finding for finding in report["findings"] if finding["name"] == "waiting"]
+    assert "sched_yield takes" in finding["found"]
+
+
+def test_figures_of_a_busy_machine_are_explained(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "measured", lambda **_: Costs(4_000_000, 3_960_000, 900))
+    report = examined(capsys)
+    assert report["costs"] == {"wake_up_ns": 200_000, "timer_ns": 300_000, "yield_ns": 900}
+    (finding,) = [finding for finding in report["findings"] if finding["name"] == "waiting"]
+    assert finding["verdict"] == "note"
+    assert "waking an end takes about 4000 us" in finding["found"]
+    assert "because the machine was busy, and 200 us is what waking counts as" in finding["advice"]

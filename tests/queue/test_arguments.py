@@ -179,6 +179,7 @@ QUEUE: list[tuple[str, list[Any]]] = [
     ("connect_ip", [5, NAN, True, NUMBERS, "", TEXT, "10.0.0.256"]),
     ("codec", [5, NAN, True, NUMBERS, None, TEXT]),
     ("options", [5, NAN, True, TEXT, {}]),
+    ("type", [5, NAN, True, TEXT, {}]),
 ]
 
 

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, cycle, islice
 
-from aioshm.wait.predictor import NAPS, WAKE_UP_NS, Predictor
+import pytest
+
+from aioshm.wait.costs import TYPICAL, Costs
+from aioshm.wait.predictor import NAPS, Predictor
 from aioshm.wait.rhythm import PARK
 
 US = 1_000
@@ -15,6 +18,15 @@ MS = 1_000_000
 START = 1_000_000_000
 HANDLING_NS = 3 * US
 """What one message keeps the end from waiting for the next."""
+
+
+CROWDED = "crowded container"
+MACHINES = {
+    "bare metal": Costs(wake_up_ns=5_000, timer_ns=3_000, yield_ns=300),
+    "quick virtual machine": Costs(wake_up_ns=30_000, timer_ns=20_000, yield_ns=800),
+    "virtual machine": TYPICAL,
+    CROWDED: Costs(wake_up_ns=200_000, timer_ns=150_000, yield_ns=5_000),
+}
 
 
 def times(gaps: Iterable[float]) -> list[int]:
@@ -40,11 +52,12 @@ def scheduled(period_ns: float, jitter_ns: float, amount: int, seed: int = 1) ->
     return sorted(START + int(number * period_ns + rng.gauss(0, jitter_ns)) for number in range(1, amount + 1))
 
 
-def timers(seed: int = 2) -> Iterator[int]:
-    """Yield how late timers fire on a virtual machine: 60 to 150 microseconds, now and then much more."""
+def timers(costs: Costs = TYPICAL, seed: int = 2) -> Iterator[int]:
+    """Yield how late timers fire on a machine: on a virtual one 60 to 150 microseconds, now and then much more."""
     rng = random.Random(seed)
+    unit = costs.timer_late_ns / 100
     while True:
-        yield int(rng.uniform(60 * US, 110 * US) + rng.expovariate(1 / (15 * US)))
+        yield int(rng.uniform(60 * unit, 110 * unit) + rng.expovariate(1 / (15 * unit)))
 
 
 @dataclass
@@ -85,8 +98,8 @@ class Record:
 
 
 def follow(predictor: Predictor, arrivals: list[int], late: Iterator[int] | None = None) -> Record:
-    """Let one end wait for every message in turn; a wake-up by the other end takes `WAKE_UP_NS`."""
-    late = late or timers()
+    """Let one end wait for every message in turn; a wake-up by the other end takes as long as the predictor thinks."""
+    late = late or timers(predictor.costs)
     record = Record(elapsed=arrivals[-1] - arrivals[0])
     now, taken, total = arrivals[0], 0, len(arrivals)
     while taken < total:
@@ -132,7 +145,7 @@ def _wait(
     while plan is not PARK and plan.wake_at_ns:
         if plan.wake_at_ns > now:
             fired = plan.wake_at_ns + next(late)
-            now = min(fired, at + WAKE_UP_NS)
+            now = min(fired, at + predictor.costs.wake_up_ns)
             record.wake_ups += 1
             if now > plan.wake_at_ns:
                 predictor.woke(now - plan.wake_at_ns)
@@ -148,4 +161,16 @@ def _wait(
             return now + US, True
         plan = predictor.after_miss(now)
     record.wake_ups += 1
-    return max(now, at) + WAKE_UP_NS, False
+    return max(now, at) + predictor.costs.wake_up_ns, False
+
+
+@pytest.fixture(params=MACHINES)
+def machine(request: pytest.FixtureRequest) -> Costs:
+    """Give each machine to the test in turn."""
+    return MACHINES[request.param]
+
+
+@pytest.fixture(params=[name for name in MACHINES if name != CROWDED])
+def quick_machine(request: pytest.FixtureRequest) -> Costs:
+    """Give each machine to the test in turn whose timers are of use for periods of a millisecond."""
+    return MACHINES[request.param]

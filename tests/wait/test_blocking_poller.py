@@ -14,7 +14,7 @@ import pytest
 from aioshm.errors import QueueCancelled
 from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
 from aioshm.wait.blocking import NEVER_NS, BlockingLoop, BlockingPoller, WindowBegins
-from aioshm.wait.predictor import FAILURES, PROBE, YIELDING_GAP_NS, Predictor
+from aioshm.wait.predictor import FAILURES, PROBE, Predictor
 from aioshm.wait.rhythm import PARK
 from aioshm.wait.stall import Stall
 
@@ -285,13 +285,13 @@ class TestAnswers:
         return spins[20 + PROBE :]
 
     def test_are_spun_for_where_calls_block(self) -> None:
-        assert all(self.plans(20 * MS, YIELDING_GAP_NS // 3, yields=True))
+        assert all(self.plans(20 * MS, MS // 3, yields=True))
 
     def test_may_take_longer_where_they_are_seldom(self) -> None:
-        assert all(self.plans(20 * MS, 3 * YIELDING_GAP_NS, yields=True))
+        assert all(self.plans(20 * MS, 3 * MS, yields=True))
 
     def test_that_take_most_of_the_time_are_not_spun_for(self) -> None:
-        assert sum(map(bool, self.plans(4 * MS, 3 * YIELDING_GAP_NS, yields=True))) <= 1 + FAILURES
+        assert sum(map(bool, self.plans(4 * MS, 3 * MS, yields=True))) <= 1 + FAILURES
 
     def test_what_was_looked_for_before_the_wait_counts(self) -> None:
         predictor = Predictor(may_spin=True, crowded=True, yields=True)
@@ -306,7 +306,7 @@ class TestAnswers:
         assert not any(hot[20:])
 
     def test_are_not_elsewhere(self) -> None:
-        assert not any(self.plans(20 * MS, YIELDING_GAP_NS // 3, yields=False))
+        assert not any(self.plans(20 * MS, MS // 3, yields=False))
 
     def test_late_ones_are_not(self) -> None:
         assert sum(map(bool, self.plans(20 * MS, 15 * MS, yields=True))) <= 1 + FAILURES

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from aioshm.config import Options
+from aioshm.queue.ends import waiting
+from aioshm.queue.ends.waiting import predictor_among
 from aioshm.wait import cpus
 from aioshm.wait.cpus import usable_cpus
 
@@ -115,3 +119,65 @@ def test_the_cpus_of_other_ends_count_too(tmp_path: Path, monkeypatch: pytest.Mo
     assert usable_cpus(nowhere, pids=iter([11, 12, 13])) == 3
     assert usable_cpus(nowhere, pids=[99, 12]) == 2  # one is gone, or in another pid namespace
     assert usable_cpus(v2(tmp_path, "200000 100000\n"), pids=[12, 13]) == 2
+
+
+class TestPlaces:
+    """Where the process is not at the root: the quota of every level counts."""
+
+    def usable(self, root: Path, *lines: str) -> int:
+        places = root / "places"
+        places.write_text("".join(f"{line}\n" for line in lines))
+        return usable_cpus(root / "cgroup", places=places)
+
+    def quota(self, root: Path, folder: str, name: str, text: str) -> None:
+        (root / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
+        (root / "cgroup" / folder / name).write_text(text)
+
+    def test_the_own_cgroup_of_v2_counts(self, tmp_path: Path) -> None:
+        self.quota(tmp_path, "system.slice/engine.service", "cpu.max", "200000 100000")
+        assert self.usable(tmp_path, "0::/system.slice/engine.service") == 2
+        assert self.usable(tmp_path, "0::/system.slice") == 8, "that one has none"
+
+    def test_the_tightest_level_counts(self, tmp_path: Path) -> None:
+        self.quota(tmp_path, "pod/container", "cpu.max", "max 100000")
+        self.quota(tmp_path, "pod", "cpu.max", "350000 100000")
+        assert self.usable(tmp_path, "0::/pod/container") == 3
+        self.quota(tmp_path, "pod/container", "cpu.max", "150000 100000")
+        assert self.usable(tmp_path, "0::/pod/container") == 1
+
+    @pytest.mark.parametrize("folder", ["cpu", "cpu,cpuacct"])
+    def test_the_own_cgroup_of_v1_counts(self, tmp_path: Path, folder: str) -> None:
+        self.quota(tmp_path, f"{folder}/docker/abc", "cpu.cfs_quota_us", "400000\n")
+        self.quota(tmp_path, f"{folder}/docker/abc", "cpu.cfs_period_us", "100000\n")
+        lines = ("11:memory:/docker/abc", "4:cpu,cpuacct:/docker/abc", "1:name=systemd:/docker/abc", "0::/")
+        assert self.usable(tmp_path, *lines) == 4
+
+    def test_both_hierarchies_at_once(self, tmp_path: Path) -> None:
+        self.quota(tmp_path, "unified/a", "cpu.max", "500000 100000")
+        self.quota(tmp_path, "cpu/b", "cpu.cfs_quota_us", "300000")
+        self.quota(tmp_path, "cpu/b", "cpu.cfs_period_us", "100000")
+        assert self.usable(tmp_path, "2:cpu:/b", "0::/a") == 3
+
+    @pytest.mark.parametrize(
+        "lines", [("0::/not/mounted/here",), ("0::/../../elsewhere",), ("garbage",), ("",), ("1:cpu:/x",), ()]
+    )
+    def test_a_path_that_leads_nowhere_leaves_the_root(self, tmp_path: Path, lines: tuple[str, ...]) -> None:
+        self.quota(tmp_path, ".", "cpu.max", "200000 100000")
+        assert self.usable(tmp_path, *lines) == 2
+
+    def test_no_list_of_places(self, tmp_path: Path) -> None:
+        assert usable_cpus(v2(tmp_path, "200000 100000"), places=tmp_path / "nothing") == 2
+
+
+@pytest.mark.parametrize(("quota", "others", "crowded"), [(4, 3, False), (4, 4, True), (2, 1, False), (1, 1, True)])
+def test_more_ends_than_the_quota_are_crowded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: int, others: int, crowded: bool
+) -> None:
+    fake = partial(usable_cpus, v2(tmp_path, f"{quota}00000 100000"), places=tmp_path / "nothing")
+    monkeypatch.setattr(waiting, "usable_cpus", fake)
+    predictor = predictor_among(range(1, 1 + others), Options())
+    at_ns, naps = 1_000_000_000, []
+    for count in range(1, 30):
+        at_ns += 5_000
+        naps.append(predictor.plan(count, at_ns, at_ns).nap_ns)
+    assert any(naps) is crowded

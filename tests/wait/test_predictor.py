@@ -6,12 +6,15 @@ import random
 from collections.abc import Iterable
 
 import pytest
-from arrivals import US, follow, times
+from arrivals import US, follow, machine, times
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.wait.predictor import FAILURES, HOT_GAP_NS, NAP_GAP_NS, NAPS, PROBE, SPIN_NS, WAKE_UP_NS, Predictor
+from aioshm.wait.costs import TYPICAL, Costs
+from aioshm.wait.predictor import FAILURES, NAPS, PROBE, Predictor
 from aioshm.wait.rhythm import MAX_PERIOD_NS, PARK
+
+__all__ = ["machine"]  # a fixture
 
 MS = 1_000_000
 START = 1_000_000_000
@@ -53,113 +56,113 @@ def nothing_left_behind() -> None:
 
 
 class TestStreams:
-    @pytest.mark.parametrize("gap", [1_000, 20_000, WAKE_UP_NS, SPIN_NS])
-    def test_a_hot_one_is_spun_for(self, gap: int) -> None:
-        assert all(waits(Predictor(may_spin=True), [gap] * 200))
+    @pytest.mark.parametrize("wake_ups", [0.01, 0.25, 1, 2])
+    def test_a_hot_one_is_spun_for(self, machine: Costs, wake_ups: float) -> None:
+        assert all(waits(Predictor(may_spin=True, costs=machine), [int(wake_ups * machine.wake_up_ns)] * 200))
 
-    @pytest.mark.parametrize("gap", [HOT_GAP_NS * 2, 5 * MS, 50 * MS, 10_000 * MS])
-    def test_a_slow_one_is_not(self, gap: int) -> None:
-        assert parks(waits(Predictor(may_spin=True), [gap] * 1000)[FEW:])
+    @pytest.mark.parametrize("gap", [2 * MS, 5 * MS, 50 * MS, 10_000 * MS])
+    def test_a_slow_one_is_not(self, machine: Costs, gap: int) -> None:
+        assert parks(waits(Predictor(may_spin=True, costs=machine), [gap] * 1000)[FEW:])
 
-    def test_a_slow_one_with_jitter_is_not(self) -> None:
+    def test_a_slow_one_with_jitter_is_not(self, machine: Costs) -> None:
         rng = random.Random(1)
         gaps = [int(rng.gauss(5 * MS, MS)) for _ in range(1000)]
-        assert parks(waits(Predictor(may_spin=True), gaps)[FEW:])
+        assert parks(waits(Predictor(may_spin=True, costs=machine), gaps)[FEW:])
 
-    def test_a_hot_one_is_still_spun_for_after_a_hiccup(self) -> None:
-        spun = waits(Predictor(may_spin=True), [5_000] * 50 + [3 * MS] + [5_000] * 50)
+    def test_a_hot_one_is_still_spun_for_after_a_hiccup(self, machine: Costs) -> None:
+        spun = waits(Predictor(may_spin=True, costs=machine), [5_000] * 50 + [3 * MS] + [5_000] * 50)
         assert all(spun[:51])
         assert all(spun[53:]), "the wait that follows a late message may park, the next ones spin"
 
-    def test_a_slow_one_after_a_hot_one_is_no_longer_spun_for(self) -> None:
-        spun = waits(Predictor(may_spin=True), [5_000] * 50 + [5 * MS] * 200)
+    def test_a_slow_one_after_a_hot_one_is_no_longer_spun_for(self, machine: Costs) -> None:
+        spun = waits(Predictor(may_spin=True, costs=machine), [5_000] * 50 + [5 * MS] * 200)
         assert parks(spun[50 + FEW :])
 
-    def test_batches_count_message_by_message(self) -> None:
+    def test_batches_count_message_by_message(self, machine: Costs) -> None:
         """Twenty messages that one wake-up drains are twenty short gaps, not one long one."""
-        predictor = Predictor(may_spin=True)
-        budgets = [budget_ns(predictor, 1 + 20 * turn, START + 20 * 10_000 * turn) for turn in range(50)]
+        predictor, gap = Predictor(may_spin=True, costs=machine), machine.wake_up_ns // 8
+        budgets = [budget_ns(predictor, 1 + 20 * turn, START + 20 * gap * turn) for turn in range(50)]
         assert all(budgets)
 
 
 class TestBursts:
-    def test_idle_after_a_burst_is_one_spin_and_then_sleep(self) -> None:
-        predictor = Predictor(may_spin=True)
+    def test_idle_after_a_burst_is_one_spin_and_then_sleep(self, machine: Costs) -> None:
+        predictor = Predictor(may_spin=True, costs=machine)
         waits(predictor, [2_000] * 100)
         assert 0 < budget_ns(predictor, 101, START + 200_000) <= LONGEST, "one budget for the whole wait"
         predictor.spun(False)
         spun = waits(predictor, [60_000 * MS] * 20)
         assert sum(spun) <= FAILURES + 1
 
-    def test_one_after_a_long_silence_is_hot_at_once(self) -> None:
-        spun = waits(Predictor(may_spin=True), [60_000 * MS] * 20 + [2_000] * 20)
+    def test_one_after_a_long_silence_is_hot_at_once(self, machine: Costs) -> None:
+        spun = waits(Predictor(may_spin=True, costs=machine), [60_000 * MS] * 20 + [2_000] * 20)
         assert parks(spun[FEW:21])
         assert all(spun[22:])
 
     @pytest.mark.parametrize("silence", [10 * MS, 1_000 * MS, 3_600_000 * MS])
-    def test_ping_pong_after_a_silence_is_hot_after_a_few_messages(self, silence: int) -> None:
-        assert all(waits(Predictor(may_spin=True), [silence, *[2 * WAKE_UP_NS] * 100])[FEW:])
+    def test_ping_pong_after_a_silence_is_hot_after_a_few_messages(self, machine: Costs, silence: int) -> None:
+        assert all(waits(Predictor(may_spin=True, costs=machine), [silence, *[2 * machine.wake_up_ns] * 100])[FEW:])
 
-    def test_ping_pong_after_a_slow_stream_is_found_out(self) -> None:
+    def test_ping_pong_after_a_slow_stream_is_found_out(self, machine: Costs) -> None:
         """Spins have failed often by then, so it may take until the next probe."""
-        spun = waits(Predictor(may_spin=True), [5 * MS] * 100 + [2 * WAKE_UP_NS] * 200)
+        spun = waits(Predictor(may_spin=True, costs=machine), [5 * MS] * 100 + [2 * machine.wake_up_ns] * 200)
         assert all(spun[100 + PROBE + FEW :])
 
 
 class TestPingPong:
-    def test_two_parking_ends_find_to_each_other(self) -> None:
+    def test_two_parking_ends_find_to_each_other(self, machine: Costs) -> None:
         """Each answers as soon as it has the other's message, which takes a wake-up for one that is parked."""
-        ends = [Predictor(may_spin=True), Predictor(may_spin=True)]
+        ends = [Predictor(may_spin=True, costs=machine), Predictor(may_spin=True, costs=machine)]
         now, latest, hits = START, [START, START], []
         for turn in range(400):
             me = ends[turn % 2]
             budget = budget_ns(me, 1 + turn // 2, latest[turn % 2])
-            other_wakes = 0 if turn > 1 and hits[-1] else WAKE_UP_NS
+            other_wakes = 0 if turn > 1 and hits[-1] else machine.wake_up_ns
             arrives_in = 5_000 + other_wakes
             hit = budget >= arrives_in
             if budget:
                 me.spun(hit)
             hits.append(hit)
-            now += arrives_in + (0 if hit else WAKE_UP_NS)
+            now += arrives_in + (0 if hit else machine.wake_up_ns)
             latest[turn % 2] = now
         assert all(hits[2 * FEW :])
 
 
 class TestFailures:
-    def failing(self, amount: int) -> list[bool]:
+    def failing(self, machine: Costs, amount: int) -> list[bool]:
         """Return which of so many waits spin where every gap promises a hit and every spin is in vain."""
-        predictor = Predictor(may_spin=True)
+        predictor = Predictor(may_spin=True, costs=machine)
         spun = []
         for number in range(1, amount + 1):
-            budget = budget_ns(predictor, number, START + number * (SPIN_NS + HOT_GAP_NS) // 2)
+            budget = budget_ns(predictor, number, START + number * (machine.spin_ns + machine.hot_gap_ns) // 2)
             spun.append(budget > 0)
             if budget:
                 predictor.spun(False)
         return spun
 
-    def test_switch_spinning_off_but_for_probes(self) -> None:
-        spun = self.failing(PROBE * 10)
+    def test_switch_spinning_off_but_for_probes(self, machine: Costs) -> None:
+        spun = self.failing(machine, PROBE * 10)
         assert spun[:FAILURES] == [True] * FAILURES
         assert sum(spun[FAILURES:]) == 10
         probes = [number for number, did in enumerate(spun, 1) if did][FAILURES:]
         assert [number % PROBE for number in probes] == [0] * 10
 
-    def test_a_hit_switches_it_on_again(self) -> None:
-        predictor = Predictor(may_spin=True)
+    def test_a_hit_switches_it_on_again(self, machine: Costs) -> None:
+        predictor = Predictor(may_spin=True, costs=machine)
         for _ in range(FAILURES):
             predictor.spun(False)
-        spun = waits(predictor, [WAKE_UP_NS * 2] * (PROBE + 50))
+        spun = waits(predictor, [machine.hot_gap_ns // 2] * (PROBE + 50))
         assert not any(spun[: PROBE - 1])
         assert all(spun[PROBE - 1 :]), "the probe hit"
 
-    def test_a_burst_switches_it_on_again(self) -> None:
-        predictor = Predictor(may_spin=True)
+    def test_a_burst_switches_it_on_again(self, machine: Costs) -> None:
+        predictor = Predictor(may_spin=True, costs=machine)
         for _ in range(FAILURES):
             predictor.spun(False)
         assert all(waits(predictor, [1_000] * 20)[1:])
 
-    def test_waits_in_vain_without_any_message_park(self) -> None:
-        predictor = Predictor(may_spin=True)
+    def test_waits_in_vain_without_any_message_park(self, machine: Costs) -> None:
+        predictor = Predictor(may_spin=True, costs=machine)
         spun = []
         for _ in range(PROBE * 3):
             budget = budget_ns(predictor, 7, START)
@@ -174,8 +177,8 @@ class TestWhereNothingMaySpin:
     def test_nothing_spins(self, gaps: list[int]) -> None:
         assert not any(waits(Predictor(may_spin=False), gaps))
 
-    def test_not_even_a_probe(self) -> None:
-        assert not any(waits(Predictor(may_spin=False), [1_000] * PROBE * 3))
+    def test_not_even_a_probe(self, machine: Costs) -> None:
+        assert not any(waits(Predictor(may_spin=False, costs=machine), [1_000] * PROBE * 3))
 
 
 class TestAnything:
@@ -188,12 +191,12 @@ class TestAnything:
             count += passed
             at_ns += gap
             budget = budget_ns(predictor, count, at_ns)
-            assert budget == 0 or SPIN_NS <= budget <= LONGEST
+            assert budget == 0 or TYPICAL.spin_ns <= budget <= LONGEST
             if budget:
                 predictor.spun(hit)
 
-    def test_an_end_of_a_fresh_queue_spins_first(self) -> None:
-        assert SPIN_NS <= budget_ns(Predictor(may_spin=True), 0, 0) <= LONGEST
+    def test_an_end_of_a_fresh_queue_spins_first(self, machine: Costs) -> None:
+        assert machine.spin_ns <= budget_ns(Predictor(may_spin=True, costs=machine), 0, 0) <= LONGEST
 
     @given(
         st.lists(st.tuples(st.integers(0, 50), st.integers(-(10**9), 10**12), st.integers(0, 3)), max_size=200),
@@ -224,8 +227,8 @@ class TestAnything:
 
 
 class TestHot:
-    def test_is_a_stream_and_nothing_else(self) -> None:
-        predictor = Predictor(may_spin=True)
+    def test_is_a_stream_and_nothing_else(self, machine: Costs) -> None:
+        predictor = Predictor(may_spin=True, costs=machine)
         assert not predictor.hot
         waits(predictor, [5_000] * 20)
         assert predictor.hot
@@ -240,26 +243,26 @@ class TestHot:
 
 
 class TestMoreEndsThanCpus:
-    def crowded(self, may_spin: bool = True) -> Predictor:
-        return Predictor(may_spin=may_spin, crowded=True)
+    def crowded(self, machine: Costs, may_spin: bool = True) -> Predictor:
+        return Predictor(may_spin=may_spin, costs=machine, crowded=True)
 
     @pytest.mark.parametrize("may_spin", [True, False])
-    def test_a_stream_is_drained_by_naps(self, may_spin: bool) -> None:
-        record = follow(self.crowded(may_spin), times([5 * US] * 2000))
+    def test_a_stream_is_drained_by_naps(self, machine: Costs, may_spin: bool) -> None:
+        record = follow(self.crowded(machine, may_spin), times([5 * US] * 2000))
         assert record.spent == []
         assert record.wake_ups < 2000 / 8, "one wake-up finds a batch"
         assert record.naps > 0.9 * record.wake_ups, "and the other end need not signal"
 
-    def test_a_stream_that_ends_is_parked_for(self) -> None:
-        record = follow(self.crowded(), times([*[5 * US] * 500, 10_000 * MS]))
-        before = follow(self.crowded(), times([5 * US] * 500))
+    def test_a_stream_that_ends_is_parked_for(self, machine: Costs) -> None:
+        record = follow(self.crowded(machine), times([*[5 * US] * 500, 10_000 * MS]))
+        before = follow(self.crowded(machine), times([5 * US] * 500))
         assert record.naps - before.naps <= NAPS
 
-    @pytest.mark.parametrize("gap", [2 * NAP_GAP_NS, 5 * MS, 1000 * MS])
-    def test_slower_messages_are_parked_for(self, gap: int) -> None:
-        record = follow(self.crowded(), times([gap] * 300))
+    @pytest.mark.parametrize("gap", [MS, 5 * MS, 1000 * MS])
+    def test_slower_messages_are_parked_for(self, machine: Costs, gap: int) -> None:
+        record = follow(self.crowded(machine), times([gap] * 300))
         assert record.naps <= NAPS, "none but at the beginning"
         assert record.spent == []
 
-    def test_an_end_of_a_fresh_queue_parks(self) -> None:
-        assert self.crowded().plan(0, 0, START) is PARK
+    def test_an_end_of_a_fresh_queue_parks(self, machine: Costs) -> None:
+        assert self.crowded(machine).plan(0, 0, START) is PARK

@@ -98,9 +98,9 @@ class FrontEnd:
     """
 
     def __init__(self, text: bytes, lines: Sequence[bytes], n_engines: int, loop: str) -> None:
-        self.figures = [EngineFigures(index) for index in range(n_engines)]
-        self.states = ["starting"] * n_engines
-        self.latest = [""] * n_engines
+        self.figures: list[EngineFigures] = [EngineFigures(index) for index in range(n_engines)]
+        self.states: list[str] = ["starting"] * n_engines
+        self.latest: list[str] = [""] * n_engines
         self.say: Callable[[str], object] = lambda _: None
         self._engine = {"text": text, "loop": loop}
         self._words = [words_of(line) for line in lines]

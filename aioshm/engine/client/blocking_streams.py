@@ -32,7 +32,7 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
 
     def __init__(self, stream: AwaitedStream[Output], host: LoopThread, timeout: float | None) -> None:
         self.request_id, self.engine = stream.request_id, stream.engine
-        self.timeout = timeout
+        self.timeout: float | None = timeout
         # It aborts the request when it is forgotten. At the end the client's thread forgets it: where nothing of it is
         # left here, no interrupt can get lost in a __del__.
         self._stream: AwaitedStream[Output] | None = stream

@@ -33,7 +33,7 @@ from aioshm.logs import LogLimiter
 from aioshm.process.guard import built
 from aioshm.zeromq.endpoint import host_of
 
-logger = logging.getLogger("aioshm.engine")
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _LOG_INTERVAL_S = 10.0
 _ABORT = EngineCoreRequestType.ABORT.value
@@ -70,20 +70,20 @@ class EngineLink:
         self.sockets: ClientSockets | None = None
         self._closed = False
         if isinstance(engines, int):
-            self.engines = Registrations(range(check_int("engines", engines, minimum=1)))
+            self.engines: Registrations = Registrations(range(check_int("engines", engines, minimum=1)))
         else:
             self.engines = Registrations(engine.index for engine in engines)
         n_clients = min(len(addresses.inputs), len(addresses.outputs))
         if check_int("client_index", client_index, minimum=0) >= n_clients:
             raise ValueError(f"client_index must be below {n_clients}, the number of addresses, not {client_index}")
         self.addresses = addresses
-        self.options = options or Options.from_env()
+        self.options: Options = options or Options.from_env()
         self._secure = secure and self.options.secure
         self._given_keys = keys
         self.index = client_index
         n_engines = len(self.engines.ranks)
-        self.balance = LoadBalancer(n_engines, n_engines * client_index // n_clients, n_clients)
-        self.pending = Pending(EnvelopeDecoder(output_type), self.balance, self.engines.ranks)
+        self.balance: LoadBalancer = LoadBalancer(n_engines, n_engines * client_index // n_clients, n_clients)
+        self.pending: Pending = Pending(EnvelopeDecoder(output_type), self.balance, self.engines.ranks)
         self.wave = 0
         self._dead: EngineDead | None = None
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
@@ -98,7 +98,7 @@ class EngineLink:
         """Bind the addresses and begin to listen."""
         if self.sockets is not None or self._closed:
             raise RoleError("a client of engines can be entered once")
-        self.settled = asyncio.Event()
+        self.settled: asyncio.Event = asyncio.Event()
         self._thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
         addresses = self.addresses.inputs[self.index], self.addresses.outputs[self.index]
@@ -119,7 +119,7 @@ class EngineLink:
         )
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
-        self.liveness = Liveness(lambda error: this._die(error))
+        self.liveness: Liveness = Liveness(lambda error: this._die(error))
 
     async def aclose(self) -> None:
         """Abort what is in flight, and close the sockets."""

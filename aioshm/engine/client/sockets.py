@@ -122,11 +122,11 @@ class ClientSockets:
                 self._monitor = self._sockets.add(monitor)
                 self._connections = Pump(self._loop, self._monitor, self._read_connections)
                 self._pumps.append(self._connections)
-            self.input_address = self._bind(self._router, input_address)
+            self.input_address: str = self._bind(self._router, input_address)
             self._pull = self._open(zmq.PULL, output_address, max_bytes)
             if protection.encrypts(output_address):  # of others' outputs nobody knows how much they may be
                 self._guards.append(Guard(self._pull, self._sockets, encrypted=True))
-            self.output_address = self._bind(self._pull, output_address)
+            self.output_address: str = self._bind(self._pull, output_address)
             registrations = MessageReader(self._router, 1 + _REGISTRATION_FRAMES, with_sender)
             self._pump(self._router, self._registered, registrations.read)
             # One frame more than may be, which is refused.

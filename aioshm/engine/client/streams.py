@@ -38,7 +38,7 @@ class Inbox:
     __slots__ = ("ended", "error", "outputs", "position", "waiter")
 
     def __init__(self, position: int) -> None:
-        self.position = position
+        self.position: int = position
         self.outputs: deque[Any] = deque()
         self.waiter: Waiter | None = None
         self.ended = False
@@ -73,8 +73,8 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
     __slots__ = ("_inbox", "_leave", "engine", "request_id")
 
     def __init__(self, request_id: str, engine: int, inbox: Inbox, leave: Callable[[str, Inbox], None]) -> None:
-        self.request_id = request_id
-        self.engine = engine
+        self.request_id: str = request_id
+        self.engine: int = engine
         self._inbox = inbox
         self._leave = leave
 

@@ -231,7 +231,7 @@ class MessageQueue:
 
     def shutdown(self) -> None:
         """Close this end, from any thread: calls that wait raise ``RuntimeError("cancelled")``. Idempotent."""
-        self.shutting_down = True
+        self.shutting_down: bool = True
         self._close()
 
     def _translate(self, error: AioshmError) -> None:
@@ -253,7 +253,7 @@ class MessageQueue:
         self._own(queue, Handle.of(queue.export_handle()))
         self._is_writer = True
         self._is_local_reader = self._is_remote_reader = False
-        self.local_reader_rank = -1
+        self.local_reader_rank: int = -1
 
     def _read(self, queue: blocking.MessageQueue, handle: Handle, rank: int) -> None:
         self._own(queue, handle)
@@ -265,10 +265,10 @@ class MessageQueue:
     def _own(self, queue: blocking.MessageQueue, handle: Handle) -> None:
         self._queue = queue
         self.handle = handle
-        self.n_local_reader = len(handle.local_reader_ranks)
-        self.n_remote_reader = handle.queue.n_reader - self.n_local_reader
+        self.n_local_reader: int = len(handle.local_reader_ranks)
+        self.n_remote_reader: int = handle.queue.n_reader - self.n_local_reader
         self.shutting_down = False
-        self.tensor_arena = None
+        self.tensor_arena: None = None
         self._close = weakref.finalize(self, _close, queue, os.getpid())
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from aioshm.config import vllm_wanted
 
-logger = logging.getLogger("aioshm.engine")
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 QUEUE_MODULE: Final = "vllm.distributed.device_communicators.shm_broadcast"
 

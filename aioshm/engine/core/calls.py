@@ -13,7 +13,7 @@ import msgspec
 from aioshm.engine.protocol.messages import UtilityOutput
 from aioshm.errors import AioshmError, CodecError
 
-logger = logging.getLogger("aioshm.engine")
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NOT_TO_BE_CALLED = frozenset({"initialize", "add_request", "abort_requests", "step", "shutdown"})

@@ -32,7 +32,7 @@ from aioshm.engine.security.keys import AnyKeys, keys_for_engine
 from aioshm.errors import CodecError
 from aioshm.logs import LogLimiter
 
-logger = logging.getLogger("aioshm.engine")
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 IDLE_STEP_S = 0.001
 """How long to wait after a step that has brought nothing, unless something comes."""

@@ -27,7 +27,7 @@ LINGER_MS = 5000
 
 _HWM = 16
 
-logger = logging.getLogger("aioshm.engine")
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 ReadyFields = Mapping[str, Any] | None
 

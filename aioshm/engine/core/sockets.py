@@ -73,7 +73,7 @@ class CoreSockets:
         self._registration = b""
         self._monitors: list[Monitor] = []
         self._ready = self._loop.create_future()
-        self.coordinated = addresses.coordinator_input is not None and addresses.coordinator_output is not None
+        self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
         try:
             self._inputs = [self._open(zmq.DEALER, address) for address in addresses.inputs]
             self._outputs = [self._open(zmq.PUSH, address) for address in addresses.outputs]

@@ -44,7 +44,7 @@ _RATE = 4096.0  # front ends say when they wake engines, some bytes for each wav
 _Message: TypeAlias = "tuple[zmq.Frame, list[bytes]]"
 _Handle: TypeAlias = Callable[[list[bytes], zmq.Frame], None]
 
-logger = logging.getLogger("aioshm.engine.coordinator")
+logger: logging.Logger = logging.getLogger("aioshm.engine.coordinator")
 
 
 class CoordinatorAddresses(NamedTuple):
@@ -110,7 +110,7 @@ class Coordination(Closing):
         except BaseException:
             self.close()
             raise
-        self.addresses = CoordinatorAddresses(stats_publish, engine_input, engine_output)
+        self.addresses: CoordinatorAddresses = CoordinatorAddresses(stats_publish, engine_input, engine_output)
         self._recognises = self._protection.encrypts(engine_input)
         self._read(self._engines, self._from_engine)
 

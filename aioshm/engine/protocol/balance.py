@@ -29,7 +29,7 @@ class LoadBalancer:
     """
 
     def __init__(self, n_engines: int, first: int = 0, n_clients: int = 1) -> None:
-        self.in_flight = [0] * n_engines
+        self.in_flight: list[int] = [0] * n_engines
         self._n_clients = n_clients
         self._published: list[float] | None = None
         self._usage = [0] * n_engines  # in tenths

@@ -256,8 +256,8 @@ class EngineHandshake:
     """
 
     def __init__(self, index: int, *, local: bool = True, headless: bool = False) -> None:
-        self.identity = identity(index)
-        self.state = CoreEngineState.NEW
+        self.identity: bytes = identity(index)
+        self.state: CoreEngineState = CoreEngineState.NEW
         self.metadata: EngineHandshakeMetadata | None = None
         self.init: dict[str, Any] = {}
         self._index = index

@@ -31,10 +31,10 @@ class Registrations:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.ranks = list(ranks)
+        self.ranks: list[int] = list(ranks)
         if not self.ranks or len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"engines must be some, each with a rank of its own, not {self.ranks}")
-        self.identities = [identity(rank) for rank in self.ranks]
+        self.identities: list[bytes] = [identity(rank) for rank in self.ranks]
         self.ready: dict[int, dict[str, Any]] = {}
 
     @property

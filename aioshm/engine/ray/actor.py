@@ -53,10 +53,10 @@ class EngineActor:
     """
 
     def __init__(self, rank: int, local: bool, handle: Any) -> None:
-        self.name = f"EngineCore_{rank}"
+        self.name: str = f"EngineCore_{rank}"
         self.local = local
         self.handle = handle
-        self.where_ref = handle.where.remote()
+        self.where_ref: Any = handle.where.remote()
         self.address = ""
         self.pid = 0
         self.run_ref: Any = None

@@ -57,7 +57,7 @@ class RayConnection:
                 require_ray().shutdown()
 
 
-connection = RayConnection()
+connection: RayConnection = RayConnection()
 
 
 def nodes(device: str) -> list[Node]:

@@ -31,7 +31,7 @@ FRONT_END = "front end"
 
 _BATCH = 1024  # a key takes some 40 us
 
-logger = logging.getLogger("aioshm.engine")
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _warned = False
 

@@ -22,7 +22,7 @@ _WIRE_BYTES = 64  # of a message besides its frames
 _LOG_INTERVAL_S = 10.0
 _HEARTBEAT_BYTES = 18  # ZMTP 3.1: a PING and the PONG for ours
 
-logger = logging.getLogger("aioshm.engine")
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class Guard:

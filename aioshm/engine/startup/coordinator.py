@@ -25,7 +25,7 @@ from aioshm.logs import LogLimiter
 from aioshm.process.watch import WatchedManager, WatchedProcess
 from aioshm.zeromq.sockets import Socket
 
-logger = logging.getLogger("aioshm.engine")
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _LOG_INTERVAL_S = 10.0
 

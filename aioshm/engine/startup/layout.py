@@ -41,14 +41,14 @@ class Layout:
         check_int("engine_count", engine_count, minimum=1)
         identity(engine_count - 1)
         here = engine_count if local_engine_count is None else local_engine_count
-        self.local_engine_count = check_int("local_engine_count", here, minimum=0)
+        self.local_engine_count: int = check_int("local_engine_count", here, minimum=0)
         check_int("start_index", start_index, minimum=0)
         if start_index + here > engine_count:
             first = f" from rank {start_index} on" if start_index else ""
             raise ValueError(f"local_engine_count must fit engine_count, {engine_count}{first}, not {here}")
         self._at_head = start_index == 0
         self._all_local = here == engine_count
-        self.local_engines_only = (
+        self.local_engines_only: bool = (
             balanced_outside(parallel_config) if local_engines_only is None else local_engines_only
         )
         if not self._at_head:
@@ -65,12 +65,12 @@ class Layout:
             check_handshake_address(handshake_address)
         self._handshake_address = handshake_address
         self._host = own_address() if host is None and not self._all_local else host or ""
-        self.coordinator = engine_count > 1 and self._at_head if coordinator is None else bool(coordinator)
+        self.coordinator: bool = engine_count > 1 and self._at_head if coordinator is None else bool(coordinator)
         local = [CoreEngine(start_index + number) for number in range(here)]
         others = [CoreEngine(rank, local=False) for rank in range(here, engine_count)] if self._at_head else []
-        self.core_engines = local + others
-        self.client_engines = local if self.local_engines_only else self.core_engines
-        self.own_handshake_address = (
+        self.core_engines: list[CoreEngine] = local + others
+        self.client_engines: list[CoreEngine] = local if self.local_engines_only else self.core_engines
+        self.own_handshake_address: str = (
             handshake_address
             if handshake_address is not None and self._at_head
             else get_engine_client_zmq_addr(self._all_local or not self._at_head, self._host)

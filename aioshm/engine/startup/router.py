@@ -62,8 +62,8 @@ class HandshakeRouter:
         self._file: BoundFile | None = None
         self._doorkeeper: Doorkeeper | None = None
         self._guard: Guard | None = None
-        self.address = ""
-        self.trusted = False
+        self.address: str = ""
+        self.trusted: bool = False
         self._protection: Protection | None = None  # where engines are recognised by their keys
         self._names: dict[bytes, bytes] = {}
         try:

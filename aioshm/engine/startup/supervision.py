@@ -24,7 +24,7 @@ STOP_S = 1.0
 
 _TAILS = 8  # of how many processes the last lines are told
 
-logger = logging.getLogger("aioshm.engine")
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 
 class Supervision:

@@ -81,7 +81,7 @@ class WorkerGroup(AsyncClosing):
             raise TypeError(f"loop_factory must be callable, or None, not {loop_factory!r}")
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be a string, and not empty, not {name!r}")
-        self.n_workers = check_int("n_workers", n_workers, minimum=1)
+        self.n_workers: int = check_int("n_workers", n_workers, minimum=1)
         self._name = name
         self._options = Options.from_env() if options is None else options
         self._sizes = max_chunk_bytes, max_chunks

@@ -50,7 +50,7 @@ def _load() -> type[EventEncoder] | None:
     return EventEncoder
 
 
-NativeEncoder = _load()
+NativeEncoder: type[EventEncoder] | None = _load()
 """What encodes natively, or None."""
 
 

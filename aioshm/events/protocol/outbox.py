@@ -47,7 +47,7 @@ class Outbox:
         self.dropped = 0
         self.first_dropped: int | None = None
         self.published = 0
-        self.last_sent = -1
+        self.last_sent: int = -1
         self._max_size = max_size
         self._overflow = overflow
         self._closed = False

@@ -47,7 +47,7 @@ class SubPeer:
     """
 
     def __init__(self, topic: bytes, max_bytes: int) -> None:
-        self.ready = False
+        self.ready: bool = False
         self.messages: deque[list[bytes]] = deque()
         self._topic = topic
         self._max_bytes = max_bytes

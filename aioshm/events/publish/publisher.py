@@ -36,7 +36,7 @@ from aioshm.lifeline.address import connectable
 from aioshm.process.limits import abandon_when_forked
 from aioshm.zeromq.curve import CurveKeys
 
-logger = logging.getLogger("aioshm.events")
+logger: logging.Logger = logging.getLogger("aioshm.events")
 
 # How long the sender works before it lets the loop do something else.
 _SLICE_S = 0.001

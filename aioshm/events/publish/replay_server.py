@@ -25,7 +25,7 @@ from aioshm.logs import LogLimiter
 from aioshm.zeromq.guard import GuardedMonitor
 from aioshm.zeromq.pump import Pump
 
-logger = logging.getLogger("aioshm.events")
+logger: logging.Logger = logging.getLogger("aioshm.events")
 
 MAX_CLIENTS = 64
 STALLED_S = 30.0

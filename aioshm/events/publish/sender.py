@@ -16,7 +16,7 @@ from aioshm.events.protocol.wire import pack_seq
 from aioshm.events.publish.sockets import PublisherEnds
 from aioshm.logs import LogLimiter
 
-logger = logging.getLogger("aioshm.events")
+logger: logging.Logger = logging.getLogger("aioshm.events")
 
 _MORE, _LAST = zmq.NOBLOCK | zmq.SNDMORE, zmq.NOBLOCK
 

@@ -23,7 +23,7 @@ from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
 
-logger = logging.getLogger("aioshm.events")
+logger: logging.Logger = logging.getLogger("aioshm.events")
 
 # The longest subscription, or command of a handshake; ZeroMQ hangs up on a peer that sends more.
 MAX_SUBSCRIPTION_BYTES = 512

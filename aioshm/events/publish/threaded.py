@@ -106,8 +106,8 @@ class ThreadedEventPublisher(EventPublisher):
             self._end_thread()
             raise
         self.endpoint, self.replay_endpoint = self._publisher.endpoint, self._publisher.replay_endpoint
-        self.connect_endpoint = self._publisher.connect_endpoint
-        self.connect_replay_endpoint = self._publisher.connect_replay_endpoint
+        self.connect_endpoint: str = self._publisher.connect_endpoint
+        self.connect_replay_endpoint: str | None = self._publisher.connect_replay_endpoint
         self._closed = False
 
     def get_publisher_config(self) -> KVEventsConfig:

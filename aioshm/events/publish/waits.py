@@ -18,7 +18,7 @@ class SenderWaits:
     """
 
     def __init__(self, outbox: Outbox) -> None:
-        self.pending = False
+        self.pending: bool = False
         self._outbox = outbox
         self._closed = False
         self._progress: list[asyncio.Future[None]] = []

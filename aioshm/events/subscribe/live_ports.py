@@ -79,7 +79,7 @@ class SubPort:
                 self._sub.setsockopt(zmq.MAXMSGSIZE, max_bytes)
             self._monitor = Monitor(self._sub)
             try:
-                self.endpoint = attach(self._sub, endpoint, bind=bind)
+                self.endpoint: str = attach(self._sub, endpoint, bind=bind)
             except BaseException:
                 self._monitor.close()
                 raise
@@ -143,7 +143,7 @@ class OpenPort:
         self._stream = open_socket(context, zmq.STREAM, endpoint, bind=True, hwm=_CHUNKS, curve=None)
         self._stream.setsockopt(zmq.SNDHWM, 1000)  # answers, which are small
         try:
-            self.endpoint = attach(self._stream, endpoint, bind=True)
+            self.endpoint: str = attach(self._stream, endpoint, bind=True)
         except BaseException:
             self._stream.close()
             raise

@@ -15,7 +15,7 @@ from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.pump import Pump
 
-logger = logging.getLogger("aioshm.events")
+logger: logging.Logger = logging.getLogger("aioshm.events")
 
 # Requests that get no answer before a gap is given up; one only, while the replay port is known to be silent.
 REPLAY_ATTEMPTS = 3
@@ -60,7 +60,7 @@ class ReplayPort:
         self._silent = False
         self._lacking: OutOfDescriptors | None = None
         self.endpoint = endpoint
-        self.asked_at = 0.0
+        self.asked_at: float = 0.0
         self.failures = 0
 
     @property

@@ -27,7 +27,7 @@ from aioshm.logs import LogLimiter
 from aioshm.process.limits import abandon_when_forked
 from aioshm.zeromq.curve import CurveKeys
 
-logger = logging.getLogger("aioshm.events")
+logger: logging.Logger = logging.getLogger("aioshm.events")
 
 # A publisher that says nothing is asked whether something was missed after this long, then ever less often.
 CHECK_MAX_S = 30.0
@@ -111,7 +111,7 @@ class EventSource:
                 curve=options.curve,
                 max_bytes=max_payload_bytes,
             )
-        self.endpoint = self._port.endpoint
+        self.endpoint: str = self._port.endpoint
         self._closed = False
         self._tracker = SourceTracker(self.endpoint, options.start, can_replay=replay_endpoint is not None)
         self._sub_pump, self._monitor_pump = self._port.watch(loop, self._run)

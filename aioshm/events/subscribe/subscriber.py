@@ -25,7 +25,7 @@ from aioshm.zeromq.context import shared_context
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import is_loopback
 
-logger = logging.getLogger("aioshm.events")
+logger: logging.Logger = logging.getLogger("aioshm.events")
 
 # How long a replay may be silent before it is asked for again.
 REPLAY_TIMEOUT_S = 5.0

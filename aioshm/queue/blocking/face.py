@@ -13,11 +13,11 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, overload
 
 from aioshm.closing import Closing
-from aioshm.codec import Codec
-from aioshm.config import Options, check_int
+from aioshm.codec import Codec, S, T
+from aioshm.config import Options, SlowReader, check_int
 from aioshm.errors import QueueClosed, QueueEmpty, QueueFull, RoleError
 from aioshm.queue.base import QueueBase
 from aioshm.queue.blocking.calls import called, made
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from aioshm.queue.groups.process_group import ObjectGroup
 
 
-class MessageQueue(QueueBase, Closing):
+class MessageQueue(QueueBase[T], Closing):
     """A queue from one writer to many readers, for threads without an event loop.
 
     The arguments, the results and the errors are those of `aioshm.MessageQueue`, and the names are, too. While a call
@@ -73,9 +73,52 @@ class MessageQueue(QueueBase, Closing):
     """
 
     def _hold(self, end: WritingEnd | ReadingEnd) -> None:
-        self.held = Held(end)
+        self.held: Held = Held(end)
         self._writer = end if isinstance(end, WritingEnd) else None
         self._reader = end if isinstance(end, ReadingEnd) else None
+
+    if TYPE_CHECKING:  # the type of what it returns depends on the face; what it does does not
+
+        @overload
+        @classmethod
+        def create_from_handle(
+            cls,
+            handle: Handle | str | bytes,
+            rank: int,
+            *,
+            codec: str | Codec | None = None,
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+            type: type[S],
+        ) -> MessageQueue[S]: ...
+
+        @overload
+        @classmethod
+        def create_from_handle(
+            cls,
+            handle: Handle | str | bytes,
+            rank: int,
+            *,
+            codec: Codec[S],
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+        ) -> MessageQueue[S]: ...
+
+        @overload
+        @classmethod
+        def create_from_handle(
+            cls,
+            handle: Handle | str | bytes,
+            rank: int,
+            *,
+            codec: str | Codec | None = None,
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+            type: Any = None,  # also for a union, which is no `type` to type checkers
+        ) -> Self: ...
+
+        @classmethod
+        def create_from_handle(cls, *args: Any, **kwargs: Any) -> Any: ...
 
     @classmethod
     def create_from_process_group(
@@ -90,15 +133,16 @@ class MessageQueue(QueueBase, Closing):
         options: Options | None = None,
         codec: str | Codec = "pickle",
         connect_ip: str | None = None,
-    ) -> Self:
+        type: type[S] | None = None,  # noqa: A002
+    ) -> MessageQueue[S]:
         """Make a queue from one rank of a process group to all the others; every rank calls this.
 
         As `aioshm.MessageQueue.create_from_process_group`; the ranks may use either face. What a signal's handler
         raises takes effect as cancelling that does.
         """
-        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options)
+        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options, type)
         end = made(lambda: call.one_writer(writer_rank, external_writer_handle, wait=False), lambda end: end)
-        return cls.around(end)._become_ready(blocking)
+        return cast(MessageQueue[S], cls.around(end)._become_ready(blocking))
 
     @classmethod
     def create_from_process_group_single_reader(
@@ -112,14 +156,16 @@ class MessageQueue(QueueBase, Closing):
         options: Options | None = None,
         codec: str | Codec = "pickle",
         connect_ip: str | None = None,
-    ) -> tuple[Self, list[Handle]]:
+        type: type[S] | None = None,  # noqa: A002
+    ) -> tuple[MessageQueue[S], list[Handle]]:
         """Make a queue from every rank of a process group to one of them; every rank calls this.
 
         As `aioshm.MessageQueue.create_from_process_group_single_reader`.
         """
-        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options)
+        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options, type)
         end, handles = made(lambda: call.one_reader(reader_rank, wait=False), lambda made: made[0])
-        return cls.around(end)._become_ready(blocking and call.rank != reader_rank), handles
+        queue = cls.around(end)._become_ready(blocking and call.rank != reader_rank)
+        return cast(MessageQueue[S], queue), handles
 
     def _become_ready(self, wait: bool) -> Self:
         try:
@@ -143,7 +189,7 @@ class MessageQueue(QueueBase, Closing):
 
     # Sending
 
-    def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+    def enqueue(self, obj: T, timeout: float | None = None) -> None:
         """Send an object to every reader, waiting for a free slot."""
         held = self.held
         core = held.sending
@@ -170,12 +216,12 @@ class MessageQueue(QueueBase, Closing):
 
         held.run(lambda left: writer.enqueue(obj, answers[0], left), timeout, first=send)
 
-    def enqueue_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
+    def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
         """Send objects, in order and one right after the other: all or none."""
         writer = self._writer or self._wrong_end("enqueue_many", "writer")
         self.held.run(lambda left: writer.enqueue_many(objs, left), timeout)
 
-    def enqueue_nowait(self, obj: Any) -> None:
+    def enqueue_nowait(self, obj: T) -> None:
         """Send an object to every reader now."""
         writer = self._writer or self._wrong_end("enqueue_nowait", "writer")
         self.held.run(lambda _: called(writer.enqueue_nowait, obj), busy=QueueFull)
@@ -189,7 +235,7 @@ class MessageQueue(QueueBase, Closing):
 
     def dequeue(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
-    ) -> Any:
+    ) -> T:
         """Receive the next message; ``cancel``, a `threading.Event`, ends the wait within `CANCEL_POLL_S`."""
         held, gate = self.held, self.held.gate
         looked = False  # once more
@@ -198,7 +244,7 @@ class MessageQueue(QueueBase, Closing):
             if kept:
                 obj = kept[0]
                 del kept[0]
-                return obj
+                return obj  # type: ignore[no-any-return]  # what the codec has decoded
             core = held.reading
             try:
                 obj = core.next
@@ -225,12 +271,12 @@ class MessageQueue(QueueBase, Closing):
                 waker: Any = held.waker  # from here on no call until the message is kept: a handler could run in it
                 if waker.pending and core.seq < waker.due:  # the writer is to be woken later: no need to go there
                     core.owes = False
-                    return obj
+                    return obj  # type: ignore[no-any-return]
                 held.kept = [obj]
                 obj = None
                 held.tell()
             else:
-                return obj
+                return obj  # type: ignore[no-any-return]
 
     def _wait_for_message(self, timeout: float | None, cancel: threading.Event | None, indefinite: bool) -> None:
         """Receive the next message, for the next look at what is kept.
@@ -255,7 +301,7 @@ class MessageQueue(QueueBase, Closing):
         timeout: float | None = None,
         cancel: threading.Event | None = None,
         indefinite: bool = False,
-    ) -> list[Any]:
+    ) -> list[T]:
         """Wait for a message and return it with those behind it that are there."""
         reader, held = self._reading_end("dequeue_many"), self.held
         if max_items != 1 or not held.kept:
@@ -270,7 +316,7 @@ class MessageQueue(QueueBase, Closing):
                 lambda event, left: reader.dequeue_many(max_items, left, event, indefinite), timeout, cancel, many=True
             )
 
-    def dequeue_nowait(self) -> Any:
+    def dequeue_nowait(self) -> T:
         """Receive the next message if it is there."""
         reader, held = self._reading_end("dequeue_nowait"), self.held
         while True:
@@ -278,7 +324,7 @@ class MessageQueue(QueueBase, Closing):
             if kept:
                 obj = kept[0]
                 del kept[0]
-                return obj
+                return obj  # type: ignore[no-any-return]  # what the codec has decoded
             held.run(lambda _: held.keep(lambda: called(reader.dequeue_nowait)), busy=QueueEmpty)
 
     def acquire_read(
@@ -295,7 +341,7 @@ class MessageQueue(QueueBase, Closing):
 
     def lease(
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[T]:
         """Give the next message to the block, decoded where it lies.
 
         Where a large message is still held when the block ends, its slot goes back at the latest with the next call.
@@ -315,17 +361,17 @@ class MessageQueue(QueueBase, Closing):
         side = "reader" if self._writer is None else "writer"
         raise RoleError(f"{call}() belongs to the queue's {end}; this is a {side}: {self.held.end!r}")
 
-    def broadcast_object(self, obj: Any = None) -> Any:
+    def broadcast_object(self, obj: T | None = None) -> T:
         """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""
         if self._writer is None:
             return self.dequeue()
-        self.enqueue(obj)
-        return obj
+        self.enqueue(cast(T, obj))  # None may be a message, too
+        return cast(T, obj)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         try:
             return self.dequeue()
         except QueueClosed:

@@ -47,14 +47,14 @@ class Held:
         self.end = end
         self.gate = end.gate
         self.gate.block()
-        self.loop = PrivateLoop(lambda: f"<blocking {end!r}>")
-        self.turns = Turns(end.gate)
+        self.loop: PrivateLoop = PrivateLoop(lambda: f"<blocking {end!r}>")
+        self.turns: Turns = Turns(end.gate)
         self.kept: list[Any] = []
         self.sending: Any = NotAtOnce
         self.reading: Any = NotAtOnce
         self.waker: Waker | None = None
         self.block: Block | None = None
-        self.to_close = False
+        self.to_close: bool = False
 
     # Running the loop
 

@@ -37,7 +37,7 @@ class Turns:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._waiting: deque[threading.Lock] = deque()
-        self.lasting = False
+        self.lasting: bool = False
 
     def take(self, deadline: float | None = None, busy: type[AioshmError] | None = None) -> bool:
         """Wait for this thread's turn, which lasts until `give`; return False if it has it already.

@@ -67,8 +67,8 @@ class ClosingOrder:
 
     def __init__(self, gate: Door) -> None:
         self._gate = gate
-        self.begun = False
-        self.dismantled = True  # as long as there is nothing to give back
+        self.begun: bool = False
+        self.dismantled: bool = True  # as long as there is nothing to give back
         self._inherited = False  # whether this is a forked child's copy
 
     def enclose(self, inside: Inside) -> None:

@@ -61,7 +61,7 @@ class Gate:
         self.options = options
         self.core: Core = NoRing()
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.blocks = False
+        self.blocks: bool = False
         self.ready = False
         self.refusal: Callable[[], AioshmError] | None = None
         self.in_line = 0

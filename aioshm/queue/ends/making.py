@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from aioshm.codec import Codec, get_codec
+from typing import Any
+
+from aioshm.codec import Codec, get_codec, typed_codec
 from aioshm.config import Options, SlowReader, check_int, check_slow
 from aioshm.errors import HandleError
 from aioshm.lifeline.address import check_ip
@@ -23,6 +25,7 @@ def writing_end(
     connect_ip: str | None,
     codec: str | Codec,
     options: Options | None,
+    message: Any = None,
 ) -> WritingEnd:
     """Make a writer's end.
 
@@ -32,9 +35,10 @@ def writing_end(
         connect_ip: As `aioshm.MessageQueue`.
         codec: As there.
         options: As there.
+        message: The type of the messages, as there.
     """
     local, remote = ranks
-    ip, own_codec = check_ip(connect_ip), get_codec(codec)
+    ip, own_codec = check_ip(connect_ip), typed_codec(codec, message)
     options = Options.from_env() if options is None else options
     if not isinstance(options, Options):
         raise TypeError(f"options must be an Options, not {options!r}")
@@ -61,6 +65,7 @@ def reading_end(
     codec: str | Codec | None = None,
     options: Options | None = None,
     slow: SlowReader | None = None,
+    message: Any = None,
 ) -> ReadingEnd:
     """Make a reader's end; the arguments are those of `aioshm.MessageQueue.create_from_handle`."""
     handle = as_handle(handle)
@@ -78,12 +83,13 @@ def reading_end(
     if remote is not None and far:
         with naming_limits("a reader"):  # as above
             from aioshm.queue.remote.source import NetworkSource
-        own_codec = _codec_for(handle, codec)
+
+        own_codec = _codec_for(handle, codec, message)
         source = NetworkSource(gate, handle, remote, rank, own_codec, slow)
     else:
         handle.check_local()
         check_rank(handle, rank)
-        own_codec = _codec_for(handle, codec)
+        own_codec = _codec_for(handle, codec, message)
         source = RingSource(gate, handle, rank, own_codec, slow)
     return ReadingEnd(gate, source, handle, rank, own_codec)
 
@@ -102,7 +108,7 @@ def check_rank(handle: Handle, rank: int) -> None:
     raise ValueError(f"rank must be one of {tuple(sorted((*handle.local_reader_ranks, *elsewhere)))}, not {rank}")
 
 
-def _codec_for(handle: Handle, codec: str | Codec | None) -> Codec:
+def _codec_for(handle: Handle, codec: str | Codec | None, message: Any) -> Codec:
     """Return the reader's codec: the one that the handle names, or the caller's own instance of it."""
     try:
         own = get_codec(handle.codec if codec is None else codec)
@@ -112,4 +118,4 @@ def _codec_for(handle: Handle, codec: str | Codec | None) -> Codec:
         raise
     if own.name != handle.codec:
         raise ValueError(f"codec must be {handle.codec!r}, as the handle says, not {own.name!r}")
-    return own
+    return typed_codec(own, message)

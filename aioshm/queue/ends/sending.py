@@ -69,7 +69,7 @@ class Sender:
         self._lag = lag
         self._stall: Stall | None = None
         self._stalled_at = -1
-        self.wanted = 1
+        self.wanted: int = 1
         has_readers = bool(ring.ranks) or network is not None
         self.encode = codec.encode if has_readers else _checked_only(codec)
         core.bind(self.encode, plain(codec.code), isinstance(codec, RawCodec) and has_readers, ring.roster.ring_bells)

@@ -29,7 +29,7 @@ from aioshm.wait.stall import seconds
 if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
     from aioshm.queue.remote.audience import NetworkAudience
 
-logger = logging.getLogger("aioshm.queue")
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 
 class WritingEnd:

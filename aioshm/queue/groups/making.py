@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from aioshm.codec import Codec
 from aioshm.config import Options
@@ -39,6 +39,7 @@ class GroupCall:
         pg: The process group.
         chunks: How large they are, in bytes, and how many.
         connect_ip, codec, options: Of the queue.
+        message: The type of its messages.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class GroupCall:
         connect_ip: str | None,
         codec: str | Codec,
         options: Options | None,
+        message: Any = None,
     ) -> None:
         self._pg = pg
         self._group = as_group(pg)
         self._chunks = chunks
         self._options = options
         self._codec = codec
+        self._message = message
         self._connect_ip = connect_ip
         self._end: WritingEnd | ReadingEnd | None = None
         self._cancelled = threading.Event()
@@ -155,6 +158,7 @@ class GroupCall:
             self._connect_ip,
             self._codec,
             self._options,
+            self._message,
         )
         return end.export_handle().to_json()
 
@@ -162,7 +166,7 @@ class GroupCall:
         self._check()
         if self._end is None:  # the writer has its end
             codec = None if isinstance(self._codec, str) else self._codec
-            self._end = reading_end(handle, self._group.rank, codec, self._options)
+            self._end = reading_end(handle, self._group.rank, codec, self._options, self._message)
 
     def _close(self) -> None:
         """Close the queue that was made, if one was; no loop has used it, so it has nothing to wait for."""

@@ -27,7 +27,7 @@ from aioshm.ring.segment import Segment
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-logger = logging.getLogger("aioshm.queue")
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 PROBE_TIMEOUT_S = 20.0
 """How long a rank waits for the segment: only a machine that is overloaded takes more than an instant."""

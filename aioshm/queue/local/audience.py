@@ -24,7 +24,7 @@ from aioshm.queue.local.roster import Roster
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.slot import Slot
 
-logger = logging.getLogger("aioshm.queue")
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 TOKEN_BYTES = 32
 
@@ -59,24 +59,24 @@ class RingAudience:
     """
 
     def __init__(self, ranks: tuple[int, ...], chunk_bytes: int, chunks: int, options: Options) -> None:
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.token: bytes = secrets.token_bytes(TOKEN_BYTES)
+        self.secret: bytes = secrets.token_bytes(SECRET_BYTES)
         self._chunk_bytes = chunk_bytes
         with naming_limits("a writer"):
-            self.buffer = ShmRingBuffer(len(ranks), chunk_bytes, chunks, backing=options.backing)
+            self.buffer: ShmRingBuffer = ShmRingBuffer(len(ranks), chunk_bytes, chunks, backing=options.backing)
             try:
-                self.queue_id = self.buffer.queue_id
-                self.listener = LifelineListener(
+                self.queue_id: bytes = self.buffer.queue_id
+                self.listener: LifelineListener = LifelineListener(
                     new_address(options, self.queue_id, "lifeline"), self.queue_id, self.token, max(64, len(ranks))
                 )
             except BaseException:
                 self.buffer.close()
                 raise
-        self.segment_name = self.buffer.name
+        self.segment_name: str | None = self.buffer.name
         self.buffer.prefault(options.prefault_bytes if ranks else 0, write=True)
         self.ring = self.buffer.writer()
         self.ring.set_writer_state(closed=False, pid=os.getpid())
-        self.roster = Roster(self.queue_id.hex()[:8], ranks, self.ring, options.on_reader_death, self._welcome)
+        self.roster: Roster = Roster(self.queue_id.hex()[:8], ranks, self.ring, options.on_reader_death, self._welcome)
         self.overflows = 0
         self._options = options
         self.overflow: Overflow = OverflowSegments(self.ring, self.secret, self.roster.hand_over, self._second_way)

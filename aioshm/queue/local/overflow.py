@@ -133,7 +133,7 @@ class WrittenSegment:
     """
 
     def __init__(self, segment: Segment) -> None:
-        self.passed_fd = segment.readonly_fd()
+        self.passed_fd: int = segment.readonly_fd()
         self.segment = segment
         self.seq = 0
         self.used = 0

@@ -42,7 +42,7 @@ from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Sockets, can_share_memory, send_frames
 
-logger = logging.getLogger("aioshm.queue")
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 BACKLOG = 100
 """Connections that may wait to be accepted, at least: it is ZeroMQ's default."""

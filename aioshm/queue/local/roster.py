@@ -15,7 +15,7 @@ from aioshm.process.state import process_state
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import ABSENT, ATTACHED, DIED, EVICTED, LEFT
 
-logger = logging.getLogger("aioshm.queue")
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 COMPLAINT_S = 10.0  # between two warnings of messages that are lost
 

@@ -38,7 +38,7 @@ from aioshm.wait.stall import seconds
 if TYPE_CHECKING:  # who has segments needs no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber
 
-logger = logging.getLogger("aioshm.queue")
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 
 class RingSource:

@@ -31,8 +31,8 @@ class WriterWaker:
         self._lifeline = lifeline
         self._loop = loop
         self._half = ring.layout.max_chunks // 2
-        self.pending = False
-        self.due = 0
+        self.pending: bool = False
+        self.due: int = 0
 
     def slot_is_free(self) -> None:
         """Wake the writer now or soon: it is parked, and a slot went back to it."""

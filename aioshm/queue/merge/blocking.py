@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any, Self
 
 from aioshm.closing import Closing
+from aioshm.codec import T
 from aioshm.errors import (
     AioshmError,
     HandleError,
@@ -35,7 +36,7 @@ HOT_S = 1e-3
 TAKEN_S = 0.01  # how often to look after a reader that another thread uses
 
 
-def merge(readers: Mapping[int, MessageQueue]) -> Merged:
+def merge(readers: Mapping[int, MessageQueue[T]]) -> Merged[T]:
     """Make one stream out of many queues.
 
     For use as ``for rank, obj in merge({rank: reader, ...})``; see `Merged`.
@@ -53,7 +54,7 @@ def merge(readers: Mapping[int, MessageQueue]) -> Merged:
     return Merged([BlockingPlace(rank, readers[rank].held, end) for rank, end in ends.items()])
 
 
-class Merged(Closing, Iterator[tuple[int, Any]]):
+class Merged(Closing, Iterator[tuple[int, T | Any]]):
     """The messages of many queues, each as ``(rank, obj)``. Made by `merge`.
 
     Each queue's messages come in its order; among the queues that have messages, each has its turn before any of them
@@ -72,13 +73,13 @@ class Merged(Closing, Iterator[tuple[int, Any]]):
     def __init__(self, places: Sequence[BlockingPlace]) -> None:
         after_s = places[0].held.gate.options.stall_warning_s if places else inf
         self._round = Round(places, after_s, monotonic())
-        self.failed = self._round.failed
+        self.failed: dict[int, AioshmError] = self._round.failed
         self._latest = 0.0  # when a message was returned
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> tuple[int, Any]:
+    def __next__(self) -> tuple[int, T | Any]:
         """Receive the next message of any queue.
 
         Raises:

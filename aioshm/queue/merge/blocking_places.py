@@ -27,7 +27,7 @@ class BlockingPlace:
         self.rank = rank
         self.held = held
         self.reader = reader
-        self.late = False
+        self.late: bool = False
         self.running = True
 
     @property

@@ -86,16 +86,16 @@ class Place:
     )
 
     def __init__(self, rank: int, reader: ReadingEnd, shared: SharedSleep) -> None:
-        self.rank = rank
-        self.reader = reader
+        self.rank: int = rank
+        self.reader: ReadingEnd = reader
         self.receive: Callable[[], Any] = _nothing
         self.quick: Callable[[], Any] | None = None
         self.ring: RingReader | None = None
         self.late = False
-        self.entered = False
-        self.hidden = False
+        self.entered: bool = False
+        self.hidden: bool = False
         self.failure: AioshmError | None = None
-        self.running = True
+        self.running: bool = True
         self._shared = shared
 
     def now_ready(self) -> None:

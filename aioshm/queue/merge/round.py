@@ -51,8 +51,8 @@ class Round(Generic[P]):
     """
 
     def __init__(self, places: Iterable[P], after_s: float, now: float) -> None:
-        self.running = list(places)
-        self.order = cycle(self.running)
+        self.running: list[P] = list(places)
+        self.order: cycle[P] = cycle(self.running)
         self.failed: dict[int, AioshmError] = {}
         self._after_s = after_s
         self.watch_silence(now)

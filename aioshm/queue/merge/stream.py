@@ -14,6 +14,7 @@ from time import monotonic, monotonic_ns
 from typing import Any, Self
 
 from aioshm.closing import AsyncClosing
+from aioshm.codec import T
 from aioshm.config import Options
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.queue.api import MessageQueue
@@ -29,7 +30,7 @@ from aioshm.wait.predictor import Predictor
 from aioshm.wait.stall import Stall
 
 
-def merge(readers: Mapping[int, MessageQueue]) -> Merged:
+def merge(readers: Mapping[int, MessageQueue[T]]) -> Merged[T]:
     """Make one stream out of many queues.
 
     For use as ``async for rank, obj in merge({rank: reader, ...})``; see `Merged`.
@@ -46,7 +47,7 @@ def merge(readers: Mapping[int, MessageQueue]) -> Merged:
     return Merged(checked_readers(readers, MessageQueue, "a MessageQueue", lambda reader: reader.end))
 
 
-class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
+class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     """The messages of many queues, each as ``(rank, obj)``. Made by `merge`.
 
     Each queue's messages come in its order; among the queues that have messages, each has its turn before any of them
@@ -62,6 +63,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
     tasks make on one of the readers wait in line behind it, and go before it afterwards; between two messages the
     readers can be used as if they were not merged. An iteration may be left, and begun again, at any time.
 
+    To type checkers, ``obj`` is of the queues' type, or anything, such as an error.
+
     Attributes:
         failed: The errors of the queues that have ended with one, by rank.
     """
@@ -71,7 +74,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
         places = [Place(rank, reader, shared) for rank, reader in readers.items()]
         self._options = places[0].reader.gate.options if places else Options()
         self._round = Round(places, self._options.stall_warning_s, monotonic())
-        self.failed = self._round.failed
+        self.failed: dict[int, AioshmError] = self._round.failed
         self._turn = 0
         self._turn_ends_ns = 0
         self._spin_ns = 0
@@ -85,7 +88,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, Any]]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[int, Any]:
+    async def __anext__(self) -> tuple[int, T | Any]:
         """Receive the next message of any queue.
 
         Raises:

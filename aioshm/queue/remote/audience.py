@@ -25,7 +25,7 @@ from aioshm.queue.remote.slowness import Slowness
 from aioshm.queue.remote.writer_sockets import WriterSockets
 from aioshm.ring.layout import VERSION
 
-logger = logging.getLogger("aioshm.queue")
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 TICKS = 4
 """How often within ``options.remote_timeout`` the writer asks whether its readers are there."""
@@ -59,7 +59,7 @@ class NetworkAudience:
 
     def __init__(self, queue_id: bytes, token: bytes, ranks: tuple[int, ...], ip: str | None, options: Options) -> None:
         self._name = queue_id.hex()[:8]
-        self.peers = RemotePeers(ranks)
+        self.peers: RemotePeers = RemotePeers(ranks)
         self._queue_id = queue_id
         self._token = token
         self._timeout = options.remote_timeout
@@ -67,8 +67,8 @@ class NetworkAudience:
         self._policy = options.on_reader_death
         self._changed: Callable[[], None] = _nothing
         self._secret = secrets.token_bytes(wire.SECRET_BYTES)
-        self.sockets = WriterSockets(ip, self._secret, options, len(ranks))
-        self.flow = Flow(self.sockets, self._secret, options)
+        self.sockets: WriterSockets = WriterSockets(ip, self._secret, options, len(ranks))
+        self.flow: Flow = Flow(self.sockets, self._secret, options)
         self._closed: asyncio.Future[None] | None = None
         self._closing_since = 0.0
         self._report_at = 0.0

@@ -30,7 +30,7 @@ class Flow:
         self._secret = secret
         self._everyone = wire.address(secret)
         self.window: SendWindow[Outgoing] = SendWindow(options.remote_window, options.remote_window_bytes)
-        self.outbox = Outbox()
+        self.outbox: Outbox = Outbox()
         self.resent = 0
 
     @property

@@ -15,7 +15,7 @@ from aioshm.queue.remote import wire
 from aioshm.queue.remote.reader_sockets import ReaderSockets
 from aioshm.wait.stall import seconds
 
-logger = logging.getLogger("aioshm.queue")
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 
 class KnownWriter:
@@ -43,8 +43,8 @@ class KnownWriter:
         self.welcome: wire.Welcome | None = None
         self.sockets: ReaderSockets | None = None
         self.proven = False
-        self.heard = 0.0
-        self.asked = 0.0
+        self.heard: float = 0.0
+        self.asked: float = 0.0
 
     @property
     def reachable(self) -> bool:

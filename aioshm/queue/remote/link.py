@@ -26,7 +26,7 @@ from aioshm.wait.line import settle
 from aioshm.wait.poller import Poller
 from aioshm.wait.predictor import Predictor
 
-logger = logging.getLogger("aioshm.queue")
+logger: logging.Logger = logging.getLogger("aioshm.queue")
 
 ACKNOWLEDGE_S = 0.02
 """How long after the latest message the writer learns that it was finished with, if it does not wait for that."""
@@ -76,9 +76,9 @@ class WriterLink:
         )
         self.sockets: ReaderSockets | None = None
         self.gone: Callable[[], AioshmError] | None = None
-        self.left_behind = False
+        self.left_behind: bool = False
         self.twice = 0
-        self.writer = KnownWriter(gate, handle, remote, rank)
+        self.writer: KnownWriter = KnownWriter(gate, handle, remote, rank)
         self._goodbye: asyncio.Future[None] | None = None
         self._released = False  # whether the writer waits for this end no more
         self._acknowledging: asyncio.TimerHandle | None = None

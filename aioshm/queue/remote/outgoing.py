@@ -28,10 +28,10 @@ class Outgoing:
     __slots__ = ("body", "head", "memory", "nbytes", "trackers")
 
     def __init__(self, head: bytes, body: bytes | memoryview | None, memory: mmap.mmap | None) -> None:
-        self.head = head
-        self.body = body
+        self.head: bytes = head
+        self.body: bytes | memoryview | None = body
         self.memory = memory
-        self.nbytes = ADDRESS_BYTES + len(head) + (0 if body is None else len(body))
+        self.nbytes: int = ADDRESS_BYTES + len(head) + (0 if body is None else len(body))
         self.trackers: list[zmq.MessageTracker] = []
 
     def used(self) -> bool:
@@ -51,7 +51,7 @@ class Outbox:
     def __init__(self) -> None:
         self._idle: list[mmap.mmap] = []
         self._used: list[Outgoing] = []
-        self.nbytes = 0
+        self.nbytes: int = 0
 
     def pack(
         self,

@@ -26,13 +26,14 @@ class RemotePeer:
     """
 
     def __init__(self, identity: bytes, hello: wire.Hello) -> None:
-        self.rank = hello.rank
+        self.rank: int = hello.rank
         self.identity = identity
-        self.pid = hello.pid
-        self.host = hello.host
+        self.pid: int = hello.pid
+        self.host: str = hello.host
         self.slow = hello.slow
-        self.proven = hello.proven
-        self.spoke = self.heard = monotonic()
+        self.proven: bool = hello.proven
+        self.spoke: float = monotonic()
+        self.heard: float = self.spoke
         self.finished = False
 
     def __str__(self) -> str:

@@ -58,9 +58,9 @@ class ReaderSockets:
             # The writer's window bounds what is here.
             self._sub = add(open_socket(context, zmq.SUB, data, bind=False, hwm=0, curve=keys))
             self._dealer = add(open_socket(context, zmq.DEALER, control, bind=False, hwm=CONTROL_HWM, curve=keys))
-            self.data_connection = Connection(self._sub)
+            self.data_connection: Connection = Connection(self._sub)
             add(self.data_connection.pair)
-            self.control_connection = Connection(self._dealer)
+            self.control_connection: Connection = Connection(self._dealer)
             add(self.control_connection.pair)
             for topic in topics:
                 self._sub.setsockopt(zmq.SUBSCRIBE, topic)

@@ -54,7 +54,7 @@ class NetworkSource:
     def __init__(
         self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int, codec: Codec, slow: SlowReader
     ) -> None:
-        self.link = WriterLink(gate, handle, remote, rank, slow)
+        self.link: WriterLink = WriterLink(gate, handle, remote, rank, slow)
         check_safety(codec, remote.keys is not None, gate.options)
         self._window = self.link.window
         self._gate = gate

@@ -60,7 +60,8 @@ class WriterSockets:
         self._sockets = Sockets("a writer with remote readers", count=3, connections=2 + 2 * readers, threads=1)
         context = self._sockets.context
         self._pumps: list[Pump] = []
-        server = self.keys = None
+        server: CurveKeys | None = None
+        self.keys: CurveKeys | None = None
         try:
             if options.secure:
                 server = CurveKeys.generate()
@@ -86,8 +87,8 @@ class WriterSockets:
             watched_by_heartbeats(self._router, timeout_ms)
             for each in (self._xpub, self._router):
                 each.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-            self.data = self._bind(self._xpub, host, ip)
-            self.control = self._bind(self._router, host, ip)
+            self.data: str = self._bind(self._xpub, host, ip)
+            self.control: str = self._bind(self._router, host, ip)
         except BaseException:
             self._sockets.close()
             raise

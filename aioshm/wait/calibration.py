@@ -1,0 +1,119 @@
+"""What a wake-up, a timer and a `sched_yield` cost on this machine: measured when an end first waits, then learned.
+
+Measured are timers, not wake-ups by another process, which would need one: the kernel does about the same for both.
+What differs, and what the event loop adds, the waits themselves tell: a message says when it was published, and the end
+that was parked for it knows when it looked.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from time import monotonic_ns
+
+from aioshm.ring.atomics import HAVE_TIMERFD, timerfd_create, timerfd_settime
+from aioshm.wait.costs import LOOP_NS, WAKE_UP_BOUNDS_NS, Costs
+
+AHEAD_NS = 100_000
+"""How long a timer sleeps that is measured: about as long as the gaps in which it is worth knowing."""
+
+TIMERS = 3
+YIELDS = 5
+
+ENOUGH_NS = 1_000_000
+"""After so long no further timer is tried: the machine is busy, and the loop has others to serve."""
+
+SHORT_SLEEP_NS = 2_000_000
+"""After a longer sleep, the CPU's and the caches' own make a wake-up dearer than where spinning is the alternative."""
+
+_STEP = 1 / 32  # by which an estimate follows one wake-up: it tends to the median, so no single one moves it further
+_CHANGE = 1 / 8  # that is worth planning anew
+_POLL_MS = 20
+
+
+class Calibration:
+    """The figures of the machine as one process knows them.
+
+    Args:
+        measure: Measures them.
+    """
+
+    def __init__(self, measure: Callable[[], Costs] | None = None) -> None:
+        self._measure = measure or measured
+        self._costs: Costs | None = None
+        self._wake_up_ns = 0.0
+
+    def costs(self) -> Costs:
+        """Return the figures, the same object until they change; the first call takes some hundred microseconds."""
+        if self._costs is None:
+            costs = self._measure().within_bounds()
+            self._wake_up_ns = float(costs.wake_up_ns)
+            self._costs = costs
+        return self._costs
+
+    def woke(self, late_ns: int) -> None:
+        """Learn how long after its message was published an end looked that had been parked for it."""
+        costs = self._costs
+        if costs is None:
+            return
+        least, most = WAKE_UP_BOUNDS_NS
+        step = self._wake_up_ns * _STEP
+        self._wake_up_ns = min(max(self._wake_up_ns + (step if late_ns > self._wake_up_ns else -step), least), most)
+        if abs(self._wake_up_ns - costs.wake_up_ns) > _CHANGE * costs.wake_up_ns:
+            self._costs = replace(costs, wake_up_ns=int(self._wake_up_ns))
+
+
+def measured(timers: int = TIMERS, yields: int = YIELDS) -> Costs:
+    """Measure; whatever comes out, as in `Costs.within_bounds`, no end spins for ever because of it, or never.
+
+    The second best of each counts: the best may be luck, and whatever else runs only ever makes them worse.
+    """
+    timer_ns = _second(timer_lateness(timers))
+    return Costs(timer_ns + LOOP_NS, timer_ns, _second(yield_times(yields)))
+
+
+def timer_lateness(amount: int) -> list[int]:
+    """Return how late so many timers woke this thread; fewer where that takes too long."""
+    try:
+        fd = timerfd_create() if HAVE_TIMERFD else -1
+    except OSError:  # no descriptor left, or a sandbox that has no timerfd
+        fd = -1
+    late: list[int] = []
+    try:
+        poller = select.poll()
+        if fd >= 0:
+            poller.register(fd, select.POLLIN)
+        began = monotonic_ns()
+        while len(late) < amount and (not late or monotonic_ns() - began < ENOUGH_NS):
+            due = monotonic_ns() + AHEAD_NS
+            if fd >= 0:
+                timerfd_settime(fd, due)
+                poller.poll(_POLL_MS)
+            else:
+                time.sleep(AHEAD_NS / 1e9)
+            late.append(monotonic_ns() - due)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return late
+
+
+def yield_times(amount: int) -> list[int]:
+    """Return how long so many calls of `sched_yield` took."""
+    times = []
+    for _ in range(amount):
+        began = monotonic_ns()
+        os.sched_yield()
+        times.append(monotonic_ns() - began)
+    return times
+
+
+def _second(values: list[int]) -> int:
+    return sorted(values)[min(1, len(values) - 1)]
+
+
+calibration: Calibration = Calibration()
+"""This process' own."""

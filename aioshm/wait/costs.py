@@ -1,0 +1,115 @@
+"""What it costs on a machine to be woken, and how long spins, naps and windows last because of it. Arithmetic only.
+
+What stands for the machine is measured and learned (see ``calibration.py``); what stands here beside it are times of
+Python's own, which a fast machine has about as many of, and what an end may cost in any case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOOP_NS = 40_000
+"""About what an event loop takes from the kernel's wake-up to the end's look, caches gone cold included."""
+
+ANSWERING_NS = 40_000
+"""About what a peer that has been woken takes to receive, to work and to send."""
+
+HOT_GAP_NS = 500_000
+"""Messages further apart are not worth a spin that keeps its CPU, however dear a wake-up is."""
+
+YIELDING_SPIN_NS = 1_000_000
+"""A spin that hands its CPU on after each look lasts no longer, however dear a wake-up is."""
+
+WAKE_UP_BOUNDS_NS = (3_000, 200_000)
+"""No wake-up counts as cheaper, or ends might hardly ever spin, nor as dearer, or spins in vain would last too long.
+
+What goes beyond was measured while the machine was busy, or its clock is not to be trusted.
+"""
+
+TIMER_BOUNDS_NS = (1_000, 300_000)
+YIELD_BOUNDS_NS = (100, 10_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """A machine's figures, each in nanoseconds.
+
+    Attributes:
+        wake_up_ns: From a message to the look of an end that was parked for it, its event loop's turn included.
+        timer_ns: How late a timer wakes a thread, the loop not included.
+        yield_ns: A `sched_yield` that finds nobody else to run.
+    """
+
+    wake_up_ns: int
+    timer_ns: int
+    yield_ns: int
+
+    def within_bounds(self) -> Costs:
+        """Return these figures, or the bounds that they are beyond of."""
+        return Costs(
+            _between(self.wake_up_ns, WAKE_UP_BOUNDS_NS),
+            _between(self.timer_ns, TIMER_BOUNDS_NS),
+            _between(self.yield_ns, YIELD_BOUNDS_NS),
+        )
+
+    @property
+    def spin_ns(self) -> int:
+        """One spin at most: long enough to outlast a parked peer that wakes and answers at once."""
+        return 2 * self.wake_up_ns + ANSWERING_NS
+
+    @property
+    def hot_gap_ns(self) -> int:
+        """Messages further apart are not worth a spin; in a rhythm, closer ones belong to the same beat.
+
+        Two ends that answer each other and both park see each other's messages two wake-ups and two answers apart.
+        """
+        return min(HOT_GAP_NS, max(4 * self.wake_up_ns, 2 * (self.wake_up_ns + ANSWERING_NS)))
+
+    @property
+    def nap_gap_ns(self) -> int:
+        """Where CPUs are short, messages closer than this are worth a nap: it finds a few of them."""
+        return self.wake_up_ns
+
+    @property
+    def nap_ns(self) -> int:
+        """The first nap; each one that finds nothing is followed by one of twice the length."""
+        return self.wake_up_ns * 5 // 8
+
+    @property
+    def yielding_spin_ns(self) -> int:
+        """One spin at most that hands its CPU on: it keeps nobody waiting, so it may outlast a whole answer."""
+        return min(YIELDING_SPIN_NS, self.wake_up_ns * 25 // 2)
+
+    @property
+    def answer_ns(self) -> int:
+        """A longer wait for an answer is not worth such a spin, however seldom one is asked."""
+        return 4 * self.yielding_spin_ns
+
+    @property
+    def linger_ns(self) -> int:
+        """How long a call that blocks looks again and again before it runs its loop, which then spins."""
+        return self.yielding_spin_ns // 2
+
+    @property
+    def jitter_ns(self) -> int:
+        """Every process is this late now and then: no surprise in a rhythm, and what a window has to spare."""
+        return self.wake_up_ns // 4
+
+    @property
+    def timer_late_ns(self) -> int:
+        """How late a timer wakes an end that has not learned that yet: later after long sleeps than short ones."""
+        return 2 * self.timer_ns + LOOP_NS
+
+    @property
+    def shared_cpu_ns(self) -> int:
+        """A `sched_yield` that took longer has let somebody else run on this CPU, most likely the other end."""
+        return 10_000 + 12 * self.yield_ns
+
+
+TYPICAL = Costs(wake_up_ns=80_000, timer_ns=30_000, yield_ns=850)
+"""A virtual machine's: what an end goes by that has nothing to go by."""
+
+
+def _between(value: int, bounds: tuple[int, int]) -> int:
+    least, most = bounds
+    return min(max(value, least), most)
