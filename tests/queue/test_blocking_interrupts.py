@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ class Interrupter:
         self.came, self._left, self._numbers = False, place, numbers
         self.raising = True
         self._more = more
+        gc.disable()  # others' callbacks of the collector, such as hypothesis's, are not to be interrupted
         if more:
             sys.settrace(self._count_on)  # as the other function is taken off where a handler raises in it
         sys.setprofile(self._count)
@@ -57,6 +59,7 @@ class Interrupter:
         """Count no more."""
         sys.setprofile(None)
         sys.settrace(None)
+        gc.enable()
 
     def check_raised(self) -> None:
         """Check that between calls handlers raise, and at once, however a call was interrupted."""

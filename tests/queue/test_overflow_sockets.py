@@ -161,6 +161,9 @@ class TestBySelf:
                 no_memory(patch)
                 writer.enqueue(b"x" * BIG, 10)
             writer.close()
+            eventually(
+                lambda: "aioshm-overflow" not in {each.name for each in threading.enumerate()}, "the sockets' end"
+            )
             closed.set()
             assert thread.result() == "told"
         assert "readers have not received all" in warnings_in(caplog)[-1]

@@ -166,7 +166,7 @@ class GroupCall:
         self._check()
         if self._end is None:  # the writer has its end
             codec = None if isinstance(self._codec, str) else self._codec
-            self._end = reading_end(handle, self._group.rank, codec, self._options, self._message)
+            self._end = reading_end(handle, self._group.rank, codec, self._options, message=self._message)
 
     def _close(self) -> None:
         """Close the queue that was made, if one was; no loop has used it, so it has nothing to wait for."""
