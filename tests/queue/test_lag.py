@@ -17,6 +17,8 @@ from support import eventually
 from aioshm import MessageQueue, QueueClosed
 from aioshm.queue.ends.lag import LagWatch
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 Report = tuple[int, float, float]
 
 

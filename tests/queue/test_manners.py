@@ -26,6 +26,8 @@ from support import until
 from aioshm import EndClosed, Handle, HandleError, MessageQueue, PeerClosed, PeerDied, RoleError, blocking
 from aioshm.process.state import process_state
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 
 @contextmanager
 def no_descriptors_left() -> Iterator[None]:

@@ -26,6 +26,8 @@ from aioshm import CorruptSlot, MessageQueue, MessagesLost, Options, PeerDied, S
 from aioshm.queue.local import overflow, overflow_sockets
 from aioshm.queue.remote import wire
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 BIG = 50_000
 LOGGER = "aioshm.queue"
 

@@ -21,6 +21,8 @@ from support import until
 from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted, blocking, merge
 from aioshm.errors import HandleError
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 CHUNKS = 4
 
 

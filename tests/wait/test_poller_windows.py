@@ -164,7 +164,7 @@ class TestNaps:
             await end.wait(deadline=monotonic())
         cancel = asyncio.Event()
         task = asyncio.ensure_future(end.wait(cancel=cancel))
-        await until(lambda: end.poller.stats.naps == 2, "the nap")
+        await until(lambda: end.poller.stats.naps >= 2, "the nap")
         cancel.set()
         with pytest.raises(QueueCancelled):
             await asyncio.wait_for(task, 10)
