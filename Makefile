@@ -20,8 +20,8 @@ test-all: .venv/.ready    ## the tests and the slow lane: storms of signals, eve
 check: lint types         ## in less than a minute: lint, types, quick tests, and those of what has changed
 	$(BIN)/python -m pytest $(FAST_LANE) $(ARGS) $$($(BIN)/python tests/chosen.py)
 
-# Lines and branches, in per cent, as a fifth of `make test` reached them when this was set. Raise it, never lower it.
-COVERAGE_FLOOR := 74
+# Lines and branches, in per cent; 91 when this was set. Raise it, never lower it.
+COVERAGE_FLOOR := 90
 
 coverage: .venv/.ready    ## the lines and branches that the tests run, in the processes that they start, too; fails below a floor
 	rm -f .coverage .coverage.*
