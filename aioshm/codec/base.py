@@ -87,8 +87,8 @@ class Views(Protocol):
     def view(self, main: memoryview, buffers: Sequence[memoryview]) -> Any:
         """Decode without copying: arrays, tensors and bytes-like parts point into the given memory.
 
-        They are read-only where their types allow that. The caller passes read-only views, and keeps their memory as
-        it is for as long as the result is in use.
+        They are read-only where their types allow that. The caller passes read-only views of memory that may be
+        written to all the same (by tensors), and keeps it as it is for as long as the result is in use.
 
         Raises:
             CodecError: These bytes cannot be decoded.

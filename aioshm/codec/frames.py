@@ -51,6 +51,7 @@ MAX_BUFFERS = 65_536
 """Most out-of-band buffers of one message. An empty buffer takes no room in a body, so without this bound a chunk of
 zeros could be read as millions of them."""
 
+_LENGTH = struct.Struct("<Q")
 _LENGTH_BYTES = 8
 
 
@@ -105,6 +106,12 @@ def split_body(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[memor
         if not 0 <= main_bytes <= len(body):
             raise CodecError(f"damaged message: {main_bytes} bytes announced, {len(body)} there")
         return body[:main_bytes], []
+    if n_buffers == 1 and len(body) >= _LENGTH_BYTES:  # the same as below, in half of the time
+        (size,) = _LENGTH.unpack_from(body)
+        end = ALIGNMENT + main_bytes
+        start = _aligned(end)
+        if main_bytes >= 0 and start + size <= len(body):
+            return body[ALIGNMENT:end], [body[start : start + size]]
     if not 0 < n_buffers <= MAX_BUFFERS or _LENGTH_BYTES * n_buffers > len(body):
         raise CodecError(f"damaged message: {n_buffers} buffers announced in {len(body)} bytes")
     sizes: tuple[int, ...] = struct.unpack_from(f"<{n_buffers}Q", body)

@@ -170,8 +170,8 @@ class MsgpackCodec(Generic[T]):
         """Decode a message whose large parts stay where they are.
 
         Arrays of `OUT_OF_BAND_BYTES` and more are read-only, ``bytes`` of that size arrive as a read-only
-        ``memoryview``, unless ``type`` asks for ``bytes``. A tensor cannot be read-only: it shows the memory all the
-        same, and must not be written to. Smaller ones are copies.
+        ``memoryview``, unless ``type`` asks for ``bytes``. A tensor cannot be read-only: what is written to it is
+        written to the memory. Smaller ones are copies.
 
         Raises:
             CodecError: This is damaged, or not of the type that this codec decodes.

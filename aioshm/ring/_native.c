@@ -56,6 +56,12 @@ typedef struct {
     uint64_t what;
     bool raw;
     PyObject *code, *on_parked;
+    PyObject *beside;         /* what handles messages that have buffers beside them; see bind_beside */
+    /* Leases, of a reader: see bind_leases */
+    PyObject *show, *show_beside, *end_shown, *open_slowly, *close_slowly, *linger, *whose, *fail;
+    PyObject *block;          /* that was opened slowly, where calls block */
+    char leased, shown, kept;
+    unsigned long long holder;
     unsigned long long published_ns;
     /* The gate */
     char open;
@@ -71,10 +77,13 @@ typedef struct {
     char hushed, owes;        /* whether one of them is under way; whether there is somebody to be told */
     int in_use;               /* calls that release the GIL, or run code of others, with the memory in their hands */
     PyObject *nothing, *elsewhere;
+    PyTypeObject *at_once;
+    PyObject *given;          /* what a lease's block awaits, used again */
 } Core;
 
 typedef struct {
     PyObject *nothing, *elsewhere;
+    PyTypeObject *at_once;
 } State;
 
 /* Memory */
@@ -217,7 +226,7 @@ static PyObject *call(PyObject *callable, PyObject *arg)
 static int passes(Core *self)
 {
     unsigned long me = PyThread_get_thread_ident();
-    if (!self->open || self->turn <= 0 || self->in_use)
+    if (!self->open || self->turn <= 0 || self->in_use || self->leased)
         return 0;
     if (self->runs == Py_None ? self->user != 0 && self->user != me : self->thread != me)
         return 0;
@@ -329,6 +338,14 @@ static PyObject *core_bind(Core *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *core_bind_beside(Core *self, PyObject *beside)
+{
+    PyObject *old = self->beside;
+    self->beside = Py_NewRef(beside);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
 static PyObject *core_belong(Core *self, PyObject *runs)
 {
     PyObject *old = self->runs;
@@ -340,7 +357,7 @@ static PyObject *core_belong(Core *self, PyObject *runs)
 
 static PyObject *core_passes(Core *self, PyObject *Py_UNUSED(ignored))
 {
-    int passed = passes(self);
+    int passed = self->kept ? 0 : passes(self);
     return passed < 0 ? NULL : PyBool_FromLong(passed);
 }
 
@@ -446,12 +463,16 @@ static void put_bytes(Core *self, const char *bytes, size_t size, uint64_t now)
     publish(self);
 }
 
+/* Whether the next slot is free; spins for it if that is worth it. */
+static bool slot_is_there(Core *self)
+{
+    return is_free(self, self->index)
+        || (self->spin_ns > 0 && spin_unless(self, self->spin_ns) && is_free(self, self->index));
+}
+
 static bool put(Core *self, const char *bytes, size_t size)
 {
-    if (size > self->chunk_bytes)
-        return false;
-    if (!is_free(self, self->index)
-        && (self->spin_ns <= 0 || !spin_unless(self, self->spin_ns) || !is_free(self, self->index)))
+    if (size > self->chunk_bytes || !slot_is_there(self))
         return false;
     uint64_t now = now_ns();
     put_bytes(self, bytes, size, now);
@@ -488,6 +509,39 @@ static int send_memory(Core *self, PyObject *obj)
     return sent;
 }
 
+/* Send a message that is not bytes; return None, or the message if it is no ordinary one, or has no slot. */
+static PyObject *send_beside(Core *self, PyObject *message)
+{
+    if (self->beside == NULL || self->beside == Py_None)
+        return Py_NewRef(message);
+    if (check_unused(self) < 0)  /* encoding runs any code */
+        return NULL;
+    if (!slot_is_there(self))
+        return Py_NewRef(message);
+    store_release(flags_of(self, self->index), 0);
+    atomic_thread_fence(memory_order_release);
+    PyObject *fill = Py_NewRef(self->beside), *slot = slot_at(self);
+    PyObject *seq = PyLong_FromUnsignedLongLong(self->seq), *filled = NULL;
+    self->in_use++;
+    if (slot != NULL && seq != NULL)
+        filled = PyObject_CallFunctionObjArgs(fill, slot, message, seq, NULL);
+    self->in_use--;
+    Py_DECREF(fill);
+    Py_XDECREF(slot);
+    Py_XDECREF(seq);
+    if (filled == NULL)
+        return NULL;
+    Py_DECREF(filled);
+    if (filled != Py_True)  /* which is never freed, nor is False */
+        return Py_NewRef(message);
+    self->published_ns = load_word(slot_of(self, self->index) + 16);
+    publish(self);
+    count_turn(self, 1, now_ns());
+    if (readers_parked(self))
+        notify(self);
+    Py_RETURN_NONE;
+}
+
 static PyObject *send_passed(Core *self, PyObject *obj)
 {
     PyObject *message;
@@ -500,8 +554,13 @@ static PyObject *send_passed(Core *self, PyObject *obj)
                 return sent < 0 ? NULL : Py_NewRef(Py_None);
         }
         message = call(self->code, obj);
-        if (message == NULL || !PyBytes_CheckExact(message))
-            return message;
+        if (message == NULL)
+            return NULL;
+        if (!PyBytes_CheckExact(message)) {
+            PyObject *answer = send_beside(self, message);
+            Py_DECREF(message);
+            return answer;
+        }
         if (check_unused(self) < 0) {  /* encoding runs any code */
             Py_DECREF(message);
             return NULL;
@@ -614,6 +673,7 @@ static PyObject *reader_skip(Core *self, PyObject *Py_UNUSED(ignored))
         return NULL;
     advance(self);
     store_count(self->own, self->seq);
+    self->kept = 1;
     Py_RETURN_NONE;
 }
 
@@ -627,6 +687,7 @@ static PyObject *reader_give_back(Core *self, PyObject *arg)
         return NULL;
     }
     store_release(flags_of(self, (size_t)index) + self->reader, 1);
+    self->kept = 0;
     return PyBool_FromLong(writer_parked(self));
 }
 
@@ -662,20 +723,32 @@ static bool interrupted(void)
     return yes;
 }
 
-static PyObject *take(Core *self)
+/* Decode the next message, which is there and stays where it is; `elsewhere` if it is no ordinary one. */
+static PyObject *decode(Core *self, PyObject *code, PyObject *beside)
 {
-    PyObject *obj = copy_plain(self);
-    if (obj == NULL)
-        return PyErr_Occurred() ? NULL : Py_NewRef(self->elsewhere);
-    if (!self->raw) {
-        PyObject *message = obj;
-        self->in_use++;
-        obj = call(self->code, message);
-        self->in_use--;
-        Py_DECREF(message);
-        if (obj == NULL && interrupted())
-            return NULL;  /* the next call returns the same message */
+    PyObject *obj = copy_plain(self), *arg = obj, *callable = code;
+    if (obj == NULL) {
+        if (PyErr_Occurred())
+            return NULL;
+        if (beside == NULL || beside == Py_None)
+            return Py_NewRef(self->elsewhere);
+        arg = slot_at(self);
+        if (arg == NULL)
+            return NULL;
+        callable = beside;
+    } else if (code == NULL) {
+        return obj;
     }
+    self->in_use++;
+    obj = call(callable, arg);
+    self->in_use--;
+    Py_DECREF(arg);
+    return obj;
+}
+
+/* Finish with a message that has been decoded, or could not be: then an error is set, and stays. */
+static void finish_and_tell(Core *self)
+{
     finish(self);
     count_turn(self, 1, now_ns());
     if (writer_parked(self)) {
@@ -684,6 +757,14 @@ static PyObject *take(Core *self)
         notify(self);
         PyErr_Restore(type, error, traceback);
     }
+}
+
+static PyObject *take(Core *self)
+{
+    PyObject *obj = decode(self, self->raw ? NULL : self->code, self->beside);
+    if (obj == self->elsewhere || (obj == NULL && interrupted()))
+        return obj;  /* interrupted: the next call returns the same message */
+    finish_and_tell(self);
     return obj;
 }
 
@@ -694,28 +775,339 @@ static PyObject *reader_take(Core *self, PyObject *Py_UNUSED(ignored))
     return is_ready(self, self->index) ? take(self) : Py_NewRef(self->nothing);
 }
 
+/* Whether the next message is there: 1, 0, or -1 with an error; spins for it if that is worth it. */
+static int message_is_there(Core *self)
+{
+    if (is_ready(self, self->index))
+        return 1;
+    if (self->spin_ns <= 0 || !spin_unless(self, self->spin_ns))
+        return 0;
+    if (PyErr_CheckSignals() < 0)  /* before the message is taken: an error afterwards would lose it */
+        return -1;
+    if (check_unused(self) < 0)  /* a handler is any code */
+        return -1;
+    return is_ready(self, self->index);
+}
+
 static PyObject *receive_passed(Core *self)
 {
-    if (!is_ready(self, self->index)) {
-        if (self->spin_ns <= 0 || !spin_unless(self, self->spin_ns))
-            return Py_NewRef(self->nothing);
-        if (PyErr_CheckSignals() < 0)  /* before the message is taken: an error afterwards would lose it */
-            return NULL;
-        if (check_unused(self) < 0 || !is_ready(self, self->index))  /* a handler is any code */
-            return PyErr_Occurred() ? NULL : Py_NewRef(self->nothing);
-    }
-    return take(self);
+    int there = message_is_there(self);
+    return there > 0 ? take(self) : there < 0 ? NULL : Py_NewRef(self->nothing);
 }
 
 static PyObject *reader_receive(Core *self, PyObject *Py_UNUSED(ignored))
 {
-    int passed = passes(self);
+    int passed = self->kept ? 0 : passes(self);  /* slots go back in order */
     if (passed <= 0)
         return passed < 0 ? NULL : Py_NewRef(self->nothing);
     unsigned long before = begin_use(self);
     PyObject *answer = receive_passed(self);
     end_use(self, before);
     return answer;
+}
+
+/* Leases: a reader is the block of the leases that need not wait, for `async with` and `with` alike */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *value;          /* NULL once it was given */
+} AtOnce;
+
+/* Return something to await, which may be the one from the last time; steals the value. */
+static PyObject *at_once(Core *self, PyObject *value)
+{
+    AtOnce *known = (AtOnce *)self->given;
+    if (known != NULL && Py_REFCNT(self->given) == 1) {
+        PyObject *old = known->value;
+        known->value = value;
+        Py_XDECREF(old);
+        return Py_NewRef(self->given);
+    }
+    known = PyObject_GC_New(AtOnce, self->at_once);
+    if (known == NULL) {
+        Py_DECREF(value);
+        return NULL;
+    }
+    known->value = value;
+    PyObject_GC_Track(known);
+    PyObject *old = self->given;
+    self->given = Py_NewRef((PyObject *)known);
+    Py_XDECREF(old);
+    return (PyObject *)known;
+}
+
+static PySendResult at_once_send(AtOnce *self, PyObject *Py_UNUSED(sent), PyObject **result)
+{
+    *result = self->value;
+    self->value = NULL;
+    if (*result == NULL)
+        PyErr_SetString(PyExc_RuntimeError, "this was awaited already");
+    return *result == NULL ? PYGEN_ERROR : PYGEN_RETURN;
+}
+
+static PyObject *at_once_next(AtOnce *self)
+{
+    PyObject *result;
+    if (at_once_send(self, NULL, &result) == PYGEN_ERROR)
+        return NULL;
+    PyObject *stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, result, NULL);
+    Py_DECREF(result);
+    if (stop != NULL) {
+        PyErr_SetObject(PyExc_StopIteration, stop);
+        Py_DECREF(stop);
+    }
+    return NULL;
+}
+
+static int at_once_traverse(AtOnce *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->value);
+    return 0;
+}
+
+static int at_once_clear(AtOnce *self)
+{
+    Py_CLEAR(self->value);
+    return 0;
+}
+
+static void at_once_dealloc(AtOnce *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->value);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot at_once_slots[] = {
+    {Py_tp_doc, "Something to await that is there at once."},
+    {Py_tp_dealloc, at_once_dealloc},
+    {Py_tp_traverse, at_once_traverse},
+    {Py_tp_clear, at_once_clear},
+    {Py_tp_iter, PyObject_SelfIter},
+    {Py_tp_iternext, at_once_next},
+    {Py_am_await, PyObject_SelfIter},
+    {Py_am_send, at_once_send},
+    {0, NULL},
+};
+
+static PyType_Spec at_once_spec = {
+    "aioshm.ring._native.AtOnce", sizeof(AtOnce), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, at_once_slots,
+};
+
+static PyObject *reader_bind_leases(Core *self, PyObject *args)
+{
+    PyObject *found[8];
+    PyObject **own[8] = {&self->show, &self->show_beside, &self->end_shown, &self->open_slowly, &self->close_slowly,
+                         &self->linger, &self->whose, &self->fail};
+    if (!PyArg_ParseTuple(args, "OOOOOOOO:bind_leases", &found[0], &found[1], &found[2], &found[3], &found[4],
+                          &found[5], &found[6], &found[7]))
+        return NULL;
+    for (int n = 0; n < 8; n++) {
+        PyObject *old = *own[n];
+        *own[n] = Py_NewRef(found[n]);
+        Py_XDECREF(old);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Let the error that decoding ended in become the one that callers see. */
+static void fail(Core *self)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    PyObject *nothing = call(self->fail, error);
+    if (nothing != NULL) {  /* it raises, always */
+        Py_DECREF(nothing);
+        PyErr_Restore(type, error, traceback);
+        return;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+}
+
+/* Return the task that leases, by a look into a dict of tasks, or by a call. */
+static PyObject *whose(Core *self)
+{
+    if (!PyTuple_Check(self->whose) || PyTuple_Size(self->whose) != 2)
+        return call(self->whose, NULL);
+    PyObject *task = PyDict_GetItemWithError(PyTuple_GetItem(self->whose, 0), PyTuple_GetItem(self->whose, 1));
+    return task != NULL ? Py_NewRef(task) : PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+/* Lease the next message, if the gate lets this thread pass; `nothing` or `elsewhere` if there is none to be had so. */
+static PyObject *lease(Core *self)
+{
+    int passed = self->show == NULL ? 0 : passes(self);
+    if (passed <= 0)
+        return passed < 0 ? NULL : Py_NewRef(self->nothing);
+    unsigned long long holder = 0;
+    if (self->whose != Py_None) {
+        PyObject *task = whose(self);
+        if (task == NULL)
+            return NULL;
+        holder = (unsigned long long)(uintptr_t)task;  /* only to be told from others, by its id() */
+        Py_DECREF(task);
+        if (check_unused(self) < 0)
+            return NULL;
+    }
+    unsigned long before = begin_use(self);
+    int there = message_is_there(self);
+    PyObject *obj = there < 0 ? NULL : there == 0 ? Py_NewRef(self->nothing) : decode(self, self->show, self->show_beside);
+    if (obj == NULL && there > 0 && !interrupted()) {
+        finish_and_tell(self);
+        fail(self);
+    }
+    if (obj == NULL || obj == self->nothing || obj == self->elsewhere) {
+        self->shown = 0;
+        end_use(self, before);
+        return obj;
+    }
+    self->hushed = 0;
+    self->holder = holder;
+    self->leased = 1;
+    return obj;
+}
+
+static PyObject *reader_lease(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    return lease(self);
+}
+
+/* Give the leased slot back. */
+static int unlease(Core *self)
+{
+    int failed = 0;
+    self->leased = 0;
+    if (self->base != NULL && (self->shown || self->kept)) {  /* slots go back in order */
+        PyObject *ended = call(self->end_shown, NULL);
+        failed = ended == NULL;
+        Py_XDECREF(ended);
+    } else if (self->base != NULL) {
+        self->hushed = self->quiet;
+        finish_and_tell(self);
+        self->hushed = 0;
+    }
+    self->shown = 0;
+    if (self->runs == Py_None)
+        self->user = 0;
+    return failed ? -1 : 0;
+}
+
+/* Enter a block: what `open` opens, if the message is not to be had at once. */
+static PyObject *enter_or(Core *self, PyObject *open)
+{
+    bool blocks = self->runs == Py_None;
+    PyObject *obj = lease(self);
+    if (blocks && obj == self->nothing && self->linger != NULL && self->linger != Py_None) {
+        PyObject *soon = call(self->linger, NULL);
+        if (soon == NULL)
+            Py_CLEAR(obj);
+        else if (soon == Py_True) {
+            Py_DECREF(obj);
+            obj = lease(self);
+        }
+        Py_XDECREF(soon);
+    }
+    if (obj == NULL)
+        return NULL;
+    if (obj != self->nothing && obj != self->elsewhere) {
+        if (blocks)
+            return obj;
+        PyObject *awaitable = at_once(self, obj);
+        if (awaitable == NULL)
+            unlease(self);
+        return awaitable;
+    }
+    Py_DECREF(obj);
+    PyObject *opened = call(open, NULL);
+    if (!blocks || opened == NULL)
+        return opened;
+    obj = PyObject_CallMethod(opened, "__enter__", NULL);
+    if (obj == NULL) {
+        Py_DECREF(opened);
+        return NULL;
+    }
+    PyObject *old = self->block;
+    self->block = opened;
+    Py_XDECREF(old);
+    return obj;
+}
+
+static PyObject *reader_enter(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    return enter_or(self, self->open_slowly);
+}
+
+/* Call with the arguments of `__exit__`. */
+static PyObject *call_with(PyObject *callable, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3) {
+        PyErr_SetString(PyExc_TypeError, "__exit__() takes three arguments");
+        return NULL;
+    }
+    Py_INCREF(callable);
+    PyObject *result = PyObject_CallFunctionObjArgs(callable, args[0], args[1], args[2], NULL);
+    Py_DECREF(callable);
+    return result;
+}
+
+static PyObject *reader_exit(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    bool blocks = self->runs == Py_None;
+    if (self->leased == 1 && !(blocks && (self->shown || self->kept))) {  /* a handler must not interrupt that */
+        if (unlease(self) < 0)
+            return NULL;
+        if (blocks && !self->owes)
+            Py_RETURN_NONE;
+        if (!blocks)
+            return at_once(self, Py_NewRef(Py_None));
+    } else if (blocks && self->block != NULL && !self->leased) {
+        PyObject *block = self->block, *leave;
+        self->block = NULL;
+        leave = PyObject_GetAttrString(block, "__exit__");
+        PyObject *result = leave == NULL ? NULL : call_with(leave, args, nargs);
+        Py_XDECREF(leave);
+        Py_DECREF(block);
+        return result;
+    }
+    if (self->close_slowly == NULL)
+        Py_RETURN_NONE;
+    PyObject *done = call_with(self->close_slowly, args, nargs);
+    if (done != NULL || !blocks)
+        return done;
+    PyObject *type, *error, *traceback;  /* a signal's handler may have raised before it had begun */
+    PyErr_Fetch(&type, &error, &traceback);
+    if (self->leased || self->owes) {
+        done = call_with(self->close_slowly, args, nargs);
+        if (done == NULL)
+            PyErr_Clear();
+        Py_XDECREF(done);
+    }
+    PyErr_Restore(type, error, traceback);
+    return NULL;
+}
+
+static PyObject *reader_adopt(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    bool is_new = self->leased == 1;
+    if (is_new)
+        self->leased = 2;
+    return PyBool_FromLong(is_new);
+}
+
+static PyObject *reader_unlease(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->leased)
+        Py_RETURN_NONE;
+    return unlease(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *reader_take_many(Core *self, PyObject *arg)
@@ -837,7 +1229,9 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
     self->elsewhere = Py_NewRef(state->elsewhere);
     self->code = Py_NewRef(Py_None);
     self->on_parked = Py_NewRef(Py_None);
+    self->beside = Py_NewRef(Py_None);
     self->runs = Py_NewRef((PyObject *)&PyBool_Type);  /* bool() is False */
+    self->at_once = (PyTypeObject *)Py_NewRef((PyObject *)state->at_once);
     self->base = self->buffer.buf;
     self->own = self->base + line;
     return 0;
@@ -895,6 +1289,17 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->slots);
     Py_VISIT(self->code);
     Py_VISIT(self->on_parked);
+    Py_VISIT(self->beside);
+    Py_VISIT(self->show);
+    Py_VISIT(self->show_beside);
+    Py_VISIT(self->end_shown);
+    Py_VISIT(self->open_slowly);
+    Py_VISIT(self->close_slowly);
+    Py_VISIT(self->linger);
+    Py_VISIT(self->whose);
+    Py_VISIT(self->fail);
+    Py_VISIT(self->given);
+    Py_VISIT(self->block);
     Py_VISIT(self->runs);
     return 0;
 }
@@ -905,6 +1310,17 @@ static int core_clear(Core *self)
     Py_CLEAR(self->slots);
     Py_CLEAR(self->code);
     Py_CLEAR(self->on_parked);
+    Py_CLEAR(self->beside);
+    Py_CLEAR(self->show);
+    Py_CLEAR(self->show_beside);
+    Py_CLEAR(self->end_shown);
+    Py_CLEAR(self->open_slowly);
+    Py_CLEAR(self->close_slowly);
+    Py_CLEAR(self->linger);
+    Py_CLEAR(self->whose);
+    Py_CLEAR(self->fail);
+    Py_CLEAR(self->given);
+    Py_CLEAR(self->block);
     Py_CLEAR(self->runs);
     self->open = 0;
     return 0;
@@ -917,6 +1333,7 @@ static void core_dealloc(Core *self)
     core_clear(self);
     Py_CLEAR(self->nothing);
     Py_CLEAR(self->elsewhere);
+    Py_CLEAR(self->at_once);
     if (self->base != NULL)
         PyBuffer_Release(&self->buffer);
     free(self->unread);
@@ -930,6 +1347,7 @@ static void core_dealloc(Core *self)
 
 #define BOTH_ENDS                                                                                                    \
     {"bind", CALL core_bind, METH_VARARGS, "Say how messages are coded, and whom to tell that the other end sleeps."}, \
+    {"bind_beside", CALL core_bind_beside, METH_O, "Say what handles messages that have buffers beside them."},       \
     {"belong", CALL core_belong, METH_O, "Belong to this thread, while runs() is true; None: to whichever uses it."}, \
     {"passes", CALL core_passes, METH_NOARGS, "Return whether the gate lets this thread pass."},                     \
     {"spin", CALL core_spin, METH_O, "Spin for at most so many nanoseconds; return whether this end may go on."},    \
@@ -957,6 +1375,15 @@ static PyMethodDef reader_methods[] = {
     {"give_back", CALL reader_give_back, METH_O, "Finish with a kept slot; return whether the writer is parked."},
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
+    {"bind_leases", CALL reader_bind_leases, METH_VARARGS, "Say how messages are leased."},
+    {"__aenter__", CALL reader_enter, METH_NOARGS, "Lease the next message."},
+    {"__aexit__", FAST reader_exit, METH_FASTCALL, "End the lease."},
+    {"__enter__", CALL reader_enter, METH_NOARGS, "Lease the next message."},
+    {"__exit__", FAST reader_exit, METH_FASTCALL, "End the lease."},
+    {"enter_or", CALL enter_or, METH_O, "Lease the next message, or open another block."},
+    {"lease", CALL reader_lease, METH_NOARGS, "Lease the next message; `__exit__` ends that."},
+    {"adopt", CALL reader_adopt, METH_NOARGS, "Let the end of the lease be the gate's; return whether there is one."},
+    {"unlease", CALL reader_unlease, METH_NOARGS, "Give the leased slot back."},
     {"receive", CALL reader_receive, METH_NOARGS, "Take the next message, if the gate lets this thread pass."},
     {NULL, NULL, 0, NULL},
 };
@@ -980,6 +1407,10 @@ static PyMemberDef members[] = {
     {"user", T_ULONG, offsetof(Core, user), 0, "The thread that uses this end, if any thread may; 0: none."},
     {"quiet", T_BOOL, offsetof(Core, quiet), 0, "Whether send and receive set `owes` instead of telling a parked end."},
     {"owes", T_BOOL, offsetof(Core, owes), 0, "Whether the other end has to be told that it may go on."},
+    {"leased", T_BOOL, offsetof(Core, leased), READONLY, "Whether a block has the next message."},
+    {"holder", T_ULONGLONG, offsetof(Core, holder), READONLY, "The id of the task that leased it."},
+    {"shown", T_BOOL, offsetof(Core, shown), 0, "Whether it is seen where it lies."},
+    {"kept", T_BOOL, offsetof(Core, kept), READONLY, "Whether a slot was skipped and not given back."},
     {"spin_ns", T_LONGLONG, offsetof(Core, spin_ns), 0, "How long send and receive spin where they cannot go on."},
     {"spins", T_ULONGLONG, offsetof(Core, spins), READONLY, "Spins so far."},
     {"hits", T_ULONGLONG, offsetof(Core, hits), READONLY, "Spins that ended with what was waited for."},
@@ -1086,6 +1517,9 @@ static int execute(PyObject *module)
         || PyModule_AddObjectRef(module, "NOTHING", state->nothing) < 0
         || PyModule_AddObjectRef(module, "ELSEWHERE", state->elsewhere) < 0)
         return -1;
+    state->at_once = (PyTypeObject *)PyType_FromModuleAndSpec(module, &at_once_spec, NULL);
+    if (state->at_once == NULL)
+        return -1;
     return add_type(module, &writer_spec) < 0 || add_type(module, &reader_spec) < 0 ? -1 : 0;
 }
 
@@ -1094,6 +1528,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     State *state = PyModule_GetState(module);
     Py_VISIT(state->nothing);
     Py_VISIT(state->elsewhere);
+    Py_VISIT(state->at_once);
     return 0;
 }
 
@@ -1102,6 +1537,7 @@ static int module_clear(PyObject *module)
     State *state = PyModule_GetState(module);
     Py_CLEAR(state->nothing);
     Py_CLEAR(state->elsewhere);
+    Py_CLEAR(state->at_once);
     return 0;
 }
 

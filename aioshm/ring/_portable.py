@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any, Final
@@ -70,6 +70,8 @@ class _Core(ABC):
             interrupt halfway.
         owes: Whether the other end has to be told that it may go on.
         spin_ns: How long `send` and `receive` spin where they cannot go on at once.
+        leased: Whether a block has the next message (of a reader).
+        kept: Whether a slot was skipped and has not been given back (of a reader).
         spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
     """
 
@@ -94,6 +96,7 @@ class _Core(ABC):
         self._what = 0
         self._raw = False
         self._on_parked: Callable[[], object] | None = None
+        self._beside: Callable[..., Any] | None = None
         self._slots = slots
         self._slot = slots[0]
         # memory_fence() inline, at half of its cost. No other thread has this lock; it is not waited for because an
@@ -105,6 +108,8 @@ class _Core(ABC):
         with view[line : line + at.LINE].cast("Q") as words:
             self._count = words[at.COUNT : at.COUNT + 1]
         self._in_use = 0
+        self.leased: bool = False
+        self.kept: bool = False
         self.quiet: bool = False
         self._hushed = False
         self.owes: bool = False
@@ -122,6 +127,16 @@ class _Core(ABC):
             raise OverflowError("what must fit a word of the header")
         self._code, self._what, self._raw, self._on_parked = code, what, raw, on_parked
 
+    def bind_beside(self, beside: Callable[..., Any] | None, /) -> None:
+        """Say what handles messages that have buffers beside them, or None: nothing does.
+
+        Args:
+            beside: Writer: is called with a slot, what encoding has returned and its sequence number, fills that slot
+                with it and returns True, or returns False where it is none that fits. Reader: is called with the slot
+                of the next message and decodes that, or returns `ELSEWHERE`. The core itself publishes and releases.
+        """
+        self._beside = beside
+
     def belong(self, runs: Callable[[], object] | None, /) -> None:
         """Belong to this thread, while ``runs()`` is true; None: to whichever uses it, which at first is this one."""
         self._thread = self.user = get_ident()
@@ -129,10 +144,10 @@ class _Core(ABC):
 
     def passes(self) -> bool:
         """Return whether the gate (loop, thread, process of this end) lets this thread pass."""
-        return self._lets_pass(get_ident())
+        return not self.kept and self._lets_pass(get_ident())
 
     def _lets_pass(self, me: int) -> bool:
-        if not (self.open and self.turn > 0 and not self._in_use):
+        if not (self.open and self.turn > 0 and not self._in_use and not self.leased):
             return False
         if self._runs is None:
             return self.user in (0, me)
@@ -209,6 +224,19 @@ class _Unraisable:
 
     def __del__(self) -> None:
         raise self._error
+
+
+class _AtOnce:
+    """Something to await that is there at once."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._value
+        yield
 
 
 class _ClosedSlot:
@@ -331,12 +359,30 @@ class WriterCore(_Core):
         self._hushed = self.quiet
         try:
             message = obj if self._raw and type(obj) is bytes else self._code(obj)
-            if type(message) is not bytes or not self.put(message):
-                return message
-            return None
+            sent = self.put(message) if type(message) is bytes else self._put_beside(message)
+            return None if sent else message
         finally:
             self.user: int = before
             self._hushed = False
+
+    def _put_beside(self, message: Any) -> bool:
+        """Publish a message that is not bytes; return False if it is no ordinary one, or while no slot is free."""
+        if self._beside is None:
+            return False
+        slot = self.claim()
+        if slot is None and (self.spin_ns <= 0 or not self.spin(self.spin_ns) or (slot := self.claim()) is None):
+            return False
+        self._in_use += 1
+        try:
+            if self._beside(slot, message, self.seq) is not True:
+                return False
+        finally:
+            self._in_use -= 1
+        self.published_ns = _unpack(slot.header)[2]
+        self._count_turn(1, monotonic_ns())
+        if self.commit():
+            self._notify()
+        return True
 
     def evict(self, reader: int, /) -> None:
         """Evict a reader: it counts as having read every message, past and future."""
@@ -376,6 +422,12 @@ class ReaderCore(_Core):
             raise IndexError(f"there is no reader {reader}")
         super().__init__(layout, view, slots, layout.reader_line(reader))
         self._flag = 1 + reader
+        self.shown = self._adopted = False
+        self.holder = 0
+        self._open_slowly: Callable[[], Any] | None = None
+        self._close_slowly: Callable[..., Any] | None = None
+        self._linger: Callable[[], object] | None = None
+        self._block: Any = None
         self._parked = view[at.WRITER_PARKED : at.WRITER_PARKED + 1]
 
     def ready(self) -> bool:
@@ -405,6 +457,7 @@ class ReaderCore(_Core):
         self._check_unused()
         self.seq = self._count[0] = self.seq + 1
         self._slot = self._slot.next
+        self.kept = True
 
     def give_back(self, index: int, /) -> bool:
         """Finish with a kept slot; return whether the writer is parked and has to be woken.
@@ -416,6 +469,7 @@ class ReaderCore(_Core):
             raise IndexError(f"there is no slot {index}")
         memory_fence()  # only after the chunk was read
         self._slots[index].flags[self._flag] = 1
+        self.kept = False
         memory_fence()
         return self._parked[0] != 0
 
@@ -428,27 +482,36 @@ class ReaderCore(_Core):
         slot = self.peek()
         if slot is None:
             return NOTHING
-        message = self._copy_plain(slot)
-        if message is None:
-            return ELSEWHERE
-        obj: Any = message
-        failure: Exception | None = None
-        if not self._raw:
-            self._in_use += 1
-            try:
-                obj = self._code(message)
-            except Exception as error:
-                if from_handler(error):
-                    raise
-                failure = error
-            finally:
-                self._in_use -= 1
+        try:
+            obj = self._decode(slot, None if self._raw else self._code, self._beside)
+        except Exception as error:
+            if not from_handler(error):
+                self._finish_and_tell()
+            raise
+        if obj is not ELSEWHERE:
+            self._finish_and_tell()
+        return obj
+
+    def _finish_and_tell(self) -> None:
         self.turn: int = self.turn - 1 if monotonic_ns() < self.turn_ends_ns and self.turn > 1 else 0
         if self.release():
             self._notify()
-        if failure is not None:
-            raise failure
-        return obj
+
+    def _decode(self, slot: Slot, code: Callable[[Any], Any] | None, beside: Callable[[Slot], Any] | None) -> Any:
+        """Decode the next message, which is there and stays where it is; `ELSEWHERE` if it is no ordinary one."""
+        message: Any = self._copy_plain(slot)
+        arg = message
+        if message is None:
+            if beside is None:
+                return ELSEWHERE
+            code, arg = beside, slot
+        if code is None:
+            return message
+        self._in_use += 1
+        try:
+            return code(arg)
+        finally:
+            self._in_use -= 1
 
     @property
     def next(self) -> Any:
@@ -458,7 +521,7 @@ class ReaderCore(_Core):
     def receive(self) -> Any:
         """Take the next message, if the gate lets this thread pass; else `NOTHING`."""
         me = get_ident()
-        if not self._lets_pass(me):
+        if self.kept or not self._lets_pass(me):  # slots go back in order
             return NOTHING
         before, self.user = self.user, me  # as in `send`
         self._hushed = self.quiet
@@ -470,6 +533,129 @@ class ReaderCore(_Core):
         finally:
             self.user: int = before
             self._hushed = False
+
+    # Leases: a reader is the block of the leases that need not wait, for `async with` and `with` alike
+
+    def bind_leases(
+        self,
+        show: Callable[[bytes], Any],
+        show_beside: Callable[[Slot], Any],
+        end_shown: Callable[[], object],
+        open_slowly: Callable[[], Any],
+        close_slowly: Callable[..., Any],
+        linger: Callable[[], object] | None,
+        whose: Any,
+        fail: Callable[[Any], object],
+        /,
+    ) -> None:
+        """Say how messages are leased.
+
+        Args:
+            show: Decodes what is an ordinary message.
+            show_beside: Is called with the slot of one that is not, and decodes it, or returns `ELSEWHERE`; sets
+                ``shown`` if its slot has to go back by `end_shown`.
+            end_shown: Gives the slot back, also where one before it has to go back first.
+            open_slowly: Opens what is to be entered where a message is not to be had at once: something to await, or a
+                block, where calls block.
+            close_slowly: Is called with the arguments of ``__exit__`` at the end of what ``open_slowly`` has opened, at
+                the end of a lease that was adopted (see `adopt`), and where the writer has to be told.
+            linger: Looks a moment longer, where calls block; returns True if the message came.
+            whose: Returns the task that leases, or is a dict of tasks and its key; None: it cannot be told from others.
+            fail: Raises what callers are to see of the error that decoding ended in.
+        """
+        self._show, self._show_beside, self._end_shown = show, show_beside, end_shown
+        self._open_slowly, self._close_slowly = open_slowly, close_slowly
+        self._linger, self._whose, self._fail = linger, whose, fail
+
+    def lease(self) -> Any:
+        """Lease the next message, if the gate lets this thread pass, until ``__exit__``; `NOTHING` or `ELSEWHERE`."""
+        me = get_ident()
+        if self._open_slowly is None or not self._lets_pass(me):
+            return NOTHING
+        whose = self._whose
+        holder = 0 if whose is None else id(whose[0].get(whose[1]) if type(whose) is tuple else whose())
+        before, self.user = self.user, me
+        self._hushed = self.quiet
+        obj: Any = NOTHING
+        try:
+            flags = self._slot.flags
+            if (flags[self._flag] or not flags[0]) and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
+                return NOTHING
+            slot = self.peek()
+            if slot is None:
+                return NOTHING
+            try:
+                obj = self._decode(slot, self._show, self._show_beside)
+            except Exception as error:
+                if not from_handler(error):
+                    self._finish_and_tell()
+                    self._fail(error)
+                raise
+            return obj
+        finally:
+            self._hushed = False
+            if obj is NOTHING or obj is ELSEWHERE:
+                self.user, self.shown = before, False
+            else:
+                self.holder, self.leased = holder, True
+
+    def unlease(self) -> None:
+        """Give the leased slot back."""
+        if not self.leased:
+            return
+        self.leased = self._adopted = False
+        try:
+            if self._slot is _CLOSED:
+                pass
+            elif self.shown or self.kept:  # slots go back in order
+                self._end_shown()
+            else:
+                self._hushed = self.quiet
+                self._finish_and_tell()
+                self._hushed = False
+        finally:
+            self.shown = False
+            if self._runs is None:
+                self.user = 0
+
+    def adopt(self) -> bool:
+        """Let the end of the lease be what ``close_slowly`` does; return whether there is one that was not adopted."""
+        is_new = self.leased and not self._adopted
+        self._adopted = self._adopted or is_new
+        return is_new
+
+    def enter_or(self, open_slowly: Callable[[], Any], /) -> Any:
+        """Enter a block: as ``__enter__``, but for what opens it if the message is not to be had at once."""
+        blocks = self._runs is None
+        obj = self.lease()
+        if blocks and obj is NOTHING and self._linger is not None and self._linger() is True:
+            obj = self.lease()
+        if obj is not NOTHING and obj is not ELSEWHERE:
+            return obj if blocks else _AtOnce(obj)
+        opened = open_slowly()
+        if not blocks:
+            return opened
+        obj = opened.__enter__()
+        self._block = opened
+        return obj
+
+    def __enter__(self) -> Any:
+        return self.enter_or(self._open_slowly)  # type: ignore[arg-type]  # which has been said
+
+    def __exit__(self, *error: Any) -> Any:
+        blocks = self._runs is None
+        if self.leased and not self._adopted and not (blocks and (self.shown or self.kept)):
+            self.unlease()
+            if not blocks:
+                return _AtOnce(None)
+            if not self.owes:
+                return None
+        elif blocks and self._block is not None and not self.leased:
+            block, self._block = self._block, None
+            return block.__exit__(*error)
+        return None if self._close_slowly is None else self._close_slowly(*error)
+
+    __aenter__, __aexit__ = __enter__, __exit__
 
     def take_many(self, most: int, /) -> list[Any]:
         """Return the next messages with one fence: at most so many, at most for the rest of the turn.

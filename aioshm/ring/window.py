@@ -12,6 +12,10 @@ else knows the object, so it is held exactly if it has more references than the 
 references where ``mmap.close()`` would count exports, which destroys what it asks about and overlooks holders that keep
 a memoryview without keeping it exported (``torch.frombuffer``). For the same reason a lease's end has to *drop* its own
 view, and must not ``release()`` it: that takes away the reference which a tensor over it stands on.
+
+What is handed out is read-only, but tensors know nothing of that. So on Linux the mapping is a private one: whoever
+writes to it all the same gets a page of his own there (copy-on-write), which neither the writer nor another reader ever
+sees. Such a page would hide the next message in that slot, so a window that was written to is not used again.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import mmap
 import os
 import sys
 import warnings
+from resource import RUSAGE_SELF, getrusage
 from sys import getrefcount
 from typing import Final
 
@@ -38,9 +43,9 @@ _IN_PAGE: Final = mmap.PAGESIZE - 1
 class Windows:
     """The windows of one reader; for one thread at a time.
 
-    A window shows whole pages, and so other slots too; only views of the slot's own bytes are handed out. They are
-    read-only, and so is the memory: what writes to it all the same, as tensors can, gets a SIGSEGV instead of changing
-    what the other readers see.
+    A window shows whole pages, and so other slots too; only views of the slot's own bytes are handed out, read-only
+    ones. What writes to the memory all the same, as tensors can, changes nothing that others see: where the system is
+    not Linux, it gets a SIGSEGV instead.
 
     Args:
         fd: The segment's descriptor; this keeps one of its own.
@@ -54,6 +59,8 @@ class Windows:
     def __init__(self, fd: int, layout: Layout) -> None:
         self._fd = -1
         self._windows: dict[int, mmap.mmap] = {}
+        self._faults: dict[int, int] = {}  # of this process, before a window was last shown
+        self._pagemap = -1
         self._count = layout.max_chunks
         self._room = layout.max_chunk_bytes
         self._first = layout.slot(0) + SLOT_HEADER_BYTES
@@ -77,7 +84,8 @@ class Windows:
         window = self._windows.get(index)
         if window is None:
             window = self._open(index)
-        start = (self._first + index * self._stride) & _IN_PAGE
+        start = self._start(index)
+        self._faults[index] = _faults()
         # From the mapping anew each time: a view that was kept would be one reference for all leases together.
         return memoryview(window)[start : start + nbytes]
 
@@ -90,6 +98,8 @@ class Windows:
 
     def settle(self, index: int, nbytes: int) -> bool:
         """Move a slot's window to a private copy if a view is still held; called before the slot is released.
+
+        If none is held, a window that was written to is dropped.
 
         The caller's own views have to be dropped by then, and dropped only (see this module's beginning).
 
@@ -105,12 +115,14 @@ class Windows:
                 for as long as the slot is not released, so it must not be; settle again once views were dropped.
         """
         if not self.held(index):
+            if index in self._windows and self._written(index, nbytes):
+                del self._windows[index]
             return False
         if not 0 <= nbytes <= self._room:
             raise ValueError(f"a view has 0 to {self._room} bytes, not {nbytes}")
         # Not the window itself: the traceback of an error would hold it.
         address, length = address_of(self._windows[index]), len(self._windows[index])
-        _replace(address, length, (self._first + index * self._stride) & _IN_PAGE, nbytes)
+        _replace(address, length, self._start(index), nbytes)
         del self._windows[index]  # its holders unmap it
         return True
 
@@ -123,6 +135,9 @@ class Windows:
         for index in list(self._windows):
             self.settle(index, self._room)
         self._windows.clear()
+        if self._pagemap >= 0:
+            os.close(self._pagemap)
+            self._pagemap = -1
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -147,11 +162,29 @@ class Windows:
         try:
             # Anonymous at first: over a descriptor, the object would keep a duplicate of that for each window.
             window = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
-            map_memory(address_of(window), length, mmap.PROT_READ, mmap.MAP_SHARED, self._fd, begin)
+            map_memory(address_of(window), length, *_WINDOW, self._fd, begin)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
         self._windows[index] = window
         return window
+
+    def _start(self, index: int) -> int:
+        """Return where in its window a slot's chunk begins."""
+        return (self._first + index * self._stride) & _IN_PAGE
+
+    def _written(self, index: int, nbytes: int) -> bool:
+        """Return whether a window was written to since it was last shown, or may have been."""
+        if not _COPY_ON_WRITE or self._faults.get(index) == _faults():  # every first write to a page is a fault
+            return False
+        first = address_of(self._windows[index]) // _PAGE
+        pages = round_up(self._start(index) + nbytes, _PAGE) // _PAGE
+        try:
+            if self._pagemap < 0:
+                self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            entries = os.pread(self._pagemap, pages * _ENTRY, first * _ENTRY)
+        except OSError:
+            return True
+        return len(entries) < pages * _ENTRY or bool(entries[_ENTRY - 1 :: _ENTRY].translate(None, _NOT_OWN))
 
     def _drop_one(self) -> None:
         """Unmap the oldest window that is not held."""
@@ -181,9 +214,27 @@ def _replace(address: int, length: int, start: int, nbytes: int) -> None:
         ) from None
 
 
+def _faults() -> int:
+    """Return how many page faults this process has had."""
+    usage = getrusage(RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
+
+
 # Not reserved: of a large chunk, only what the message fills will ever be touched.
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+_COPY_ON_WRITE: Final = sys.platform == "linux"
+"""Whether a private mapping shows what others write to the file, but for pages that were written to through it: POSIX
+leaves that open."""
+
+_WINDOW = (_READ_WRITE, mmap.MAP_PRIVATE | MAP_NORESERVE) if _COPY_ON_WRITE else (mmap.PROT_READ, mmap.MAP_SHARED)
+
+_ENTRY: Final = 8  # bytes for a page in pagemap, see Documentation/admin-guide/mm/pagemap.rst
+_PRESENT_OR_SWAPPED: Final = 0xC0  # bits 63 and 62, in the last byte of an entry
+_OF_FILE: Final = 0x20  # bit 61
+_NOT_OWN: Final = bytes(byte for byte in range(256) if not byte & _PRESENT_OR_SWAPPED or byte & _OF_FILE)
+"""Last bytes of the entries of pages that are not a private copy."""
 
 
 def _move_over(address: int, length: int, start: int, nbytes: int) -> None:

@@ -84,6 +84,11 @@ class Line:
                 self._waiting.remove(turn)
             raise
 
+    def take(self) -> None:
+        """Begin a turn where nobody has one, nor waits."""
+        assert not self._taken
+        self._taken = True
+
     def leave(self) -> None:
         """End this task's turn; the next in line has it from here on."""
         if self._waiting:

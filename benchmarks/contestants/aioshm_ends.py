@@ -1,4 +1,4 @@
-"""aioshm: awaited, blocking, and awaited with each message leased instead of copied; and the same over TCP."""
+"""aioshm: awaited and blocking, both also with each message leased instead of copied; and over TCP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Face:
 
     Attributes:
         blocking: Whether its calls block.
-        leased: Whether readers lease messages.
+        leased: Whether readers lease the messages of a stream.
         secure: Whether what goes over TCP is encrypted; None for local readers.
         overflow: What carries messages that do not fit a chunk; None for the default.
     """
@@ -58,38 +58,23 @@ def open_writer(face: Face, links: Sequence[Connection], workload: Workload) -> 
 def open_reader(face: Face, link: Connection, _workload: Workload, rank: int) -> Opened:
     """Attach to the queue."""
     queue = _queue_class(face).create_from_handle(handed(link), rank)
-    return _ready(queue, face, Leases(queue).receive if face.leased else queue.dequeue)
+    return _ready(queue, face, queue.dequeue, queue.lease)
 
 
-class Leases:
-    """Holds each message until the next one is asked for."""
-
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
-        self._held: Any = None
-
-    async def receive(self) -> Any:
-        """Give the last message back and lease the next one."""
-        if self._held is not None:
-            await self._held.__aexit__(None, None, None)
-        self._held = self._queue.lease()
-        return await self._held.__aenter__()
-
-
-def _ready(queue: Any, face: Face, call: Callable[..., Any]) -> Opened:
+def _ready(queue: Any, face: Face, call: Callable[..., Any], lease: Callable[[], Any] | None = None) -> Opened:
     if not face.blocking:
-        return _ready_awaited(queue, call)
+        return _ready_awaited(queue, call, lease)
     queue.wait_until_ready(READY_TIMEOUT_S)
-    return Port(call, queue.close, lambda: int(queue.stats().parks))
+    return Port(call, queue.close, lambda: int(queue.stats().parks), lease)
 
 
-async def _ready_awaited(queue: Any, call: Callable[..., Any]) -> Port:
+async def _ready_awaited(queue: Any, call: Callable[..., Any], lease: Callable[[], Any] | None) -> Port:
     try:
         await queue.wait_until_ready(READY_TIMEOUT_S)
     except BaseException:
         await queue.aclose()
         raise
-    return Port(call, queue.aclose, lambda: int(queue.stats().parks))
+    return Port(call, queue.aclose, lambda: int(queue.stats().parks), lease)
 
 
 def _queue_class(face: Face) -> Any:
@@ -111,13 +96,15 @@ def _lacks(codec: Codec) -> str | None:
 def _contestant(name: str, face: Face, *codecs: Codec) -> Contestant:
     module = BLOCKING if face.blocking else "aioshm"
     ends = partial(open_writer, face), partial(open_reader, face)
-    return Contestant(name, *ends, not face.blocking, module, module, frozenset(codecs) or ALL_CODECS, lacks=_lacks)
+    carried = frozenset(codecs) or ALL_CODECS
+    return Contestant(name, *ends, not face.blocking, module, module, carried, lacks=_lacks, leased=face.leased)
 
 
 CONTESTANTS = [
     _contestant("aioshm", Face()),
     _contestant("aioshm blocking", Face(blocking=True)),
-    _contestant("aioshm leased", Face(leased=True), "array", "tensor"),
+    _contestant("aioshm leased", Face(leased=True)),
+    _contestant("aioshm blocking leased", Face(blocking=True, leased=True)),
 ]
 SEGMENTS = _contestant("overflow segments", Face(overflow="segments"))
 ZEROMQ = _contestant("overflow over ZeroMQ", Face(overflow="zmq"))

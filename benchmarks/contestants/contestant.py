@@ -23,11 +23,13 @@ class Port:
         call: Sends a message, or returns the next one; awaited if the contestant is.
         close: Closes it; awaited if the contestant is and it returns an awaitable.
         parks: Returns how often this end has gone to sleep, if it knows.
+        lease: Returns a block that has the next message, if there is such a thing.
     """
 
     call: Callable[..., Any]
     close: Callable[[], Awaitable[None] | None]
     parks: Callable[[], int] | None = None
+    lease: Callable[[], Any] | None = None
 
 
 Opened: TypeAlias = Port | Coroutine[Any, Any, Port]
@@ -78,6 +80,7 @@ class Contestant:
         link: Makes the two ends of what connects the writer with one reader.
         lacks: Returns what the installed version has not got yet for a codec.
         bounded: Whether it bounds what is under way to one reader, and to several.
+        leased: Whether readers lease the messages of a stream.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Contestant:
     link: Callable[[Workload], tuple[Any, Any]] = pipe
     lacks: Callable[[Codec], str | None] = lambda _codec: None
     bounded: tuple[bool, bool] = (True, True)
+    leased: bool = False
 
     def line(self, workload: Workload, n_reader: int) -> tuple[End, list[End]]:
         """Return the ends of a new line: the writer's, and the readers' by rank."""

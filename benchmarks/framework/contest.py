@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias
 from benchmarks.contestants.contestant import Contestant
 from benchmarks.framework.crew import BenchmarkError
 from benchmarks.framework.harness import Settings, progress
-from benchmarks.framework.loops import Order, answer, ask, read, send
+from benchmarks.framework.loops import Order, answer, ask, read, read_leased, send
 from benchmarks.framework.report import Report, latencies, percentile
 from benchmarks.framework.stage import Stage, on_stage, together
 from benchmarks.framework.workload import MIB, Workload
@@ -160,7 +160,8 @@ class Contest:
 
     async def _rate(self, stage: Stage, kind: int, warm_up: int, count: int) -> float:
         """Return the messages/s at the slowest reader."""
-        write, listen = Order(send, (0, warm_up + count), kind), Order(read, (warm_up, count), kind)
+        loop = read_leased if stage.contestant.leased else read
+        write, listen = Order(send, (0, warm_up + count), kind), Order(loop, (warm_up, count), kind)
         _, seconds = await stage.perform(write, listen)
         return count / float(max(seconds))
 

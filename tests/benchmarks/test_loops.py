@@ -5,17 +5,20 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from benchmarks.framework.loops import Ports, answer, ask, listen, read, send, tick, without_awaits
+from benchmarks.framework.loops import Ports, answer, ask, listen, read, read_leased, send, tick, without_awaits
 from benchmarks.framework.workload import SMALL_DICT, WrongMessageError
 from benchmarks.latency import acknowledge_pairs
 
 
 def plain_ports(messages: deque[Any]) -> Ports:
-    return Ports(SMALL_DICT, messages.append, messages.popleft, lambda: 3, lambda: None)
+    return Ports(
+        SMALL_DICT, messages.append, messages.popleft, lambda: nullcontext(messages.popleft()), lambda: 3, lambda: None
+    )
 
 
 def awaited_ports(messages: deque[Any]) -> Ports:
@@ -28,7 +31,7 @@ def awaited_ports(messages: deque[Any]) -> Ports:
     async def turn() -> None:
         pass
 
-    return Ports(SMALL_DICT, put, take, lambda: 3, turn)
+    return Ports(SMALL_DICT, put, take, lambda: nullcontext(messages.popleft()), lambda: 3, turn)
 
 
 def numbered(count: int) -> deque[Any]:
@@ -43,15 +46,16 @@ def test_without_its_awaits_a_loop_is_a_plain_function(loop: Any) -> None:
     assert without_awaits(loop) is plain
 
 
-async def test_both_read_the_same_messages_and_notice_a_wrong_one() -> None:
-    assert without_awaits(read)(plain_ports(numbered(8)), 3, 5) > 0
-    assert await read(awaited_ports(numbered(8)), 3, 5) > 0
+@pytest.mark.parametrize("loop", [read, read_leased])
+async def test_both_read_the_same_messages_and_notice_a_wrong_one(loop: Any) -> None:
+    assert without_awaits(loop)(plain_ports(numbered(8)), 3, 5) > 0
+    assert await loop(awaited_ports(numbered(8)), 3, 5) > 0
     wrong = numbered(8)
     del wrong[4]
     with pytest.raises(WrongMessageError, match="expected number 4"):
-        without_awaits(read)(plain_ports(deque(wrong)), 3, 5)
+        without_awaits(loop)(plain_ports(deque(wrong)), 3, 5)
     with pytest.raises(WrongMessageError, match="expected number 4"):
-        await read(awaited_ports(deque(wrong)), 3, 5)
+        await loop(awaited_ports(deque(wrong)), 3, 5)
 
 
 async def test_both_send_and_ask_the_same() -> None:

@@ -19,8 +19,8 @@ from slots import slot_of
 from aioshm import CodecError, CorruptSlot, MessageQueue, QueueCancelled, QueueEmpty, QueueFull, RoleError
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
-LARGE = 300_000
-"""More than `leases.RESPITE_BYTES`."""
+LARGE = 600_000
+"""More than `leases.VIEW_BYTES`."""
 
 
 def _chunk(writer: MessageQueue, number: int) -> memoryview:
@@ -45,7 +45,7 @@ async def test_arrays_and_tensors_are_seen_where_they_lie(codec: str) -> None:
     async with attached(1, codec=codec, chunk=1 << 20) as (writer, (reader,)):
         rng = np.random.default_rng(1)
         for number in range(10):
-            sent = {"array": rng.integers(0, 255, 5000 + number, np.uint8), "step": number}
+            sent = {"array": rng.integers(0, 255, LARGE + number, np.uint8), "step": number}
             await writer.enqueue(sent)
             async with reader.lease(5) as obj:
                 assert obj["step"] == number
@@ -54,7 +54,7 @@ async def test_arrays_and_tensors_are_seen_where_they_lie(codec: str) -> None:
                 with pytest.raises(ValueError, match="read-only"):
                     obj["array"][0] = 1
                 assert _shows(writer, number, obj["array"])
-        tensor = torch.from_numpy(rng.integers(0, 255, 9000, np.uint8))
+        tensor = torch.from_numpy(rng.integers(0, 255, LARGE, np.uint8))
         await writer.enqueue(tensor)
         async with reader.lease(5) as obj:
             assert torch.equal(obj, tensor)
@@ -63,17 +63,17 @@ async def test_arrays_and_tensors_are_seen_where_they_lie(codec: str) -> None:
 
 
 async def test_bytes_are_seen_where_they_lie() -> None:
-    payload = random.Random(1).randbytes(50_000)
-    async with attached(1, codec="raw", chunk=65536) as (writer, (reader,)):
+    payload = random.Random(1).randbytes(LARGE)
+    async with attached(1, codec="raw", chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue(payload)
         async with reader.lease(5) as obj:
             assert isinstance(obj, memoryview)
             assert obj.readonly
             assert obj == payload
             assert _shows(writer, 0, obj)
-        await writer.enqueue(bytes(50_000))
+        await writer.enqueue(bytes(LARGE))
         assert obj == payload
-    async with attached(1, codec="msgpack", chunk=65536) as (writer, (reader,)):
+    async with attached(1, codec="msgpack", chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue([payload, b"short"])
         async with reader.lease(5) as (large, short):
             assert isinstance(large, memoryview)
@@ -81,13 +81,13 @@ async def test_bytes_are_seen_where_they_lie() -> None:
             assert large == payload
             assert short == b"short"
             assert _shows(writer, 0, large)
-    async with attached(1, chunk=65536) as (writer, (reader,)):
+    async with attached(1, chunk=1 << 20) as (writer, (reader,)):
         async with writer.acquire_write() as buffer:
-            buffer[:50_000] = payload
+            buffer[:LARGE] = payload
         async with reader.lease(5) as obj:
             assert obj.readonly
-            assert obj[:50_000] == payload
-            assert _shows(writer, 0, obj[:50_000])
+            assert obj[:LARGE] == payload
+            assert _shows(writer, 0, obj[:LARGE])
 
 
 async def test_leasing_costs_no_memory() -> None:
@@ -174,7 +174,7 @@ async def test_a_cancelled_block_releases() -> None:
 @pytest.mark.slow_on_uvloop
 async def test_5_000_random_cancellations() -> None:
     rng = random.Random(3)
-    async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         sent = begun = cancelled = 0
         large = np.zeros(LARGE, np.uint8)
 
@@ -225,7 +225,7 @@ async def test_ways_out_of_waiting() -> None:
 
 
 async def test_damaged_messages() -> None:
-    async with attached(1, chunks=8, chunk=1 << 19) as (writer, (reader,)):
+    async with attached(1, chunks=8, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue_many([0, np.zeros(LARGE, np.uint8), np.zeros(LARGE, np.uint8), "fine"])
         slot_of(writer, 0)[8] ^= 0xFF
         _chunk(writer, 1)[:8] = b"\xff" * 8
@@ -240,7 +240,7 @@ async def test_damaged_messages() -> None:
 
 
 async def test_two_tasks_lease_in_turn() -> None:
-    async with attached(1, chunks=4, chunk=1 << 19) as (writer, (reader,)):
+    async with attached(1, chunks=4, chunk=1 << 20) as (writer, (reader,)):
         inside = 0
         received: list[int] = []
 
@@ -267,7 +267,7 @@ async def test_two_tasks_lease_in_turn() -> None:
 
 
 async def test_nothing_leaks_over_2_000_leases() -> None:
-    async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
 
         async def some(count: int) -> None:
             for number in range(count):
@@ -293,7 +293,7 @@ async def test_windows_go_when_the_reader_closes() -> None:
 
     gc.collect()
     before = windows()
-    async with attached(1, chunk=1 << 19) as (writer, (reader,)):
+    async with attached(1, chunk=1 << 20) as (writer, (reader,)):
         for size in (5000, LARGE):
             await writer.enqueue(np.full(size, 7, np.uint8))
             async with reader.lease(5) as array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import sys
@@ -88,9 +89,19 @@ class TestNotKept:
         assert len(addresses) == 1
         assert mappings(ring) == 2
 
-    def test_nobody_can_write_through_it(self, ring: ShmRingBuffer, windows: Windows) -> None:
+    def test_what_is_written_through_it_is_private(self, ring: ShmRingBuffer, windows: Windows) -> None:
         assert permissions(address_of(memoryview(ring.view))) == "rw-s"
-        assert permissions(address_of(windows.view(0, 10))) == "r--s"
+        nbytes = put(ring, 0, content(1, 9000))
+        view = windows.view(0, nbytes)
+        assert view.readonly
+        address = address_of(view)
+        assert permissions(address) == "rw-p"
+        ctypes.memset(address, 0, nbytes)
+        assert bytes(view) == bytes(nbytes)
+        assert bytes(ring.chunk(0)[:nbytes]) == content(1, 9000)
+        del view
+        assert not windows.settle(0, nbytes)
+        assert bytes(windows.view(0, nbytes)) == content(1, 9000), "another window"
 
     def test_a_released_view_is_not_held(self, windows: Windows) -> None:
         view = windows.view(0, 10)

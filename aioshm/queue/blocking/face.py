@@ -346,8 +346,13 @@ class MessageQueue(QueueBase[T], Closing):
 
         Where a large message is still held when the block ends, its slot goes back at the latest with the next call.
         """
+        held = self.held
+        if timeout is None and cancel is None and not indefinite and not held.kept:
+            leasing: Any = held.leasing
+            if leasing is not None:
+                return leasing  # type: ignore[no-any-return]
         reader = self._reading_end("lease")
-        return self.held.new_block(
+        return held.new_block(
             lambda event, left: reader.open_block(left, event, indefinite, decoded=True),
             timeout,
             cancel,

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from threading import get_ident
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from aioshm.errors import AioshmError, QueueClosed
 from aioshm.queue.blocking.blocks import Block
 from aioshm.queue.blocking.calls import NotAtOnce, cancellable, check_cancel
+from aioshm.queue.blocking.lingering import linger
 from aioshm.queue.blocking.private_loop import PrivateLoop
 from aioshm.queue.blocking.turns import Turns
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.source import Waker
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, native_core
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, ReaderCore, native_core
 
 T = TypeVar("T")
 
@@ -38,6 +40,7 @@ class Held:
         kept: What was received for a call that a signal's handler ended: the next one's. Looking at it and taking
             something off takes no call: nothing comes in between, nor on the way back to the caller.
         sending, reading: What usually is all that a call needs; until the end is ready, both say that they cannot.
+        leasing: What is the block of a lease, if one can be had at once; None until the end is ready.
         waker: What `reading` leaves it to, to wake the writer.
         block: What has a slot.
         to_close: Whether the thread that has the turn is to close the end when it is over.
@@ -52,6 +55,7 @@ class Held:
         self.kept: list[Any] = []
         self.sending: Any = NotAtOnce
         self.reading: Any = NotAtOnce
+        self.leasing: ReaderCore | None = None
         self.waker: Waker | None = None
         self.block: Block | None = None
         self.to_close: bool = False
@@ -118,6 +122,8 @@ class Held:
             core.quiet = True
             self.waker = end.source.waker
             self.reading = core
+            if self.leasing is None:
+                self.leasing = end.bind_leases(self._open_lease, self._close_lease, self._linger, None)
 
     def end_turn(self) -> None:
         """End this thread's turn, and do what was left to its end."""
@@ -193,6 +199,39 @@ class Held:
             return True
 
         self.run(make, timeout, first=receive)
+
+    # Leases that are to be had at once
+
+    def _open_lease(self) -> Block:
+        """Return the block of a lease that has to wait."""
+        reader = cast(ReadingEnd, self.end)
+        return self.new_block(
+            lambda event, left: reader.open_block(left, event, False, decoded=True), None, None, lambda obj: obj
+        )
+
+    def _close_lease(self, *_: Any) -> None:
+        """End a lease of the core's that is more than giving the slot back, or wake the writer after one."""
+        core = self.gate.core
+        if core.leased:
+            try:
+                self.loop.run_now(self._end_lease)
+            finally:
+                if not core.leased:
+                    self.end_turn()
+        elif core.owes:
+            self.tell()
+
+    def _end_lease(self) -> None:
+        self.gate.end_lease()
+        self._tell_now()
+
+    def _linger(self) -> bool:
+        """Look for a message a moment longer."""
+        reader = cast(ReadingEnd, self.end)
+        if reader.linger_ns:
+            return linger(reader, None)
+        os.sched_yield()
+        return True
 
     # Blocks
 
@@ -294,8 +333,10 @@ class Held:
                 return
             self.loop.check_process()
             self._leave_if_gone()
-            if mine or self.block is not None:
+            if mine or self.block is not None or self.gate.core.leased:
                 self.to_close = True
+                if self.gate.core.leased:
+                    cast(ReaderCore, self.gate.core).adopt()  # its end looks what there is to do
                 self.gate.refuse_closed()
                 self.loop.call_soon(self.gate.refuse_closed)
                 self.gate.core.owes = True  # so that a message that passes the core just now makes its thread look, too

@@ -22,6 +22,9 @@ class Core(Protocol):
     hits: int
     spun_ns: int
 
+    @property
+    def leased(self) -> bool: ...
+
     def passes(self) -> bool: ...
 
     def belong(self, runs: Callable[[], object] | None, /) -> None: ...
@@ -35,7 +38,7 @@ class NoRing:
     def __init__(self) -> None:
         self.open = False
         self.user = 0
-        self.owes = self.quiet = False
+        self.owes = self.quiet = self.leased = False
         self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
         self._thread = -1
         self._runs: Callable[[], object] | None = bool

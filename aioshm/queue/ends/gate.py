@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from threading import current_thread, get_ident
 from time import monotonic_ns
+from typing import cast
 
 from aioshm.config import Options
 from aioshm.errors import AioshmError, EndClosed, RoleError
@@ -18,6 +19,7 @@ from aioshm.queue.ends.closing import ClosingOrder, Inside
 from aioshm.queue.ends.core import Core, NoRing
 from aioshm.queue.ends.waiting import new_poller
 from aioshm.queue.stats import QueueStats
+from aioshm.ring.atomics import ReaderCore
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller, WaitStats
 from aioshm.wait.stall import Stall
@@ -51,9 +53,7 @@ class Gate:
         blocks: Whether its loop runs only while a call waits.
         ready: Whether every end of the queue is there.
         refusal: Makes the error that every call raises, if any.
-        in_line: How many calls have entered, or wait to.
         poller: What a call waits with, once the other ends are known.
-        shut_while: What keeps the fast path shut while it is true, if anything does.
     """
 
     def __init__(self, what: str, options: Options, *, networked: bool) -> None:
@@ -64,9 +64,8 @@ class Gate:
         self.blocks: bool = False
         self.ready = False
         self.refusal: Callable[[], AioshmError] | None = None
-        self.in_line = 0
+        self._in_line = 0
         self.poller: Poller | None = None
-        self.shut_while: Callable[[], object] | None = None
         self._what = what
         self._blocking_turn_ns = BLOCKING_TURN_NS if networked else LOCAL_TURN_NS
         self._closing = ClosingOrder(self)
@@ -74,6 +73,7 @@ class Gate:
         self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
         self._line = Line()
         self._holder: object = None  # whose block has a slot
+        self._lease_of: int | None = None  # the same of a lease that was adopted: the task's id
         self._watcher: Callable[[], None] | None = None
         self._news: asyncio.Future[None] | None = None
 
@@ -135,8 +135,7 @@ class Gate:
 
     def reopen(self) -> None:
         """Open the fast path, if nothing forbids it."""
-        shut = self.in_line or self.refusal is not None or (self.shut_while is not None and self.shut_while())
-        self.core.open = self.ready and not shut
+        self.core.open = self.ready and not self._in_line and self.refusal is None
 
     def new_turn(self, now_ns: int = 0) -> None:
         """Count from here, or from a time: the other tasks of the loop have just had theirs."""
@@ -156,11 +155,40 @@ class Gate:
             self.new_turn()
         self.reopen()
 
+    @property
+    def in_line(self) -> int:
+        """How many calls have entered, or wait to; a lease that the core has given has entered, too."""
+        if self.core.leased:
+            self._adopt_lease()
+        return self._in_line
+
+    @in_line.setter
+    def in_line(self, count: int) -> None:
+        self._in_line = count
+
+    def _adopt_lease(self) -> None:
+        """Take a lease for a call that has entered, which the core does not tell of: others come by now."""
+        if self._lease_of is None:
+            core = cast(ReaderCore, self.core)
+            core.adopt()
+            self._in_line += 1
+            self._line.take()
+            self._lease_of = core.holder
+
+    def end_lease(self) -> None:
+        """End a lease of the core's."""
+        adopted, self._lease_of = self._lease_of is not None, None
+        try:
+            cast(ReaderCore, self.core).unlease()
+        finally:
+            if adopted:
+                self.leave()
+
     async def enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
         """Wait for this task's turn at the end; each `enter` needs a `leave`."""
-        if self._holder is not None and self.held_here:
+        if self.held_here:
             raise RoleError(f"{self!r}: called inside of a block that has its slot, and so would wait for itself")
-        self.in_line += 1
+        self._in_line += 1
         self.core.open = False
         try:
             await self._line.join(deadline, cancel)
@@ -175,6 +203,10 @@ class Gate:
     @property
     def held_here(self) -> bool:
         """Whether a block of the task that asks has the slot."""
+        if self.core.leased:
+            self._adopt_lease()
+        if self._lease_of is not None and (self.blocks or self._lease_of == id(self._caller())):
+            return True
         return self._holder is not None and self._holder is self._caller()
 
     def leave(self) -> None:
@@ -202,8 +234,8 @@ class Gate:
         return True if self.blocks else asyncio.current_task()
 
     def _left(self) -> None:
-        self.in_line -= 1
-        if self.in_line:
+        self._in_line -= 1
+        if self._in_line:
             return
         if self._closing.begun:
             self._closing.dismantle_unless_used()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from time import monotonic
 from typing import Any, NoReturn
 
 from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
-from aioshm.errors import QueueEmpty
+from aioshm.errors import CodecError, QueueEmpty
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import Source
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import Inquiry
-from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, ReaderCore
 from aioshm.wait.blocking import BlockingPoller
 from aioshm.wait.line import settle
 from aioshm.wait.stall import Stall
@@ -35,6 +38,7 @@ class ReadingEnd:
         gate, source, handle, rank: As above.
         receive: What is `Source.receive`, once a call has found the end ready.
         linger_ns: How long a blocking call that finds nothing should go on looking before it waits.
+        leasing: What is the block of a lease without a timeout, once a call has found the end ready, if it has a ring.
         leaves: Whether the call that waits leaves the loop when a message is due (see `WindowBegins`).
         undo: Whether a block that is being left is to leave the message where it is.
     """
@@ -49,6 +53,8 @@ class ReadingEnd:
         self.linger_ns = 0
         self.leaves = False
         self.undo = False
+        self.leasing: Any = None
+        self._block: AbstractAsyncContextManager[Any] | None = None  # of a lease that was not to be had at once
         self._stall: Stall | None = None
         self._stalled_at = -1
         gate.enclose(source)
@@ -155,6 +161,57 @@ class ReadingEnd:
         finally:
             self.gate.leave()
 
+    # Leasing
+
+    def lease(
+        self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool
+    ) -> AbstractAsyncContextManager[Any]:
+        """Give the next message to the block, decoded where it lies, as `aioshm.MessageQueue.lease`."""
+        core = self.leasing
+        if core is None:
+            return self.open_block(timeout, cancel, indefinite, decoded=True)
+        return _PatientLease(core, functools.partial(self._open_lease, timeout, cancel, indefinite))
+
+    def bind_leases(
+        self,
+        open_slowly: Callable[[], Any],
+        close_slowly: Callable[..., Any],
+        linger: Callable[[], object] | None,
+        whose: Any,
+    ) -> ReaderCore | None:
+        """Let the core of an end that is ready lease what is there, if it can; see `ReaderCore.bind_leases`."""
+        return self.source.bind_leases(open_slowly, close_slowly, linger, whose, self.fail)
+
+    async def _open_lease(
+        self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
+    ) -> Any:
+        gate, deadline, in_line = self.gate, deadline_after(timeout, cancel, indefinite), True
+        await self._line_up(deadline, cancel, leasing=True)
+        try:
+            await self._next(deadline, cancel, indefinite)
+            if gate.in_line == 1:  # nobody else waits: the core can have it, whose leases cost least
+                in_line = False
+                gate.leave()
+                obj = self.leasing.lease()
+                if obj is not NOTHING and obj is not ELSEWHERE:
+                    return obj
+        finally:
+            if in_line:
+                gate.leave()
+        if timeout is not None and deadline is not None:
+            timeout = max(0.0, deadline - monotonic())
+        block = self.open_block(timeout, cancel, indefinite, decoded=True)
+        value = await block.__aenter__()
+        self._block = block
+        return value
+
+    async def _close_lease(self, *error: Any) -> bool | None:
+        block, self._block = self._block, None
+        if block is not None:
+            return await block.__aexit__(*error)
+        self.gate.end_lease()
+        return None
+
     def poll(self) -> Any:
         """Return what `Source.take` does; called on this end's loop, in nobody's line."""
         self.source.settle()
@@ -172,6 +229,8 @@ class ReadingEnd:
             await self.wait_until_ready(deadline, cancel)
         gate.check_usable()
         self.receive = self.source.receive
+        if self.leasing is None and not gate.blocks and self.source.ring is not None:
+            self.leasing = self.bind_leases(self._open_lease, self._close_lease, None, _current_task_of(gate.loop))
         await gate.yield_turn()
         await gate.enter(deadline, cancel)
         if not leasing:
@@ -226,10 +285,10 @@ class ReadingEnd:
         """Raise what `receive` has raised, as a caller of the queue is to see it.
 
         Raises:
-            CodecError: The ring's core could not decode a message; it does that with the codec's bare function.
+            CodecError: The ring's core could not decode a message; it mostly does that with the codec's bare function.
             AioshmError: The network's source has said itself what is wrong.
         """
-        if self.source.ring is None:
+        if self.source.ring is None or isinstance(error, CodecError):
             raise error
         raise cannot_decode(error, self.codec_name) from error
 
@@ -265,6 +324,27 @@ class ReadingEnd:
 
     def __repr__(self) -> str:
         return repr(self.gate)
+
+
+class _PatientLease(AbstractAsyncContextManager[Any]):
+    """A lease that may not be waited for as long as it takes."""
+
+    def __init__(self, core: ReaderCore, open_slowly: Callable[[], Any]) -> None:
+        self._core: Any = core
+        self._open_slowly = open_slowly
+
+    def __aenter__(self) -> Any:
+        return self._core.enter_or(self._open_slowly)
+
+    def __aexit__(self, *error: Any) -> Any:
+        return self._core.__aexit__(*error)
+
+
+def _current_task_of(loop: asyncio.AbstractEventLoop | None) -> Any:
+    """Return `asyncio.current_task`; for CPython 3.11, where that is written in Python, the dict that it looks into."""
+    if sys.version_info >= (3, 12):
+        return asyncio.current_task
+    return asyncio.tasks._current_tasks, loop  # type: ignore[attr-defined]
 
 
 def _nothing() -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from aioshm.codec import Codec, Encoded
-from aioshm.codec.frames import INLINE, RAW, plain
+from aioshm.codec.frames import INLINE, RAW, pack_header, plain, write_body
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import MessageTooLarge
 from aioshm.queue.encoded import message_bytes, parts_of
@@ -73,6 +73,8 @@ class Sender:
         has_readers = bool(ring.ranks) or network is not None
         self.encode = codec.encode if has_readers else _checked_only(codec)
         core.bind(self.encode, plain(codec.code), isinstance(codec, RawCodec) and has_readers, ring.roster.ring_bells)
+        if network is None:
+            core.bind_beside(_filling(codec.code, self._chunk_bytes, self._max_message_bytes))
         self.send: Callable[[Any], Any] = core.send if network is None else functools.partial(self._send, network)
 
     def _send(self, network: NetworkAudience, obj: Any) -> Any:
@@ -152,12 +154,7 @@ class Sender:
         Raises:
             MessageTooLarge: It has more bytes than ``options.max_message_bytes``.
         """
-        size = message_bytes(message)
-        if size > self._max_message_bytes:
-            raise MessageTooLarge(
-                f"the message has {size} bytes, options.max_message_bytes allows {self._max_message_bytes}"
-            )
-        return size
+        return _checked_size(message, self._max_message_bytes)
 
     # Room
 
@@ -301,6 +298,30 @@ def _room_for(network: NetworkAudience, *messages: Encoded) -> bool:
     """Return whether the window has room for messages, once no reader is waited for that is too slow."""
     room = network.flow.room_for
     return room(*messages) or (network.evict_slow() and room(*messages))
+
+
+def _checked_size(message: Encoded, most: int) -> int:
+    size = message_bytes(message)
+    if size > most:
+        raise MessageTooLarge(f"the message has {size} bytes, options.max_message_bytes allows {most}")
+    return size
+
+
+def _filling(code: int, chunk_bytes: int, max_message_bytes: int) -> Callable[[Slot, Encoded, int], bool]:
+    """Return what fills slots for the core (see `WriterCore.bind_beside`), which knows nothing of the queue.
+
+    Else the queue would be a part of a cycle, and one that is forgotten would stay until that is collected.
+    """
+
+    def fill(slot: Slot, message: Encoded, seq: int) -> bool:
+        if _checked_size(message, max_message_bytes) > chunk_bytes:
+            return False
+        parts, buffers = parts_of(message)
+        write_body(slot.chunk, parts, buffers)
+        pack_header(slot.header, 0, INLINE, code, 0, len(buffers), seq, monotonic_ns(), sum(map(len, parts)))
+        return True
+
+    return fill
 
 
 def _checked_only(codec: Codec) -> Callable[[Any], Encoded]:

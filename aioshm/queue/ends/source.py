@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from aioshm.errors import AioshmError
 from aioshm.queue.ends.closing import Inside
 from aioshm.ring import RingReader
+from aioshm.ring.atomics import ReaderCore
 
 
 class SourceBlock(Protocol):
@@ -99,6 +100,16 @@ class Source(Inside, Protocol):
         Raises:
             CorruptSlot, MessagesLost: The message was damaged; the next call returns the one behind it.
         """
+
+    def bind_leases(
+        self,
+        open_slowly: Callable[[], Any],
+        close_slowly: Callable[..., Any],
+        linger: Callable[[], object] | None,
+        whose: Any,
+        fail: Callable[[Any], object],
+    ) -> ReaderCore | None:
+        """Let the core lease, and return it, if there is one that can; see `ReaderCore.bind_leases`."""
 
     def settle(self) -> None:
         """Finish with what the latest block has left, before anything else is read."""

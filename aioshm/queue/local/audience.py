@@ -223,8 +223,7 @@ class RingAudience:
             kind = OVERFLOW
             self.overflow.put(slot.header, parts, buffers, size)
             self.overflows += 1
-        main_bytes = sum(map(len, parts))
-        pack_header(slot.header, 0, kind, code, 0, len(buffers), self.ring.seq, monotonic_ns(), main_bytes)
+        pack_header(slot.header, 0, kind, code, 0, len(buffers), self.ring.seq, monotonic_ns(), sum(map(len, parts)))
         self._commit()
         return True
 

@@ -108,6 +108,9 @@ class CopyingSlots:
             "more max_chunks allow longer pauses, and slow='skip' loses messages instead"
         )
 
+    def bind_leases(self, *_: object) -> None:
+        """Do nothing: each lease makes a copy here."""
+
     def settle(self) -> None:
         """Do nothing: copies may live on."""
 

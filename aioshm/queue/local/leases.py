@@ -16,8 +16,8 @@ from aioshm.ring.layout import Layout
 from aioshm.ring.window import Windows
 
 RESPITE_S = 0.010
-RESPITE_BYTES = 256 * 1024
-"""Smaller messages are copied at once: that costs about as much as the respite."""
+VIEW_BYTES = 512 * 1024
+"""Smaller messages are leased as a copy: views, and finding out whether one is still held, cost more than that."""
 
 
 class Leases:
@@ -47,10 +47,6 @@ class Leases:
         self._kept: tuple[int, int] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def is_pending(self) -> bool:
-        """Return whether a slot has not gone back yet although its lease is over."""
-        return self._kept is not None
-
     def view(self, index: int, nbytes: int) -> memoryview:
         """Return a read-only view of the beginning of a slot's chunk.
 
@@ -66,7 +62,7 @@ class Leases:
             SharedMemoryError: Views of it are still held and there is no memory for a copy; the slot is kept.
         """
         self.settle()
-        if nbytes >= RESPITE_BYTES and self._respites and self._windows.held(index):
+        if self._respites and self._windows.held(index):
             self._core.skip()
             self._kept = index, nbytes
             self._timer = self._loop.call_later(RESPITE_S, self.settle)

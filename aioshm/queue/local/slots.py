@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from aioshm.codec import Codec, cannot_decode, loads_of, view_of
+from aioshm.codec import Codec, MsgpackCodec, PickleCodec, cannot_decode, loads_of, view_of
 from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, plain, split_body, unpack_header
 from aioshm.codec.raw import RawCodec
-from aioshm.errors import CodecError, CorruptSlot
+from aioshm.errors import CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock
-from aioshm.queue.local.leases import Leases
+from aioshm.queue.local.leases import VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import ELSEWHERE
+from aioshm.ring.atomics import ELSEWHERE, ReaderCore
 from aioshm.ring.slot import Slot
 
 
@@ -54,13 +55,18 @@ class SlotReader:
         self._waker = waker
         self._make_leases = make_leases
         self._leases: Leases | None = None
+        self._show_plain = _shown_by(codec)
+        self._shown: tuple[int, int] | None = None  # slot and bytes of the message that a lease sees where it lies
         self.overflows = 0
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
+        self._core.bind_beside(self._decode_beside)
 
     def take(self) -> Any:
         """Return the next message, as `Source.take`."""
         try:
             obj = self._core.take()
+        except CodecError:
+            raise
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
         return self._take_unusual() if obj is ELSEWHERE else obj
@@ -71,6 +77,15 @@ class SlotReader:
             return self._core.take_many(min(most, sys.maxsize))
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
+
+    def _decode_beside(self, slot: Slot) -> Any:
+        """Decode a message with buffers for the core; `ELSEWHERE` if there is anything else about it."""
+        kind, code, _, n_buffers, seq, at, size = unpack_header(slot.header)
+        if kind != INLINE or code != self._codec.code or seq != self._core.seq:
+            return ELSEWHERE
+        obj = self._decoded(slot.chunk, n_buffers, size)
+        self._core.published_ns = at
+        return obj
 
     def _take_unusual(self) -> Any:
         slot = self.next_slot()
@@ -163,13 +178,78 @@ class SlotReader:
 
     # Leases
 
-    @property
-    def leases(self) -> Leases:
-        """What leased messages are seen through."""
+    def bind_leases(
+        self,
+        open_slowly: Callable[[], Any],
+        close_slowly: Callable[..., Any],
+        linger: Callable[[], object] | None,
+        whose: Any,
+        fail: Callable[[Any], object],
+    ) -> ReaderCore:
+        """Let the core lease, and return it; the arguments are those of `ReaderCore.bind_leases`."""
+        self._core.bind_leases(
+            self._show_plain, self._show_beside, self.end_shown, open_slowly, close_slowly, linger, whose, fail
+        )
+        return self._core
+
+    def _show_beside(self, slot: Slot) -> Any:
+        """Decode a message for the core's lease; `ELSEWHERE` if it is none that is whole and in its slot."""
+        kind, code, _, n_buffers, seq, at, size = unpack_header(slot.header)
+        if seq != self._core.seq or ((kind != INLINE or code != self._codec.code) and kind != RAW):
+            return ELSEWHERE
+        self._core.published_ns = at
+        return self._show(slot, kind, n_buffers, size)
+
+    def show(self, slot: Slot) -> Any:
+        """Decode a leased message, where it lies if that pays, or from a copy.
+
+        Raises:
+            CorruptSlot, CodecError: It is no whole message of this queue.
+        """
+        self.check_inline(slot)
+        kind, _, _, n_buffers, _, at, size = unpack_header(slot.header)
+        self._core.published_ns = at
+        return self._show(slot, kind, n_buffers, size)
+
+    def _show(self, slot: Slot, kind: int, n_buffers: int, size: int) -> Any:
+        main, buffers = split_body(slot.chunk, n_buffers, size)
+        if size + sum(map(len, buffers)) >= VIEW_BYTES:
+            nbytes = body_bytes(size, [len(part) for part in buffers])
+            with suppress(SharedMemoryError):  # no mapping is left
+                obj = self.seen(self._window(slot.index, nbytes).toreadonly(), kind, n_buffers, size)
+                self._shown = slot.index, nbytes
+                self._core.shown = True
+                return obj
+        copy = memoryview(bytes(main))
+        if kind == RAW:
+            return copy
+        return self._view(copy, [memoryview(own_copy(part)).toreadonly() for part in buffers])
+
+    def _window(self, index: int, nbytes: int) -> memoryview:
         if self._leases is None:
             self._leases = self._make_leases()
-            self._gate.shut_while = self._leases.is_pending  # it has to be settled before the next message is read
-        return self._leases
+        return self._leases.view(index, nbytes)
+
+    def end_shown(self) -> None:
+        """Give a leased slot back, or soon.
+
+        Raises:
+            SharedMemoryError: It is still seen, and there is no memory for a copy; it is kept.
+        """
+        shown = self._shown if self._core.shown else None
+        self.forget_shown()
+        if shown is None:
+            self.settle()
+            self.release()
+        else:
+            assert self._leases is not None
+            self._core.turn -= 1
+            self._leases.end(*shown)
+
+    def forget_shown(self) -> None:
+        """Leave a leased message where it is."""
+        self._shown = None
+        self._core.shown = False
 
     def settle(self) -> None:
         """Give back what a lease has kept."""
@@ -195,12 +275,6 @@ class SlotReader:
         """Give the next message's slot back, and with it the body that did not fit its chunk."""
         self._overflow.finished()
         self.release(published_ns)
-
-    def end_lease(self, slot: Slot, nbytes: int, published_ns: int) -> None:
-        """Give a leased slot back, or soon."""
-        self._core.published_ns = published_ns
-        self._core.turn -= 1
-        self.leases.end(slot.index, nbytes)
 
 
 class RawBlock:
@@ -249,6 +323,7 @@ class OverflowBlock:
     def close(self, *, undo: bool) -> None:
         self._body.release()
         if not undo:
+            self._slots.settle()
             self._slots.release_overflow(self._at)
 
 
@@ -258,16 +333,26 @@ class LeasedSlot:
     def __init__(self, slots: SlotReader, slot: Slot) -> None:
         self._slots = slots
         self._slot = slot
-        self._nbytes = 0
-        self._at = 0
 
     def open(self) -> Any:
-        slots, slot = self._slots, self._slot
-        kind, _, _, n_buffers, _, self._at, size = unpack_header(slot.header)
-        slots.check_inline(slot)
-        self._nbytes = body_bytes(size, [len(part) for part in split_body(slot.chunk, n_buffers, size)[1]])
-        return slots.seen(slots.leases.view(slot.index, self._nbytes), kind, n_buffers, size)
+        return self._slots.show(self._slot)
 
     def close(self, *, undo: bool) -> None:
         if not undo:
-            self._slots.end_lease(self._slot, self._nbytes, self._at)
+            self._slots.end_shown()
+        else:
+            self._slots.forget_shown()
+
+
+def _shown_by(codec: Codec) -> Callable[[bytes], Any]:
+    """Return what decodes a message without buffers for a lease, from bytes of its own."""
+    if isinstance(codec, RawCodec):
+        return memoryview
+    if type(codec) is PickleCodec or type(codec) is MsgpackCodec:
+        return loads_of(codec)  # which does the same as to view it
+    view = view_of(codec)
+
+    def show(data: bytes) -> Any:
+        return view(memoryview(data), ())
+
+    return show

@@ -30,7 +30,7 @@ from aioshm.queue.local.slots import SlotReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import NOTHING
+from aioshm.ring.atomics import NOTHING, ReaderCore
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.layout import VERSION
 from aioshm.wait.stall import seconds
@@ -62,6 +62,7 @@ class RingSource:
 
     # Set when the writer has admitted this reader, before which nothing that uses them runs.
     _slots: SlotReader | CopyingSlots
+    bind_leases: Callable[..., ReaderCore | None]
     settle: Callable[[], None]
     take: Callable[[], Any]
     take_many: Callable[[int], list[Any]]
@@ -116,6 +117,7 @@ class RingSource:
             slots = SlotReader(gate, ring, self._codec, attachment.overflow, waker, make_leases)
         self._slots = slots
         self.settle, self.take, self.take_many = slots.settle, slots.take, slots.take_many
+        self.bind_leases = slots.bind_leases
         self.ready = self.look = ring.ready
         self.ring, self.receive = ring, ring.core.receive
         lifeline.start(

@@ -1,0 +1,282 @@
+"""Messages with buffers beside them, and leases, in both cores."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any
+
+import pytest
+from pairs_of_cores import PLAIN, NewPair, Notes, Pair, in_a_thread, open_gate
+
+
+class Leasing(Notes):
+    """Binds a reader's leases; notes what it is asked for."""
+
+    def __init__(self, pair: Pair, **other: Any) -> None:
+        self.core = pair.reader
+        self.elsewhere = pair.cores.module.ELSEWHERE
+        calls: dict[str, Any] = {
+            "show": lambda data: data.decode(),
+            "show_beside": self.show_beside,
+            "end_shown": self.end_shown,
+            "open_slowly": self.noting("open"),
+            "close_slowly": lambda *error: self.append(f"close {len(error)}"),
+            "linger": None,
+            "whose": None,
+            "fail": self.fail,
+            **other,
+        }
+        self.core.bind_leases(*calls.values())
+
+    def show_beside(self, slot: Any) -> Any:
+        self.append("beside")
+        self.core.shown = True
+        return slot.index
+
+    def end_shown(self) -> None:
+        self.append("end")
+        self.core.shown = False
+        self.core.release()
+
+    def fail(self, error: Exception) -> None:
+        raise ArithmeticError("seen from outside") from error
+
+
+def beside(pair: Pair) -> None:
+    """Make the next message of the reader none that the core decodes itself."""
+    struct.pack_into("<Q", pair.slots[pair.reader.seq % len(pair.slots)].header, 0, PLAIN + 1)
+
+
+class TestBeside:
+    def test_the_writer_has_its_slot_filled_and_publishes(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+
+        def fill(slot: Any, message: Any, seq: int) -> bool:
+            if message == ["no"]:
+                return False
+            struct.pack_into("<4Q", slot.header, 0, PLAIN, seq, 5, 1)
+            slot.chunk[:1] = message[0]
+            return True
+
+        assert pair.writer.send([b"x"]) == [b"x"], "nothing does that"
+        pair.writer.bind_beside(fill)
+        assert pair.writer.send([b"x"]) is None
+        assert pair.writer.send(["no"]) == ["no"]
+        assert (pair.writer.seq, pair.writer.published_ns) == (1, 5)
+        assert pair.reader.take() == b"x"
+        pair.writer.bind_beside(None)
+        assert pair.writer.send([b"x"]) == [b"x"]
+
+    def test_there_is_no_slot(self, new_pair: NewPair) -> None:
+        pair, notes = new_pair(1, 2), Notes()
+        pair.writer.bind_beside(lambda *_: notes.append("called"))
+        assert [pair.writer.send(b"x"), pair.writer.send(b"x")] == [None, None]
+        assert pair.writer.send([1]) == [1]
+        assert notes == []
+
+    def test_filling_fails(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+
+        def fail(*_: Any) -> bool:
+            with pytest.raises((RuntimeError, BufferError)):
+                pair.writer.commit()
+            with pytest.raises(BufferError):
+                pair.writer.close()
+            raise ZeroDivisionError
+
+        pair.writer.bind_beside(fail)
+        with pytest.raises(ZeroDivisionError):
+            pair.writer.send([1])
+        assert (pair.writer.seq, pair.reader.ready()) == (0, False)
+        assert pair.writer.send(b"next") is None
+        assert pair.reader.take() == b"next"
+
+    def test_the_reader_has_its_message_decoded_and_releases(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 2)
+        pair.reader.bind_beside(lambda slot: ("decoded", bytes(slot.chunk[:1])))
+        for number in range(5):
+            pair.writer.put(b"%d" % number)
+            beside(pair)
+            assert pair.reader.receive() == ("decoded", b"%d" % number)
+        assert pair.reader.seq == 5
+
+    @pytest.mark.parametrize(("error", "left"), [(ValueError, False), (KeyboardInterrupt, True)])
+    def test_decoding_fails(self, new_pair: NewPair, error: type[BaseException], left: bool) -> None:
+        pair = new_pair()
+
+        def fail(_: Any) -> None:
+            raise error
+
+        pair.reader.bind_beside(fail)
+        pair.writer.put(b"bad")
+        beside(pair)
+        pair.writer.put(b"good")
+        with pytest.raises(error):
+            pair.reader.take()
+        assert pair.reader.seq == (0 if left else 1)
+        pair.reader.bind_beside(None)
+        assert pair.reader.take() == (pair.cores.module.ELSEWHERE if left else b"good")
+
+
+class TestLeases:
+    def test_the_message_stays_until_the_block_ends(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 2)
+        leasing = Leasing(pair)
+        for number in range(5):
+            pair.writer.put(b"%d" % number)
+            with pair.reader as obj:
+                assert obj == str(number)
+                assert (pair.reader.leased, pair.reader.seq, pair.reader.passes()) == (True, number, False)
+                assert pair.reader.receive() is pair.cores.module.NOTHING
+            assert (pair.reader.leased, pair.reader.seq) == (False, number + 1)
+        assert leasing == []
+
+    def test_awaited(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.reader.belong(lambda: True)
+        pair.reader.open, pair.reader.turn = True, 1 << 30
+        leasing = Leasing(pair, whose=lambda: leasing)
+
+        async def lease() -> Any:
+            async with pair.reader as obj:
+                assert pair.reader.holder == id(leasing)
+                return obj
+
+        for text in ("a", "b"):
+            pair.writer.put(text.encode())
+            assert asyncio.run(lease()) == text
+        pair.writer.put(b"c")
+        entered = pair.reader.__aenter__()
+        assert [*_finished(entered)] == ["c"]
+        assert pair.reader.__aexit__(None, None, None) is not None
+        assert pair.reader.seq == 3
+
+    def test_what_is_seen_where_it_lies_ends_with_a_call(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.reader.belong(lambda: True)
+        leasing = Leasing(pair)
+        pair.writer.put(b"x")
+        beside(pair)
+        assert [*_finished(pair.reader.__aenter__())] == [0]
+        assert pair.reader.leased
+        pair.reader.__aexit__(None, None, None)
+        assert leasing == ["beside", "end"]
+        assert (pair.reader.leased, pair.reader.shown, pair.reader.seq) == (False, False, 1)
+
+    def test_where_calls_block_that_end_is_the_callers(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        leasing = Leasing(pair)
+        pair.writer.put(b"x")
+        beside(pair)
+        with pair.reader as obj:
+            assert obj == 0
+        assert leasing == ["beside", "close 3"]
+        pair.reader.unlease()
+        assert (leasing[-1], pair.reader.leased, pair.reader.seq, pair.reader.user) == ("end", False, 1, 0)
+
+    def test_an_adopted_lease_ends_with_a_call(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        leasing = Leasing(pair)
+        assert pair.reader.adopt() is False
+        pair.writer.put(b"x")
+        with pair.reader:
+            assert in_a_thread(pair.reader.adopt) is True
+            assert pair.reader.adopt() is False
+        assert (leasing, pair.reader.leased, pair.reader.seq) == (["close 3"], True, 0)
+        pair.reader.unlease()
+        assert (pair.reader.leased, pair.reader.seq) == (False, 1)
+
+    def test_where_nothing_is_there_another_block_is_opened(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        block = _Block()
+        leasing = Leasing(pair, open_slowly=lambda: block)
+        with pair.reader as obj:
+            assert obj == "opened"
+        assert block == ["enter", "exit None"]
+        with pytest.raises(ZeroDivisionError), pair.reader:
+            raise ZeroDivisionError
+        assert block[2:] == ["enter", "exit ZeroDivisionError"]
+        assert leasing == []
+
+    def test_it_lingers_first_where_calls_block(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+
+        def linger() -> bool:
+            pair.writer.put(b"late")
+            return True
+
+        Leasing(pair, linger=linger)
+        with pair.reader as obj:
+            assert obj == "late"
+
+    def test_a_kept_slot_goes_back_first(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.reader.belong(lambda: True)
+        leasing = Leasing(pair)
+        pair.writer.put(b"kept")
+        pair.writer.put(b"next")
+        pair.reader.skip()
+        assert pair.reader.kept
+        assert pair.reader.receive() is pair.cores.module.NOTHING
+        assert not pair.reader.passes()
+        assert [*_finished(pair.reader.__aenter__())] == ["next"]
+        pair.reader.__aexit__(None, None, None)
+        assert leasing == ["end"]
+        pair.reader.give_back(0)
+        assert not pair.reader.kept
+
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    def test_what_cannot_be_decoded(self, new_pair: NewPair, error: type[BaseException]) -> None:
+        pair = new_pair()
+
+        def show(_: bytes) -> None:
+            raise error
+
+        Leasing(pair, show=show)
+        pair.writer.put(b"bad")
+        is_damage = issubclass(error, Exception)
+        pair.reader.user = 0
+        with pytest.raises(ArithmeticError if is_damage else error), pair.reader:
+            pytest.fail("it cannot be decoded")
+        assert (pair.reader.leased, pair.reader.seq, pair.reader.user) == (False, int(is_damage), 0)
+
+    def test_other_threads_are_kept_out(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        Leasing(pair)
+        pair.writer.put(b"a")
+        pair.writer.put(b"b")
+        with pair.reader:
+            assert in_a_thread(pair.reader.receive) is pair.cores.module.NOTHING
+        assert in_a_thread(pair.reader.receive) == b"b"
+
+    def test_unbound_or_shut(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        block = _Block()
+        assert pair.reader.enter_or(lambda: block) == "opened"
+        pair.reader.__exit__(None, None, None)
+        Leasing(pair, open_slowly=lambda: block)
+        pair.writer.put(b"x")
+        pair.reader.open = False
+        with pair.reader as obj:
+            assert obj == "opened"
+        open_gate(pair.reader)
+        assert pair.reader.receive() == b"x"
+
+
+class _Block(list[str]):
+    def __enter__(self) -> str:
+        self.append("enter")
+        return "opened"
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.append(f"exit {kind and kind.__name__}")
+
+
+def _finished(awaitable: Any) -> list[Any]:
+    """Return what something gives that need not be waited for."""
+    try:
+        next(awaitable.__await__())
+    except StopIteration as stop:
+        return [stop.value]
+    raise AssertionError("it waits")
