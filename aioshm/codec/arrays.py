@@ -76,8 +76,6 @@ class _Holder:
 
 def array_for_torch(shape: tuple[int, ...], dtype: np.dtype[Any], memory: Any, order: Order) -> Array:
     """Lay an array over memory, without a copy, for a tensor: torch knows none that is read-only, and would warn."""
-    if type(memory) is memoryview and type(memory.obj) is bytearray and len(memory.obj) == memory.nbytes:
-        memory = memory.obj  # a copy of its own
     array: Array = np.ndarray(shape, dtype, memory, 0, None, order)
     return array if array.flags.writeable else np.asarray(_Holder(array))
 

@@ -356,11 +356,13 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     ) -> AbstractAsyncContextManager[T]:
         """Give the next message to the block, decoded where it lies: large arrays, tensors and bytes are not copied.
 
-        A message of less than 512 KiB is decoded from a copy, which takes less time than a view of it; that changes
-        nothing else. Arrays and bytes are read-only. A tensor cannot be: what is written to it reaches a private copy
-        of the page (on Linux; elsewhere it ends the process), and nobody else. The slot is held until the block ends,
-        also by an exception. What is used after that is a copy, made when the block ends for whatever is still held, up
-        to 10 ms later, or at the end of the next lease, so that a loop's own name for the message causes none.
+        What is seen where it lies is read-only: arrays, and a ``memoryview`` of what was bytes. A tensor cannot be:
+        what is written to it reaches a private copy of the page (on Linux; elsewhere it ends the process), and nobody
+        else. The slot is held until the block ends, also by an exception. What is used after that is a copy, made when
+        the block ends for whatever is still held, up to 10 ms later, or at the end of the next lease, so that a loop's
+        own name for the message causes none.
+
+        A message of less than 512 KiB is what `dequeue` returns: copying it takes less time than a view.
 
         Raises:
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.

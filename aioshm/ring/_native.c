@@ -58,7 +58,7 @@ typedef struct {
     PyObject *code, *on_parked;
     PyObject *beside;         /* what handles messages that have buffers beside them; see bind_beside */
     /* Leases, of a reader: see bind_leases */
-    PyObject *show, *show_beside, *end_shown, *open_slowly, *close_slowly, *linger, *whose, *fail;
+    PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *linger, *whose, *fail;
     PyObject *block;          /* that was opened slowly, where calls block */
     char leased, shown, kept;
     unsigned long long holder;
@@ -724,9 +724,9 @@ static bool interrupted(void)
 }
 
 /* Decode the next message, which is there and stays where it is; `elsewhere` if it is no ordinary one. */
-static PyObject *decode(Core *self, PyObject *code, PyObject *beside)
+static PyObject *decode(Core *self, PyObject *beside)
 {
-    PyObject *obj = copy_plain(self), *arg = obj, *callable = code;
+    PyObject *obj = copy_plain(self), *arg = obj, *callable = self->code;
     if (obj == NULL) {
         if (PyErr_Occurred())
             return NULL;
@@ -736,7 +736,7 @@ static PyObject *decode(Core *self, PyObject *code, PyObject *beside)
         if (arg == NULL)
             return NULL;
         callable = beside;
-    } else if (code == NULL) {
+    } else if (self->raw) {
         return obj;
     }
     self->in_use++;
@@ -761,7 +761,7 @@ static void finish_and_tell(Core *self)
 
 static PyObject *take(Core *self)
 {
-    PyObject *obj = decode(self, self->raw ? NULL : self->code, self->beside);
+    PyObject *obj = decode(self, self->beside);
     if (obj == self->elsewhere || (obj == NULL && interrupted()))
         return obj;  /* interrupted: the next call returns the same message */
     finish_and_tell(self);
@@ -900,13 +900,13 @@ static PyType_Spec at_once_spec = {
 
 static PyObject *reader_bind_leases(Core *self, PyObject *args)
 {
-    PyObject *found[8];
-    PyObject **own[8] = {&self->show, &self->show_beside, &self->end_shown, &self->open_slowly, &self->close_slowly,
+    PyObject *found[7];
+    PyObject **own[7] = {&self->show_beside, &self->end_shown, &self->open_slowly, &self->close_slowly,
                          &self->linger, &self->whose, &self->fail};
-    if (!PyArg_ParseTuple(args, "OOOOOOOO:bind_leases", &found[0], &found[1], &found[2], &found[3], &found[4],
-                          &found[5], &found[6], &found[7]))
+    if (!PyArg_ParseTuple(args, "OOOOOOO:bind_leases", &found[0], &found[1], &found[2], &found[3], &found[4],
+                          &found[5], &found[6]))
         return NULL;
-    for (int n = 0; n < 8; n++) {
+    for (int n = 0; n < 7; n++) {
         PyObject *old = *own[n];
         *own[n] = Py_NewRef(found[n]);
         Py_XDECREF(old);
@@ -945,7 +945,7 @@ static PyObject *whose(Core *self)
 /* Lease the next message, if the gate lets this thread pass; `nothing` or `elsewhere` if there is none to be had so. */
 static PyObject *lease(Core *self)
 {
-    int passed = self->show == NULL ? 0 : passes(self);
+    int passed = self->open_slowly == NULL ? 0 : passes(self);
     if (passed <= 0)
         return passed < 0 ? NULL : Py_NewRef(self->nothing);
     unsigned long long holder = 0;
@@ -960,7 +960,7 @@ static PyObject *lease(Core *self)
     }
     unsigned long before = begin_use(self);
     int there = message_is_there(self);
-    PyObject *obj = there < 0 ? NULL : there == 0 ? Py_NewRef(self->nothing) : decode(self, self->show, self->show_beside);
+    PyObject *obj = there < 0 ? NULL : there == 0 ? Py_NewRef(self->nothing) : decode(self, self->show_beside);
     if (obj == NULL && there > 0 && !interrupted()) {
         finish_and_tell(self);
         fail(self);
@@ -1290,7 +1290,6 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->code);
     Py_VISIT(self->on_parked);
     Py_VISIT(self->beside);
-    Py_VISIT(self->show);
     Py_VISIT(self->show_beside);
     Py_VISIT(self->end_shown);
     Py_VISIT(self->open_slowly);
@@ -1311,7 +1310,6 @@ static int core_clear(Core *self)
     Py_CLEAR(self->code);
     Py_CLEAR(self->on_parked);
     Py_CLEAR(self->beside);
-    Py_CLEAR(self->show);
     Py_CLEAR(self->show_beside);
     Py_CLEAR(self->end_shown);
     Py_CLEAR(self->open_slowly);

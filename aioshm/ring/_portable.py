@@ -483,7 +483,7 @@ class ReaderCore(_Core):
         if slot is None:
             return NOTHING
         try:
-            obj = self._decode(slot, None if self._raw else self._code, self._beside)
+            obj = self._decode(slot, self._beside)
         except Exception as error:
             if not from_handler(error):
                 self._finish_and_tell()
@@ -497,15 +497,15 @@ class ReaderCore(_Core):
         if self.release():
             self._notify()
 
-    def _decode(self, slot: Slot, code: Callable[[Any], Any] | None, beside: Callable[[Slot], Any] | None) -> Any:
+    def _decode(self, slot: Slot, beside: Callable[[Slot], Any] | None) -> Any:
         """Decode the next message, which is there and stays where it is; `ELSEWHERE` if it is no ordinary one."""
         message: Any = self._copy_plain(slot)
-        arg = message
+        code, arg = self._code, message
         if message is None:
             if beside is None:
                 return ELSEWHERE
             code, arg = beside, slot
-        if code is None:
+        elif self._raw:
             return message
         self._in_use += 1
         try:
@@ -538,7 +538,6 @@ class ReaderCore(_Core):
 
     def bind_leases(
         self,
-        show: Callable[[bytes], Any],
         show_beside: Callable[[Slot], Any],
         end_shown: Callable[[], object],
         open_slowly: Callable[[], Any],
@@ -548,11 +547,10 @@ class ReaderCore(_Core):
         fail: Callable[[Any], object],
         /,
     ) -> None:
-        """Say how messages are leased.
+        """Say how messages are leased; ordinary ones are decoded as `take` does it.
 
         Args:
-            show: Decodes what is an ordinary message.
-            show_beside: Is called with the slot of one that is not, and decodes it, or returns `ELSEWHERE`; sets
+            show_beside: Is called with the slot of another one, and decodes that, or returns `ELSEWHERE`; sets
                 ``shown`` if its slot has to go back by `end_shown`.
             end_shown: Gives the slot back, also where one before it has to go back first.
             open_slowly: Opens what is to be entered where a message is not to be had at once: something to await, or a
@@ -563,7 +561,7 @@ class ReaderCore(_Core):
             whose: Returns the task that leases, or is a dict of tasks and its key; None: it cannot be told from others.
             fail: Raises what callers are to see of the error that decoding ended in.
         """
-        self._show, self._show_beside, self._end_shown = show, show_beside, end_shown
+        self._show_beside, self._end_shown = show_beside, end_shown
         self._open_slowly, self._close_slowly = open_slowly, close_slowly
         self._linger, self._whose, self._fail = linger, whose, fail
 
@@ -585,7 +583,7 @@ class ReaderCore(_Core):
             if slot is None:
                 return NOTHING
             try:
-                obj = self._decode(slot, self._show, self._show_beside)
+                obj = self._decode(slot, self._show_beside)
             except Exception as error:
                 if not from_handler(error):
                     self._finish_and_tell()

@@ -90,6 +90,29 @@ async def test_bytes_are_seen_where_they_lie() -> None:
             assert _shows(writer, 0, obj[:LARGE])
 
 
+@pytest.mark.parametrize("codec", ["pickle", "msgpack", "raw"])
+async def test_small_messages_are_as_dequeue_returns_them(codec: str) -> None:
+    """A view takes more time than their copy."""
+    array = np.arange(3000, dtype=np.uint8)
+    objects = [b"x" * 10, b"y" * 5000, b"z" * 100_000]
+    if codec != "raw":
+        objects += [{"n": 1, "array": array}, [array, torch.from_numpy(array), b"w" * 5000]]
+    async with attached(2, codec=codec, chunk=1 << 20) as (writer, (leasing, dequeuing)):
+        for obj in objects:
+            await writer.enqueue(obj)
+            received = await dequeuing.dequeue(5)
+            for timeout in (None, 5.0):  # in the core, and not
+                async with leasing.lease(timeout) as leased:
+                    assert repr(leased) == repr(received)
+                    assert type(leased) is type(received)
+                if timeout is None:
+                    await writer.enqueue(obj)
+                    assert repr(await dequeuing.dequeue(5)) == repr(obj if codec != "raw" else received)
+            if isinstance(leased, dict):
+                leased["array"][0] = 7  # its own
+                assert leased["array"][0] == 7
+
+
 async def test_leasing_costs_no_memory() -> None:
     size = 64 << 20
     async with attached(1, chunk=size + 4096, chunks=2) as (writer, (reader,)):

@@ -40,6 +40,15 @@ def _scribble(tensor: torch.Tensor) -> None:
     assert [int(tensor[at]) for at in (0, len(tensor) // 2, -1)] == [200, 200, 200]
 
 
+def _write_if_allowed(array: Any, size: int) -> None:
+    """Write to an array, which raises where it is a view: small ones are as `dequeue` returns them."""
+    if size == SIZES["copied"]:
+        array[0] = 200
+        return
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 200
+
+
 @CODECS
 @SOMEWHERE
 async def test_tensors(codec: str, size: int) -> None:
@@ -72,8 +81,7 @@ async def test_arrays(codec: str, size: int) -> None:
             await writer.enqueue([np.full(size, number, np.uint8)])
             async with reader.lease() as (leased,):
                 assert (leased == number).all()
-                with pytest.raises(ValueError, match="read-only"):
-                    leased[0] = 1
+                _write_if_allowed(leased, size)
 
 
 @contextmanager
@@ -99,8 +107,7 @@ def test_tensors_and_arrays_where_calls_block(codec: str, size: int) -> None:
             with scribbler.lease() as (leased, array):
                 assert torch.equal(leased, sent)
                 assert np.array_equal(array, sent[: size // 2])
-                with pytest.raises(ValueError, match="read-only"):
-                    array[0] = 1
+                _write_if_allowed(array, size)
                 _scribble(leased)
             found = receiver.dequeue(20)
             assert torch.equal(found[0], sent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from pairs_of_cores import PLAIN, NewPair, Notes, Pair, in_a_thread, open_gate
 class Leasing(Notes):
     """Binds a reader's leases; notes what it is asked for."""
 
-    def __init__(self, pair: Pair, **other: Any) -> None:
+    def __init__(self, pair: Pair, code: Callable[[bytes], Any] = bytes.decode, **other: Any) -> None:
         self.core = pair.reader
+        self.core.bind(code, PLAIN, False, None)
         self.elsewhere = pair.cores.module.ELSEWHERE
         calls: dict[str, Any] = {
-            "show": lambda data: data.decode(),
             "show_beside": self.show_beside,
             "end_shown": self.end_shown,
             "open_slowly": self.noting("open"),
@@ -230,10 +231,10 @@ class TestLeases:
     def test_what_cannot_be_decoded(self, new_pair: NewPair, error: type[BaseException]) -> None:
         pair = new_pair()
 
-        def show(_: bytes) -> None:
+        def code(_: bytes) -> None:
             raise error
 
-        Leasing(pair, show=show)
+        Leasing(pair, code)
         pair.writer.put(b"bad")
         is_damage = issubclass(error, Exception)
         pair.reader.user = 0
@@ -248,7 +249,7 @@ class TestLeases:
         pair.writer.put(b"b")
         with pair.reader:
             assert in_a_thread(pair.reader.receive) is pair.cores.module.NOTHING
-        assert in_a_thread(pair.reader.receive) == b"b"
+        assert in_a_thread(pair.reader.receive) == "b"
 
     def test_unbound_or_shut(self, new_pair: NewPair) -> None:
         pair = new_pair()
@@ -261,7 +262,7 @@ class TestLeases:
         with pair.reader as obj:
             assert obj == "opened"
         open_gate(pair.reader)
-        assert pair.reader.receive() == b"x"
+        assert pair.reader.receive() == "x"
 
 
 class _Block(list[str]):

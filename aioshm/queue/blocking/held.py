@@ -55,7 +55,7 @@ class Held:
         self.kept: list[Any] = []
         self.sending: Any = NotAtOnce
         self.reading: Any = NotAtOnce
-        self.leasing: ReaderCore | None = None
+        self.leasing: Any = None
         self.waker: Waker | None = None
         self.block: Block | None = None
         self.to_close: bool = False

@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
@@ -167,10 +167,9 @@ class ReadingEnd:
         self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool
     ) -> AbstractAsyncContextManager[Any]:
         """Give the next message to the block, decoded where it lies, as `aioshm.MessageQueue.lease`."""
-        core = self.leasing
-        if core is None:
+        if self.leasing is None:
             return self.open_block(timeout, cancel, indefinite, decoded=True)
-        return _PatientLease(core, functools.partial(self._open_lease, timeout, cancel, indefinite))
+        return _PatientLease(self.gate.core, functools.partial(self._open_lease, timeout, cancel, indefinite))
 
     def bind_leases(
         self,
@@ -178,9 +177,18 @@ class ReadingEnd:
         close_slowly: Callable[..., Any],
         linger: Callable[[], object] | None,
         whose: Any,
-    ) -> ReaderCore | None:
-        """Let the core of an end that is ready lease what is there, if it can; see `ReaderCore.bind_leases`."""
-        return self.source.bind_leases(open_slowly, close_slowly, linger, whose, self.fail)
+    ) -> Any:
+        """Let the core of an end that is ready lease what is there, if it can; see `ReaderCore.bind_leases`.
+
+        Returns:
+            The block of each lease. Its class has the core's methods, which are bound already: the interpreter finds
+            them there, and need not bind two for each block.
+        """
+        core = self.source.bind_leases(open_slowly, close_slowly, linger, whose, self.fail)
+        if core is None:
+            return None
+        names = ("__enter__", "__exit__", "__aenter__", "__aexit__")
+        return type("Lease", (), {"__slots__": (), **{name: getattr(core, name) for name in names}})()
 
     async def _open_lease(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
@@ -192,7 +200,7 @@ class ReadingEnd:
             if gate.in_line == 1:  # nobody else waits: the core can have it, whose leases cost least
                 in_line = False
                 gate.leave()
-                obj = self.leasing.lease()
+                obj = cast(ReaderCore, gate.core).lease()
                 if obj is not NOTHING and obj is not ELSEWHERE:
                     return obj
         finally:
@@ -329,8 +337,8 @@ class ReadingEnd:
 class _PatientLease(AbstractAsyncContextManager[Any]):
     """A lease that may not be waited for as long as it takes."""
 
-    def __init__(self, core: ReaderCore, open_slowly: Callable[[], Any]) -> None:
-        self._core: Any = core
+    def __init__(self, core: Any, open_slowly: Callable[[], Any]) -> None:
+        self._core = core
         self._open_slowly = open_slowly
 
     def __aenter__(self) -> Any:

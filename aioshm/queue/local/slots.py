@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from aioshm.codec import Codec, MsgpackCodec, PickleCodec, cannot_decode, loads_of, view_of
+from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, plain, split_body, unpack_header
 from aioshm.codec.raw import RawCodec
@@ -55,7 +55,6 @@ class SlotReader:
         self._waker = waker
         self._make_leases = make_leases
         self._leases: Leases | None = None
-        self._show_plain = _shown_by(codec)
         self._shown: tuple[int, int] | None = None  # slot and bytes of the message that a lease sees where it lies
         self.overflows = 0
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
@@ -187,21 +186,24 @@ class SlotReader:
         fail: Callable[[Any], object],
     ) -> ReaderCore:
         """Let the core lease, and return it; the arguments are those of `ReaderCore.bind_leases`."""
-        self._core.bind_leases(
-            self._show_plain, self._show_beside, self.end_shown, open_slowly, close_slowly, linger, whose, fail
-        )
+        self._core.bind_leases(self._show_beside, self.end_shown, open_slowly, close_slowly, linger, whose, fail)
         return self._core
 
     def _show_beside(self, slot: Slot) -> Any:
-        """Decode a message for the core's lease; `ELSEWHERE` if it is none that is whole and in its slot."""
+        """Decode a message with buffers for the core's lease; `ELSEWHERE` if there is anything else about it."""
         kind, code, _, n_buffers, seq, at, size = unpack_header(slot.header)
-        if seq != self._core.seq or ((kind != INLINE or code != self._codec.code) and kind != RAW):
+        if kind != INLINE or code != self._codec.code or seq != self._core.seq:
             return ELSEWHERE
+        main, buffers = split_body(slot.chunk, n_buffers, size)
+        if size + (len(buffers[0]) if n_buffers == 1 else sum(map(len, buffers))) >= VIEW_BYTES:
+            obj = self._show(slot, kind, main, buffers)
+        else:
+            obj = self._codec.decode(main, buffers)
         self._core.published_ns = at
-        return self._show(slot, kind, n_buffers, size)
+        return obj
 
     def show(self, slot: Slot) -> Any:
-        """Decode a leased message, where it lies if that pays, or from a copy.
+        """Decode a leased message: where it lies, if that pays, or else as `take` does.
 
         Raises:
             CorruptSlot, CodecError: It is no whole message of this queue.
@@ -209,21 +211,18 @@ class SlotReader:
         self.check_inline(slot)
         kind, _, _, n_buffers, _, at, size = unpack_header(slot.header)
         self._core.published_ns = at
-        return self._show(slot, kind, n_buffers, size)
+        return self._show(slot, kind, *split_body(slot.chunk, n_buffers, size))
 
-    def _show(self, slot: Slot, kind: int, n_buffers: int, size: int) -> Any:
-        main, buffers = split_body(slot.chunk, n_buffers, size)
+    def _show(self, slot: Slot, kind: int, main: memoryview, buffers: list[memoryview]) -> Any:
+        size = len(main)
         if size + sum(map(len, buffers)) >= VIEW_BYTES:
             nbytes = body_bytes(size, [len(part) for part in buffers])
             with suppress(SharedMemoryError):  # no mapping is left
-                obj = self.seen(self._window(slot.index, nbytes).toreadonly(), kind, n_buffers, size)
+                obj = self.seen(self._window(slot.index, nbytes).toreadonly(), kind, len(buffers), size)
                 self._shown = slot.index, nbytes
                 self._core.shown = True
                 return obj
-        copy = memoryview(bytes(main))
-        if kind == RAW:
-            return copy
-        return self._view(copy, [memoryview(own_copy(part)).toreadonly() for part in buffers])
+        return bytearray(main) if kind == RAW else self._codec.decode(main, buffers)
 
     def _window(self, index: int, nbytes: int) -> memoryview:
         if self._leases is None:
@@ -342,17 +341,3 @@ class LeasedSlot:
             self._slots.end_shown()
         else:
             self._slots.forget_shown()
-
-
-def _shown_by(codec: Codec) -> Callable[[bytes], Any]:
-    """Return what decodes a message without buffers for a lease, from bytes of its own."""
-    if isinstance(codec, RawCodec):
-        return memoryview
-    if type(codec) is PickleCodec or type(codec) is MsgpackCodec:
-        return loads_of(codec)  # which does the same as to view it
-    view = view_of(codec)
-
-    def show(data: bytes) -> Any:
-        return view(memoryview(data), ())
-
-    return show
