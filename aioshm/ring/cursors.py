@@ -79,8 +79,8 @@ class RingWriter(_Cursor):
 
     def finished(self, seq: int) -> bool:
         """Return whether every reader has released a message."""
-        if seq + len(self.slots) <= self.seq:
-            return True  # its slot was claimed again
+        if seq + len(self.slots) < self.seq:
+            return True  # its slot has another message; one that is only claimed again still has its flags
         return 0 not in self.slots[seq % len(self.slots)].reader_flags.tobytes()
 
     def set_reader_state(self, reader: int, state: int, pid: int) -> None:

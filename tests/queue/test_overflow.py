@@ -210,6 +210,19 @@ async def test_all_of_it_can_be_read_after_the_writer_has_closed(way: str) -> No
                 await reader.dequeue(5)
 
 
+async def test_a_full_ring_can_be_read_by_who_subscribes_when_the_writer_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overflow_sockets.OverflowPublisher, "_take_subscriptions", lambda _self: None)
+    async with attached(2, chunks=4, overflow="zmq") as (writer, readers):
+        for number in range(4):
+            writer.enqueue_nowait(bytes([number]) * BIG)
+        monkeypatch.undo()
+        await writer.aclose()
+        for reader in readers:
+            assert [await reader.dequeue(5) for _ in range(4)] == [bytes([number]) * BIG for number in range(4)]
+
+
 async def test_too_little_memory_sends_nothing_and_the_queue_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ZeroMQ cannot be had either."""
     async with attached(1) as (writer, (reader,)):

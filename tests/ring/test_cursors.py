@@ -273,3 +273,18 @@ class TestClosing:
         for call in (writer.claim, writer.free, writer.commit, reader.ready, reader.peek, reader.release):
             with pytest.raises(ValueError, match=r"the ring was closed|released memoryview"):
                 call()
+
+    def test_a_message_is_finished_with_when_every_reader_has_released_it(self, new_ends: NewEnds) -> None:
+        """Whatever the writer has sent since: also where the next slot that it is going to claim is that message's."""
+        _, writer, readers = new_ends(2, 3)
+        for number in range(3):
+            put(writer, content(number, 100))
+        assert not any(map(writer.finished, range(3)))
+        receive(readers[0])
+        assert not writer.finished(0)
+        receive(readers[1])
+        assert list(map(writer.finished, range(3))) == [True, False, False]
+        assert writer.claim() is not None
+        assert writer.finished(0), "when its slot is claimed again"
+        writer.commit()
+        assert list(map(writer.finished, range(4))) == [True, False, False, False]

@@ -195,9 +195,10 @@ class OverflowPublisher:
         os.read(self._woken, 1)
         deadline = monotonic() + self._patience_s
         while self._awaited and (left_s := deadline - monotonic()) > 0:
-            poll.poll(left_s * 1000)
-            with self._lock:
+            with self._lock:  # before waiting, too: a `put` that a signal has interrupted took the sign away
                 self._take_subscriptions()
+            if self._awaited:
+                poll.poll(left_s * 1000)
         self._file.remove()
         self._reserve.close()
         self._sockets.close(max(0, ceil((deadline - monotonic()) * 1000)) if self._kept else 0)
