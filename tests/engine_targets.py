@@ -66,6 +66,19 @@ def end_politely(seconds: float = 0.2, **_: Any) -> None:
     time.sleep(LONG_S)
 
 
+def end_when_allowed(path: str, **_: Any) -> None:
+    """End when told to, but not before there is a file with this name."""
+
+    def end(*_: Any) -> None:
+        while not os.path.exists(path):
+            time.sleep(0.001)
+        os._exit(7)
+
+    signal.signal(signal.SIGTERM, end)
+    say("up")
+    time.sleep(LONG_S)
+
+
 def start_another(stubborn: bool = False, own_group: bool = False, **_: Any) -> None:
     """Start a process that knows nothing of dying with its parent; say its id."""
     if stubborn:

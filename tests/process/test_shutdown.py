@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import engine_targets as targets
@@ -199,11 +200,13 @@ class TestCancelling:
         assert process.exitcode == -signal.SIGKILL
 
 
-async def test_the_loop_goes_on(start: Started) -> None:
-    process = start(targets.end_politely, seconds=0.3)
-    task = asyncio.create_task(ashutdown([process]))
-    turns = 0
-    while not task.done():
+async def test_the_loop_goes_on(start: Started, tmp_path: Path) -> None:
+    allowed = tmp_path / "allowed"
+    process = start(targets.end_when_allowed, path=str(allowed))
+    task = asyncio.create_task(ashutdown([process], 30))
+    for _ in range(30):
         await asyncio.sleep(0.001)
-        turns += 1
-    assert turns > 10
+    assert not task.done()
+    allowed.touch()
+    await task
+    assert process.exitcode == 7

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -223,22 +224,33 @@ async def external(me: int, groups: dict[str, Any], group: str, handle: str, ran
         return await receive(queue, 7, count)
 
 
-async def late(me: int, groups: dict[str, Any], group: str) -> int:
-    """One rank comes late; say how often another task of the loop ran meanwhile."""
-    turns = 0
+async def late(me: int, groups: dict[str, Any], group: str, meeting: str, count: int) -> int:
+    """One rank comes when tasks of the others' loops have had so many turns; say how many one of its own had then."""
+    signs, turns, done = Path(meeting), 0, asyncio.Event()
 
-    async def count_turns() -> None:
+    async def take_turns() -> None:
         nonlocal turns
-        while True:
+        while not done.is_set():
             turns += 1
-            await asyncio.sleep(0.005)
+            if me != 1 and turns in (1, count):
+                (signs / f"{turns} at {me}").touch()
+            await asyncio.sleep(0.002)
 
-    counting = asyncio.create_task(count_turns())
+    async def until_all_have_had(number: int) -> None:
+        async with asyncio.timeout(30):
+            while len(list(signs.glob(f"{number} at *"))) < 3:
+                await asyncio.sleep(0.002)
+
     if me == 1:
-        await asyncio.sleep(1)
+        await until_all_have_had(1)
+    taking_turns = asyncio.create_task(take_turns())
+    if me == 1:
+        await until_all_have_had(count)
+    own = turns
     async with await create_from_process_group(groups[group], 4096, 4):
-        counting.cancel()
-    return turns
+        done.set()
+        await taking_turns
+    return own
 
 
 async def wrong(me: int, groups: dict[str, Any], group: str, rank: int) -> None:

@@ -50,6 +50,19 @@ def free_port(host: str = "127.0.0.1") -> Iterator[int]:
         yield int(kept.getsockname()[1])
 
 
+class Clock:
+    """A clock that only sleeping moves on."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
 def each(groups: list[Any], call: Callable[[Any], Any]) -> list[Any]:
     """Make a call at every rank at once; return the results, or errors, by rank."""
 
@@ -273,25 +286,36 @@ def test_a_call_that_timed_out_may_be_repeated(late: int) -> None:
         assert keys_of(groups[0]) == before
 
 
-def test_creating_names_who_is_missing() -> None:
+def test_creating_names_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still until two ranks have come: the timeout is that of the wait for the others alone."""
+    monkeypatch.setattr(stateless_group, "monotonic", lambda: 100.0)
+    come, say = threading.Barrier(2), StatelessProcessGroup._set
+
+    def say_together(group: StatelessProcessGroup, key: str, value: bytes) -> None:
+        say(group, key, value)
+        come.wait(PATIENCE_S)
+
+    monkeypatch.setattr(StatelessProcessGroup, "_set", say_together)
     with free_port() as port:
+        errors = each([0, 2], lambda rank: StatelessProcessGroup.create("127.0.0.1", port, rank, 4, timeout=0.2))
+    assert type(errors[0]) is TimeoutError
+    assert str(errors[0]) == "create: ranks 1, 3 did not come within 0.2 s"
+    assert type(errors[1]) in (TimeoutError, GroupBroken)  # rank 0 may have given up, and taken the store away, first
 
-        def create(rank: int, timeout: float = 1.0) -> StatelessProcessGroup:
-            return StatelessProcessGroup.create("127.0.0.1", port, rank, 4, timeout=timeout)
 
-        errors = each([0, 2], create)
-        assert type(errors[0]) is TimeoutError
-        assert str(errors[0]) == "create: ranks 1, 3 did not come within 1 s"
-        assert type(errors[1]) in (
-            TimeoutError,
-            GroupBroken,
-        )  # rank 0 may have given up, and taken the store away, first
-        started = time.monotonic()
+def test_creating_waits_for_rank_0_no_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(stateless_group, "monotonic", clock)
+    monkeypatch.setattr(stateless_group, "time", clock)
+    with free_port() as port:
         with pytest.raises(TimeoutError, match=f"rank 0 did not come: nobody listens at 127.0.0.1:{port}"):
-            create(1, 0.2)
-        assert time.monotonic() - started < 1
+            StatelessProcessGroup.create("127.0.0.1", port, 1, 4, timeout=20)
+    assert 20 - stateless_group._DIAL_PAUSE_S <= clock() <= 20
+
+
+def test_creating_names_a_host_that_is_not_known() -> None:
     with pytest.raises(TimeoutError, match=r"nobody listens at no\.such\.host\.invalid:"):
-        StatelessProcessGroup.create("no.such.host.invalid", port, 1, 2, timeout=0.2)
+        StatelessProcessGroup.create("no.such.host.invalid", 20_000, 1, 2, timeout=0.2)
 
 
 def test_importing_torch_is_none_of_the_time_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import engine_targets as targets
 import psutil
 import pytest
-from managed import gone, open_things, wait_for_all, wait_for_line
+from managed import check_killed, gone, open_things, wait_for_all, wait_for_line
 from support import eventually
 
 from aioshm.engine import CoreEngineProcManager
@@ -315,15 +315,19 @@ class TestStopping:
         manager.close()
         assert set(manager.finished_procs().values()) == {7}
 
-    async def test_the_loop_goes_on_meanwhile(self) -> None:
-        async with CoreEngineProcManager(targets.end_politely, 1, seconds=0.3) as manager:
+    async def test_the_loop_goes_on_meanwhile(self, tmp_path: Path) -> None:
+        allowed = tmp_path / "allowed"
+        async with CoreEngineProcManager(
+            targets.end_when_allowed, 1, path=str(allowed), shutdown_timeout=30
+        ) as manager:
             wait_for_all(manager)
             closing = asyncio.create_task(manager.aclose())
-            turns = 0
-            while not closing.done():
+            for _ in range(30):
                 await asyncio.sleep(0.001)
-                turns += 1
-            assert turns > 10
+            assert not closing.done()
+            allowed.touch()
+            await closing
+            assert manager.finished_procs() == {"EngineCore_0": 7}
 
     async def test_being_cancelled_kills_and_leaves_nothing(self) -> None:
         before = open_things()
@@ -359,8 +363,7 @@ class TestStopping:
     async def test_what_an_engine_leaves_behind_is_killed(self) -> None:
         async with CoreEngineProcManager(targets.start_another_and_leave, 1, code=3) as manager:
             assert await manager.join_first() == {"EngineCore_0": 3}
-            pid = int(wait_for_line(manager, "EngineCore_0", "started"))
-            eventually(lambda: gone(pid), "the end of what it left")
+            check_killed(int(wait_for_line(manager, "EngineCore_0", "started")))
 
     def test_thirty_times_four(self, nothing_kept: None) -> None:
         for number in range(30):
