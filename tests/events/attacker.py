@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 
@@ -113,11 +112,16 @@ def leave(port: int, kind: bytes, attack: str, over: Callable[[], bool], connect
 
 def main() -> int:
     port, kind, attack = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3]
-    end, stopped = time.monotonic() + float(sys.argv[4]), threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    end = time.monotonic() + float(sys.argv[4])
+
+    def stop(*_: object) -> None:  # no lock is taken here: the next signal may come in the midst of it
+        nonlocal end
+        end = 0.0
+
+    signal.signal(signal.SIGTERM, stop)
 
     def over() -> bool:
-        return stopped.is_set() or time.monotonic() >= end
+        return time.monotonic() >= end
 
     sent = number = cut = 0
     peers: list[socket.socket] = []

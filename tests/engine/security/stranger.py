@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +25,7 @@ EMPTIES = 100_000_000
 _MIB = bytes(1 << 20)
 
 _seconds = 0.0
-_stopped = threading.Event()
+_stopped: list[int] = []  # no lock: the next signal may come in the midst of this one's handler
 
 pack = msgspec.msgpack.encode
 
@@ -34,7 +33,7 @@ pack = msgspec.msgpack.encode
 def _until() -> Callable[[], bool]:
     """Return what tells whether an attack that begins now is over."""
     ends = time.monotonic() + _seconds
-    return lambda: _stopped.is_set() or time.monotonic() >= ends
+    return lambda: bool(_stopped) or time.monotonic() >= ends
 
 
 def _linger_ms() -> int:
@@ -171,7 +170,7 @@ ATTACKS: dict[str, Callable[..., None]] = {
 if __name__ == "__main__":
     name, uid, seconds, *addresses = sys.argv[1:]
     _seconds = float(seconds)
-    signal.signal(signal.SIGTERM, lambda *_: _stopped.set())
+    signal.signal(signal.SIGTERM, lambda number, _: _stopped.append(number))
     if int(uid) != os.geteuid():
         os.setgroups([])
         os.setgid(int(uid))
