@@ -79,6 +79,11 @@ async def test_it_may_block_a_loop() -> None:
     assert await other == [True, True]
 
 
+def unmeasured() -> dict[str, str]:
+    """Return an environment without what lets coverage measure a process: other users cannot write its files."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+
+
 class Processes:
     """Ranks in processes of their own, each of which may be started in surroundings of its own."""
 
@@ -90,9 +95,10 @@ class Processes:
 
     def ask(self, *around: list[str], uids: tuple[int, ...] = (), options: tuple[str, ...] = ()) -> list[Any]:
         """Return each rank's answers, by source."""
-        return self.run("same_node", *around, arguments=[[str(uid), *options] for uid in uids or [0] * len(around)])
+        uids = uids or (0,) * len(around)
+        return self.run("same_node", *around, arguments=[[str(uid), *options] for uid in uids], uids=uids)
 
-    def run(self, role: str, *around: list[str], arguments: list[list[str]]) -> list[Any]:
+    def run(self, role: str, *around: list[str], arguments: list[list[str]], uids: tuple[int, ...] = ()) -> list[Any]:
         """Run a role of the child at each rank; return what each has said."""
         children = [
             subprocess.Popen(
@@ -104,6 +110,7 @@ class Processes:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                env=unmeasured() if any(uids[rank : rank + 1]) else None,
             )
             for rank, before in enumerate(around)
         ]
@@ -176,7 +183,8 @@ def test_not_where_named_segments_are_others(processes: Processes) -> None:
 def test_not_for_another_user(processes: Processes, backing: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
-    if subprocess.run(["setpriv", "--reuid=65534", sys.executable, "-c", ""], check=False).returncode:
+    as_nobody = ["setpriv", "--reuid=65534", sys.executable, "-c", ""]
+    if subprocess.run(as_nobody, check=False, env=unmeasured()).returncode:
         pytest.skip("the interpreter is nobody's to run but root's")
     assert processes.ask([], [], [], uids=(0, 0, 65534), options=(f"backing={backing}",)) == [NOT_THE_LAST] * 3
 
