@@ -62,7 +62,7 @@ class RingWriter(Writer):
     case = RING
 
     def __init__(self, n_reader: int) -> None:
-        self._ring = ShmRingBuffer(n_reader, _CHUNK_BYTES, _SLOTS, backing="named")
+        self._ring = ShmRingBuffer(n_reader, _CHUNK_BYTES, 1, backing="named", slots=_SLOTS)
         self._writer = self._ring.writer()
 
     def order(self) -> ShmRingBuffer:
@@ -79,7 +79,7 @@ class RingWriter(Writer):
             slot = claim()
             assert slot is not None
             slot.header[:32] = header
-            slot.chunk[:size] = message
+            slot.body[:size] = message
             commit()
         return time.perf_counter() - began
 
@@ -99,7 +99,8 @@ class QueueWriter(Writer):
             n_reader,
             n_reader,
             max_chunk_bytes=_CHUNK_BYTES,
-            max_chunks=_SLOTS,
+            max_chunks=1,
+            slots=_SLOTS,
             codec="raw",
             options=Options(backing="named"),
         )
@@ -169,14 +170,16 @@ async def keep_up(boss: Boss) -> None:
     while (order := await boss.order()) is not None:
         if isinstance(order, int):
             sizes = rings[order].layout
-            flags = sizes.max_chunks * sizes.flag_bytes  # the written flags among them, which are set already
+            flags = sizes.slots * sizes.flag_bytes  # the written flags among them, which are set already
             rings[order].view[sizes.metadata_offset : sizes.metadata_offset + flags] = b"\x01" * flags
         elif isinstance(order, ShmRingBuffer):
             rings.append(order)
         else:
             ranks = order.local_reader_ranks
             # Before they attach: then the segment loses its name.
-            rings.append(ShmRingBuffer(len(ranks), order.max_chunk_bytes, order.max_chunks, order.segment))
+            rings.append(
+                ShmRingBuffer(len(ranks), order.max_chunk_bytes, order.max_chunks, order.segment, slots=order.slots)
+            )
             ends = [MessageQueue.create_from_handle(order, rank) for rank in ranks]
             queues += ends
             await asyncio.gather(*(end.wait_until_ready(READY_TIMEOUT_S) for end in ends))

@@ -204,7 +204,7 @@ def _named_memory() -> Finding:
         return Finding(name, "note", error.strerror or "missing", "backing='named' works only where there is one")
     free = fs.f_bavail * fs.f_frsize
     found = f"{free / _MIB:,.0f} MiB free"
-    needed = Layout(1, MAX_CHUNK_BYTES, MAX_CHUNKS).total_bytes
+    needed = Layout.of(1, MAX_CHUNK_BYTES, MAX_CHUNKS).total_bytes
     if free < needed:
         return Finding(
             name,

@@ -1,14 +1,15 @@
 """The content of a slot: a fixed header, then the message. Pure arithmetic over memory that the caller owns.
 
-    0          64                                                     64 + max_chunk_bytes
+    0          64                                                     64 + inline_bytes
     +----------+---------------------------------------------------------------+
-    |  header  |  chunk: the body of the message                               |
+    |  header  |  the body of the message, if it has no chunk                  |
     +----------+---------------------------------------------------------------+
 
-    header     kind u8 | codec u8 | 0 u16 | n_buffers u32 | sequence u64 | published u64 | main_bytes u64 | unused
+    header     kind u8 | codec u8 | 0 u16 | n_buffers u32 | sequence u64 | published u64 | main_bytes u64 | chunk u64 |
 
-``published`` is the writer's ``CLOCK_MONOTONIC`` in nanoseconds, all numbers are little-endian. A body without
-out-of-band buffers is the main part alone, so that a message of exactly ``max_chunk_bytes`` still fits:
+``published`` is the writer's ``CLOCK_MONOTONIC`` in nanoseconds, ``chunk`` 0, or 1 + the number of the chunk that has
+the body (see ``ring/layout.py``), all numbers are little-endian. A body without out-of-band buffers is the main part
+alone, so that a message of exactly ``inline_bytes``, or ``max_chunk_bytes``, still fits:
 
     0                main_bytes
     +----------------+
@@ -37,9 +38,9 @@ HEADER = struct.Struct("<BBHIQQQ")
 pack_header = HEADER.pack_into
 unpack_header = HEADER.unpack_from
 
-INLINE = 1  # the body is in the chunk
-OVERFLOW = 2  # the body did not fit the chunk and lies in an overflow segment, which the rest of the header names
-RAW = 3  # the chunk was written with acquire_write: no codec
+INLINE = 1  # the body is in the ring: in the slot, or in its chunk
+OVERFLOW = 2  # the body did not fit a chunk and lies in an overflow segment, which the rest of the header names
+RAW = 3  # the body was written with acquire_write: no codec
 
 
 def plain(code: int) -> int:
@@ -68,7 +69,7 @@ def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
 def write_body(
     target: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | bytearray | memoryview]
 ) -> None:
-    """Write a message's main part and buffers into a chunk.
+    """Write a message's main part and buffers into memory.
 
     Args:
         target: At least `body_bytes` long, one-dimensional, of format ``B``; what lies behind the body is left alone.

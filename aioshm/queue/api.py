@@ -97,6 +97,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         options: Options | None = None,
         codec: str | Codec = "pickle",
         connect_ip: str | None = None,
+        slots: int | None = None,
         type: type[S] | None = None,  # noqa: A002
     ) -> MessageQueue[S]:
         """Make a queue from one rank of a process group to all the others. Every rank awaits this.
@@ -115,7 +116,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
                 `StatelessProcessGroup`, or an object with ``rank``, ``world_size``, ``broadcast_obj`` and
                 ``all_gather_obj``.
             max_chunk_bytes: Room for one message in the ring, in bytes.
-            max_chunks: Messages that the ring holds.
+            max_chunks: How many messages of that size it has room for.
             writer_rank: Who writes, by rank in the group.
             external_writer_handle: The handle of a queue whose writer is outside of the group: all ranks then read that
                 one, ``writer_rank`` too. Only what ``writer_rank`` passes counts.
@@ -124,6 +125,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             codec: For the queue. Readers take the writer's; one that is not given by name is that reader's own
                 instance.
             connect_ip: The address that remote readers connect to. Only the writer's counts.
+            slots: Messages that the ring holds, as for `MessageQueue`. Only the writer's counts.
             type: What the messages are, as for `MessageQueue` and `create_from_handle`.
 
         Returns:
@@ -140,7 +142,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         with naming_limits("a reader or a writer"):
             from aioshm.queue.groups.making import GroupCall
 
-        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options, type)
+        call = GroupCall(pg, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type)
         end = await call.one_writer(writer_rank, external_writer_handle, wait=blocking)
         return cast(MessageQueue[S], cls.around(end))
 
@@ -156,6 +158,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         options: Options | None = None,
         codec: str | Codec = "pickle",
         connect_ip: str | None = None,
+        slots: int | None = None,
         type: type[S] | None = None,  # noqa: A002
     ) -> tuple[MessageQueue[S], list[Handle]]:
         """Make a queue from every rank of a process group to one of them. Every rank awaits this.
@@ -168,13 +171,14 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         Args:
             pg: As for `create_from_process_group`.
             max_chunk_bytes: Room for one message in each ring, in bytes.
-            max_chunks: Messages that each ring holds.
+            max_chunks: How many messages of that size each has room for.
             reader_rank: Who reads, by rank in the group.
             blocking: Whether to wait until the reader is attached to this rank's queue. At ``reader_rank`` itself this
                 never waits: only its caller can do what that would wait for.
             options: For the queues, as for `MessageQueue`; each rank's own count.
             codec: For the queues; each rank's own counts.
             connect_ip: The address that a remote reader connects to; each rank's own counts.
+            slots: Messages that each ring holds, as for `MessageQueue`; each rank's own counts.
             type: What the messages are, as for `MessageQueue`.
 
         Returns:
@@ -187,7 +191,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         with naming_limits("a writer"):
             from aioshm.queue.groups.making import GroupCall
 
-        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options, type)
+        call = GroupCall(pg, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type)
         end, handles = await call.one_reader(reader_rank, wait=blocking)
         return cast(MessageQueue[S], cls.around(end)), handles
 
@@ -213,7 +217,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         await self.end.wait_until_ready(deadline_after(timeout))
 
     async def enqueue(self, obj: T, timeout: float | None = None) -> None:
-        """Send an object to every reader, waiting for a free slot.
+        """Send an object to every reader, waiting for room in the ring.
 
         After this returns, the object may be changed or freed. Cancelling it has sent the message to every reader or
         to none.
@@ -223,7 +227,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             timeout: Seconds to wait; None waits for ever.
 
         Raises:
-            TimeoutError: No slot became free in time; nothing was sent.
+            TimeoutError: No room became free in time; nothing was sent.
             CodecError: The object cannot be encoded; nothing was sent.
             PeerDied: A reader died (with ``on_reader_death="raise"``).
             QueueClosed: This end was closed, or every reader has left.
@@ -236,16 +240,16 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     async def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
         """Send objects, in order and one right after the other, with one wake-up of each reader.
 
-        All of them or none: everything is encoded first, and published once there are slots for all. A batch of more
-        than ``max_chunks`` goes in parts of that size; when this is cancelled or times out, the parts that were sent
-        stay sent, which ``stats().messages`` counts.
+        All of them or none: everything is encoded first, and published once there is room for all. A batch for which
+        the whole ring has not enough slots or chunks goes in parts; when this is cancelled or times out, the parts that
+        were sent stay sent, which ``stats().messages`` counts.
 
         Args:
             objs: What the queue's codec can encode.
             timeout: Seconds to wait; None waits for ever.
 
         Raises:
-            TimeoutError: Not enough slots became free in time.
+            TimeoutError: Not enough room became free in time.
             CodecError: An object cannot be encoded; nothing was sent.
             PeerDied, QueueClosed: As `enqueue`.
         """
@@ -327,16 +331,23 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         reader = self._reader or self._wrong_end("dequeue_nowait", "reader")
         return reader.dequeue_nowait()  # type: ignore[no-any-return]
 
-    def acquire_write(self, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
-        """Give the next free slot's chunk to the block to fill: ``max_chunk_bytes`` writable bytes.
+    def acquire_write(
+        self, timeout: float | None = None, *, nbytes: int | None = None
+    ) -> AbstractAsyncContextManager[memoryview]:
+        """Give so many writable bytes of the ring to the block to fill, which hold whatever was there before.
 
-        The block's end publishes it; a block that raises, or is cancelled, publishes nothing.
+        The block's end publishes them; a block that raises, or is cancelled, publishes nothing.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+            nbytes: How many, at most ``max_chunk_bytes``; None: as many as that.
 
         Raises:
             TimeoutError, PeerDied, QueueClosed: As `enqueue`.
+            ValueError: ``nbytes`` is out of range.
         """
         writer = self._writer or self._wrong_end("acquire_write", "writer")
-        return writer.acquire_write(timeout)
+        return writer.acquire_write(timeout, nbytes)
 
     def acquire_read(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False

@@ -33,6 +33,7 @@ class QueueBase(ABC, Generic[T]):
         codec: str | Codec = "pickle",
         options: Options | None = None,
         remote_reader_ranks: Sequence[int] | None = None,
+        slots: int | None = None,
         type: type[T] | None = None,  # noqa: A002  # the name that msgspec gives it
     ) -> None:
         """Make the writer's end.
@@ -43,13 +44,15 @@ class QueueBase(ABC, Generic[T]):
             n_local_reader: Readers on this host, which read the ring; the others connect over TCP.
             local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
             max_chunk_bytes: Room for one message in the ring, in bytes; larger ones lie in memory beside it.
-            max_chunks: Messages that the ring holds before the writer has to wait for the slowest reader.
+            max_chunks: How many messages of that size the ring has room for before the writer has to wait for the
+                slowest reader. Of smaller ones it holds more, and of small ones as many as it has slots.
             connect_ip: The address of this host that remote readers connect to; None: the one that its packets to other
                 hosts have. ``"*"``, ``"0.0.0.0"`` or ``"::"``: all of them, with that one in the handle.
             codec: How objects become bytes: ``"pickle"``, ``"msgpack"``, ``"raw"``, the name of a codec that was
                 registered with `register_codec`, or a codec of one's own making, such as ``MsgpackCodec(type=Step)``.
             options: Everything else; None takes the defaults and the environment.
             remote_reader_ranks: The ranks of the remote readers; None means the lowest that are not local.
+            slots: Messages that the ring holds, of whatever size, before the writer has to wait; None: thousands.
             type: What the messages are, for type checkers: with ``type=Step``, as with ``MessageQueue[Step](...)``,
                 this is a ``MessageQueue[Step]``. The codec must be able to decode it. What is sent is not checked here,
                 but by readers that are told the type, too.
@@ -60,7 +63,7 @@ class QueueBase(ABC, Generic[T]):
             SharedMemoryError: There is not enough memory, or no socket can be bound.
         """
         ranks = checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
-        self._hold(writing_end(ranks, (max_chunk_bytes, max_chunks), connect_ip, codec, options, type))
+        self._hold(writing_end(ranks, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type))
 
     @classmethod
     def create_from_handle(

@@ -82,7 +82,9 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         n_reader: All readers.
         local_reader_ranks: The ranks that read the ring, in the order of its flags.
         max_chunk_bytes: Room for one message in the ring, in bytes.
-        max_chunks: Slots.
+        max_chunks: Chunks of that size.
+        slots: Messages that the ring holds.
+        inline_bytes: Room for a message in a slot, in bytes.
         lifeline: Where the writer listens: ``@name`` for an abstract Unix socket, else a path.
         segment: Name of the POSIX segment, or None where its descriptor comes over the lifeline.
         codec: How messages are encoded.
@@ -101,6 +103,8 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
     local_reader_ranks: tuple[int, ...]
     max_chunk_bytes: int
     max_chunks: int
+    slots: int
+    inline_bytes: int
     lifeline: str
     segment: str | None
     codec: str
@@ -112,7 +116,9 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
     @property
     def layout(self) -> Layout:
         """The ring's layout."""
-        return Layout(len(self.local_reader_ranks), self.max_chunk_bytes, self.max_chunks)
+        return Layout(
+            len(self.local_reader_ranks), self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes
+        )
 
     def to_json(self) -> str:
         """Return this handle as JSON text."""
@@ -153,7 +159,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
     def __repr__(self) -> str:
         return (
             f"<Handle of queue {self.queue_id.hex()[:8]}, {self.n_reader} readers, "
-            f"{self.max_chunks} x {self.max_chunk_bytes} bytes, secrets hidden>"
+            f"{self.slots} slots, {self.max_chunks} x {self.max_chunk_bytes} bytes, secrets hidden>"
         )
 
 

@@ -15,8 +15,9 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         ready: Whether `wait_until_ready` has succeeded.
         messages: Messages sent or received.
         overflows: How many of them did not fit a chunk.
-        backlog: Slots that are written and that this end (a writer: the slowest reader) has not finished with.
-        max_chunks: Slots in the ring.
+        backlog: Messages that this end (a writer: the slowest reader) has not finished with.
+        max_chunks: Chunks of ``max_chunk_bytes`` in the ring.
+        slots: Messages that the ring holds.
         readers: A writer's readers that are attached and alive.
         kept: Messages that a writer keeps because a remote reader has not acknowledged them yet.
         kept_bytes: Their size.
@@ -37,6 +38,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     overflows: int
     backlog: int
     max_chunks: int
+    slots: int
     readers: int
     spins: int
     spin_hits: int

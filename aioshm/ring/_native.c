@@ -34,29 +34,49 @@
 #define WRITER_PARKED 128
 #define READERS_PARKED 192
 #define SLOT_HEADER_BYTES 64
+#define CHUNK 32
+#define CHUNK_HEADER_BYTES 64
 
+#define MAX_POOLS 4
 #define COPY_MAX 65536        /* larger messages are decoded in place, by the caller */
 #define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
 #define LOOKS 16              /* between two readings of the clock */
 #define BATCH_LOOKS 8         /* messages of a batch between two readings of the clock */
+
+/* A chunk that is in use: which one, and the message in it. */
+typedef struct {
+    uint64_t seq;
+    size_t number;
+} Used;
+
+/* The chunks of one size. What a writer keeps of them: a stack of the free ones, and a ring of the others, in the order
+ * of the messages. */
+typedef struct {
+    size_t start, room, stride, count, first;
+    size_t *free;
+    Used *used;
+    size_t n_free, oldest, n_used;
+} Pool;
 
 typedef struct {
     PyObject_HEAD
     Py_buffer buffer;
     uint8_t *base;            /* NULL once closed */
     PyObject *slots;
-    size_t n_reader, chunk_bytes, max_chunks, slot_bytes, flag_bytes, slots_at, flags_at;
+    size_t n_reader, room, inline_bytes, n_slots, slot_bytes, flag_bytes, slots_at, flags_at, n_pools;
+    Pool pools[MAX_POOLS];    /* the largest chunks first */
+    Pool *claimed;            /* of what size the claimed slot has a chunk, which is the last of the free ones */
     uint8_t *own;             /* this end's line */
     size_t reader;            /* a reader's flag within the flags of a slot */
     uint8_t *unread;          /* what a writer sets the reader flags to: 1 for those that were evicted */
     uint64_t seq;
     size_t index;
-    size_t ahead;             /* how many free slots a writer spins for */
+    uint64_t awaited;         /* the message that a writer's spin wants read by all; NONE: what the next slot has */
     /* How messages are coded */
     uint64_t what;
     bool raw;
     PyObject *code, *on_parked;
-    PyObject *beside;         /* what handles messages that have buffers beside them; see bind_beside */
+    PyObject *beside, *measure;  /* what handles messages that have buffers beside them; see bind_beside */
     /* Leases, of a reader: see bind_leases */
     PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *linger, *whose, *fail;
     PyObject *block;          /* that was opened slowly, where calls block */
@@ -173,17 +193,25 @@ static inline bool is_ready(const Core *self, size_t index)
     return !load_acquire(flags + self->reader) && load_acquire(flags);
 }
 
+#define NONE UINT64_MAX
+
+/* Whether a message was read by all. */
+static inline bool is_finished(const Core *self, uint64_t seq)
+{
+    return seq + self->n_slots < self->seq || is_free(self, seq % self->n_slots);
+}
+
 static inline bool may_go_on(const Core *self)
 {
     if (self->reader)
         return is_ready(self, self->index);
-    return is_free(self, (self->index + self->ahead - 1) % self->max_chunks);
+    return self->awaited == NONE ? is_free(self, self->index) : is_finished(self, self->awaited);
 }
 
 static inline void advance(Core *self)
 {
     self->seq++;
-    if (++self->index == self->max_chunks)
+    if (++self->index == self->n_slots)
         self->index = 0;
 }
 
@@ -338,11 +366,16 @@ static PyObject *core_bind(Core *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *core_bind_beside(Core *self, PyObject *beside)
+static PyObject *core_bind_beside(Core *self, PyObject *args)
 {
-    PyObject *old = self->beside;
+    PyObject *beside, *measure = Py_None;
+    if (!PyArg_ParseTuple(args, "O|O:bind_beside", &beside, &measure))
+        return NULL;
+    PyObject *old = self->beside, *old_measure = self->measure;
     self->beside = Py_NewRef(beside);
+    self->measure = Py_NewRef(measure);
     Py_XDECREF(old);
+    Py_XDECREF(old_measure);
     Py_RETURN_NONE;
 }
 
@@ -377,59 +410,197 @@ static PyObject *core_close(Core *self, PyObject *Py_UNUSED(ignored))
 
 static PyObject *slot_at(Core *self)
 {
-    return Py_XNewRef(PyTuple_GetItem(self->slots, (Py_ssize_t)self->index));
-}
-
-/* The writer's end */
-
-static int check_ahead(Core *self, Py_ssize_t ahead)
-{
-    if (ahead >= 1 && (size_t)ahead <= self->max_chunks)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "a ring of %zu slots cannot have %zd of them free", self->max_chunks, ahead);
-    return -1;
-}
-
-static PyObject *writer_spin_for(Core *self, PyObject *arg)
-{
-    Py_ssize_t ahead = PyLong_AsSsize_t(arg);
-    if ((ahead == -1 && PyErr_Occurred()) || check_ahead(self, ahead) < 0)
+    PyObject *slots = Py_XNewRef(self->slots), *slot;
+    if (slots == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the ring is being taken down");
         return NULL;
-    self->ahead = (size_t)ahead;
-    Py_RETURN_NONE;
+    }
+    PyObject *index = PyLong_FromSize_t(self->index);
+    slot = index == NULL ? NULL : PyObject_GetItem(slots, index);
+    Py_XDECREF(index);
+    Py_DECREF(slots);
+    return slot;
+}
+
+static inline uint8_t *chunk_of(const Core *self, const Pool *pool, size_t number)
+{
+    return self->base + pool->start + (number - pool->first) * pool->stride;
+}
+
+/* The writer's end: room */
+
+/* The smallest chunks that have room for so many bytes; the largest, if none have. */
+static inline Pool *pool_for(Core *self, size_t nbytes)
+{
+    size_t n = self->n_pools - 1;
+    while (n > 0 && self->pools[n].room < nbytes)
+        n--;
+    return &self->pools[n];
+}
+
+/* Take back the chunks whose messages were read by all. */
+static void reclaim(Core *self, Pool *pool)
+{
+    while (pool->n_used > 0 && is_finished(self, pool->used[pool->oldest].seq)) {
+        size_t number = pool->used[pool->oldest].number, at = pool->n_free++;
+        if (self->claimed == pool) {  /* whose chunk stays the last one */
+            pool->free[at] = pool->free[at - 1];
+            at--;
+        }
+        pool->free[at] = number;
+        pool->n_used--;
+        if (++pool->oldest == pool->count)
+            pool->oldest = 0;
+    }
+}
+
+/* Take the next slot, and a chunk if need be, and note in its header which: where the body goes, or NULL. */
+static uint8_t *claim(Core *self, size_t nbytes)
+{
+    self->claimed = NULL;
+    if (!is_free(self, self->index))
+        return NULL;
+    uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
+    uint64_t words[2] = {self->seq, 0};
+    Pool *pool = NULL;
+    if (nbytes > self->inline_bytes) {
+        pool = pool_for(self, nbytes);
+        reclaim(self, pool);
+        if (pool->n_free == 0)
+            return NULL;
+        words[1] = 1 + pool->free[pool->n_free - 1];
+    }
+    store_release(flags_of(self, self->index), 0);
+    atomic_thread_fence(memory_order_release);  /* seen as not written before anything in it changes */
+    if (pool != NULL) {
+        uint8_t *chunk = chunk_of(self, pool, words[1] - 1);
+        uint64_t stamp = self->seq + 1;
+        memcpy(chunk, &stamp, sizeof stamp);
+        body = chunk + CHUNK_HEADER_BYTES;
+        self->claimed = pool;
+    }
+    memcpy(slot + 8, &words[0], sizeof words[0]);
+    memcpy(slot + CHUNK, &words[1], sizeof words[1]);
+    return body;
+}
+
+/* Which message has to be read by all before there is room for so many, or NONE; -1 with an error. The sizes of those
+ * that take a chunk are in a sequence, or there is none. */
+static int find_blocker(Core *self, Py_ssize_t slots, PyObject *large, uint64_t *blocker)
+{
+    size_t wanted[MAX_POOLS] = {0};
+    PyObject *sizes = large == NULL ? NULL : PySequence_Tuple(large);
+    if (large != NULL && sizes == NULL)
+        return -1;
+    for (Py_ssize_t n = 0; sizes != NULL && n < PyTuple_Size(sizes); n++) {
+        size_t nbytes = PyLong_AsSize_t(PyTuple_GetItem(sizes, n));
+        if (nbytes == (size_t)-1 && PyErr_Occurred()) {
+            Py_DECREF(sizes);
+            return -1;
+        }
+        if (self->base != NULL)
+            wanted[pool_for(self, nbytes) - self->pools]++;
+    }
+    Py_XDECREF(sizes);
+    if (check_usable(self) < 0)
+        return -1;
+    if (slots < 1 || (size_t)slots > self->n_slots) {
+        PyErr_Format(PyExc_ValueError, "a ring of %zu slots cannot have %zd of them free", self->n_slots, slots);
+        return -1;
+    }
+    size_t last = (self->index + (size_t)slots - 1) % self->n_slots;
+    uint64_t after = self->seq + (uint64_t)slots - 1, message = after < self->n_slots ? last : after - self->n_slots;
+    *blocker = is_free(self, last) ? NONE : message;
+    for (size_t n = 0; n < self->n_pools; n++) {
+        Pool *pool = &self->pools[n];
+        if (wanted[n] == 0)
+            continue;
+        if (wanted[n] > pool->count) {
+            PyErr_Format(PyExc_ValueError, "a ring of %zu chunks of %zu bytes cannot have %zu of them free", pool->count,
+                         pool->room, wanted[n]);
+            return -1;
+        }
+        reclaim(self, pool);
+        if (wanted[n] > pool->n_free) {
+            message = pool->used[(pool->oldest + wanted[n] - pool->n_free - 1) % pool->count].seq;
+            if (*blocker == NONE || *blocker < message)
+                *blocker = message;
+        }
+    }
+    return 0;
+}
+
+/* The arguments of free(), blocker() and spin_for(): how many messages, and the sizes of the large ones. */
+static int asked_blocker(Core *self, PyObject *const *args, Py_ssize_t nargs, uint64_t *blocker)
+{
+    Py_ssize_t slots = 1;
+    if (nargs > 2) {
+        PyErr_SetString(PyExc_TypeError, "this takes at most two arguments");
+        return -1;
+    }
+    if (nargs > 0) {
+        slots = PyLong_AsSsize_t(args[0]);
+        if (slots == -1 && PyErr_Occurred())
+            return -1;
+    }
+    return find_blocker(self, slots, nargs > 1 ? args[1] : NULL, blocker);
+}
+
+static PyObject *blocker_number(uint64_t blocker)
+{
+    return blocker == NONE ? PyLong_FromLong(-1) : PyLong_FromUnsignedLongLong(blocker);
 }
 
 static PyObject *writer_free(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    Py_ssize_t ahead = 1;
+    uint64_t blocker;
+    return asked_blocker(self, args, nargs, &blocker) < 0 ? NULL : PyBool_FromLong(blocker == NONE);
+}
+
+static PyObject *writer_blocker(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    uint64_t blocker;
+    return asked_blocker(self, args, nargs, &blocker) < 0 ? NULL : blocker_number(blocker);
+}
+
+static PyObject *writer_spin_for(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    uint64_t blocker;
+    if (asked_blocker(self, args, nargs, &blocker) < 0)
+        return NULL;
+    self->awaited = blocker;
+    return blocker_number(blocker);
+}
+
+static PyObject *writer_claim(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    size_t nbytes = 0;
     if (nargs > 1) {
-        PyErr_SetString(PyExc_TypeError, "free() takes at most one argument");
+        PyErr_SetString(PyExc_TypeError, "claim() takes at most one argument");
         return NULL;
     }
     if (nargs == 1) {
-        ahead = PyLong_AsSsize_t(args[0]);
-        if (ahead == -1 && PyErr_Occurred())
+        nbytes = PyLong_AsSize_t(args[0]);
+        if (nbytes == (size_t)-1 && PyErr_Occurred())
             return NULL;
     }
-    if (check_usable(self) < 0 || check_ahead(self, ahead) < 0)
-        return NULL;
-    return PyBool_FromLong(is_free(self, (self->index + (size_t)ahead - 1) % self->max_chunks));
-}
-
-static PyObject *writer_claim(Core *self, PyObject *Py_UNUSED(ignored))
-{
     if (check_unused(self) < 0)
         return NULL;
-    if (!is_free(self, self->index))
+    if (claim(self, nbytes) == NULL)
         Py_RETURN_NONE;
-    store_release(flags_of(self, self->index), 0);
-    atomic_thread_fence(memory_order_release);  /* seen as not written before anything in it changes */
     return slot_at(self);
 }
+
+/* The writer's end: publishing */
 
 static inline void publish(Core *self)
 {
     uint8_t *flags = flags_of(self, self->index);
+    Pool *pool = self->claimed;
+    if (pool != NULL) {
+        pool->used[(pool->oldest + pool->n_used++) % pool->count] = (Used){self->seq, pool->free[--pool->n_free]};
+        self->claimed = NULL;
+    }
     atomic_thread_fence(memory_order_release);  /* what is cleared already was filled before; see is_ready */
     memcpy(flags + 1, self->unread, self->n_reader);
     store_release(flags, 1);  /* last: readers may look the moment this is visible */
@@ -451,31 +622,44 @@ static PyObject *writer_commit(Core *self, PyObject *Py_UNUSED(ignored))
     return PyBool_FromLong(readers_parked(self));
 }
 
-/* Fill the next slot, which is free, and publish it. */
-static void put_bytes(Core *self, const char *bytes, size_t size, uint64_t now)
+/* Put a message in the next slot, and a chunk if need be, and publish it; return whether there is room. */
+static bool put_bytes(Core *self, const char *bytes, size_t size, uint64_t now)
 {
-    uint8_t *slot = slot_of(self, self->index);
+    uint8_t *body = claim(self, size);
+    if (body == NULL)
+        return false;
     uint64_t words[4] = {self->what, self->seq, now, size};
-    store_release(flags_of(self, self->index), 0);
-    atomic_thread_fence(memory_order_release);
-    memcpy(slot, words, sizeof words);
-    memcpy(slot + SLOT_HEADER_BYTES, bytes, size);
+    memcpy(slot_of(self, self->index), words, sizeof words);
+    memcpy(body, bytes, size);
     publish(self);
+    return true;
 }
 
-/* Whether the next slot is free; spins for it if that is worth it. */
-static bool slot_is_there(Core *self)
+/* Spin until there is room for a message; return whether there may be. */
+static bool spin_for_room(Core *self, size_t size)
 {
-    return is_free(self, self->index)
-        || (self->spin_ns > 0 && spin_unless(self, self->spin_ns) && is_free(self, self->index));
+    if (self->spin_ns <= 0)
+        return false;
+    Pool *pool = size > self->inline_bytes ? pool_for(self, size) : NULL;
+    if (pool != NULL && pool->n_free == 0 && pool->n_used > 0)
+        self->awaited = pool->used[pool->oldest].seq;  /* the slot is free by then if it is not now: it is an older one's */
+    bool may = spin_unless(self, self->spin_ns);
+    self->awaited = NONE;
+    return may;
 }
 
 static bool put(Core *self, const char *bytes, size_t size)
 {
-    if (size > self->chunk_bytes || !slot_is_there(self))
+    if (size > self->room)
         return false;
     uint64_t now = now_ns();
-    put_bytes(self, bytes, size, now);
+    if (!put_bytes(self, bytes, size, now)) {
+        if (!spin_for_room(self, size))
+            return false;
+        now = now_ns();
+        if (!put_bytes(self, bytes, size, now))
+            return false;
+    }
     self->published_ns = now;
     count_turn(self, 1, now);
     if (readers_parked(self))
@@ -514,12 +698,15 @@ static PyObject *send_beside(Core *self, PyObject *message)
 {
     if (self->beside == NULL || self->beside == Py_None)
         return Py_NewRef(message);
-    if (check_unused(self) < 0)  /* encoding runs any code */
+    PyObject *size = call(self->measure, message);
+    if (size == NULL)
         return NULL;
-    if (!slot_is_there(self))
+    size_t nbytes = PyLong_AsSize_t(size);
+    Py_DECREF(size);
+    if ((nbytes == (size_t)-1 && PyErr_Occurred()) || check_unused(self) < 0)  /* that, and encoding, run any code */
+        return NULL;
+    if (nbytes > self->room || (claim(self, nbytes) == NULL && !(spin_for_room(self, nbytes) && claim(self, nbytes) != NULL)))
         return Py_NewRef(message);
-    store_release(flags_of(self, self->index), 0);
-    atomic_thread_fence(memory_order_release);
     PyObject *fill = Py_NewRef(self->beside), *slot = slot_at(self);
     PyObject *seq = PyLong_FromUnsignedLongLong(self->seq), *filled = NULL;
     self->in_use++;
@@ -599,11 +786,10 @@ static PyObject *writer_put_many(Core *self, PyObject *const *args, Py_ssize_t n
     uint64_t now = now_ns();
     for (n = start; n < length; n++) {
         PyObject *message = PyList_GetItem(args[0], n);
-        if (!PyBytes_CheckExact(message) || (size_t)PyBytes_Size(message) > self->chunk_bytes)
+        if (!PyBytes_CheckExact(message) || (size_t)PyBytes_Size(message) > self->room)
             break;
-        if (!is_free(self, self->index))
+        if (!put_bytes(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message), now))
             break;
-        put_bytes(self, PyBytes_AsString(message), (size_t)PyBytes_Size(message), now);
     }
     if (n > start) {
         self->published_ns = now;
@@ -624,7 +810,7 @@ static PyObject *writer_evict(Core *self, PyObject *arg)
         return NULL;
     }
     self->unread[reader] = 1;
-    for (size_t index = 0; index < self->max_chunks; index++)
+    for (size_t index = 0; index < self->n_slots; index++)
         store_release(flags_of(self, index) + 1 + reader, 1);
     store_release(self->base + READERS_PARKED + reader, 0);
     Py_RETURN_NONE;
@@ -682,7 +868,7 @@ static PyObject *reader_give_back(Core *self, PyObject *arg)
     Py_ssize_t index = PyLong_AsSsize_t(arg);
     if ((index == -1 && PyErr_Occurred()) || check_unused(self) < 0)
         return NULL;
-    if (index < 0 || (size_t)index >= self->max_chunks) {
+    if (index < 0 || (size_t)index >= self->n_slots) {
         PyErr_Format(PyExc_IndexError, "there is no slot %zd", index);
         return NULL;
     }
@@ -691,15 +877,35 @@ static PyObject *reader_give_back(Core *self, PyObject *arg)
     return PyBool_FromLong(writer_parked(self));
 }
 
+/* Where the next message lies, if it lies in a chunk of this number and of that room; else NULL. */
+static const uint8_t *chunk_body(const Core *self, uint64_t number, uint64_t seq, size_t size)
+{
+    for (size_t n = 0; n < self->n_pools; n++) {
+        const Pool *pool = &self->pools[n];
+        if (number < pool->first || number - pool->first >= pool->count)
+            continue;
+        const uint8_t *chunk = chunk_of(self, pool, number);
+        return size <= pool->room && load_word(chunk) == seq + 1 ? chunk + CHUNK_HEADER_BYTES : NULL;
+    }
+    return NULL;
+}
+
 /* Copy the next message, which is there, or return NULL without an error if it is not an ordinary one. */
 static PyObject *copy_plain(Core *self)
 {
-    uint8_t *slot = slot_of(self, self->index);
+    const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
-    if (words[0] != self->what || words[1] != self->seq || words[3] > self->chunk_bytes || words[3] > COPY_MAX)
+    const uint64_t chunk = load_word(slot + CHUNK), size = words[3];
+    if (words[0] != self->what || words[1] != self->seq || size > COPY_MAX)
+        return NULL;
+    if (chunk != 0)
+        body = chunk_body(self, chunk - 1, words[1], size);
+    else if (size > self->inline_bytes)
+        return NULL;
+    if (body == NULL)
         return NULL;
     self->published_ns = words[2];
-    return PyBytes_FromStringAndSize((const char *)slot + SLOT_HEADER_BYTES, (Py_ssize_t)words[3]);
+    return PyBytes_FromStringAndSize((const char *)body, (Py_ssize_t)size);
 }
 
 /* Whether the error that decoding ended in says nothing about the message: a signal's handler raised it. */
@@ -1183,12 +1389,90 @@ static bool fit(size_t begin, size_t amount, size_t each, size_t end)
 /* Whether every place that is ever touched lies within the memory, whatever the numbers are. */
 static bool lies_straight(const Core *self, size_t line, size_t total_bytes)
 {
-    return (size_t)self->buffer.len >= total_bytes && (uintptr_t)self->buffer.buf % 8 == 0 && line % 8 == 0
-        && self->slots_at % 8 == 0 && self->slot_bytes % 8 == 0 && self->max_chunks >= 1
-        && fit(line, 1, 64, self->slots_at) && fit(READERS_PARKED, self->n_reader, 1, self->slots_at)
-        && fit(self->slots_at, self->max_chunks, self->slot_bytes, self->flags_at)
-        && fit(self->flags_at, self->max_chunks, self->flag_bytes, total_bytes)
-        && self->flag_bytes == 1 + self->n_reader && fit(SLOT_HEADER_BYTES, self->chunk_bytes, 1, self->slot_bytes);
+    if ((size_t)self->buffer.len < total_bytes || (uintptr_t)self->buffer.buf % 8 != 0 || line % 8 != 0
+        || self->slots_at % 8 != 0 || self->slot_bytes % 8 != 0 || self->n_slots < 1
+        || !fit(line, 1, 64, self->slots_at) || !fit(READERS_PARKED, self->n_reader, 1, self->slots_at)
+        || !fit(self->slots_at, self->n_slots, self->slot_bytes, self->flags_at)
+        || !fit(self->flags_at, self->n_slots, self->flag_bytes, total_bytes)
+        || self->n_pools < 1 || self->flag_bytes != 1 + self->n_reader || !fit(SLOT_HEADER_BYTES, self->inline_bytes, 1, self->slot_bytes))
+        return false;
+    size_t end = self->slots_at + self->n_slots * self->slot_bytes, number = 0, room = SIZE_MAX;
+    for (size_t n = 0; n < self->n_pools; n++) {
+        const Pool *pool = &self->pools[n];
+        if (pool->start < end || pool->start % 8 != 0 || pool->stride % 8 != 0 || pool->count < 1 || pool->room > room
+            || pool->first != number || !fit(CHUNK_HEADER_BYTES, pool->room, 1, pool->stride)
+            || !fit(pool->start, pool->count, pool->stride, self->flags_at))
+            return false;
+        end = pool->start + pool->count * pool->stride;
+        number += pool->count;
+        room = pool->room;
+    }
+    return self->room <= self->pools[0].room && self->inline_bytes <= self->room;
+}
+
+static int ask_pool(PyObject *numbers, Pool *pool)
+{
+    size_t *fields[] = {&pool->start, &pool->room, &pool->stride, &pool->count, &pool->first};
+    PyObject *tuple = PySequence_Tuple(numbers);
+    if (tuple == NULL)
+        return -1;
+    if (PyTuple_Size(tuple) != 5) {
+        PyErr_SetString(PyExc_ValueError, "a pool has five numbers");
+        Py_DECREF(tuple);
+        return -1;
+    }
+    for (int n = 0; n < 5; n++) {
+        *fields[n] = PyLong_AsSize_t(PyTuple_GetItem(tuple, n));
+        if (*fields[n] == (size_t)-1 && PyErr_Occurred())
+            break;
+    }
+    Py_DECREF(tuple);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int ask_pools(Core *self, PyObject *layout)
+{
+    PyObject *attribute = PyObject_GetAttrString(layout, "pools");
+    PyObject *pools = attribute == NULL ? NULL : PySequence_Tuple(attribute);
+    Py_XDECREF(attribute);
+    if (pools == NULL)
+        return -1;
+    Py_ssize_t amount = PyTuple_Size(pools);
+    int failed = 0;
+    if (amount > MAX_POOLS) {
+        PyErr_SetString(PyExc_ValueError, "there are too many pools");
+        failed = -1;
+    }
+    for (Py_ssize_t n = 0; n < amount && !failed; n++)
+        failed = ask_pool(PyTuple_GetItem(pools, n), &self->pools[n]);
+    if (!failed)
+        self->n_pools = (size_t)amount;
+    Py_DECREF(pools);
+    return failed;
+}
+
+/* What a writer keeps of its chunks; the counts are those of a memory that is there. */
+static int make_stacks(Core *self)
+{
+    for (size_t n = 0; n < self->n_pools; n++) {
+        Pool *pool = &self->pools[n];
+        pool->free = calloc(pool->count, sizeof *pool->free);
+        pool->used = calloc(pool->count, sizeof *pool->used);
+        if (pool->free == NULL || pool->used == NULL)
+            return -1;
+        for (size_t more = pool->count; more > 0; more--)
+            pool->free[pool->n_free++] = pool->first + more - 1;
+    }
+    return 0;
+}
+
+static void free_stacks(Core *self)
+{
+    for (size_t n = 0; n < MAX_POOLS; n++) {
+        free(self->pools[n].free);
+        free(self->pools[n].used);
+    }
+    free(self->unread);
 }
 
 static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slots, size_t line)
@@ -1199,14 +1483,16 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
         return -1;
     }
     self->made = true;  /* or tried to: what is asked from here on runs any code */
-    if (number(layout, "n_reader", &self->n_reader) < 0 || number(layout, "max_chunk_bytes", &self->chunk_bytes) < 0
-        || number(layout, "max_chunks", &self->max_chunks) < 0 || number(layout, "slot_bytes", &self->slot_bytes) < 0
+    if (number(layout, "n_reader", &self->n_reader) < 0 || number(layout, "max_chunk_bytes", &self->room) < 0
+        || number(layout, "slots", &self->n_slots) < 0 || number(layout, "inline_bytes", &self->inline_bytes) < 0 || number(layout, "slot_bytes", &self->slot_bytes) < 0
         || number(layout, "flag_bytes", &self->flag_bytes) < 0 || number(layout, "header_bytes", &self->slots_at) < 0
         || number(layout, "metadata_offset", &self->flags_at) < 0
-        || number(layout, "total_bytes", &total_bytes) < 0)
+        || number(layout, "total_bytes", &total_bytes) < 0 || ask_pools(self, layout) < 0)
         return -1;
-    if (!PyTuple_Check(slots) || (size_t)PyTuple_Size(slots) != self->max_chunks) {
-        PyErr_SetString(PyExc_TypeError, "slots must be a tuple of all slots");
+    Py_ssize_t amount = PyObject_Size(slots);
+    if (amount < 0 || (size_t)amount != self->n_slots) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "slots must be all slots, by index");
         return -1;
     }
     State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
@@ -1218,18 +1504,19 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
         return -1;
     }
     self->unread = calloc(self->n_reader + 1, 1);  /* never nothing */
-    if (self->unread == NULL) {
+    if (self->unread == NULL || (line == WRITER_LINE && make_stacks(self) < 0)) {
         PyBuffer_Release(&self->buffer);
         PyErr_NoMemory();
         return -1;
     }
-    self->ahead = 1;
+    self->awaited = NONE;
     self->slots = Py_NewRef(slots);
     self->nothing = Py_NewRef(state->nothing);
     self->elsewhere = Py_NewRef(state->elsewhere);
     self->code = Py_NewRef(Py_None);
     self->on_parked = Py_NewRef(Py_None);
     self->beside = Py_NewRef(Py_None);
+    self->measure = Py_NewRef(Py_None);
     self->runs = Py_NewRef((PyObject *)&PyBool_Type);  /* bool() is False */
     self->at_once = (PyTypeObject *)Py_NewRef((PyObject *)state->at_once);
     self->base = self->buffer.buf;
@@ -1290,6 +1577,7 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->code);
     Py_VISIT(self->on_parked);
     Py_VISIT(self->beside);
+    Py_VISIT(self->measure);
     Py_VISIT(self->show_beside);
     Py_VISIT(self->end_shown);
     Py_VISIT(self->open_slowly);
@@ -1310,6 +1598,7 @@ static int core_clear(Core *self)
     Py_CLEAR(self->code);
     Py_CLEAR(self->on_parked);
     Py_CLEAR(self->beside);
+    Py_CLEAR(self->measure);
     Py_CLEAR(self->show_beside);
     Py_CLEAR(self->end_shown);
     Py_CLEAR(self->open_slowly);
@@ -1334,7 +1623,7 @@ static void core_dealloc(Core *self)
     Py_CLEAR(self->at_once);
     if (self->base != NULL)
         PyBuffer_Release(&self->buffer);
-    free(self->unread);
+    free_stacks(self);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
@@ -1345,7 +1634,7 @@ static void core_dealloc(Core *self)
 
 #define BOTH_ENDS                                                                                                    \
     {"bind", CALL core_bind, METH_VARARGS, "Say how messages are coded, and whom to tell that the other end sleeps."}, \
-    {"bind_beside", CALL core_bind_beside, METH_O, "Say what handles messages that have buffers beside them."},       \
+    {"bind_beside", CALL core_bind_beside, METH_VARARGS, "Say what handles messages that have buffers beside them."},       \
     {"belong", CALL core_belong, METH_O, "Belong to this thread, while runs() is true; None: to whichever uses it."}, \
     {"passes", CALL core_passes, METH_NOARGS, "Return whether the gate lets this thread pass."},                     \
     {"spin", CALL core_spin, METH_O, "Spin for at most so many nanoseconds; return whether this end may go on."},    \
@@ -1353,11 +1642,12 @@ static void core_dealloc(Core *self)
 
 static PyMethodDef writer_methods[] = {
     BOTH_ENDS,
-    {"free", FAST writer_free, METH_FASTCALL, "Return whether so many of the next slots can be written."},
-    {"spin_for", CALL writer_spin_for, METH_O, "Let spins wait for so many free slots."},
-    {"claim", CALL writer_claim, METH_NOARGS, "Return the next slot for writing, or None."},
+    {"free", FAST writer_free, METH_FASTCALL, "Return whether there is room for so many messages."},
+    {"blocker", FAST writer_blocker, METH_FASTCALL, "Return which message has to be read by all before there is, or -1."},
+    {"spin_for", FAST writer_spin_for, METH_FASTCALL, "Let spins wait for room for so many messages."},
+    {"claim", FAST writer_claim, METH_FASTCALL, "Return the next slot for writing so many bytes, or None."},
     {"commit", CALL writer_commit, METH_NOARGS, "Publish the claimed slot; return whether a reader is parked."},
-    {"put", CALL writer_put, METH_O, "Publish an encoded message; return whether there was a slot for it."},
+    {"put", CALL writer_put, METH_O, "Publish an encoded message; return whether there was room for it."},
     {"put_many", FAST writer_put_many, METH_FASTCALL, "Publish messages of a list, from one on; return how many."},
     {"send", CALL writer_send, METH_O, "Encode and publish: None, or False if shut, or what was encoded."},
     {"evict", CALL writer_evict, METH_O, "Count a reader as having read everything, now and from now on."},

@@ -1,8 +1,7 @@
 """The hot path of a ring in Python: the twin of ``_native.c``, and its reference in the tests.
 
-Nothing here waits, and nothing is allocated that is not the message itself. Slices of the segment are cut once; what
-a message costs then is a few byte stores, two comparisons of a slice with constant bytes (whatever the number of
-readers), and one fence.
+Nothing here waits, and nothing is kept that is not the message itself. What a message costs is a few byte stores, two
+comparisons of a slice with constant bytes (whatever the number of readers), and one fence.
 
 **The gate.** An end belongs to one thread and one event loop, which other tasks share. `send` and `receive`, the two
 calls that a message normally costs, pass only while the gate is ``open`` and some of the ``turn`` is left, on the
@@ -18,15 +17,16 @@ import struct
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any, Final
 
 from aioshm.process.interrupts import from_handler
 from aioshm.ring import layout as at
-from aioshm.ring.layout import Layout
-from aioshm.ring.slot import Slot
+from aioshm.ring.layout import Layout, Pool, chunk_at, pool_for
+from aioshm.ring.slot import Slot, Slots
 
 NOTHING: Final[Any] = object()
 """There is no message, or the gate is shut."""
@@ -39,9 +39,11 @@ COPY_MAX = 65536
 
 _LOOKS = 8  # between two readings of the clock
 _LONG_SPIN_NS = 50_000  # a longer spin keeps the memory from being closed meanwhile, and its end from being used
-_WORDS = struct.Struct("<4Q")  # of a slot's header: what is in it, sequence number, time of publishing, bytes
+_WORDS = struct.Struct("<5Q")  # of a slot's header: what is in it, sequence number, time of publishing, bytes, chunk
 _pack = _WORDS.pack_into
 _unpack = _WORDS.unpack_from
+_WORD = struct.Struct("<Q")
+_SEQ_AT = 8
 
 _lock = threading.Lock()
 
@@ -75,9 +77,9 @@ class _Core(ABC):
         spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
     """
 
-    def __init__(self, layout: Layout, view: memoryview, slots: tuple[Slot, ...], line: int) -> None:
-        if type(slots) is not tuple or len(slots) != layout.max_chunks:
-            raise TypeError("slots must be a tuple of all slots")
+    def __init__(self, layout: Layout, view: memoryview, slots: Slots, line: int) -> None:
+        if len(slots) != layout.slots:
+            raise TypeError("slots must be all slots, by index")
         if not slots or len(view) < layout.total_bytes:
             raise ValueError("the memory is smaller than the layout says, or lies crooked")
         if view.readonly:
@@ -97,14 +99,19 @@ class _Core(ABC):
         self._raw = False
         self._on_parked: Callable[[], object] | None = None
         self._beside: Callable[..., Any] | None = None
+        self._measure: Callable[[Any], int] | None = None
         self._slots = slots
-        self._slot = slots[0]
+        self._amount = layout.slots
+        self._index = 0
+        self._closed = False
+        self._view = view[:]
+        self._flags = view[layout.metadata_offset : layout.total_bytes]
+        self._row_bytes = layout.flag_bytes
+        self._first, self._stride, self._inline = layout.header_bytes, layout.slot_bytes, layout.inline_bytes
+        self._pools = layout.pools
         # memory_fence() inline, at half of its cost. No other thread has this lock; it is not waited for because an
         # exception that a signal handler raises between the two calls leaves it taken, and release() alone is a fence.
         self._fence = threading.Lock()
-        self._read_by_all = bytes([1]) * layout.flag_bytes
-        self._chunk_bytes = layout.max_chunk_bytes
-        self._copy_max = min(COPY_MAX, layout.max_chunk_bytes)
         with view[line : line + at.LINE].cast("Q") as words:
             self._count = words[at.COUNT : at.COUNT + 1]
         self._in_use = 0
@@ -127,15 +134,16 @@ class _Core(ABC):
             raise OverflowError("what must fit a word of the header")
         self._code, self._what, self._raw, self._on_parked = code, what, raw, on_parked
 
-    def bind_beside(self, beside: Callable[..., Any] | None, /) -> None:
+    def bind_beside(self, beside: Callable[..., Any] | None, measure: Callable[[Any], int] | None = None, /) -> None:
         """Say what handles messages that have buffers beside them, or None: nothing does.
 
         Args:
             beside: Writer: is called with a slot, what encoding has returned and its sequence number, fills that slot
-                with it and returns True, or returns False where it is none that fits. Reader: is called with the slot
-                of the next message and decodes that, or returns `ELSEWHERE`. The core itself publishes and releases.
+                with it and returns True, or returns False where it cannot. Reader: is called with the slot of the next
+                message and decodes that, or returns `ELSEWHERE`. The core itself publishes and releases.
+            measure: Writer: returns how many bytes what encoding has returned takes.
         """
-        self._beside = beside
+        self._beside, self._measure = beside, measure
 
     def belong(self, runs: Callable[[], object] | None, /) -> None:
         """Belong to this thread, while ``runs()`` is true; None: to whichever uses it, which at first is this one."""
@@ -188,18 +196,27 @@ class _Core(ABC):
         if self._in_use:
             raise BufferError("the ring is in use")
         self.open = False
-        self._slot, self._slots = _CLOSED, (_CLOSED,) * len(self._slots)
-        self._count.release()
+        self._closed = True
+        for part in (self._view, self._flags, self._count):
+            part.release()
 
     @abstractmethod
     def _may_go_on(self) -> bool:
         """Return whether this end's message or free slot is there."""
 
-    def _check_unused(self) -> None:
-        if self._slot is _CLOSED:
+    def _check_open(self) -> None:
+        if self._closed:
             raise ValueError("the ring was closed")
+
+    def _check_unused(self) -> None:
+        self._check_open()
         if self._in_use:
             raise RuntimeError("the ring is in use: this was called from inside of a batch")
+
+    def _advance(self) -> None:
+        self.seq = self._count[0] = self.seq + 1
+        index = self._index + 1
+        self._index = index if index < self._amount else 0
 
     def _count_turn(self, messages: int, now_ns: int) -> None:
         self.turn = self.turn - messages if now_ns < self.turn_ends_ns and messages < self.turn else 0
@@ -239,57 +256,93 @@ class _AtOnce:
         yield
 
 
-class _ClosedSlot:
-    """Stands for every slot once the memory is released: using it raises ValueError."""
+class _Chunks:
+    """The chunks of one size, as the writer keeps them.
 
-    index = 0
-    flags = reader_flags = header = chunk = memoryview(b"")
-    flags.release()
+    Attributes:
+        free: Numbers of those that are free, the one that became free last at the end.
+        used: Message and chunk of those that are not, in the order of the messages.
+    """
 
-
-_CLOSED: Any = _ClosedSlot
+    def __init__(self, pool: Pool) -> None:
+        self.free = list(range(pool.first + pool.chunks - 1, pool.first - 1, -1))
+        self.used: deque[tuple[int, int]] = deque()
 
 
 class WriterCore(_Core):
-    """The writer's end: `claim` a slot, fill its header and chunk, `commit` it; or all of that in one call."""
+    """The writer's end: `claim` a slot, fill its header and body, `commit` it; or all of that in one call."""
 
-    def __init__(self, layout: Layout, view: memoryview, slots: tuple[Slot, ...], /) -> None:
+    def __init__(self, layout: Layout, view: memoryview, slots: Slots, /) -> None:
         super().__init__(layout, view, slots, at.WRITER_LINE)
         self._parked = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
         self._nobody = bytes(layout.n_reader)
         self._unread = bytearray(layout.n_reader)
-        self._ahead = 1
+        self._read_by_all = bytes([1]) * layout.flag_bytes
+        self._room = layout.max_chunk_bytes
+        self._chunks = {pool: _Chunks(pool) for pool in self._pools}
+        self._claimed: tuple[_Chunks, int] | None = None  # the chunk of the slot that is claimed
+        self._awaited = -1
 
-    def spin_for(self, ahead: int, /) -> None:
-        """Set how many free slots a spin waits for."""
-        self._check_ahead(ahead)
-        self._ahead = ahead
+    # Room
 
-    def free(self, ahead: int = 1, /) -> bool:
-        """Return whether the next ``ahead`` slots can be written."""
-        if self._slot is _CLOSED:
-            self._check_unused()
-        self._check_ahead(ahead)
-        flags = self._slots[(self._slot.index + ahead - 1) % len(self._slots)].flags
-        return flags == self._read_by_all or not flags[0]
+    def free(self, slots: int = 1, large: Sequence[int] = (), /) -> bool:
+        """Return whether there is room for so many messages.
 
-    def claim(self) -> Slot | None:
-        """Return the next slot for writing, or None while some reader still has it.
-
-        A slot that was claimed and is never committed stays invisible and can be claimed again.
+        Args:
+            slots: How many.
+            large: The sizes of those that do not fit a slot, in any order.
         """
-        if self._in_use or self._slot is _CLOSED:
+        return self.blocker(slots, large) < 0
+
+    def blocker(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
+        """Return which message has to be read by all before there is room for so many, or -1: there is room.
+
+        Messages are read in order, so that one stands for all before it. The arguments are those of `free`.
+        """
+        wanted: dict[Pool, int] = {}
+        for nbytes in large:
+            pool = self._pool_for(nbytes)
+            wanted[pool] = wanted.get(pool, 0) + 1
+        self._check_open()
+        if not 1 <= slots <= self._amount:
+            raise ValueError(f"a ring of {self._amount} slots cannot have {slots} of them free")
+        last = (self._index + slots - 1) % self._amount
+        # The message that the last of these slots has; before the first lap there is none, and damage holds it up.
+        blocker = -1 if self._is_free(last) else max(last, self.seq + slots - 1 - self._amount)
+        for pool, amount in wanted.items():
+            if amount > pool.chunks:
+                chunks = f"{pool.chunks} chunks of {pool.room} bytes"
+                raise ValueError(f"a ring of {chunks} cannot have {amount} of them free")
+            kept = self._chunks[pool]
+            self._reclaim(kept)
+            missing = amount - len(kept.free)
+            if missing > 0:
+                blocker = max(blocker, kept.used[missing - 1][0])
+        return blocker
+
+    def spin_for(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
+        """Let spins wait for room for so many messages, as it is now; return what `blocker` does."""
+        blocker = self.blocker(slots, large)
+        self._awaited = blocker
+        return blocker
+
+    def claim(self, nbytes: int = 0, /) -> Slot | None:
+        """Return the next slot for writing so many bytes, or None while some reader still has it, or every such chunk.
+
+        A slot that was claimed and is never committed stays invisible and can be claimed again. Where the message is
+        larger than a chunk, it lies elsewhere, but takes one all the same, so that there are not too many of them.
+        """
+        if self._in_use or self._closed:
             self._check_unused()
-        slot = self._slot
-        flags = slot.flags
-        if flags != self._read_by_all and flags[0]:
+        if nbytes < 0:
+            raise OverflowError("no message has fewer than 0 bytes")
+        if not self._claim(nbytes):
             return None
-        flags[0] = 0
-        return slot
+        return self._slots[self._index]
 
     def commit(self) -> bool:
         """Publish the claimed slot; return whether a reader is parked and has to be woken."""
-        if self._in_use or self._slot is _CLOSED:
+        if self._in_use or self._closed:
             self._check_unused()
         self._publish()
         fence = self._fence
@@ -298,18 +351,16 @@ class WriterCore(_Core):
         return self._parked != self._nobody
 
     def put(self, message: bytes, /) -> bool:
-        """Publish an encoded message that fits a chunk; return False if it does not, or while no slot is free."""
+        """Publish an encoded message that fits the ring; return False if it does not, or while there is no room."""
+        if self._in_use or self._closed:
+            self._check_unused()
         if type(message) is not bytes:
             raise TypeError("put() takes bytes")
         size = len(message)
-        if size > self._chunk_bytes:
+        if size > self._room or not (self._claim(size) or (self._spin_for_room(size) and self._claim(size))):
             return False
-        slot = self.claim()
-        if slot is None and (self.spin_ns <= 0 or not self.spin(self.spin_ns) or (slot := self.claim()) is None):
-            return False
-        slot.chunk[:size] = message
         self.published_ns = now = monotonic_ns()
-        _pack(slot.header, 0, self._what, self.seq, now, size)
+        self._fill(message, now)
         self.turn: int = self.turn - 1 if now < self.turn_ends_ns and self.turn > 1 else 0
         if self.commit():
             self._notify()
@@ -318,7 +369,7 @@ class WriterCore(_Core):
     def put_many(self, messages: list[Any], start: int, /) -> int:
         """Publish messages of a list, from one on, with one fence; return how many.
 
-        It ends at the first one that is not bytes or does not fit a chunk, or where no slot is free.
+        It ends at the first one that is not bytes or does not fit the ring, or where there is no room.
         """
         if type(messages) is not list:
             raise TypeError("put_many() takes a list and where to begin")
@@ -329,10 +380,9 @@ class WriterCore(_Core):
         number = start
         while number < len(messages):
             message = messages[number]
-            if type(message) is not bytes or len(message) > self._chunk_bytes or (slot := self.claim()) is None:
+            if type(message) is not bytes or len(message) > self._room or not self._claim(len(message)):
                 break
-            slot.chunk[: len(message)] = message
-            _pack(slot.header, 0, self._what, self.seq, now, len(message))
+            self._fill(message, now)
             self._publish()
             number += 1
         if number == start:
@@ -367,11 +417,13 @@ class WriterCore(_Core):
 
     def _put_beside(self, message: Any) -> bool:
         """Publish a message that is not bytes; return False if it is no ordinary one, or while no slot is free."""
-        if self._beside is None:
+        if self._beside is None or self._measure is None:
             return False
-        slot = self.claim()
-        if slot is None and (self.spin_ns <= 0 or not self.spin(self.spin_ns) or (slot := self.claim()) is None):
+        nbytes = self._measure(message)
+        self._check_unused()
+        if nbytes > self._room or not (self._claim(nbytes) or (self._spin_for_room(nbytes) and self._claim(nbytes))):
             return False
+        slot = self._slots[self._index]
         self._in_use += 1
         try:
             if self._beside(slot, message, self.seq) is not True:
@@ -386,13 +438,12 @@ class WriterCore(_Core):
 
     def evict(self, reader: int, /) -> None:
         """Evict a reader: it counts as having read every message, past and future."""
-        if self._slot is _CLOSED:
-            self._check_unused()
+        self._check_open()
         if not 0 <= reader < len(self._unread):
             raise IndexError(f"there is no reader {reader}")
         self._unread[reader] = 1
-        for slot in self._slots:
-            slot.reader_flags[reader] = 1
+        for row in range(0, self._amount * self._row_bytes, self._row_bytes):
+            self._flags[row + 1 + reader] = 1
         self._parked[reader] = 0
 
     def close(self) -> None:
@@ -400,28 +451,115 @@ class WriterCore(_Core):
         self._parked.release()
 
     def _publish(self) -> None:
-        slot = self._slot
-        slot.reader_flags[:] = self._unread
-        slot.flags[0] = 1  # last: readers may look the moment this is visible
-        self.seq = self._count[0] = self.seq + 1
-        self._slot = slot.next
+        flags, row = self._flags, self._index * self._row_bytes
+        flags[row + 1 : row + self._row_bytes] = self._unread
+        self._announce(row)
 
-    def _check_ahead(self, ahead: int) -> None:
-        if not 1 <= ahead <= len(self._slots):
-            raise ValueError(f"a ring of {len(self._slots)} slots cannot have {ahead} of them free")
+    def _announce(self, row: int) -> None:
+        if self._claimed is not None:
+            self._use_claimed(*self._claimed)
+            self._claimed = None
+        self._flags[row] = 1  # last: readers may look the moment this is visible
+        self._advance()
+
+    def _claim(self, nbytes: int) -> bool:
+        """Take the next slot, and a chunk if need be; note in its header which."""
+        if self._claimed is not None:
+            self._unclaim()
+        if not self._is_free(self._index):
+            return False
+        number = 0
+        if nbytes > self._inline:
+            chunks = self._chunks[self._pool_for(nbytes)]
+            self._reclaim(chunks)
+            if not chunks.free:
+                return False
+            chunk = chunks.free[-1]
+            self._claimed = chunks, chunk
+            number = 1 + chunk
+        self._flags[self._index * self._row_bytes] = 0
+        self._note(number)
+        return True
+
+    def _note(self, number: int) -> None:
+        view, start = self._view, self._first + self._index * self._stride
+        _WORD.pack_into(view, start + _SEQ_AT, self.seq)
+        _WORD.pack_into(view, start + at.CHUNK, number)
+        if number:
+            _WORD.pack_into(view, self._chunk_at(number)[0], self.seq + 1)
+
+    def _fill(self, message: bytes, now_ns: int) -> None:
+        """Fill the claimed slot, or its chunk."""
+        view, start = self._view, self._first + self._index * self._stride
+        number = 0 if self._claimed is None else 1 + self._claimed[1]
+        size = len(message)
+        _pack(view, start, self._what, self.seq, now_ns, size, number)
+        body = self._chunk_at(number)[0] + at.CHUNK_HEADER_BYTES if number else start + at.SLOT_HEADER_BYTES
+        view[body : body + size] = message
+
+    def _chunk_at(self, number: int) -> tuple[int, int]:
+        place = chunk_at(self._pools, number - 1)
+        assert place is not None
+        return place
+
+    def _pool_for(self, nbytes: int) -> Pool:
+        if nbytes < 0:
+            raise OverflowError("no message has fewer than 0 bytes")
+        return pool_for(self._pools, nbytes)
+
+    def _use_claimed(self, chunks: _Chunks, chunk: int) -> None:
+        """Note that a chunk is in use; interrupted by a signal's handler, it can be undone."""
+        chunks.used.append((self.seq, chunk))
+        assert chunks.free[-1] == chunk
+        del chunks.free[-1]
+
+    def _unclaim(self) -> None:
+        """Forget a slot that was claimed and never committed."""
+        assert self._claimed is not None
+        chunks, chunk = self._claimed
+        if chunks.used and chunks.used[-1] == (self.seq, chunk):
+            chunks.used.pop()
+        if chunk not in chunks.free:
+            chunks.free.append(chunk)
+        self._claimed = None
+
+    def _reclaim(self, chunks: _Chunks) -> None:
+        """Take back the chunks whose messages were read by all."""
+        used, oldest = chunks.used, self.seq - self._amount - 1
+        while used and (used[0][0] <= oldest or self._is_free(used[0][0] % self._amount)):
+            free, chunk = chunks.free, used.popleft()[1]
+            claimed = self._claimed is not None and self._claimed[0] is chunks  # whose chunk stays the last one
+            free.insert(len(free) - 1 if claimed else len(free), chunk)
+
+    def _is_free(self, index: int) -> bool:
+        flags, row = self._flags, index * self._row_bytes
+        return flags[row : row + self._row_bytes] == self._read_by_all or not flags[row]
+
+    def _spin_for_room(self, nbytes: int) -> bool:
+        if self.spin_ns <= 0:
+            return False
+        self._awaited = self.blocker(1, (nbytes,) if nbytes > self._inline else ())
+        try:
+            return self.spin(self.spin_ns)
+        finally:
+            self._awaited = -1
 
     def _may_go_on(self) -> bool:
-        return self.free(self._ahead)
+        awaited = self._awaited
+        if awaited < 0:
+            return self._is_free(self._index)
+        return awaited <= self.seq - self._amount - 1 or self._is_free(awaited % self._amount)
 
 
 class ReaderCore(_Core):
     """A reader's end: `peek` at the next message, `release` it when done with its slot; or both in one call."""
 
-    def __init__(self, layout: Layout, view: memoryview, slots: tuple[Slot, ...], reader: int, /) -> None:
+    def __init__(self, layout: Layout, view: memoryview, slots: Slots, reader: int, /) -> None:
         if not 0 <= reader < layout.n_reader:
             raise IndexError(f"there is no reader {reader}")
         super().__init__(layout, view, slots, layout.reader_line(reader))
         self._flag = 1 + reader
+        self._copy_max = min(COPY_MAX, layout.max_chunk_bytes)
         self.shown = self._adopted = False
         self.holder = 0
         self._open_slowly: Callable[[], Any] | None = None
@@ -437,11 +575,7 @@ class ReaderCore(_Core):
     def peek(self) -> Slot | None:
         """Return the slot of the next message, or None."""
         self._check_unused()
-        slot = self._slot
-        flags = slot.flags
-        if not flags[self._flag] and flags[0]:
-            return slot
-        return None
+        return self._slots[self._index] if self._may_go_on() else None
 
     def release(self) -> bool:
         """Finish with the slot; return whether the writer is parked and has to be woken."""
@@ -455,8 +589,7 @@ class ReaderCore(_Core):
     def skip(self) -> None:
         """Go on to the next message, but keep the slot, until `give_back`."""
         self._check_unused()
-        self.seq = self._count[0] = self.seq + 1
-        self._slot = self._slot.next
+        self._advance()
         self.kept = True
 
     def give_back(self, index: int, /) -> bool:
@@ -465,10 +598,10 @@ class ReaderCore(_Core):
         Slots have to be given back in order, before any later one is released.
         """
         self._check_unused()
-        if not 0 <= index < len(self._slots):
+        if not 0 <= index < self._amount:
             raise IndexError(f"there is no slot {index}")
         memory_fence()  # only after the chunk was read
-        self._slots[index].flags[self._flag] = 1
+        self._flags[index * self._row_bytes + self._flag] = 1
         self.kept = False
         memory_fence()
         return self._parked[0] != 0
@@ -479,11 +612,11 @@ class ReaderCore(_Core):
         It is finished with once it is decoded, or cannot be: the next call returns the one behind it. But where
         decoding was interrupted by a signal's handler, or by what is no `Exception`, the next call returns it.
         """
-        slot = self.peek()
-        if slot is None:
+        self._check_unused()
+        if not self._may_go_on():
             return NOTHING
         try:
-            obj = self._decode(slot, self._beside)
+            obj = self._decode(self._beside)
         except Exception as error:
             if not from_handler(error):
                 self._finish_and_tell()
@@ -497,14 +630,14 @@ class ReaderCore(_Core):
         if self.release():
             self._notify()
 
-    def _decode(self, slot: Slot, beside: Callable[[Slot], Any] | None) -> Any:
+    def _decode(self, beside: Callable[[Slot], Any] | None) -> Any:
         """Decode the next message, which is there and stays where it is; `ELSEWHERE` if it is no ordinary one."""
-        message: Any = self._copy_plain(slot)
+        message: Any = self._copy_plain()
         code, arg = self._code, message
         if message is None:
             if beside is None:
                 return ELSEWHERE
-            code, arg = beside, slot
+            code, arg = beside, self._slots[self._index]
         elif self._raw:
             return message
         self._in_use += 1
@@ -526,8 +659,7 @@ class ReaderCore(_Core):
         before, self.user = self.user, me  # as in `send`
         self._hushed = self.quiet
         try:
-            flags = self._slot.flags
-            if (flags[self._flag] or not flags[0]) and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
+            if not self._may_go_on() and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
                 return NOTHING
             return self.take()
         finally:
@@ -576,14 +708,11 @@ class ReaderCore(_Core):
         self._hushed = self.quiet
         obj: Any = NOTHING
         try:
-            flags = self._slot.flags
-            if (flags[self._flag] or not flags[0]) and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
-                return NOTHING
-            slot = self.peek()
-            if slot is None:
+            self._check_unused()
+            if not self._may_go_on() and (self.spin_ns <= 0 or not self.spin(self.spin_ns)):
                 return NOTHING
             try:
-                obj = self._decode(slot, self._show_beside)
+                obj = self._decode(self._show_beside)
             except Exception as error:
                 if not from_handler(error):
                     self._finish_and_tell()
@@ -603,7 +732,7 @@ class ReaderCore(_Core):
             return
         self.leased = self._adopted = False
         try:
-            if self._slot is _CLOSED:
+            if self._closed:
                 pass
             elif self.shown or self.kept:  # slots go back in order
                 self._end_shown()
@@ -667,7 +796,7 @@ class ReaderCore(_Core):
         self._in_use += 1
         try:
             while len(batch) < most and self.ready():
-                message: Any = self._copy_plain(self._slot)
+                message: Any = self._copy_plain()
                 if message is None:
                     break
                 try:
@@ -697,40 +826,45 @@ class ReaderCore(_Core):
         self._parked.release()
 
     def _finish(self) -> None:
-        slot = self._slot
-        slot.flags[self._flag] = 1
-        self.seq = self._count[0] = self.seq + 1
-        self._slot = slot.next
+        self._flags[self._index * self._row_bytes + self._flag] = 1
+        self._advance()
 
-    def _copy_plain(self, slot: Slot) -> bytes | None:
-        what, seq, at_ns, size = _unpack(slot.header)
+    def _copy_plain(self) -> bytes | None:
+        view, start = self._view, self._first + self._index * self._stride
+        what, seq, at_ns, size, number = _unpack(view, start)
         if what != self._what or seq != self.seq or size > self._copy_max:
             return None
+        room = self._inline
+        if number:
+            place = chunk_at(self._pools, number - 1)
+            if place is None or _WORD.unpack_from(view, place[0])[0] != seq + 1:
+                return None
+            start, room = place
+        if size > room:
+            return None
         self.published_ns = at_ns
-        return bytes(slot.chunk[:size])
+        start += at.SLOT_HEADER_BYTES  # as many as a chunk's header has
+        return bytes(view[start : start + size])
 
     def _may_go_on(self) -> bool:
         # In this order: what is cleared already and written still, from the lap before, is just being published.
-        flags = self._slot.flags
-        return not flags[self._flag] and flags[0] != 0
+        flags, row = self._flags, self._index * self._row_bytes
+        return not flags[row + self._flag] and flags[row] != 0
 
 
 class OrderedWriterCore(WriterCore):
     """The writer's end where the processor reorders stores: the same steps with fences between them."""
 
-    def claim(self) -> Slot | None:
-        slot = super().claim()
-        memory_fence()  # the chunk is filled only after every reader's flag was seen
-        return slot
+    def _note(self, number: int) -> None:
+        memory_fence()  # seen as not written before anything in it changes, which every reader has finished with
+        super()._note(number)
 
     def _publish(self) -> None:
-        slot = self._slot
         memory_fence()
-        slot.reader_flags[:] = self._unread
+        row = self._index * self._row_bytes
+        self._flags[row + 1 : row + self._row_bytes] = self._unread
         memory_fence()  # the written flag becomes visible after what it announces, the cleared flags included
-        slot.flags[0] = 1
-        self.seq = self._count[0] = self.seq + 1
-        self._slot = slot.next
+        self._announce(row)
 
 
 class OrderedReaderCore(ReaderCore):
@@ -738,15 +872,15 @@ class OrderedReaderCore(ReaderCore):
 
     def peek(self) -> Slot | None:
         slot = super().peek()
-        memory_fence()  # the chunk is read only after the written flag was seen
+        memory_fence()  # the body is read only after the written flag was seen
         return slot
 
-    def _copy_plain(self, slot: Slot) -> bytes | None:
+    def _copy_plain(self) -> bytes | None:
         memory_fence()
-        return super()._copy_plain(slot)
+        return super()._copy_plain()
 
     def _finish(self) -> None:
-        memory_fence()  # the slot is given back only after the chunk was read
+        memory_fence()  # the slot is given back only after the body was read
         super()._finish()
 
 

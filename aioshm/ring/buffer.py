@@ -1,10 +1,11 @@
-"""The ring: one writer, n readers, a fixed number of slots; no waiting, no event loop.
+"""The ring: one writer, n readers, fixed numbers of slots and chunks; no waiting, no event loop.
 
 A slot goes round through four steps, each a handful of byte operations: the writer *claims* it and *commits* it, each
 reader *peeks* at it and *releases* it. ``layout.py`` draws the flags. The order of the stores is the whole protocol:
 
-* the writer clears the written flag, fills the chunk, clears the reader flags, then sets the written flag;
-* a reader sets its flag only after it has finished with the chunk;
+* the writer clears the written flag, fills the slot and its chunk, if it needs one, clears the reader flags, then sets
+  the written flag;
+* a reader sets its flag only after it has finished with both;
 * then either one fences and looks whether the other is parked (`RingWriter.commit`, `RingReader.release`), while an
   end that wants to park sets its parked flag, fences and looks at the slot once more: of two ends that do this at
   once, at least one sees the other, so no wake-up is lost.
@@ -22,7 +23,7 @@ from aioshm.errors import AioshmError, HandleError, RoleError, SharedMemoryError
 from aioshm.ring import layout as at
 from aioshm.ring.atomics import ReaderCore, memory_fence
 from aioshm.ring.cursors import RingReader, RingWriter
-from aioshm.ring.layout import Layout
+from aioshm.ring.layout import Layout, chunk_at
 from aioshm.ring.segment import Segment
 
 __all__ = ["RingHandle", "RingReader", "RingWriter", "ShmRingBuffer", "memory_fence"]
@@ -34,6 +35,8 @@ class RingHandle(NamedTuple):
     n_reader: int
     max_chunk_bytes: int
     max_chunks: int
+    slots: int
+    inline_bytes: int
     queue_id: bytes
     name: str | None
     pid: int
@@ -49,9 +52,12 @@ class ShmRingBuffer:
     Args:
         n_reader: Readers; each reads every message. With none, a slot is free again as soon as it is written.
         max_chunk_bytes: Room for one message, in bytes.
-        max_chunks: Slots.
+        max_chunks: Messages too large for a slot's own room that can be in the ring at a time, if they are of that
+            size; of smaller ones, more.
         name: An existing named segment to open instead of creating one.
         backing: ``"memfd"`` or ``"named"``, when creating; None takes the platform's best.
+        slots: Messages that can be in the ring at a time, of whatever size; None: thousands.
+        inline_bytes: Room for a message in a slot; what is larger takes a chunk. None: what is good for small objects.
 
     Raises:
         SharedMemoryError: There is not enough memory.
@@ -66,8 +72,10 @@ class ShmRingBuffer:
         name: str | None = None,
         *,
         backing: Backing | None = None,
+        slots: int | None = None,
+        inline_bytes: int | None = None,
     ) -> None:
-        sizes = _checked_layout(n_reader, max_chunk_bytes, max_chunks)
+        sizes = checked_layout(n_reader, max_chunk_bytes, max_chunks, slots, inline_bytes)
         if name is not None:
             if not isinstance(name, str):
                 raise TypeError(f"name must be a str or None, not {shown(name)}")
@@ -162,11 +170,21 @@ class ShmRingBuffer:
         check_int("reader", reader, minimum=0, maximum=self.layout.n_reader - 1)
         return RingReader(self.layout, self.view, reader, core)
 
-    def chunk(self, index: int) -> memoryview:
-        """Return the chunk of a slot, without its header; read-only where this process only reads."""
-        start = self.layout.slot(self._checked(index)) + at.SLOT_HEADER_BYTES
-        chunk = self.view[start : start + self.layout.max_chunk_bytes]
+    def chunk(self, number: int) -> memoryview:
+        """Return the room of a chunk, without its header; read-only where this process only reads."""
+        pools = self.layout.pools
+        count = pools[-1].first + pools[-1].chunks
+        place = chunk_at(pools, check_int("a chunk's number", number, minimum=0, maximum=count - 1))
+        assert place is not None
+        start, room = place[0] + at.CHUNK_HEADER_BYTES, place[1]
+        chunk = self.view[start : start + room]
         return chunk.toreadonly() if self._reads else chunk
+
+    def room(self, index: int) -> memoryview:
+        """Return the room of a slot, without its header; read-only where this process only reads."""
+        start = self.layout.slot(self._checked(index)) + at.SLOT_HEADER_BYTES
+        room = self.view[start : start + self.layout.inline_bytes]
+        return room.toreadonly() if self._reads else room
 
     def flags(self, index: int) -> memoryview:
         """Return the flags of a slot: written, then one per reader."""
@@ -174,15 +192,18 @@ class ShmRingBuffer:
         return self.view[start : start + self.layout.flag_bytes]
 
     def prefault(self, total: int, *, write: bool) -> None:
-        """Fault in the header, the flags, and ``total`` bytes spread over the beginnings of all slots."""
+        """Fault in the header, the flags, and ``total`` bytes of slots and chunks: of those that are used first."""
         segment, sizes = self._mapped(), self.layout
         if total <= 0:
             return
         segment.prefault(0, sizes.header_bytes, write=write)
-        segment.prefault(sizes.metadata_offset, sizes.max_chunks * sizes.flag_bytes, write=write)
-        share = min(total // sizes.max_chunks, sizes.slot_bytes)
-        for index in range(sizes.max_chunks if share else 0):
-            segment.prefault(sizes.slot(index), share, write=write)
+        segment.prefault(sizes.metadata_offset, sizes.slots * sizes.flag_bytes, write=write)
+        # Half for the slots: a chunk's first page fault costs as much as a slot's, and large messages have many.
+        share = min(total // 2, sizes.slots * sizes.slot_bytes)
+        segment.prefault(sizes.slot(0), share, write=write)
+        left = total - share
+        largest = sizes.pools[0]
+        segment.prefault(largest.start, min(left, largest.chunks * largest.stride), write=write)
 
     # Handles
 
@@ -203,6 +224,8 @@ class ShmRingBuffer:
             sizes.n_reader,
             sizes.max_chunk_bytes,
             sizes.max_chunks,
+            sizes.slots,
+            sizes.inline_bytes,
             self.queue_id,
             segment.name,
             os.getpid(),
@@ -227,7 +250,7 @@ class ShmRingBuffer:
             self._why = "the ring was closed"
 
     def _checked(self, index: int) -> int:
-        return check_int("a slot's index", index, minimum=0, maximum=self.layout.max_chunks - 1)
+        return check_int("a slot's index", index, minimum=0, maximum=self.layout.slots - 1)
 
     def _mapped(self) -> Segment:
         if self._segment is None:
@@ -236,7 +259,9 @@ class ShmRingBuffer:
 
 
 def _reopen(handle: RingHandle) -> ShmRingBuffer:
-    sizes = _checked_layout(handle.n_reader, handle.max_chunk_bytes, handle.max_chunks)
+    sizes = checked_layout(
+        handle.n_reader, handle.max_chunk_bytes, handle.max_chunks, handle.slots, handle.inline_bytes
+    )
     ring = ShmRingBuffer.__new__(ShmRingBuffer)
     try:
         if handle.name is not None:
@@ -250,15 +275,35 @@ def _reopen(handle: RingHandle) -> ShmRingBuffer:
     return ring
 
 
-def _checked_layout(n_reader: int, max_chunk_bytes: int, max_chunks: int) -> Layout:
+def checked_layout(
+    n_reader: int, max_chunk_bytes: int, max_chunks: int, slots: int | None, inline_bytes: int | None
+) -> Layout:
+    """Return the layout of a ring; the arguments are those of `ShmRingBuffer`.
+
+    Raises:
+        TypeError, ValueError: One of them is not what it has to be; the text names it.
+    """
     check_int("n_reader", n_reader, minimum=0)
     check_int("max_chunk_bytes", max_chunk_bytes, minimum=1)
     check_int("max_chunks", max_chunks, minimum=1)
-    return Layout(n_reader, max_chunk_bytes, max_chunks)
+    if slots is not None:
+        check_int("slots", slots, minimum=1)
+    if inline_bytes is not None:
+        check_int("inline_bytes", inline_bytes, minimum=0)
+    return Layout.of(n_reader, max_chunk_bytes, max_chunks, slots, inline_bytes)
 
 
 def _difference(found: bytes, expected: bytes) -> str:
-    names = ("magic", "layout version", "n_reader", "max_chunk_bytes", "max_chunks", "queue id")
+    names = (
+        "magic",
+        "layout version",
+        "n_reader",
+        "max_chunk_bytes",
+        "max_chunks",
+        "slots",
+        "inline_bytes",
+        "queue id",
+    )
     for name, is_, should in zip(names, at.PREAMBLE.unpack(found), at.PREAMBLE.unpack(expected), strict=True):
         if is_ != should:
             return f"the segment is not this ring: {name} is {is_!r}, not {should!r}"

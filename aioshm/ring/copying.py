@@ -20,7 +20,7 @@ from aioshm.ring import _portable
 from aioshm.ring import layout as at
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
 from aioshm.ring.layout import Layout
-from aioshm.ring.slot import Slot
+from aioshm.ring.slot import Slot, Slots
 
 _SEQ = struct.Struct("<Q")
 _SEQ_AT = 8  # in a slot's header
@@ -31,7 +31,7 @@ class CopyingCore(_portable.ReaderCore):
 
     copies = True
 
-    def __init__(self, layout: Layout, view: memoryview, slots: tuple[Slot, ...], reader: int, /) -> None:
+    def __init__(self, layout: Layout, view: memoryview, slots: Slots, reader: int, /) -> None:
         super().__init__(layout, view, slots, reader)
         with view[at.WRITER_LINE : at.WRITER_LINE + at.LINE].cast("Q") as words:
             self._written = words[at.COUNT : at.COUNT + 1]
@@ -40,25 +40,24 @@ class CopyingCore(_portable.ReaderCore):
     @property
     def slot(self) -> Slot:
         """The slot of the next message."""
-        return self._slot
+        return self._slots[self._index]
 
     def intact(self) -> bool:
         """Return whether the next message is whole, and so is whatever was copied of it before."""
-        return self._is_intact(self._slot, self.seq)
+        return self._is_intact(self.slot, self.seq)
 
     def lose(self) -> tuple[int, int]:
         """Go on to the oldest message that is there; return the first and the last of those that are lost.
 
-        If none was read since the last time, half of the ring is left out: the writer is about to take the oldest.
+        If none was read since the last time, half of those are left out: the writer is about to take the oldest.
         """
-        first, written, slots = self.seq, self._written[0], self._slots
-        start = max(first + 1, written - len(slots))
-        if first == self._lost_at:
-            start = max(start, written - max(1, len(slots) // 2))
-        seq = start
-        while seq < written and not self._is_intact(slots[seq % len(slots)], seq):
+        first, written, slots, amount = self.seq, self._written[0], self._slots, self._amount
+        seq = max(first + 1, written - amount)
+        while seq < written and not self._is_intact(slots[seq % amount], seq):
             seq += 1
-        self._slot = slots[seq % len(slots)]
+        if first == self._lost_at:
+            seq = max(seq, (seq + written) // 2)
+        self._index = seq % amount
         self.seq = self._count[0] = self._lost_at = seq
         return first, seq - 1
 
@@ -66,7 +65,7 @@ class CopyingCore(_portable.ReaderCore):
 
     def peek(self) -> Slot | None:
         self._check_unused()
-        return self._slot if self._may_go_on() else None
+        return self.slot if self._may_go_on() else None
 
     def release(self) -> bool:
         """Finish with the message; the writer never waits for it."""
@@ -96,16 +95,15 @@ class CopyingCore(_portable.ReaderCore):
 
     def _notify(self) -> None: ...
 
-    def _copy_plain(self, slot: Slot) -> bytes | None:
-        message = super()._copy_plain(slot)
+    def _copy_plain(self) -> bytes | None:
+        message = super()._copy_plain()
         return message if message is not None and self.intact() else None
 
     def _may_go_on(self) -> bool:
         return self._written[0] > self.seq
 
     def _finish(self) -> None:
-        self.seq = self._count[0] = self.seq + 1
-        self._slot = self._slot.next
+        self._advance()
 
     def _is_intact(self, slot: Slot, seq: int) -> bool:
         memory_fence()  # the copy was made before this looks

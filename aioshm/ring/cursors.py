@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aioshm.ring import layout as at
 from aioshm.ring.atomics import ReaderCore, WriterCore, memory_fence
 from aioshm.ring.layout import Layout
-from aioshm.ring.slot import cut_slots
+from aioshm.ring.slot import Slots
 
 
 class _Cursor:
@@ -13,7 +15,7 @@ class _Cursor:
 
     def __init__(self, layout: Layout, view: memoryview, *, writes: bool) -> None:
         self.layout = layout
-        self.slots = cut_slots(layout, view, writable=writes)
+        self.slots = Slots(layout, view, writable=writes)
         self._header = view[: layout.header_bytes]
         self._words = self._header.cast("Q")
         self.readers_parked: memoryview = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
@@ -27,15 +29,19 @@ class _Cursor:
         """Return how many messages a reader has finished with."""
         return self._words[(self.layout.reader_line(reader) + at.COUNT) // 8]
 
+    def _unread_by(self, message: int) -> list[int]:
+        """Return the readers that still have the slot of a message."""
+        flags = self.slots[message % self.layout.slots].flags
+        return [reader for reader, read in enumerate(flags[1:]) if flags[0] and not read]
+
     def _close(self) -> None:
-        for slot in self.slots:
-            slot.release()
+        self.slots.release()
         for part in (self._words, self._header, self.readers_parked, self.writer_parked):
             part.release()
 
 
 class RingWriter(_Cursor):
-    """The writer's end: `claim` a slot, fill its header and chunk, `commit` it.
+    """The writer's end: `claim` a slot, fill its header and body, `commit` it.
 
     Attributes:
         core: Does that, and more; see ``_portable.py``.
@@ -46,6 +52,7 @@ class RingWriter(_Cursor):
         super().__init__(layout, view, writes=True)
         self.core = core(layout, view, self.slots)
         self.parked: memoryview = self.writer_parked
+        self._passed: dict[int, int] = {}  # from which message on the flags of a reader that copies are to be set
         self.free, self.claim, self.commit, self.evict = (
             self.core.free,
             self.core.claim,
@@ -58,30 +65,35 @@ class RingWriter(_Cursor):
         """Sequence number of the next message."""
         return self.core.seq
 
-    def laggards(self, ahead: int = 1) -> list[int]:
-        """Return the readers that keep so many of the next slots from being written."""
-        flags = self.slots[(self.seq + ahead - 1) % len(self.slots)].flags
-        return [reader for reader, read in enumerate(flags[1:]) if flags[0] and not read]
+    def laggards(self, slots: int = 1, large: Sequence[int] = ()) -> list[int]:
+        """Return the readers that keep so many messages from being written; the arguments are those of `free`."""
+        blocker = self.core.blocker(slots, large)
+        return [] if blocker < 0 else self._unread_by(blocker)
 
-    def pass_over(self, reader: int, ahead: int) -> bool:
-        """Give back, for a reader that copies, what it has read, and as many of the next slots as are needed.
+    def large(self, nbytes: int) -> tuple[int, ...]:
+        """Return what `free` takes as ``large`` for one message of so many bytes."""
+        return (nbytes,) if nbytes > self.layout.inline_bytes else ()
+
+    def pass_over(self, reader: int, blocker: int) -> bool:
+        """Give back, for a reader that copies, what it has read, and every message up to one that is in the way.
 
         Returns:
-            Whether it had not finished with one of those, whose message it loses.
+            Whether it had not finished with one of those, which it loses.
         """
-        seq, slots, flag = self.seq, self.slots, 1 + reader
-        oldest, read = max(0, seq - len(slots)), self.messages_read(reader)
-        needed = seq - len(slots) + ahead
-        for number in range(oldest, min(seq, max(read, needed))):
-            slots[number % len(slots)].flags[flag] = 1
+        seq, amount, read = self.seq, self.layout.slots, self.messages_read(reader)
+        begin = max(self._passed.get(reader, 0), seq - amount)
+        end = min(seq, max(read, blocker + 1))
+        for number in range(begin, end):
+            self.slots[number % amount].flags[1 + reader] = 1
+        self._passed[reader] = max(begin, end)
         memory_fence()  # before anything that those messages lie in is written to
-        return read < needed
+        return read <= blocker
 
     def finished(self, seq: int) -> bool:
         """Return whether every reader has released a message."""
         if seq + len(self.slots) < self.seq:
             return True  # its slot has another message; one that is only claimed again still has its flags
-        return 0 not in self.slots[seq % len(self.slots)].reader_flags.tobytes()
+        return 0 not in self.slots[seq % len(self.slots)].flags[1:].tobytes()
 
     def set_reader_state(self, reader: int, state: int, pid: int) -> None:
         """Write a reader's state to the header, where it can be inspected."""
@@ -89,9 +101,14 @@ class RingWriter(_Cursor):
         self._header[line + at.STATE] = state
         self._header[line + at.PID : line + at.PID + 4] = pid.to_bytes(4, "little")
 
-    def want(self, slots: int) -> None:
-        """Tell the readers how many free slots a parked writer waits for."""
-        self._words[at.WRITER_WANTS // 8] = slots - 1
+    def want(self, slots: int = 1, large: Sequence[int] = ()) -> None:
+        """Let spins, and the readers of a parked writer, wait for room for so many messages, as `free` has it."""
+        self._words[at.WRITER_WANTS // 8] = max(0, self.core.spin_for(slots, large))
+        memory_fence()  # before the parked flag is seen
+
+    def want_nothing(self) -> None:
+        """Let spins wait for the next slot again."""
+        self.core.spin_for()
 
     def set_writer_state(self, closed: bool, pid: int) -> None:
         """Write the writer's pid and whether it has closed to the header."""
@@ -130,21 +147,24 @@ class RingReader(_Cursor):
         return self.core.seq
 
     def writer_can_go_on(self) -> bool:
-        """Return whether the writer is parked although the slots that it waits for have been read by all.
+        """Return whether the writer is parked although the message that it waits for has been read by all.
 
-        Each reader asks this after its own release, so that the last one to read the slot sees it read by all.
+        Each reader asks this after its own release, so that the last one to read that message sees it read by all.
         """
         if self.writer_parked[0] == 0:
             return False
-        # Slots become free in order, so the last of a batch's stands for all of them.
-        last = self.messages_written() + self._words[at.WRITER_WANTS // 8]
-        flags = self.slots[last % self.layout.max_chunks].flags
+        memory_fence()
+        # Messages are read in order, so the last one that is waited for stands for all of them.
+        flags = self.slots[self._words[at.WRITER_WANTS // 8] % self.layout.slots].flags
         return flags == self._read_by_all or not flags[0]
 
+    def messages_wanted(self) -> int:
+        """Return how many messages there are from the one that a parked writer waits for to the latest."""
+        return max(0, self.messages_written() - self._words[at.WRITER_WANTS // 8])
+
     def laggards(self) -> list[int]:
-        """Return the readers that keep the next message from being written."""
-        flags = self.slots[self.seq % self.layout.max_chunks].flags
-        return [reader for reader, read in enumerate(flags[1:]) if flags[0] and not read]
+        """Return the readers that keep a parked writer from going on."""
+        return self._unread_by(self._words[at.WRITER_WANTS // 8])
 
     def reader_pids(self) -> list[int]:
         """Return the readers' process ids as they saw themselves; 0 for one that was never attached."""

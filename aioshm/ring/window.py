@@ -1,6 +1,6 @@
-"""Windows: second mappings of slots for leases, replaced by a private copy where a view outlives its lease.
+"""Windows: second mappings of chunks for leases, replaced by a private copy where a view outlives its lease.
 
-A reader may look at a message where it lies, in its slot, until it gives the slot back; then the writer overwrites it.
+A reader may look at a message where it lies, in its chunk, until it gives the slot back; then the writer overwrites it.
 Python cannot take an array away from code that kept it, so the memory behind it is exchanged instead: a leased message
 is seen through a mapping of its own, and if a view is still held when the lease ends, private memory with the same
 bytes is put under that view, at the same addresses. The array that was kept is a copy from then on.
@@ -30,7 +30,7 @@ from sys import getrefcount
 from typing import Final
 
 from aioshm.errors import HandleError, SharedMemoryError
-from aioshm.ring.layout import SLOT_HEADER_BYTES, Layout, round_up
+from aioshm.ring.layout import CHUNK_HEADER_BYTES, Layout, chunk_at, round_up
 from aioshm.ring.mapping import MAP_NORESERVE, address_of, map_memory, move_memory, unmap_memory
 
 MAX_WINDOWS = 1024
@@ -43,7 +43,7 @@ _IN_PAGE: Final = mmap.PAGESIZE - 1
 class Windows:
     """The windows of one reader; for one thread at a time.
 
-    A window shows whole pages, and so other slots too; only views of the slot's own bytes are handed out, read-only
+    A window shows whole pages, and so other chunks too; only views of the chunk's own bytes are handed out, read-only
     ones. What writes to the memory all the same, as tensors can, changes nothing that others see: where the system is
     not Linux, it gets a SIGSEGV instead.
 
@@ -61,10 +61,7 @@ class Windows:
         self._windows: dict[int, mmap.mmap] = {}
         self._faults: dict[int, int] = {}  # of this process, before a window was last shown
         self._pagemap = -1
-        self._count = layout.max_chunks
-        self._room = layout.max_chunk_bytes
-        self._first = layout.slot(0) + SLOT_HEADER_BYTES
-        self._stride = layout.slot_bytes
+        self._pools = layout.pools
         try:
             size = os.fstat(fd).st_size
             if size < layout.total_bytes:  # looked at beyond its end, it would be a SIGBUS
@@ -73,39 +70,40 @@ class Windows:
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no windows into descriptor {fd}: {error.strerror}") from None
 
-    def view(self, index: int, nbytes: int) -> memoryview:
-        """Return a read-only view of the beginning of a slot's chunk, through that slot's window.
+    def view(self, chunk: int, nbytes: int) -> memoryview:
+        """Return a read-only view of the beginning of a chunk, through that chunk's window.
 
         Raises:
             SharedMemoryError: The process has too many mappings, or this was closed. A copy can still be made.
         """
-        if not 0 <= nbytes <= self._room:
-            raise ValueError(f"a view must have 0 to {self._room} bytes, not {nbytes}")
-        window = self._windows.get(index)
+        start, room = self._place(chunk)
+        if not 0 <= nbytes <= room:
+            raise ValueError(f"a view must have 0 to {room} bytes, not {nbytes}")
+        window = self._windows.get(chunk)
         if window is None:
-            window = self._open(index)
-        start = self._start(index)
-        self._faults[index] = _faults()
+            window = self._open(chunk, start, room)
+        start &= _IN_PAGE
+        self._faults[chunk] = _faults()
         # From the mapping anew each time: a view that was kept would be one reference for all leases together.
         return memoryview(window)[start : start + nbytes]
 
-    def held(self, index: int) -> bool:
-        """Return whether a view of a slot is held."""
+    def held(self, chunk: int) -> bool:
+        """Return whether a view of a chunk is held."""
         try:
-            return getrefcount(self._windows[index]) > _UNHELD
+            return getrefcount(self._windows[chunk]) > _UNHELD
         except KeyError:
             return False
 
-    def settle(self, index: int, nbytes: int) -> bool:
-        """Move a slot's window to a private copy if a view is still held; called before the slot is released.
+    def settle(self, chunk: int, nbytes: int) -> bool:
+        """Move a chunk's window to a private copy if a view is still held; called before its slot is released.
 
         If none is held, a window that was written to is dropped.
 
         The caller's own views have to be dropped by then, and dropped only (see this module's beginning).
 
         Args:
-            index: The slot.
-            nbytes: How much of its chunk was shown. What lies behind reads as zeros in views that are still held.
+            chunk: The chunk.
+            nbytes: How much of it was shown. What lies behind reads as zeros in views that are still held.
 
         Returns:
             Whether something was held: its holders have private memory now, which goes when the last of them does.
@@ -114,16 +112,17 @@ class Windows:
             SharedMemoryError: There is no memory for the copy. Nothing has changed then: the views show the message
                 for as long as the slot is not released, so it must not be; settle again once views were dropped.
         """
-        if not self.held(index):
-            if index in self._windows and self._written(index, nbytes):
-                del self._windows[index]
+        if not self.held(chunk):
+            if chunk in self._windows and self._written(chunk, nbytes):
+                del self._windows[chunk]
             return False
-        if not 0 <= nbytes <= self._room:
-            raise ValueError(f"a view has 0 to {self._room} bytes, not {nbytes}")
+        start, room = self._place(chunk)
+        if not 0 <= nbytes <= room:
+            raise ValueError(f"a view has 0 to {room} bytes, not {nbytes}")
         # Not the window itself: the traceback of an error would hold it.
-        address, length = address_of(self._windows[index]), len(self._windows[index])
-        _replace(address, length, self._start(index), nbytes)
-        del self._windows[index]  # its holders unmap it
+        address, length = address_of(self._windows[chunk]), len(self._windows[chunk])
+        _replace(address, length, start & _IN_PAGE, nbytes)
+        del self._windows[chunk]  # its holders unmap it
         return True
 
     def close(self) -> None:
@@ -132,8 +131,8 @@ class Windows:
         Raises:
             SharedMemoryError: There is no memory for a copy; this can be called again.
         """
-        for index in list(self._windows):
-            self.settle(index, self._room)
+        for chunk in list(self._windows):
+            self.settle(chunk, self._place(chunk)[1])
         self._windows.clear()
         if self._pagemap >= 0:
             os.close(self._pagemap)
@@ -149,35 +148,35 @@ class Windows:
             finally:  # the warning may be an error
                 self.close()
 
-    def _open(self, index: int) -> mmap.mmap:
-        if not 0 <= index < self._count:
-            raise ValueError(f"a slot's index must be below {self._count}, not {index}")
+    def _place(self, chunk: int) -> tuple[int, int]:
+        """Return where a chunk's room begins, and how large it is."""
+        place = chunk_at(self._pools, chunk)
+        if place is None:
+            raise ValueError(f"there is no chunk {chunk}")
+        return place[0] + CHUNK_HEADER_BYTES, place[1]
+
+    def _open(self, chunk: int, offset: int, room: int) -> mmap.mmap:
         if self._fd < 0:
             raise SharedMemoryError("the windows were closed")
         if len(self._windows) >= MAX_WINDOWS:
             self._drop_one()
-        offset = self._first + index * self._stride
         begin = offset // _PAGE * _PAGE
-        length = round_up(offset + self._room, _PAGE) - begin
+        length = round_up(offset + room, _PAGE) - begin
         try:
             # Anonymous at first: over a descriptor, the object would keep a duplicate of that for each window.
             window = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
             map_memory(address_of(window), length, *_WINDOW, self._fd, begin)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
-        self._windows[index] = window
+        self._windows[chunk] = window
         return window
 
-    def _start(self, index: int) -> int:
-        """Return where in its window a slot's chunk begins."""
-        return (self._first + index * self._stride) & _IN_PAGE
-
-    def _written(self, index: int, nbytes: int) -> bool:
+    def _written(self, chunk: int, nbytes: int) -> bool:
         """Return whether a window was written to since it was last shown, or may have been."""
-        if not _COPY_ON_WRITE or self._faults.get(index) == _faults():  # every first write to a page is a fault
+        if not _COPY_ON_WRITE or self._faults.get(chunk) == _faults():  # every first write to a page is a fault
             return False
-        first = address_of(self._windows[index]) // _PAGE
-        pages = round_up(self._start(index) + nbytes, _PAGE) // _PAGE
+        first = address_of(self._windows[chunk]) // _PAGE
+        pages = round_up((self._place(chunk)[0] & _IN_PAGE) + nbytes, _PAGE) // _PAGE
         try:
             if self._pagemap < 0:
                 self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -188,9 +187,9 @@ class Windows:
 
     def _drop_one(self) -> None:
         """Unmap the oldest window that is not held."""
-        for index in self._windows:
-            if getrefcount(self._windows[index]) <= _UNHELD:
-                del self._windows[index]
+        for chunk in self._windows:
+            if getrefcount(self._windows[chunk]) <= _UNHELD:
+                del self._windows[chunk]
                 return
 
 

@@ -18,8 +18,8 @@ ICEORYX = ["iceoryx2 polling", "iceoryx2 event"]
 ZMQ = ["zmq.asyncio", "pyzmq"]
 STDLIB = ["mp.Queue", "mp.Pipe"]
 RIVAL_PACKAGES = ["vllm", "iceoryx2", "faster-fifo", "pynng", "torch"]
-EVERYONE = [*AIOSHM, "vLLM", *ICEORYX, *ZMQ, *STDLIB, "faster-fifo", "pynng"]
-FOR_TENSORS = ["aioshm", "aioshm blocking", "aioshm leased", "vLLM", "vLLM arena", *ZMQ, *STDLIB]
+EVERYONE = [*AIOSHM, "aioshm, sized", "vLLM", *ICEORYX, *ZMQ, *STDLIB, "faster-fifo", "pynng"]
+FOR_TENSORS = ["aioshm", "aioshm blocking", "aioshm leased", "aioshm, sized", "vLLM", "vLLM arena", *ZMQ, *STDLIB]
 
 
 @dataclass(frozen=True)

@@ -28,26 +28,28 @@ class Face:
         leased: Whether readers lease the messages of a stream.
         secure: Whether what goes over TCP is encrypted; None for local readers.
         overflow: What carries messages that do not fit a chunk; None for the default.
+        sized: Whether the ring is made for the messages; else it has the sizes that every ring has.
     """
 
     blocking: bool = False
     leased: bool = False
     secure: bool | None = None
     overflow: Literal["segments", "zmq"] | None = None
+    sized: bool = False
 
 
 def open_writer(face: Face, links: Sequence[Connection], workload: Workload) -> Opened:
     """Create the queue, and give its handle to the readers."""
     arguments: dict[str, Any] = {}
     if face.secure is not None:
-        arguments = {"connect_ip": LOOPBACK, "options": Options(secure=face.secure)}
+        arguments |= {"connect_ip": LOOPBACK, "options": Options(secure=face.secure)}
     elif face.overflow is not None:
-        arguments = {"options": Options(overflow=face.overflow)}
+        arguments |= {"options": Options(overflow=face.overflow)}
+    if face.sized:
+        arguments |= {"max_chunk_bytes": workload.chunk_bytes, "max_chunks": workload.slots}
     queue = _queue_class(face)(
         len(links),
         len(links) if face.secure is None else 0,
-        max_chunk_bytes=workload.chunk_bytes,
-        max_chunks=workload.slots,
         codec=_own_codec(workload.codec),
         **arguments,
     )
@@ -105,9 +107,10 @@ CONTESTANTS = [
     _contestant("aioshm blocking", Face(blocking=True)),
     _contestant("aioshm leased", Face(leased=True)),
     _contestant("aioshm blocking leased", Face(blocking=True, leased=True)),
+    _contestant("aioshm, sized", Face(sized=True)),
 ]
-SEGMENTS = _contestant("overflow segments", Face(overflow="segments"))
-ZEROMQ = _contestant("overflow over ZeroMQ", Face(overflow="zmq"))
+SEGMENTS = _contestant("overflow segments", Face(overflow="segments", sized=True))
+ZEROMQ = _contestant("overflow over ZeroMQ", Face(overflow="zmq", sized=True))
 PLAIN = _contestant("aioshm, secure=False", Face(secure=False), "raw")
 CURVE = _contestant("aioshm, CURVE", Face(secure=True), "raw")
 LEASED = _contestant("aioshm leased, secure=False", Face(secure=False, leased=True), "raw")

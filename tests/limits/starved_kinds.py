@@ -50,7 +50,9 @@ ANYWHERE = "tcp://127.0.0.1:0"
 
 def writer_of(remote: bool, face: Any = MessageQueue, overflow: Any = "segments") -> Any:
     options = Options(remote_timeout=4.0, overflow=overflow)
-    return face(1, 0 if remote else 1, max_chunk_bytes=4096, max_chunks=4, connect_ip="127.0.0.1", options=options)
+    return face(
+        1, 0 if remote else 1, max_chunk_bytes=4096, max_chunks=4, slots=4, connect_ip="127.0.0.1", options=options
+    )
 
 
 async def read_all(handle: Any, pipe: Connection) -> None:

@@ -22,7 +22,7 @@ def _reader(handle: str) -> MessageQueue:
 
 
 def _writer(chunks: int) -> MessageQueue:
-    writer = MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=chunks)
+    writer = MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=chunks, slots=chunks)
     say(writer.export_handle().to_json())
     writer.wait_until_ready(20)
     return writer

@@ -19,7 +19,7 @@ import msgspec
 from aioshm import AioshmError, MessageQueue, MessagesLost
 from aioshm.queue import Handle
 from aioshm.queue.remote import link
-from aioshm.ring.layout import SLOT_HEADER_BYTES
+from aioshm.ring.layout import CHUNK_HEADER_BYTES, SLOT_HEADER_BYTES
 from aioshm.ring.mapping import address_of
 
 
@@ -145,6 +145,9 @@ async def scribble(handle: str, rank: str, where: str) -> None:
         if where == "slot":
             target = reader.end.source.attachment.buffer._segment._map
             offset = reader.end.source.ring.layout.slot(0) + SLOT_HEADER_BYTES
+        elif where == "chunk":
+            target = reader.end.source.attachment.buffer._segment._map
+            offset = reader.end.source.ring.layout.pools[0].start + CHUNK_HEADER_BYTES
         else:
             target, offset = reader.end.source.attachment.overflow.segments[0].mapping, 0
         say("scribbling")
@@ -180,7 +183,7 @@ async def remap(handle: str, rank: str) -> None:
 
 async def write(count: str, size: str, chunks: str = "10") -> None:
     """Write messages as soon as told that readers attach, then stay."""
-    writer = MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=int(chunks))
+    writer = MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=int(chunks), slots=int(chunks))
     say(writer.export_handle().to_json())
     await writer.wait_until_ready(20)
     for number in range(int(count)):

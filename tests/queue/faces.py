@@ -46,7 +46,13 @@ def make_writer(
     n_reader: int = 1, *, chunk: int = 4096, chunks: int = 4, codec: Any = "pickle", **options: Any
 ) -> blocking.MessageQueue:
     return blocking.MessageQueue(
-        n_reader, n_reader, max_chunk_bytes=chunk, max_chunks=chunks, codec=codec, options=Options(**options)
+        n_reader,
+        n_reader,
+        max_chunk_bytes=chunk,
+        max_chunks=chunks,
+        slots=chunks,
+        codec=codec,
+        options=Options(**options),
     )
 
 

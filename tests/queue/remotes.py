@@ -17,6 +17,7 @@ def wide_writer(
     codec: Any = "pickle",
     chunk: int = 4096,
     chunks: int = 4,
+    slots: int | None = None,
     connect_ip: str | None = "127.0.0.1",
     **options: Any,
 ) -> MessageQueue:
@@ -25,6 +26,7 @@ def wide_writer(
         n_local,
         max_chunk_bytes=chunk,
         max_chunks=chunks,
+        slots=slots or chunks,
         connect_ip=connect_ip,
         codec=codec,
         options=Options(**options),

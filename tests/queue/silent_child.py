@@ -28,6 +28,7 @@ def arguments(local: str, remote: str, stall_s: str) -> dict[str, Any]:
         "n_local_reader": int(local),
         "max_chunk_bytes": 4096,
         "max_chunks": 4,
+        "slots": 4,
         "connect_ip": "127.0.0.1",
         "options": Options(stall_warning_s=float(stall_s)),
     }

@@ -88,7 +88,7 @@ def main(end: str, how: str, codec: str, remote: str, signals: str) -> None:
     options = Options(remote_window=8) if remote == "remote" else Options()
     n_local = 0 if remote == "remote" else 1
     writer = MessageQueue(
-        1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=8, codec=codec, options=options
+        1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=8, slots=8, codec=codec, options=options
     )
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     result: list[Any] = []

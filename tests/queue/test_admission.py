@@ -128,7 +128,7 @@ class TestAReaderThatCloses:
     @EITHER_PLACE
     def test_on_the_blocking_face(self, n_local: int, n_remote: int) -> None:
         with blocking.MessageQueue(
-            n_local + n_remote, n_local, max_chunk_bytes=4096, max_chunks=4, connect_ip="127.0.0.1"
+            n_local + n_remote, n_local, max_chunk_bytes=4096, max_chunks=4, slots=4, connect_ip="127.0.0.1"
         ) as writer:
             handle = writer.export_handle()
             for number in range(2):
@@ -304,7 +304,7 @@ async def test_readers_killed_at_any_moment_leave_their_place_free(remote: int) 
 
 def test_a_reader_that_is_forgotten_leaves_its_place_free() -> None:
     """Its loop has ended, and nobody has closed it."""
-    with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4, options=Options()) as writer:
+    with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4, slots=4, options=Options()) as writer:
         handle = writer.export_handle()
 
         def forget(look: Callable[[], object]) -> None:
@@ -333,7 +333,7 @@ def test_a_reader_that_is_forgotten_leaves_its_place_free() -> None:
 def test_the_log_of_the_tests_is_quiet_without_a_reason(caplog: pytest.LogCaptureFixture) -> None:
     """A reader that leaves on purpose is no news."""
     with caplog.at_level(logging.WARNING, "aioshm"):
-        with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4) as writer:
+        with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4, slots=4) as writer:
             with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as early:
                 with pytest.raises(TimeoutError):
                     early.wait_until_ready(0)

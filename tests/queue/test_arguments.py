@@ -174,6 +174,7 @@ QUEUE: list[tuple[str, list[Any]]] = [
     ("n_local_reader", [*NO_SMALL_COUNT, 2]),
     ("max_chunk_bytes", [*NO_COUNT, 0]),
     ("max_chunks", [*NO_COUNT, 0]),
+    ("slots", [*(value for value in NO_COUNT if value is not None), 0]),
     ("local_reader_ranks", [5, NAN, True, TEXT, [-1], [1.5], ["0"], [HUGE], [ENDLESS], [0, 1], []]),
     ("remote_reader_ranks", [5, NAN, True, TEXT, [-1], [ENDLESS], [0], [1]]),
     ("connect_ip", [5, NAN, True, NUMBERS, "", TEXT, "10.0.0.256"]),
@@ -194,7 +195,7 @@ def test_queues(face: Any, name: str, values: list[Any]) -> None:
         assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("name", ["max_chunk_bytes", "max_chunks"])
+@pytest.mark.parametrize("name", ["max_chunk_bytes", "max_chunks", "slots"])
 @bad([HUGE, 10**400, ENDLESS])
 def test_more_than_there_is_memory(name: str, value: Any) -> None:
     with pytest.raises(SharedMemoryError, match="MiB of shared memory are needed"):
@@ -331,6 +332,7 @@ async def test_ranks_in_groups(value: Any) -> None:
     [
         ("max_chunk_bytes", [*NO_COUNT, 0]),
         ("max_chunks", [*NO_COUNT, 0]),
+        ("slots", [*(value for value in NO_COUNT if value is not None), 0]),
         ("options", [5, NAN, TEXT]),
         ("codec", [5, NAN, TEXT, None]),
         ("connect_ip", [5, NAN, TEXT]),
@@ -358,6 +360,8 @@ async def test_process_groups(value: Any) -> None:
         ("n_reader", NO_COUNT),
         ("max_chunk_bytes", [*NO_COUNT, 0]),
         ("max_chunks", [*NO_COUNT, 0]),
+        ("slots", [*(value for value in NO_COUNT if value is not None), 0]),
+        ("inline_bytes", [value for value in NO_COUNT if value is not None]),
         ("name", NO_NAME),
         ("backing", [5, NAN, TEXT, NUMBERS, ENDLESS]),
     ],
@@ -369,14 +373,16 @@ def test_rings(name: str, values: list[Any]) -> None:
 
 
 def test_places_in_rings() -> None:
-    ring = ShmRingBuffer(1, 1, 1)
+    ring = ShmRingBuffer(1, 1, 1, slots=1, inline_bytes=0)
     try:
         for value in [*NO_SMALL_COUNT, 1]:
             with refused("reader", value):
                 ring.reader(value)
-            for call in (ring.chunk, ring.flags):
+            for call in (ring.room, ring.flags):
                 with refused("index", value):
                     call(value)
+            with refused("number", value):
+                ring.chunk(value)
     finally:
         ring.close()
 

@@ -67,7 +67,7 @@ def test_every_way_to_send_meets_every_way_to_receive() -> None:
 
 
 async def test_an_async_writer_and_a_blocking_reader() -> None:
-    async with MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=4) as writer:
+    async with MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=4, slots=4) as writer:
         handle = writer.export_handle()
 
         def read() -> list[Any]:

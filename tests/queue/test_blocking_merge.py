@@ -27,7 +27,9 @@ def queues(
     with ExitStack() as stack:
         writers = [
             stack.enter_context(
-                MessageQueue(1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=8, **arguments)
+                MessageQueue(
+                    1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=8, slots=8, **arguments
+                )
             )
             for n_local in [1] * n_local + [0] * n_remote
         ]

@@ -50,7 +50,9 @@ def elsewhere() -> Any:
 def make(remote: bool) -> MessageQueue:
     options = Options(remote_timeout=5)
     n_local = 0 if remote else 1
-    return MessageQueue(1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=4, options=options)
+    return MessageQueue(
+        1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096, max_chunks=4, slots=4, options=options
+    )
 
 
 async def attached(writer: MessageQueue, there: LoopThread) -> MessageQueue:

@@ -74,6 +74,7 @@ def _writer(n_reader: int = 1, chunks: int = 4, **options: object) -> MessageQue
         n_reader,
         max_chunk_bytes=4096,
         max_chunks=chunks,
+        slots=chunks,
         options=Options(**options),  # type: ignore[arg-type]
     )
 

@@ -14,29 +14,24 @@ import numpy as np
 import pytest
 import torch
 from pairs import attached
-from slots import slot_of
+from slots import body_of, slot_of
 
 from aioshm import CodecError, CorruptSlot, MessageQueue, QueueCancelled, QueueEmpty, QueueFull, RoleError
-from aioshm.ring.layout import SLOT_HEADER_BYTES
 
 LARGE = 600_000
 """More than `leases.VIEW_BYTES`."""
 
 
-def _chunk(writer: MessageQueue, number: int) -> memoryview:
-    return slot_of(writer, number)[SLOT_HEADER_BYTES:]
-
-
 def _shows(writer: MessageQueue, number: int, array: Any) -> bool:
-    """Say whether an array shows the slot itself: what is written there is seen at once."""
+    """Say whether an array shows the ring itself: what is written there is seen at once."""
     memory = np.frombuffer(array, np.uint8)
-    at = bytes(_chunk(writer, number)).find(memory.tobytes())
+    at = bytes(body_of(writer, number)).find(memory.tobytes())
     if at < 0:
         return False
     before = int(memory[0])
-    _chunk(writer, number)[at] = before ^ 0xFF
+    body_of(writer, number)[at] = before ^ 0xFF
     seen = int(memory[0]) == before ^ 0xFF
-    _chunk(writer, number)[at] = before
+    body_of(writer, number)[at] = before
     return seen
 
 
@@ -251,7 +246,7 @@ async def test_damaged_messages() -> None:
     async with attached(1, chunks=8, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue_many([0, np.zeros(LARGE, np.uint8), np.zeros(LARGE, np.uint8), "fine"])
         slot_of(writer, 0)[8] ^= 0xFF
-        _chunk(writer, 1)[:8] = b"\xff" * 8
+        body_of(writer, 1)[:8] = b"\xff" * 8
         slot_of(writer, 2)[1] = 99  # the codec
         for error in (CorruptSlot, CodecError, CodecError):
             with pytest.raises(error):

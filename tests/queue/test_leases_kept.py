@@ -167,7 +167,7 @@ async def test_the_writer_dies_during_a_lease() -> None:
 @pytest.mark.parametrize("policy", ["raise", "evict"])
 async def test_a_reader_that_is_killed_during_a_lease_holds_nobody_up(policy: Any) -> None:
     options = Options(on_reader_death=policy)
-    async with MessageQueue(2, 2, max_chunk_bytes=1 << 19, max_chunks=2, options=options) as writer:
+    async with MessageQueue(2, 2, max_chunk_bytes=1 << 19, max_chunks=2, slots=2, options=options) as writer:
         async with MessageQueue.create_from_handle(writer.export_handle(), 1) as survivor:
             async with child("lease", writer.export_handle().to_json(), "0") as leasing:
                 await asyncio.gather(writer.wait_until_ready(20), survivor.wait_until_ready(20))

@@ -11,7 +11,7 @@ from support import bystander
 
 from aioshm import CodecError, Handle, MessageQueue, Options, QueueCancelled, QueueClosed, RoleError, blocking, merge
 
-SIZES: dict[str, Any] = {"max_chunk_bytes": 4096, "max_chunks": 4}
+SIZES: dict[str, Any] = {"max_chunk_bytes": 4096, "max_chunks": 4, "slots": 4}
 
 
 class TestAQueueWithoutReaders:
@@ -45,7 +45,7 @@ class TestAQueueWithoutReaders:
 
     async def test_takes_no_memory_for_what_nobody_reads(self) -> None:
         message = bytes(1_000_000)
-        async with MessageQueue(0, 0, max_chunk_bytes=2_000_000, max_chunks=64) as writer:
+        async with MessageQueue(0, 0, max_chunk_bytes=2_000_000, max_chunks=64, slots=64) as writer:
             await writer.enqueue(message)
             before = psutil.Process().memory_info().rss
             for _ in range(128):

@@ -183,7 +183,7 @@ async def test_a_reader_that_leaves_frees_the_bodies(way: str) -> None:
 @BOTH_WAYS
 async def test_a_killed_reader_that_was_evicted_frees_the_bodies(way: Any) -> None:
     options = Options(on_reader_death="evict", overflow=way)
-    writer = MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=3, options=options)
+    writer = MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=3, slots=3, options=options)
     handle = writer.export_handle()
     reader = MessageQueue.create_from_handle(handle, 0)
     async with writer, reader, child("idle", handle.to_json(), "1") as idle:

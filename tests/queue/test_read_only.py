@@ -46,14 +46,15 @@ def permissions(ring: ShmRingBuffer, offset: int, length: int) -> set[str]:
 async def test_the_slots_are_read_only_in_readers_and_nothing_else_is(backing: str) -> None:
     async with attached(2, backing=backing) as (writer, readers):
         sizes = ring_of(writer).layout
-        slots = sizes.header_bytes, sizes.metadata_offset - sizes.header_bytes
+        bodies = sizes.header_bytes, sizes.metadata_offset - sizes.header_bytes
         for reader in readers:
             ring = ring_of(reader)
-            assert permissions(ring, *slots) == {"r--s"}
+            assert permissions(ring, *bodies) == {"r--s"}
             assert permissions(ring, 0, sizes.header_bytes) == {"rw-s"}
-            assert permissions(ring, sizes.metadata_offset, sizes.max_chunks * sizes.flag_bytes) == {"rw-s"}
-            for slot in reader.end.source.ring.slots:  # type: ignore[attr-defined]
-                assert (slot.header.readonly, slot.chunk.readonly, slot.flags.readonly) == (True, True, False)
+            assert permissions(ring, sizes.metadata_offset, sizes.slots * sizes.flag_bytes) == {"rw-s"}
+            slots = reader.end.source.ring.slots  # type: ignore[attr-defined]
+            for slot in map(slots.__getitem__, slots):
+                assert (slot.header.readonly, slot.body.readonly, slot.flags.readonly) == (True, True, False)
             with pytest.raises(TypeError):
                 ring.chunk(0)[0] = 1
             with pytest.raises(RoleError, match="mapped for reading"):
@@ -74,11 +75,11 @@ async def test_a_readers_process_cannot_get_them_writable(backing: str) -> None:
 
 @pytest.mark.slow_on_uvloop
 @BACKINGS
-@pytest.mark.parametrize("where", ["slot", "segment"])
+@pytest.mark.parametrize("where", ["slot", "chunk", "segment"])
 async def test_a_reader_that_writes_there_ends_itself_and_no_other_sees_a_change(backing: str, where: str) -> None:
     options = Options(backing=backing, on_reader_death="evict")  # type: ignore[arg-type]
     writer = MessageQueue(2, 2, max_chunk_bytes=4096, options=options)
-    message = BIG if where == "segment" else BIG[:1000]
+    message = {"slot": BIG[:500], "chunk": BIG[:1000], "segment": BIG}[where]
     async with writer, child("scribble", writer.export_handle().to_json(), "0", where) as scribbler:
         async with MessageQueue.create_from_handle(writer.export_handle(), 1) as reader:
             await asyncio.gather(writer.enqueue(message), reader.wait_until_ready(30))

@@ -333,7 +333,7 @@ def test_a_writer_that_does_not_know_the_question_is_not_accused() -> None:
 
 
 def test_handles_of_older_releases_are_read() -> None:
-    with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4) as writer:
+    with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4, slots=4) as writer:
         handle = writer.export_handle()
         assert handle.answers == "in calls"
         text = handle.to_json().replace(',"answers":"in calls"', "")

@@ -54,7 +54,7 @@ def _reader_process(handle: Handle, rank: int, result: Connection) -> None:
 @pytest.mark.slow_on_uvloop
 async def test_four_processes_receive_10_000_random_arrays() -> None:
     # Chunks of 128 KiB: every 500th array overflows.
-    writer = MessageQueue(READERS, READERS, max_chunk_bytes=128 * 1024, max_chunks=10)
+    writer = MessageQueue(READERS, READERS, max_chunk_bytes=128 * 1024, max_chunks=10, slots=10)
     crowd = Crowd(_reader_process, writer.export_handle(), READERS)
     rng = random.Random(0)
     async with writer:

@@ -22,7 +22,7 @@ from aioshm.ring.layout import SLOT_HEADER_BYTES
 def _slot(queue: Any, number: int) -> memoryview:
     """Return the bytes of the slot that holds message ``number``, as any process of the queue could write them."""
     layout = queue.end.ring.buffer.layout
-    start = layout.slot(number % layout.max_chunks)
+    start = layout.slot(number % layout.slots)
     return queue.end.ring.buffer.view[start : start + layout.slot_bytes]
 
 
@@ -141,7 +141,9 @@ async def test_stale_and_foreign_handles_are_refused() -> None:
         ({"queue_id": bytes(16)}, "another queue"),
         ({"max_chunk_bytes": 8192}, "bytes"),
         ({"max_chunks": 7}, "bytes|max_chunks"),
-        ({"n_reader": 3, "local_reader_ranks": (0, 1, 2)}, "n_reader|no local reader"),
+        ({"slots": 7}, "bytes|slots"),
+        ({"inline_bytes": 7}, "bytes|inline_bytes"),
+        ({"n_reader": 3, "local_reader_ranks": (0, 1, 2)}, "bytes|n_reader|no local reader"),
     ],
 )
 async def test_a_handle_that_was_tampered_with_is_refused_by_the_writer_or_the_segment(

@@ -17,7 +17,7 @@ import asyncio
 from aioshm import MessageQueue, native_core
 
 async def main():
-    async with MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4) as writer:
+    async with MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4, slots=4) as writer:
         async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
             await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
             await writer.enqueue_many([1, b"x" * 9000, 3])

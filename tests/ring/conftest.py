@@ -18,7 +18,7 @@ def new_ring() -> Iterator[NewRing]:
     with ExitStack() as stack:
 
         def make(n_reader: int = 2, max_chunk_bytes: int = 100, max_chunks: int = 3, **kwargs: Any) -> ShmRingBuffer:
-            ring = ShmRingBuffer(n_reader, max_chunk_bytes, max_chunks, **kwargs)
+            ring = ShmRingBuffer(n_reader, max_chunk_bytes, max_chunks, **{"slots": max_chunks, **kwargs})
             stack.callback(ring.close)
             return ring
 
@@ -31,13 +31,19 @@ def cores(request: pytest.FixtureRequest) -> Cores:
     return request.param  # type: ignore[no-any-return]
 
 
+@pytest.fixture(params=[None, 16], ids=["in slots", "in chunks"])
+def inline_bytes(request: pytest.FixtureRequest) -> int | None:
+    """Room in a slot: for every message, then only for the smallest."""
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture
-def new_ends(cores: Cores, new_ring: NewRing) -> Iterator[NewEnds]:
+def new_ends(cores: Cores, new_ring: NewRing, inline_bytes: int | None) -> Iterator[NewEnds]:
     """Make rings with all of their cursors."""
     with ExitStack() as stack:
 
         def make(n_reader: int = 2, chunks: int = 3, chunk_bytes: int = 100) -> Ends:
-            ring = new_ring(n_reader, chunk_bytes, chunks)
+            ring = new_ring(n_reader, chunk_bytes, chunks, inline_bytes=inline_bytes)
             writer = RingWriter(ring.layout, ring.view, cores.writer)
             readers = [RingReader(ring.layout, ring.view, index, cores.reader) for index in range(n_reader)]
             for cursor in (writer, *readers):
@@ -48,12 +54,16 @@ def new_ends(cores: Cores, new_ring: NewRing) -> Iterator[NewEnds]:
 
 
 @pytest.fixture
-def new_pair(cores: Cores, new_ring: NewRing) -> Iterator[NewPair]:
+def new_pair(cores: Cores, new_ring: NewRing, inline_bytes: int | None) -> Iterator[NewPair]:
     """Make rings with bare cores over them."""
     with ExitStack() as stack:
 
-        def make(n_reader: int = 1, chunks: int = 3, chunk_bytes: int = 100, raw: bool = True) -> Pair:
-            pair = make_pair(new_ring(n_reader, chunk_bytes, chunks), cores, raw)
+        def make(
+            n_reader: int = 1, chunks: int = 3, chunk_bytes: int = 100, raw: bool = True, **sizes: int | None
+        ) -> Pair:
+            pair = make_pair(
+                new_ring(n_reader, chunk_bytes, chunks, **{"inline_bytes": inline_bytes, **sizes}), cores, raw
+            )
             stack.callback(close_pair, pair)
             return pair
 
@@ -69,7 +79,7 @@ def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def ring() -> Iterator[ShmRingBuffer]:
-    ring = ShmRingBuffer(2, 3000, 4)
+    ring = ShmRingBuffer(2, 3000, 4, slots=4, inline_bytes=0)
     yield ring
     ring.close()
 

@@ -54,7 +54,7 @@ def check(ring: ShmRingBuffer, kind: str, index: int) -> None:
             messages = [] if message is nothing else [message]
         else:
             slot = core.peek()
-            messages = [] if slot is None else [bytes(slot.chunk[: int.from_bytes(slot.header[24:32], "little")])]
+            messages = [] if slot is None else [bytes(slot.body[: int.from_bytes(slot.header[24:32], "little")])]
             if slot is not None:
                 core.release()
         for offset, message in enumerate(messages):
@@ -116,8 +116,8 @@ def park_and_write(
         if core.seq % 2:
             assert core.put(message)
             continue
-        slot = core.claim()
-        slot.chunk[: len(message)] = message
+        slot = core.claim(len(message))
+        slot.body[: len(message)] = message
         words = slot.header.cast("Q")
         words[0], words[1], words[2], words[3] = PLAIN, core.seq, 0, len(message)
         words.release()
@@ -144,7 +144,7 @@ def park_and_read(ring: ShmRingBuffer, kind: str, index: int, bell: Connection, 
             message = core.take()
         else:
             slot = core.peek()
-            message = bytes(slot.chunk[: int.from_bytes(slot.header[24:32], "little")])
+            message = bytes(slot.body[: int.from_bytes(slot.header[24:32], "little")])
             if core.release():
                 ring_if(flags, [writer])
         ended = message == b""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rings import Cores
 
 from aioshm.ring import ShmRingBuffer
-from aioshm.ring.slot import Slot, cut_slots
+from aioshm.ring.slot import Slots
 
 PLAIN = 7  # the first word of an ordinary message's header, here
 FAR_NS = 1 << 62
@@ -19,7 +19,7 @@ class Pair(NamedTuple):
     """A ring, its slots, its writer's core and its readers' cores; gates are open."""
 
     ring: ShmRingBuffer
-    slots: tuple[Slot, ...]
+    slots: Slots
     writer: Any
     reader: Any
     readers: list[Any]
@@ -44,7 +44,7 @@ def open_gate(core: Any, turn: int = 1 << 30) -> None:
 
 
 def make_pair(ring: ShmRingBuffer, cores: Cores, raw: bool = True) -> Pair:
-    slots = cut_slots(ring.layout, ring.view)
+    slots = Slots(ring.layout, ring.view)
     writer = cores.writer(ring.layout, ring.view, slots)
     readers = [cores.reader(ring.layout, ring.view, slots, index) for index in range(ring.layout.n_reader)]
     for core in (writer, *readers):
@@ -56,8 +56,7 @@ def make_pair(ring: ShmRingBuffer, cores: Cores, raw: bool = True) -> Pair:
 def close_pair(pair: Pair) -> None:
     for core in (pair.writer, *pair.readers):
         core.close()
-    for slot in pair.slots:
-        slot.release()
+    pair.slots.release()
 
 
 def encode(obj: object) -> Any:
@@ -70,7 +69,7 @@ def decode(message: bytes) -> object:
 
 
 def flags(pair: Pair) -> list[bytes]:
-    return [bytes(slot.flags) for slot in pair.slots]
+    return [bytes(pair.slots[index].flags) for index in pair.slots]
 
 
 def in_a_thread(call: Callable[[], object]) -> object:

@@ -59,11 +59,11 @@ def content(number: int, room: int) -> bytes:
 
 def put(writer: RingWriter, message: bytes) -> bool | None:
     """Publish one message; return what `commit` says, or None while no slot is free."""
-    slot = writer.claim()
+    slot = writer.claim(len(message))
     if slot is None:
         return None
+    slot.body[: len(message)] = message
     slot.header[:8] = len(message).to_bytes(8, "little")
-    slot.chunk[: len(message)] = message
     return writer.commit()
 
 
@@ -72,7 +72,7 @@ def look(reader: RingReader) -> bytes | None:
     slot = reader.peek()
     if slot is None:
         return None
-    return bytes(slot.chunk[: int.from_bytes(slot.header[:8], "little")])
+    return bytes(slot.body[: int.from_bytes(slot.header[:8], "little")])
 
 
 def receive(reader: RingReader) -> bytes | None:
@@ -106,8 +106,8 @@ def read_all(ring: ShmRingBuffer, core: type[_portable.ReaderCore], index: int, 
 
 
 def answer(ring: ShmRingBuffer) -> None:
-    """Write what one sees at the beginning of chunk 0, turned round, into chunk 1."""
-    ring.chunk(1)[:5] = bytes(ring.chunk(0)[:5])[::-1]
+    """Write what one sees at the beginning of slot 0, turned round, into slot 1."""
+    ring.room(1)[:5] = bytes(ring.room(0)[:5])[::-1]
     ring.close()
 
 

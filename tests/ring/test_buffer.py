@@ -26,8 +26,10 @@ class TestAStrangeSegment:
             ("n_reader", 12),
             ("max_chunk_bytes", 16),
             ("max_chunks", 24),
-            ("queue id", 32),
-            ("queue id", 47),
+            ("slots", 32),
+            ("inline_bytes", 40),
+            ("queue id", 48),
+            ("queue id", 63),
         ],
     )
     def test_each_field_is_looked_at(self, new_ring: NewRing, field: str, offset: int) -> None:
@@ -44,10 +46,11 @@ class TestAStrangeSegment:
     @pytest.mark.parametrize(
         ("sizes", "field"),
         [
-            (Layout(1, 100, 3), "n_reader is 2, not 1"),
-            (Layout(3, 100, 3), "n_reader is 2, not 3"),
-            (Layout(2, 99, 3), "max_chunk_bytes is 100, not 99"),
-            (Layout(2, 100, 2), "max_chunks is 3, not 2"),
+            (Layout.of(1, 100, 3, 3), "n_reader is 2, not 1"),
+            (Layout.of(3, 100, 3, 3), "n_reader is 2, not 3"),
+            (Layout.of(2, 99, 3, 3), "max_chunk_bytes is 100, not 99"),
+            (Layout.of(2, 100, 2, 3), "max_chunks is 3, not 2"),
+            (Layout.of(2, 100, 3, 2), "slots is 3, not 2"),
         ],
     )
     def test_other_sizes(self, new_ring: NewRing, sizes: Layout, field: str) -> None:
@@ -55,7 +58,14 @@ class TestAStrangeSegment:
         with pytest.raises(HandleError, match=field):
             ShmRingBuffer.from_fd(sizes, os.dup(ring.fd), ring.queue_id)
         with pytest.raises(HandleError, match=field):
-            ShmRingBuffer(sizes.n_reader, sizes.max_chunk_bytes, sizes.max_chunks, ring.name)
+            ShmRingBuffer(
+                sizes.n_reader,
+                sizes.max_chunk_bytes,
+                sizes.max_chunks,
+                ring.name,
+                slots=sizes.slots,
+                inline_bytes=sizes.inline_bytes,
+            )
 
     def test_another_queue(self, new_ring: NewRing) -> None:
         ring = new_ring()
@@ -63,7 +73,7 @@ class TestAStrangeSegment:
             ShmRingBuffer.from_fd(ring.layout, os.dup(ring.fd), secrets.token_bytes(16))
 
     def test_one_that_is_too_small(self) -> None:
-        sizes = Layout(2, 100, 3)
+        sizes = Layout.of(2, 100, 3, 3)
         fd = os.memfd_create("small")
         os.ftruncate(fd, sizes.total_bytes - 1)
         with pytest.raises(
@@ -74,7 +84,7 @@ class TestAStrangeSegment:
             os.fstat(fd)
 
     def test_one_of_zeros(self) -> None:
-        sizes = Layout(2, 100, 3)
+        sizes = Layout.of(2, 100, 3, 3)
         fd = os.memfd_create("zeros")
         os.ftruncate(fd, sizes.total_bytes)
         with pytest.raises(HandleError, match="magic"):
@@ -83,7 +93,7 @@ class TestAStrangeSegment:
     def test_a_name_of_nothing(self) -> None:
         for open_it in (
             lambda: ShmRingBuffer(1, 1, 1, "aioshm-nothing"),
-            lambda: ShmRingBuffer.from_name(Layout(1, 1, 1), "aioshm-nothing", bytes(16)),
+            lambda: ShmRingBuffer.from_name(Layout.of(1, 1, 1, 1), "aioshm-nothing", bytes(16)),
         ):
             with pytest.raises(HandleError, match="'aioshm-nothing' cannot be opened: No such file"):
                 open_it()
@@ -100,13 +110,14 @@ class TestClosing:
         ring.unlink()
 
     def test_using_it_afterwards(self, new_ring: NewRing) -> None:
-        ring = new_ring()
+        ring = new_ring(inline_bytes=0)
         ring.close()
         for use in (
             lambda: ring.view,
             lambda: ring.fd,
             lambda: ring.name,
             lambda: ring.chunk(0),
+            lambda: ring.room(0),
             lambda: ring.flags(0),
             lambda: ring.prefault(0, write=True),
             ring.writer,
@@ -119,10 +130,10 @@ class TestClosing:
 
     def test_views_that_live_on_are_safe(self, new_ring: NewRing) -> None:
         ring = new_ring()
-        chunk = ring.chunk(1)
+        room = ring.room(1)
         ring.close()
-        chunk[:4] = b"safe"  # unmapped already, this would be a SIGSEGV
-        assert bytes(chunk[:4]) == b"safe"
+        room[:4] = b"safe"  # unmapped already, this would be a SIGSEGV
+        assert bytes(room[:4]) == b"safe"
 
     def test_arrays_that_live_on_are_safe(self, new_ring: NewRing) -> None:
         ring = new_ring()
@@ -153,11 +164,11 @@ class TestClosing:
 
 class TestArguments:
     def test_a_chunk_cannot_be_empty(self) -> None:
-        for name in ("max_chunk_bytes", "max_chunks"):
+        for name in ("max_chunk_bytes", "max_chunks", "slots"):
             with pytest.raises(ValueError, match=f"{name} must be .* not 0"):
                 ShmRingBuffer(**{"n_reader": 1, "max_chunk_bytes": 1, "max_chunks": 1, name: 0})
 
-    @pytest.mark.parametrize("name", ["n_reader", "max_chunk_bytes", "max_chunks"])
+    @pytest.mark.parametrize("name", ["n_reader", "max_chunk_bytes", "max_chunks", "slots", "inline_bytes"])
     @pytest.mark.parametrize(
         ("value", "error"), [(-1, ValueError), (1.0, TypeError), ("1", TypeError), (True, TypeError)]
     )
@@ -179,9 +190,11 @@ class TestArguments:
 
     @pytest.mark.parametrize("index", [3, -1, 1000])
     def test_slots(self, new_ring: NewRing, index: int) -> None:
-        ring = new_ring()
+        ring = new_ring(inline_bytes=0)
         with pytest.raises(ValueError, match=f"{index}"):
             ring.chunk(index)
+        with pytest.raises(ValueError, match=f"{index}"):
+            ring.room(index)
         with pytest.raises(ValueError, match=f"{index}"):
             ring.flags(index)
 
@@ -191,15 +204,23 @@ class TestPrefault:
         return os.fstat(ring.fd).st_blocks * 512
 
     @pytest.mark.parametrize("write", [True, False])
-    def test_touches_the_beginning_of_every_slot_and_no_more(self, new_ring: NewRing, write: bool) -> None:
-        ring = new_ring(1, 1 << 20, 8)
+    def test_touches_what_is_used_first_and_no_more(self, new_ring: NewRing, write: bool) -> None:
+        ring = new_ring(1, 1 << 20, 8, slots=1024)
         view = bytes(ring.view)
-        fresh = new_ring(1, 1 << 20, 8)
+        fresh = new_ring(1, 1 << 20, 8, slots=1024)
         before = self.committed(fresh)
         fresh.prefault(8 * 65536, write=write)
         grown = self.committed(fresh) - before
         assert 8 * 65536 <= grown <= 8 * 65536 + 16 * 4096
         assert bytes(fresh.view[at.LINE :]) == view[at.LINE :], "nothing was changed"
+
+    @pytest.mark.parametrize("nbytes", [7, 200_000])
+    def test_is_where_the_first_messages_go(self, new_ring: NewRing, nbytes: int) -> None:
+        ring = new_ring(1, 1 << 20, 8, slots=1024)
+        ring.prefault(8 * 65536, write=True)
+        before = self.committed(ring)
+        put(ring.writer(), b"m" * nbytes)
+        assert self.committed(ring) == before
 
     @pytest.mark.parametrize("write", [True, False])
     def test_nothing(self, new_ring: NewRing, write: bool) -> None:
@@ -236,11 +257,15 @@ def test_cursors_have_the_cores_of_this_machine(new_ring: NewRing) -> None:
 
 
 def test_views_of_slots(new_ring: NewRing) -> None:
-    ring = new_ring(2, 100, 3)
-    put(ring.writer(), b"message")
-    assert bytes(ring.chunk(0)[:7]) == b"message"
+    ring = new_ring(2, 100, 3, inline_bytes=16)
+    writer = ring.writer()
+    put(writer, b"message")
+    put(writer, b"a message of more than that")
+    assert bytes(ring.room(0)[:7]) == b"message"
+    assert bytes(ring.chunk(0)[:9]) == b"a message"
     assert [chunk.nbytes for chunk in map(ring.chunk, range(3))] == [100] * 3
-    assert [bytes(flags) for flags in map(ring.flags, range(3))] == [b"\1\0\0", bytes(3), bytes(3)]
+    assert [room.nbytes for room in map(ring.room, range(3))] == [16] * 3
+    assert [bytes(flags) for flags in map(ring.flags, range(3))] == [b"\1\0\0", b"\1\0\0", bytes(3)]
 
 
 def test_the_fence_is_at_hand_where_the_ring_is() -> None:

@@ -38,7 +38,7 @@ def through_the_name(ring: ShmRingBuffer) -> ShmRingBuffer:
 
 def through_the_constructor(ring: ShmRingBuffer) -> ShmRingBuffer:
     sizes = ring.layout
-    return ShmRingBuffer(sizes.n_reader, sizes.max_chunk_bytes, sizes.max_chunks, ring.name)
+    return ShmRingBuffer(sizes.n_reader, sizes.max_chunk_bytes, sizes.max_chunks, ring.name, slots=sizes.slots)
 
 
 class TestTwoObjectsOverOneSegment:
@@ -70,7 +70,7 @@ class TestTwoObjectsOverOneSegment:
                 reader.release()
         for end in (writer, *readers, other):
             end.close()
-        assert bytes(ring.chunk(0)) != bytes(100), "closing one leaves the other"
+        assert bytes(ring.room(0)) != bytes(100), "closing one leaves the other"
         ring.close()
         assert fds() == before
 
@@ -87,14 +87,14 @@ class TestTwoObjectsOverOneSegment:
         other = through_pickle(ring)
         third = through_pickle(other)
         other.close()
-        third.chunk(2)[:5] = b"third"
-        assert bytes(ring.chunk(2)[:5]) == b"third"
+        third.room(2)[:5] = b"third"
+        assert bytes(ring.room(2)[:5]) == b"third"
         third.close()
 
     def test_the_handle_names_it(self, new_ring: NewRing) -> None:
         memfd, named = new_ring(2), new_ring(2, backing="named")
-        assert memfd.handle() == RingHandle(2, 100, 3, memfd.queue_id, None, os.getpid(), memfd.fd)
-        assert named.handle() == RingHandle(2, 100, 3, named.queue_id, named.name, os.getpid(), named.fd)
+        assert memfd.handle() == RingHandle(2, 100, 3, 3, 100, memfd.queue_id, None, os.getpid(), memfd.fd)
+        assert named.handle() == RingHandle(2, 100, 3, 3, 100, named.queue_id, named.name, os.getpid(), named.fd)
 
     def test_queue_ids_differ(self, new_ring: NewRing) -> None:
         rings = [new_ring(1) for _ in range(20)]
@@ -104,12 +104,12 @@ class TestTwoObjectsOverOneSegment:
 
 class TestUnpickledWhereItsMemoryIsGone:
     def refuses(self, ring: ShmRingBuffer) -> None:
-        assert (ring.layout, len(ring.queue_id)) == (Layout(2, 100, 3), 16)
+        assert (ring.layout, len(ring.queue_id)) == (Layout.of(2, 100, 3, 3), 16)
         for use in (
             lambda: ring.view,
             lambda: ring.fd,
             lambda: ring.name,
-            lambda: ring.chunk(0),
+            lambda: ring.room(0),
             lambda: ring.flags(0),
             lambda: ring.prefault(1, write=True),
             ring.writer,
@@ -135,7 +135,7 @@ class TestUnpickledWhereItsMemoryIsGone:
         data = pickle.dumps(ring)
         ring.unlink()
         self.refuses(pickle.loads(data))
-        assert bytes(ring.chunk(0)) == bytes(100), "mappings live on"
+        assert bytes(ring.room(0)) == bytes(100), "mappings live on"
 
     def test_the_descriptor_is_a_pipe_by_now(self, new_ring: NewRing) -> None:
         ring = new_ring()
@@ -194,12 +194,12 @@ class TestOtherProcesses:
     @pytest.mark.parametrize("backing", ["memfd", "named"])
     def test_a_spawned_process_sees_and_writes_the_same_bytes(self, new_ring: NewRing, backing: str) -> None:
         ring = new_ring(backing=backing)
-        ring.chunk(0)[:5] = b"hello"
+        ring.room(0)[:5] = b"hello"
         process = spawn.Process(target=answer, args=(ring,))
         process.start()
         process.join(60)
         assert process.exitcode == 0
-        assert bytes(ring.chunk(1)[:5]) == b"olleh"
+        assert bytes(ring.room(1)[:5]) == b"olleh"
 
     @pytest.mark.parametrize(
         ("backing", "kind"), [("memfd" if number % 2 else "named", kind) for number, kind in enumerate(CORES)]

@@ -12,6 +12,7 @@ from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.ring.copying import CopyingCore
 
 CHUNKS = 4
+SIZE = 17
 
 
 class Interrupted(CopyingCore):
@@ -38,13 +39,21 @@ class Pair:
             end.bind(bytes, 1, True, None)
 
     def publish(self, count: int = 1) -> list[bool]:
-        """Publish messages, each its number 16 times, and return for each whether one was passed over unread."""
+        """Publish messages, each its number `SIZE` times, and return for each whether one was passed over unread."""
         lost = []
         for _ in range(count):
-            lost.append(not self.writer.free() and self.writer.pass_over(1, 1))
-            assert self.writer.core.put(bytes([self.writer.seq % 256]) * 16)
-            assert self.other.core.take() == bytes([(self.writer.seq - 1) % 256]) * 16
+            lost.append(not self.free() and self.make_room())
+            assert self.writer.core.put(bytes([self.writer.seq % 256]) * SIZE)
+            assert self.other.core.take() == bytes([(self.writer.seq - 1) % 256]) * SIZE
         return lost
+
+    def free(self) -> bool:
+        """Return whether there is room for a message."""
+        return self.writer.free(1, self.writer.large(SIZE))
+
+    def make_room(self) -> bool:
+        """Pass over what is in the way of the next message."""
+        return self.writer.pass_over(1, self.writer.core.blocker(1, self.writer.large(SIZE)))
 
     def take(self) -> int | str | tuple[int, int]:
         """Return the next message's number, the run of messages that is lost instead, or "nothing"."""
@@ -53,7 +62,7 @@ class Pair:
             return "nothing"
         if obj is ELSEWHERE:
             return self.core.lose()
-        assert obj == obj[:1] * 16, "it is whole"
+        assert obj == obj[:1] * SIZE, "it is whole"
         return int(obj[0])
 
     def close(self) -> None:
@@ -62,8 +71,9 @@ class Pair:
 
 
 @pytest.fixture(params=CORES.values(), ids=CORES)
-def pair(request: pytest.FixtureRequest, new_ring: NewRing) -> Iterator[Pair]:
-    made = Pair(new_ring(2, 100, CHUNKS), request.param)
+def pair(request: pytest.FixtureRequest, new_ring: NewRing, inline_bytes: int | None) -> Iterator[Pair]:
+    slots = CHUNKS if inline_bytes is None else 3 * CHUNKS  # the one or the other runs out
+    made = Pair(new_ring(2, 100, CHUNKS, slots=slots, inline_bytes=inline_bytes), request.param)
     yield made
     made.close()
 
@@ -83,12 +93,12 @@ def test_who_is_behind_loses_the_oldest_and_no_more(pair: Pair) -> None:
 
 def test_the_other_reader_is_waited_for(pair: Pair) -> None:
     for _ in range(CHUNKS):
-        assert pair.writer.core.put(b"x")
-    assert not pair.writer.free()
-    pair.writer.pass_over(1, 1)
-    assert (pair.writer.free(), pair.writer.laggards()) == (False, [0])
+        assert pair.writer.core.put(b"x" * SIZE)
+    assert not pair.free()
+    pair.make_room()
+    assert (pair.free(), pair.writer.laggards(1, pair.writer.large(SIZE))) == (False, [0])
     pair.other.core.take()
-    assert pair.writer.free()
+    assert pair.free()
 
 
 @pytest.mark.parametrize("published", range(1, 3 * CHUNKS))

@@ -16,7 +16,7 @@ class Owner:
 
 
 def forget(cores: Cores) -> None:
-    layout = Layout(1, 100, 3)
+    layout = Layout.of(1, 100, 3, 3)
     memory = mmap.mmap(-1, layout.total_bytes)
     view = memoryview(memory)
     for cursor in (RingWriter(layout, view, cores.writer), RingReader(layout, view, 0, cores.reader)):

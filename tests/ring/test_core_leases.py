@@ -57,11 +57,11 @@ class TestBeside:
             if message == ["no"]:
                 return False
             struct.pack_into("<4Q", slot.header, 0, PLAIN, seq, 5, 1)
-            slot.chunk[:1] = message[0]
+            slot.body[:1] = message[0]
             return True
 
         assert pair.writer.send([b"x"]) == [b"x"], "nothing does that"
-        pair.writer.bind_beside(fill)
+        pair.writer.bind_beside(fill, len)
         assert pair.writer.send([b"x"]) is None
         assert pair.writer.send(["no"]) == ["no"]
         assert (pair.writer.seq, pair.writer.published_ns) == (1, 5)
@@ -71,10 +71,38 @@ class TestBeside:
 
     def test_there_is_no_slot(self, new_pair: NewPair) -> None:
         pair, notes = new_pair(1, 2), Notes()
-        pair.writer.bind_beside(lambda *_: notes.append("called"))
+        pair.writer.bind_beside(lambda *_: notes.append("called"), len)
         assert [pair.writer.send(b"x"), pair.writer.send(b"x")] == [None, None]
         assert pair.writer.send([1]) == [1]
         assert notes == []
+
+    def test_a_chunk_is_taken_where_it_does_not_fit_the_slot(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 2, 100, slots=4, inline_bytes=16)
+        sizes = []
+
+        def fill(slot: Any, message: Any, seq: int) -> bool:
+            sizes.append((slot.chunk is not None, len(slot.body)))
+            struct.pack_into("<4Q", slot.header, 0, PLAIN, seq, 5, message[0])
+            slot.body[: message[0]] = b"z" * message[0]
+            return True
+
+        pair.writer.bind_beside(fill, lambda message: message[0])
+        for nbytes in (16, 17, 100):
+            assert pair.writer.send([nbytes]) is None
+        assert sizes == [(False, 16), (True, 100), (True, 100)]
+        assert pair.writer.send([17]) == [17], "no chunk is free"
+        assert [len(pair.reader.take()) for _ in range(2)] == [16, 17]
+        assert pair.writer.send([101]) == [101], "it does not fit a chunk"
+        assert pair.writer.send([100]) is None
+        with pytest.raises((OverflowError, TypeError)):
+            pair.writer.send([-1])
+
+    def test_measuring_fails(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.bind_beside(lambda *_: True, lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            pair.writer.send([1])
+        assert (pair.writer.seq, pair.writer.send(b"next")) == (0, None)
 
     def test_filling_fails(self, new_pair: NewPair) -> None:
         pair = new_pair()
@@ -86,7 +114,7 @@ class TestBeside:
                 pair.writer.close()
             raise ZeroDivisionError
 
-        pair.writer.bind_beside(fail)
+        pair.writer.bind_beside(fail, len)
         with pytest.raises(ZeroDivisionError):
             pair.writer.send([1])
         assert (pair.writer.seq, pair.reader.ready()) == (0, False)
@@ -95,7 +123,7 @@ class TestBeside:
 
     def test_the_reader_has_its_message_decoded_and_releases(self, new_pair: NewPair) -> None:
         pair = new_pair(1, 2)
-        pair.reader.bind_beside(lambda slot: ("decoded", bytes(slot.chunk[:1])))
+        pair.reader.bind_beside(lambda slot: ("decoded", bytes(slot.body[:1])))
         for number in range(5):
             pair.writer.put(b"%d" % number)
             beside(pair)

@@ -27,7 +27,9 @@ from aioshm.ring import layout as at
 FIELDS = (
     "n_reader",
     "max_chunk_bytes",
-    "max_chunks",
+    "slots",
+    "inline_bytes",
+    "pools",
     "slot_bytes",
     "flag_bytes",
     "header_bytes",
@@ -35,7 +37,8 @@ FIELDS = (
     "reader_lines",
     "total_bytes",
 )
-GOOD = Layout(2, 100, 3)
+GOOD = Layout.of(2, 100, 3, 3, 36)
+NUMBERS = [name for name in FIELDS if name != "pools"]
 HOSTILE = [
     0,
     1,
@@ -50,6 +53,31 @@ HOSTILE = [
     (1 << 64) - 64,
     (1 << 64) - 8,
     (1 << 64) - 1,
+]
+
+POOL = GOOD.pools[0]
+BAD_POOLS: list[Any] = [
+    [POOL._replace(start=POOL.start + 4)],
+    [POOL._replace(start=GOOD.slots_end - 8)],
+    [POOL._replace(start=(1 << 64) - 8)],
+    [POOL._replace(room=99)],
+    [POOL._replace(room=POOL.stride - 63)],
+    [POOL._replace(room=1 << 63)],
+    [POOL._replace(stride=at.PAGE // 2 + 8, chunks=2)],
+    [POOL._replace(stride=POOL.stride + 4)],
+    [POOL._replace(stride=0)],
+    [POOL._replace(chunks=0)],
+    [POOL._replace(chunks=1 << 60)],
+    [POOL._replace(first=1)],
+    [POOL, POOL],
+    [POOL] * 5,
+    [POOL[:4]],
+    [(*POOL, 1)],
+    [("1",) * 5],
+    [(-1,) * 5],
+    [None],
+    5,
+    None,
 ]
 
 needs_native = pytest.mark.skipif(NATIVE is None, reason="the native core was not built")
@@ -91,7 +119,7 @@ class TestMaking:
                 make(sizes, memoryview(bytearray(sizes.total_bytes - 1)), pair.slots, *rest)  # type: ignore[call-arg]
             with pytest.raises(BufferError):
                 make(sizes, memoryview(bytes(sizes.total_bytes)), pair.slots, *rest)  # type: ignore[call-arg]
-            for slots in ((), pair.slots[:2], list(pair.slots), None, pair.slots * 2):
+            for slots in ((), [*pair.slots][:2], None, [*pair.slots] * 2, 3):
                 with pytest.raises(TypeError):
                     make(sizes, pair.ring.view, slots, *rest)  # type: ignore[call-arg, arg-type]
             for arguments in ((), (sizes,), (sizes, pair.ring.view), (None, None, None, *rest), (1, b"", (), *rest)):
@@ -141,12 +169,18 @@ class TestHostileLayouts:
             core.close()
 
     @given(
-        st.fixed_dictionaries({}, optional={name: st.sampled_from(HOSTILE) | st.integers(0, 9000) for name in FIELDS})
+        st.fixed_dictionaries(
+            {},
+            optional={
+                **{name: st.sampled_from(HOSTILE) | st.integers(0, 9000) for name in NUMBERS},
+                "pools": st.lists(st.lists(st.sampled_from([*HOSTILE, *POOL]) | st.integers(0, 9000), max_size=6)),
+            },
+        )
     )
     @settings(max_examples=examples(300), deadline=None)
-    def test_any_fields(self, changes: dict[str, int]) -> None:
+    def test_any_fields(self, changes: dict[str, Any]) -> None:
         memory = bytearray(GOOD.total_bytes)
-        slots = (None,) * min(changes.get("max_chunks", 3), 5000)
+        slots = (None,) * min(changes.get("slots", 3), 5000)
         for core in of_layout(described(**changes), memory, slots):
             use(core)
             core.close()
@@ -154,8 +188,11 @@ class TestHostileLayouts:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"max_chunk_bytes": 129},
-            {"slot_bytes": 165},
+            {"max_chunk_bytes": 101},
+            {"max_chunk_bytes": 37, "pools": ()},
+            {"inline_bytes": 65},
+            {"slot_bytes": 100},
+            {"slot_bytes": 101},
             {"slot_bytes": 184, "header_bytes": at.PAGE + 1},
             {"slot_bytes": at.PAGE // 3 // 8 * 8 + 8},
             {"flag_bytes": 2},
@@ -164,7 +201,8 @@ class TestHostileLayouts:
             {"metadata_offset": GOOD.total_bytes - 8},
             {"header_bytes": 192},
             {"total_bytes": GOOD.total_bytes + 1},
-            {"max_chunks": 2},
+            {"slots": 2},
+            *({"pools": pools} for pools in BAD_POOLS),
         ],
         ids=str,
     )
@@ -206,13 +244,13 @@ class TestHostileLayouts:
         memory = bytearray(GOOD.total_bytes)
 
         class Meddling:
-            def __getattr__(self, name: str) -> int:
+            def __getattr__(self, name: str) -> Any:
                 if name == "total_bytes":
                     with pytest.raises(RuntimeError, match="made already"):
                         core.__init__(GOOD, memory, (None,) * 3)
                     with pytest.raises(ValueError, match="closed"):
                         core.claim()
-                return int(getattr(GOOD, name))
+                return getattr(GOOD, name)
 
         core: Any = NATIVE.writer.__new__(NATIVE.writer)
         core.__init__(Meddling(), memory, (None,) * 3)
@@ -235,7 +273,14 @@ class TestHostileLayouts:
 def test_the_constants_of_the_c_source() -> None:
     text = (Path(_portable.__file__).parent / "_native.c").read_text()
     constants = {name: int(value) for name, value in re.findall(r"^#define (\w+) (\d+)\b", text, re.MULTILINE)}
-    for name in ("WRITER_LINE", "WRITER_PARKED", "READERS_PARKED", "SLOT_HEADER_BYTES"):
+    for name in (
+        "WRITER_LINE",
+        "WRITER_PARKED",
+        "READERS_PARKED",
+        "SLOT_HEADER_BYTES",
+        "CHUNK",
+        "CHUNK_HEADER_BYTES",
+    ):
         assert constants[name] == getattr(at, name)
     assert constants["COPY_MAX"] == _portable.COPY_MAX
     assert constants["BATCH_LOOKS"] == _portable._LOOKS
@@ -279,7 +324,7 @@ class TestMemory:
         bad: Any = object()
         writer.bind(code, PLAIN, False, None)
         NOTHING, ELSEWHERE = pair.cores.module.NOTHING, pair.cores.module.ELSEWHERE  # noqa: N806
-        watched = (text, message, code, bad, slots, *slots, NOTHING, ELSEWHERE, True, False, None)
+        watched = (text, message, code, bad, slots, NOTHING, ELSEWHERE, True, False, None)
         process = psutil.Process()
 
         def rounds(amount: int) -> None:
@@ -290,7 +335,9 @@ class TestMemory:
                 assert reader.receive() is NOTHING
                 assert writer.put_many(many, 0) == 3
                 assert len(reader.take_many(2)) == 2
-                assert reader.peek() is writer.claim() or reader.release() is False
+                assert reader.peek() is not None
+                assert reader.release() is False
+                writer.blocker(1, [50]), writer.claim(50)
                 while reader.ready():
                     reader.release()
                 assert writer.claim() is not None

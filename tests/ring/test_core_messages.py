@@ -127,7 +127,7 @@ class TestTake:
         ],
     )
     def test_what_the_header_says(self, new_pair: NewPair, words: dict[str, int], plain: bool) -> None:
-        pair = new_pair()
+        pair = new_pair(inline_bytes=100)
         pair.writer.put(b"abc")
         rewrite(pair, **words)
         for call in (pair.reader.take, pair.reader.receive, lambda: pair.reader.take_many(3)):
@@ -219,7 +219,7 @@ class TestTake:
         pair = new_pair()
         pair.writer.put(b"abc")
         message = pair.reader.take()
-        pair.slots[0].chunk[:3] = b"xyz"
+        pair.slots[0].body[:3] = b"xyz"
         assert (message, type(message)) == (b"abc", bytes)
 
 

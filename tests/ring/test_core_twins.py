@@ -15,13 +15,15 @@ from support import examples
 
 from aioshm.ring import Layout
 from aioshm.ring import layout as at
-from aioshm.ring.slot import Slot, cut_slots
+from aioshm.ring.slot import Slot, Slots
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the native core was not built")
 
 numbers = st.integers(-2, 5)
 WRITES = st.one_of(
     st.tuples(st.sampled_from(["claim", "commit", "passes"])),
+    st.tuples(st.just("claim"), st.integers(-1, 12)),
+    st.tuples(st.sampled_from(["free", "blocker", "spin_for"]), numbers, st.lists(st.integers(-1, 12), max_size=4)),
     st.tuples(st.just("put"), st.binary(max_size=12)),
     st.tuples(st.just("send"), st.text(max_size=4) | st.binary(max_size=12) | st.none()),
     st.tuples(st.just("put_many"), st.lists(st.binary(max_size=12) | st.none(), max_size=5), numbers),
@@ -45,13 +47,17 @@ def fill(layout: Layout, seed: int) -> bytes:
     chance = random.Random(seed)
     memory = bytearray(chance.randbytes(layout.total_bytes))
     if chance.random() < 0.8:
-        for index in range(layout.max_chunks):
+        for index in range(layout.slots):
             kinds = ([0], [0, 1], [1], [0, 1, 2, 255])
             row = [chance.choice(chance.choice(kinds)) for _ in range(layout.flag_bytes)]
             memory[layout.flags(index) : layout.flags(index) + layout.flag_bytes] = bytes(row)
-            what, seq = chance.choice([PLAIN, PLAIN, PLAIN, 0]), index + chance.choice([0, 0, 0, layout.max_chunks])
+            what, seq = chance.choice([PLAIN, PLAIN, PLAIN, 0]), index + chance.choice([0, 0, 0, layout.slots])
             size = chance.choice([0, 1, layout.max_chunk_bytes, layout.max_chunk_bytes + 1, 1 << 63, (1 << 64) - 1])
-            struct.pack_into("<4Q", memory, layout.slot(index), what, seq, 5, size)
+            chunk = chance.choice([0, 0, 1, 2, layout.max_chunks, layout.max_chunks + 1, 1 << 63, (1 << 64) - 1])
+            struct.pack_into("<5Q", memory, layout.slot(index), what, seq, 5, size, chunk)
+        for pool in layout.pools:
+            for number in range(pool.chunks):
+                struct.pack_into("<Q", memory, pool.start + number * pool.stride, 1 + chance.choice([0, number]))
     return bytes(memory)
 
 
@@ -63,7 +69,7 @@ class Side:
         self.memory = bytearray(content)
         self.told = 0
         view = memoryview(self.memory)
-        slots = cut_slots(layout, view)
+        slots = Slots(layout, view)
         self.writer: Any = cores.writer(layout, view, slots)
         self.readers: list[Any] = [cores.reader(layout, view, slots, index) for index in range(layout.n_reader)]
         for core in (self.writer, *self.readers):
@@ -78,7 +84,7 @@ class Side:
         if who == "poke":
             self.memory[what[0] % len(self.memory)] = what[1]
         elif who == "flag":
-            self.memory[sizes.flags(0) + what[0] % (sizes.max_chunks * sizes.flag_bytes)] = what[1]
+            self.memory[sizes.flags(0) + what[0] % (sizes.slots * sizes.flag_bytes)] = what[1]
         elif who == "parked":
             place = what[0] % (1 + sizes.n_reader)
             self.memory[at.READERS_PARKED + place - 1 if place else at.WRITER_PARKED] = what[1]
@@ -101,14 +107,21 @@ class Side:
 
     def bytes_but_times(self) -> bytes:
         memory = bytearray(self.memory)
-        for index in range(self.layout.max_chunks):
+        for index in range(self.layout.slots):
             memory[self.layout.slot(index) + 16 : self.layout.slot(index) + 24] = bytes(8)
         return bytes(memory)
 
 
 @pytest.mark.parametrize("kind", TWINS)
 @given(
-    layout=st.builds(Layout, st.sampled_from([1, 2, 3, 9, 17]), st.integers(1, 10), st.integers(1, 4)),
+    layout=st.builds(
+        Layout.of,
+        st.sampled_from([1, 2, 3, 9, 17]),
+        st.integers(1, 10),
+        st.integers(1, 4),
+        st.integers(1, 4),
+        st.integers(0, 10),
+    ),
     seed=st.integers(0, 1 << 32),
     steps=st.lists(STEPS, max_size=40),
 )

@@ -83,17 +83,17 @@ class TestRing:
     def test_slots_do_not_touch_each_other(self, new_ends: NewEnds) -> None:
         _, writer, (reader,) = new_ends(1, 4, chunk_bytes=65)
         for number in range(4):
-            slot = writer.claim()
+            slot = writer.claim(65)
             assert slot is not None
-            assert (slot.header.nbytes, slot.chunk.nbytes) == (at.SLOT_HEADER_BYTES, 65)
-            slot.header[:] = bytes([number]) * 64
-            slot.chunk[:] = bytes([100 + number]) * 65
+            assert (slot.header.nbytes, slot.body.nbytes) == (at.SLOT_HEADER_BYTES, 65)
+            slot.body[:] = bytes([100 + number]) * 65
+            slot.header[:8] = slot.header[40:48] = bytes([number]) * 8
             writer.commit()
         for number in range(4):
             slot = reader.peek()
             assert slot is not None
-            assert slot.header == bytes([number]) * 64
-            assert slot.chunk == bytes([100 + number]) * 65
+            assert slot.header[:8] == slot.header[40:48] == bytes([number]) * 8
+            assert slot.body == bytes([100 + number]) * 65
             reader.release()
 
     def test_one_reader_holds_the_writer_back(self, new_ends: NewEnds) -> None:
@@ -114,9 +114,9 @@ class TestRing:
         _, writer, (reader,) = new_ends(1, 2)
         for number in range(6):
             for _ in range(3):
-                slot = writer.claim()
+                slot = writer.claim(100)
                 assert slot is not None
-                slot.chunk[:] = b"\xa5" * 100
+                slot.body[:] = b"\xa5" * 100
                 assert (reader.peek(), reader.ready(), writer.free()) == (None, False, True)
             assert writer.seq == number
             put(writer, content(number, 100))
@@ -167,8 +167,8 @@ class TestEviction:
         slot = writer.claim()
         assert slot is not None
         writer.evict(1)
+        slot.body[:4] = b"late"
         slot.header[:8] = (4).to_bytes(8, "little")
-        slot.chunk[:4] = b"late"
         writer.commit()
         assert receive(first) == b"late"
         assert writer.free()

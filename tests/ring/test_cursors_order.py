@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +27,8 @@ class Watched:
         return self._view[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        name = f"{self._what}[{index}]" if isinstance(index, int) else self._what
+        at = index if isinstance(index, int) else f"{index.start}:{index.stop}"
+        name = f"{self._what}[{at}]"
         self._log.append(f"{name} = {value if isinstance(value, int) else bytes(value).hex()}")
         self._view[index] = value
 
@@ -38,6 +39,17 @@ class Watched:
 
     def release(self) -> None:
         self._view.release()
+
+
+class WatchedSlots:
+    """Slots of which it is noted what is stored in their bodies."""
+
+    def __init__(self, slots: Any, log: list[str]) -> None:
+        self._slots, self._log = slots, log
+
+    def __getitem__(self, index: int) -> Any:
+        slot = self._slots[index]
+        return SimpleNamespace(body=Watched(slot.body, "body", self._log))
 
 
 class NotedLock:
@@ -76,9 +88,8 @@ def watch(cursor: RingWriter | RingReader, monkeypatch: pytest.MonkeyPatch) -> l
     """Return the log of what a cursor does with its only slot from now on."""
     log: list[str] = []
     core: Any = cursor.core
-    slot = core._slot
-    for part in ("flags", "reader_flags", "chunk"):
-        setattr(slot, part, Watched(getattr(slot, part), part, log))
+    core._flags = Watched(core._flags, "flags", log)
+    core._slots = WatchedSlots(core._slots, log)
     core._parked = ParkedFlags(core._parked, "parked", log)
     core._fence = NotedLock(log)
     monkeypatch.setattr(_portable, "memory_fence", lambda: log.append("fence"))
@@ -98,10 +109,10 @@ class TestOrder:
         log = watch(writer, monkeypatch)
         slot = writer.claim()
         assert slot is not None
-        slot.chunk[0] = 7
+        slot.body[0] = 7
         writer.commit()
         stores = [entry for entry in log if "=" in entry]
-        assert stores == ["flags[0] = 0", "chunk[0] = 7", "reader_flags = 0000", "flags[0] = 1"]
+        assert stores == ["flags[0] = 0", "body[0] = 7", "flags[1:3] = 0000", "flags[0] = 1"]
         assert in_order(log, "flags[0] = 1", "fence", "look at the parked flags")
 
     @portable
@@ -124,12 +135,12 @@ class TestOrder:
         log = watch(writer, monkeypatch)
         slot = writer.claim()
         assert slot is not None
-        slot.chunk[0] = 7
+        slot.body[0] = 7
         writer.commit()
-        assert in_order(log, "flags[0] = 0", "fence", "chunk[0] = 7", "fence", "flags[0] = 1")
+        assert in_order(log, "flags[0] = 0", "fence", "body[0] = 7", "fence", "flags[0] = 1")
         # Cleared after the written flag is seen, a flag that a quick reader has set by then would be lost for ever.
-        assert in_order(log, "reader_flags = 0000", "fence", "flags[0] = 1")
-        assert log.count("reader_flags = 0000") == 1, "and not once more afterwards"
+        assert in_order(log, "flags[1:3] = 0000", "fence", "flags[0] = 1")
+        assert log.count("flags[1:3] = 0000") == 1, "and not once more afterwards"
 
     @ordered
     def test_the_ordered_reader_fences_the_chunk(self, new_ends: NewEnds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +179,8 @@ def test_readers_cost_the_writer_no_python_loop(new_ends: NewEnds) -> None:
         _, writer, readers = new_ends(n_reader, 2)
         for reader in readers:
             reader.parked[0] = 0
+        for index in writer.slots:  # each is cut when it is first asked for
+            assert writer.slots[index].index == index
         first = steps(writer.claim), steps(writer.commit), steps(writer.free)
         writer.claim()
         writer.commit()

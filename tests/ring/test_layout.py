@@ -7,7 +7,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aioshm.ring import layout as at
-from aioshm.ring.layout import LINE, PAGE, PREAMBLE, SLOT_HEADER_BYTES, Layout, round_up
+from aioshm.ring.layout import (
+    CHUNK_HEADER_BYTES,
+    LINE,
+    PAGE,
+    PREAMBLE,
+    SLOT_HEADER_BYTES,
+    Layout,
+    chunk_at,
+    pool_for,
+    round_up,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -15,29 +25,39 @@ def nothing_left_behind() -> None:
     """Replace the check of the other tests: nothing is opened or started here."""
 
 
-layouts = st.builds(Layout, st.integers(1, 300), st.integers(1, 100_000), st.integers(1, 50))
+layouts = st.builds(
+    Layout.of,
+    st.integers(1, 300),
+    st.integers(1, 1_000_000),
+    st.integers(1, 50),
+    st.integers(1, 50) | st.none(),
+    st.integers(0, 5000) | st.none(),
+)
 
 
 def parts(layout: Layout) -> list[tuple[str, int, int]]:
     """Return every part of a segment in the documented order: what, first byte, size."""
-    readers, chunks = range(layout.n_reader), range(layout.max_chunks)
+    readers, slots = range(layout.n_reader), range(min(layout.slots, 50))
+    last = layout.slots - 1
+    chunks = [(pool, n) for pool in layout.pools for n in {*range(min(pool.chunks, 50)), pool.chunks - 1}]
     return [
         ("preamble", 0, PREAMBLE.size),
         ("writer line", at.WRITER_LINE, at.PID + 4),
         ("writer parked", at.WRITER_PARKED, 1),
         ("readers parked", at.READERS_PARKED, layout.n_reader),
         *((f"line of reader {i}", layout.reader_line(i), at.PID + 4) for i in readers),
-        *((f"slot {i}", layout.slot(i), SLOT_HEADER_BYTES + layout.max_chunk_bytes) for i in chunks),
-        *((f"flags {i}", layout.flags(i), layout.flag_bytes) for i in chunks),
+        *((f"slot {i}", layout.slot(i), SLOT_HEADER_BYTES + layout.inline_bytes) for i in sorted({*slots, last})),
+        *((f"chunk {p.first + n}", p.start + n * p.stride, CHUNK_HEADER_BYTES + p.room) for p, n in chunks),
+        *((f"flags {i}", layout.flags(i), layout.flag_bytes) for i in sorted({*slots, last})),
         ("end", layout.total_bytes, 0),
     ]
 
 
 @given(layouts)
-@example(Layout(1, 1, 1))
-@example(Layout(64, 64, 1))
-@example(Layout(65, 65, 2))
-@example(Layout(1, 24 * 1024 * 1024, 10))
+@example(Layout.of(1, 1, 1))
+@example(Layout.of(64, 64, 1, 1, 0))
+@example(Layout.of(65, 65, 2, 2, 1))
+@example(Layout.of(1, 24 * 1024 * 1024, 10))
 def test_parts_stand_in_their_order_and_do_not_overlap(layout: Layout) -> None:
     for (_, start, size), (what, next_start, _) in pairwise(parts(layout)):
         assert start + size <= next_start, f"{what} begins inside of what stands before it"
@@ -55,16 +75,18 @@ def test_pages(layout: Layout) -> None:
     assert layout.header_bytes % PAGE == 0
     assert layout.metadata_offset % PAGE == 0, "the slots can be mapped in their own way"
     assert layout.total_bytes % PAGE == 0
-    assert layout.total_bytes - layout.flags(layout.max_chunks) < PAGE, "nothing is wasted beyond the last page"
+    assert layout.total_bytes - layout.flags(layout.slots) < PAGE, "nothing is wasted beyond the last page"
 
 
 @given(layouts)
-def test_chunks_are_one_after_the_other_and_flags_too(layout: Layout) -> None:
+def test_slots_are_one_after_the_other_and_chunks_and_flags_too(layout: Layout) -> None:
     assert layout.slot(0) == layout.header_bytes
-    assert 0 <= layout.metadata_offset - layout.slot(layout.max_chunks) < PAGE
+    ends = [layout.slot(layout.slots), *(pool.end for pool in layout.pools)]
+    begins = [*(pool.start for pool in layout.pools), layout.metadata_offset]
+    assert all(0 <= begin - end < PAGE for end, begin in zip(ends, begins, strict=True))
     assert layout.flags(0) == layout.metadata_offset
     assert layout.flag_bytes == 1 + layout.n_reader
-    for index in range(layout.max_chunks):
+    for index in (0, layout.slots - 1):
         assert layout.slot(index + 1) - layout.slot(index) == layout.slot_bytes
         assert layout.flags(index + 1) - layout.flags(index) == layout.flag_bytes
 
@@ -74,13 +96,65 @@ def test_the_preamble_says_it_all(layout: Layout, queue_id: bytes) -> None:
     preamble = layout.preamble(queue_id)
     assert len(preamble) == PREAMBLE.size <= LINE
     assert preamble.startswith(b"aioshm\r\n")
-    sizes = (layout.n_reader, layout.max_chunk_bytes, layout.max_chunks)
+    sizes = (layout.n_reader, layout.max_chunk_bytes, layout.max_chunks, layout.slots, layout.inline_bytes)
     assert PREAMBLE.unpack(preamble) == (at.MAGIC, at.VERSION, *sizes, queue_id)
 
 
-def test_a_slot_costs_its_chunk_and_one_line() -> None:
-    assert Layout(1, 4096, 1).slot_bytes == 4096 + 64
-    assert Layout(1, 1, 1).slot_bytes == 64 + 64
+def test_a_slot_costs_its_room_and_one_line() -> None:
+    assert Layout.of(1, 4096, 1, 1, 4000).slot_bytes == 4032 + 64
+    assert Layout.of(1, 1, 1).slot_bytes == 64 + 64
+
+
+class TestPools:
+    def test_what_was_asked_for_comes_first(self) -> None:
+        pool = Layout.of(1, 5000, 7).pools[0]
+        assert (pool.room, pool.chunks, pool.first) == (5000, 7, 0)
+
+    def test_also_where_every_message_in_the_ring_fits_a_slot(self) -> None:
+        assert [(pool.room, pool.chunks) for pool in Layout.of(1, 100, 7).pools] == [(100, 7)]
+
+    def test_of_the_default_ring(self) -> None:
+        layout = Layout.of(1, 24 << 20, 10)
+        rooms = [pool.room for pool in layout.pools]
+        assert rooms == sorted(rooms, reverse=True)
+        assert rooms[0] == 24 << 20
+        assert rooms[1] >= (64 << 10) + 4096 > 64 << 10, "64 KiB of numbers and what is around them"
+        assert all(pool.chunks > 10 for pool in layout.pools[1:]), "more than of the large ones"
+        assert layout.slots >= 1000
+        assert layout.slots_end - layout.header_bytes < 5 << 20, "the memory of a ring of small messages"
+
+    def test_no_more_small_ones_than_slots(self) -> None:
+        assert [pool.chunks for pool in Layout.of(1, 1 << 20, 5, 3).pools] == [5, 3, 3]
+
+    @given(layouts, st.integers(0, 1_000_001))
+    def test_a_message_takes_the_smallest_with_room(self, layout: Layout, nbytes: int) -> None:
+        fitting = [pool for pool in layout.pools if pool.room >= nbytes]
+        assert pool_for(layout.pools, nbytes) == min(fitting, key=lambda pool: pool.room, default=layout.pools[0])
+
+    @given(layouts)
+    def test_every_chunk_has_a_number(self, layout: Layout) -> None:
+        numbers = [pool.first + n for pool in layout.pools for n in range(pool.chunks)]
+        assert numbers == list(range(len(numbers)))
+        for pool in layout.pools:
+            for n in (0, pool.chunks - 1):
+                assert chunk_at(layout.pools, pool.first + n) == (pool.start + n * pool.stride, pool.room)
+        assert chunk_at(layout.pools, len(numbers)) is None
+        assert chunk_at(layout.pools, -1) is None
+
+    @pytest.mark.parametrize(
+        ("messages", "large", "held"),
+        [
+            (8, [], True),
+            (9, [], False),
+            (3, [5000] * 3, True),
+            (4, [5000] * 4, False),
+            (4, [16] * 4, False),
+            (3, [5001] * 3, True),
+            (4, [5001] * 4, False),
+        ],
+    )
+    def test_what_the_empty_ring_holds(self, messages: int, large: list[int], held: bool) -> None:
+        assert Layout.of(1, 5000, 3, 8, 15).holds(messages, large) is held
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**5))

@@ -17,7 +17,7 @@ import pytest
 from rings import fds, python
 
 from aioshm.errors import HandleError, OutOfDescriptors, SharedMemoryError
-from aioshm.ring import ShmRingBuffer
+from aioshm.ring import Layout, ShmRingBuffer
 from aioshm.ring.segment import NAME_PREFIX, Segment, orphans
 
 SHM = Path("/dev/shm")
@@ -201,7 +201,7 @@ class TestTooLarge:
         before = fds()
         too_much = psutil.virtual_memory().total + psutil.swap_memory().total + GIB
         with pytest.raises(SharedMemoryError) as caught:
-            ShmRingBuffer(1, too_much, 1, backing="memfd")
+            ShmRingBuffer(1, too_much, 1, slots=1, backing="memfd")
         needed, where, free, remedy = told(caught.value)
         assert caught.value.errno == errno.ENOSPC
         assert needed == pytest.approx(too_much / 2**20, abs=1)
@@ -216,7 +216,7 @@ class TestTooLarge:
         fs = os.statvfs(SHM)
         too_much = fs.f_blocks * fs.f_frsize + GIB
         with pytest.raises(SharedMemoryError) as caught:
-            ShmRingBuffer(1, too_much, 1, backing="named")
+            ShmRingBuffer(1, too_much, 1, slots=1, backing="named")
         needed, where, free, remedy = told(caught.value)
         assert caught.value.errno == errno.ENOSPC
         assert needed == pytest.approx(too_much / 2**20, abs=1)
@@ -233,7 +233,7 @@ class TestTooLarge:
         before = fds()
         monkeypatch.setattr(secrets, "token_hex", lambda _: f"too-large-{os.getpid()}")
         with pytest.raises(SharedMemoryError) as caught:
-            ShmRingBuffer(1, chunk, 3, backing=backing)  # type: ignore[arg-type]
+            ShmRingBuffer(1, chunk, 3, slots=1, backing=backing)  # type: ignore[arg-type]
         assert told(caught.value)[0] == pytest.approx(3 * chunk / 2**20)
         assert not (SHM / f"{NAME_PREFIX}too-large-{os.getpid()}").exists()
         assert fds() == before
@@ -246,7 +246,7 @@ class TestTooLarge:
         monkeypatch.setattr(_posixshmem, "shm_open", full)
         monkeypatch.setattr(os, "statvfs", lambda _: used_up)
         with pytest.raises(SharedMemoryError, match=r"all of its 7 inodes are in use: .*nr_inodes") as caught:
-            ShmRingBuffer(1, 1 << 20, 1, backing="named")
+            ShmRingBuffer(1, 1 << 20, 1, slots=1, backing="named")
         assert caught.value.errno == errno.ENOSPC
         assert "MiB free" not in str(caught.value)
 
@@ -268,8 +268,8 @@ class TestTooLarge:
 
         monkeypatch.setattr(os, "memfd_create", refuse)
         with pytest.raises(kind, match=re.escape(remedy)) as caught:
-            ShmRingBuffer(1, 1 << 20, 1, backing="memfd")
-        assert "1.0 MiB" in str(caught.value)
+            ShmRingBuffer(1, 1 << 20, 1, slots=1, backing="memfd")
+        assert f"{Layout.of(1, 1 << 20, 1, 1).total_bytes / 2**20:.1f} MiB" in str(caught.value)
 
     @pytest.mark.parametrize("size", [10**30, 10**400, 10**5000], ids=["30", "400", "5000"])
     def test_for_arithmetic(self, size: int) -> None:
@@ -292,9 +292,9 @@ class TestTooLarge:
             "from aioshm.ring import ShmRingBuffer\n"
             "from aioshm.errors import OutOfDescriptors, SharedMemoryError\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
-            "try: ShmRingBuffer(1, 2 << 20, 1, backing=sys.argv[1])\n"
+            "try: ShmRingBuffer(1, 2 << 20, 1, slots=1, backing=sys.argv[1])\n"
             "except SharedMemoryError as error: print(error)",
             backing,
         ).communicate()
-        assert "2.0 MiB" in out, err
+        assert f"{Layout.of(1, 2 << 20, 1, 1).total_bytes / 2**20:.1f} MiB" in out, err
         assert backing not in out, "what failed is no remedy"

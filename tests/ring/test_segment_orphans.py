@@ -176,7 +176,8 @@ for backing in ("memfd", "named"):
     ring.writer().commit()
     if ring.name:
         other = ShmRingBuffer(1, 64, 2, ring.name)
-        subprocess.run([sys.executable, "-W", "always", "-c", sys.argv[1], ring.name], check=True)
+        command = [sys.executable, "-W", "always", "-c", sys.argv[1], ring.name, str(ring.layout.slots)]
+        subprocess.run(command, check=True)
         print(ring.reader(0).messages_read(0))
         other.close()
     ring.close()
@@ -184,7 +185,7 @@ for backing in ("memfd", "named"):
     ATTACH = """
 import sys
 from aioshm.ring import ShmRingBuffer
-ring = ShmRingBuffer(1, 64, 2, sys.argv[1])
+ring = ShmRingBuffer(1, 64, 2, sys.argv[1], slots=int(sys.argv[2]))
 reader = ring.reader(0)
 assert reader.peek() is not None
 reader.release()
@@ -201,7 +202,7 @@ ring.close()
         ring = new_ring(1, 64, 2, backing="named")
         assert ring.name is not None
         ring.writer().commit()
-        out, err = python(self.ATTACH, ring.name).communicate()
+        out, err = python(self.ATTACH, ring.name, ring.layout.slots).communicate()
         assert (out, err) == ("", "")
         assert (SHM / ring.name).exists(), "nobody but its creator unlinks it"
         assert ring.writer().messages_read(0) == 1

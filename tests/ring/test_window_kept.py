@@ -70,7 +70,7 @@ class TestKept:
         assert permissions(address) is None
 
     def test_outlives_ring_and_windows(self) -> None:
-        ring = ShmRingBuffer(1, 5000, 2)
+        ring = ShmRingBuffer(1, 5000, 2, slots=2, inline_bytes=0)
         windows = Windows(ring.fd, ring.layout)
         nbytes = put(ring, 1, OLD * 300)
         settled, open_ = windows.view(1, nbytes), windows.view(0, 10)
@@ -97,7 +97,7 @@ class TestKept:
 
     def test_while_another_thread_looks(self) -> None:
         nbytes = 1 << 20
-        ring = ShmRingBuffer(1, nbytes, 1)
+        ring = ShmRingBuffer(1, nbytes, 1, slots=1, inline_bytes=0)
         windows = Windows(ring.fd, ring.layout)
         arrays, sums, looks = [], set(), threading.Semaphore(0)
 

@@ -51,7 +51,7 @@ class MessageQueue:
         local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
         max_chunk_bytes: Room for one message in the ring; larger ones travel beside it. vLLM's executor passes
             ``VLLM_MQ_MAX_CHUNK_BYTES_MB``.
-        max_chunks: Messages that the ring holds before the writer waits for the slowest reader.
+        max_chunks: How many messages of that size the ring has room for before the writer waits for the slowest reader.
         connect_ip: The address of this host that remote readers connect to.
         enable_shm_tensor_arena: Taken for vLLM's sake; see the module's docstring.
 

@@ -48,7 +48,7 @@ class WorkerGroup(AsyncClosing):
         name: The processes are ``{name}_0`` and so on.
         options: Of all queues between them and this process.
         max_chunk_bytes: Room for one message in each queue's ring, in bytes; larger ones take longer.
-        max_chunks: How many messages each ring holds.
+        max_chunks: How many messages of that size each ring has room for.
         ready_timeout: Seconds that starting may take; None: as long as it takes.
         shutdown_timeout: Seconds that workers may take to exit by themselves, and then once more when asked to.
         capture_stderr: See `ProcessManager`.

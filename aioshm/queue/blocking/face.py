@@ -133,6 +133,7 @@ class MessageQueue(QueueBase[T], Closing):
         options: Options | None = None,
         codec: str | Codec = "pickle",
         connect_ip: str | None = None,
+        slots: int | None = None,
         type: type[S] | None = None,  # noqa: A002
     ) -> MessageQueue[S]:
         """Make a queue from one rank of a process group to all the others; every rank calls this.
@@ -140,7 +141,7 @@ class MessageQueue(QueueBase[T], Closing):
         As `aioshm.MessageQueue.create_from_process_group`; the ranks may use either face. What a signal's handler
         raises takes effect as cancelling that does.
         """
-        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options, type)
+        call = GroupCall(pg, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type)
         end = made(lambda: call.one_writer(writer_rank, external_writer_handle, wait=False), lambda end: end)
         return cast(MessageQueue[S], cls.around(end)._become_ready(blocking))
 
@@ -156,13 +157,14 @@ class MessageQueue(QueueBase[T], Closing):
         options: Options | None = None,
         codec: str | Codec = "pickle",
         connect_ip: str | None = None,
+        slots: int | None = None,
         type: type[S] | None = None,  # noqa: A002
     ) -> tuple[MessageQueue[S], list[Handle]]:
         """Make a queue from every rank of a process group to one of them; every rank calls this.
 
         As `aioshm.MessageQueue.create_from_process_group_single_reader`.
         """
-        call = GroupCall(pg, (max_chunk_bytes, max_chunks), connect_ip, codec, options, type)
+        call = GroupCall(pg, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type)
         end, handles = made(lambda: call.one_reader(reader_rank, wait=False), lambda made: made[0])
         queue = cls.around(end)._become_ready(blocking and call.rank != reader_rank)
         return cast(MessageQueue[S], queue), handles
@@ -226,10 +228,12 @@ class MessageQueue(QueueBase[T], Closing):
         writer = self._writer or self._wrong_end("enqueue_nowait", "writer")
         self.held.run(lambda _: called(writer.enqueue_nowait, obj), busy=QueueFull)
 
-    def acquire_write(self, timeout: float | None = None) -> AbstractContextManager[memoryview]:
-        """Give the next free slot's chunk to the block to fill."""
+    def acquire_write(
+        self, timeout: float | None = None, *, nbytes: int | None = None
+    ) -> AbstractContextManager[memoryview]:
+        """Give so many writable bytes of the ring to the block to fill."""
         writer = self._writer or self._wrong_end("acquire_write", "writer")
-        return self.held.new_block(lambda _, left: writer.acquire_write(left), timeout)
+        return self.held.new_block(lambda _, left: writer.acquire_write(left, nbytes), timeout)
 
     # Receiving
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aioshm.errors import AioshmError, PeerDied
@@ -39,10 +39,10 @@ class Audience(Protocol):
     def go(self) -> None:
         """Tell every reader that all are ready; from now on one that is gone is not replaced."""
 
-    def laggards(self, slots: int = 1, /) -> list[str]:
-        """Name the readers that so many more messages wait for."""
+    def laggards(self) -> list[str]:
+        """Name the readers that the next message waits for."""
 
-    def slowest(self, slots: int = 1, /) -> list[int]:
+    def slowest(self, slots: int = 1, large: Sequence[int] = (), /) -> list[int]:
         """Return, by rank, which of them are furthest behind: the last ones that will be waited for."""
 
     def lag_of(self, rank: int, /) -> tuple[str, int] | None:

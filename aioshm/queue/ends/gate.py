@@ -314,7 +314,16 @@ class Gate:
     # Telling about the end
 
     def new_stats(
-        self, *, side: str, rank: int, messages: int, max_chunks: int, overflows: int, backlog: int, readers: int
+        self,
+        *,
+        side: str,
+        rank: int,
+        messages: int,
+        max_chunks: int,
+        slots: int,
+        overflows: int,
+        backlog: int,
+        readers: int,
     ) -> QueueStats:
         """Return statistics, to which this adds what waiting has cost so far."""
         core, waits = self.core, WaitStats() if self.poller is None else self.poller.stats
@@ -327,6 +336,7 @@ class Gate:
             overflows=overflows,
             backlog=backlog,
             max_chunks=max_chunks,
+            slots=slots,
             readers=readers,
             spins=core.spins,
             spin_hits=core.hits,

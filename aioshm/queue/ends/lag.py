@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 SHARE = 0.5
 """A reader holds the writer back as long as the writer spends at least so much of its time waiting for it."""
@@ -45,10 +46,10 @@ class LagWatch:
         self._slowest: Sequence[int] = ()
         self._ask_at = 0.0
 
-    def slowest(self, now: float, ask: Callable[[int], Sequence[int]], slots: int) -> Sequence[int]:
-        """Return the readers that are furthest behind, as ``ask(slots)`` said not long before ``now``."""
+    def slowest(self, now: float, ask: Callable[..., Sequence[int]], room: Iterable[Any]) -> Sequence[int]:
+        """Return the readers that are furthest behind, as ``ask(*room)`` said not long before ``now``."""
         if now >= self._ask_at:
-            self._slowest, self._ask_at = ask(slots), now + SAMPLE_S
+            self._slowest, self._ask_at = ask(*room), now + SAMPLE_S
         return self._slowest
 
     def waited(self, ranks: Sequence[int], began: float, ended: float) -> None:

@@ -21,7 +21,7 @@ from aioshm.queue.remote.wire import MAX_RANK
 
 def writing_end(
     ranks: tuple[tuple[int, ...], tuple[int, ...]],
-    chunks: tuple[int, int],
+    sizes: tuple[int, int, int | None],
     connect_ip: str | None,
     codec: str | Codec,
     options: Options | None,
@@ -31,7 +31,7 @@ def writing_end(
 
     Args:
         ranks: The local readers' and the remote ones', from `checked_ranks`.
-        chunks: How large they are, in bytes, and how many.
+        sizes: The bytes of a chunk, how many chunks, and how many slots, None taking the default.
         connect_ip: As `aioshm.MessageQueue`.
         codec: As there.
         options: As there.
@@ -45,11 +45,11 @@ def writing_end(
     n_reader = len(local) + len(remote)
     gate = Gate("writer", options, networked=bool(remote))
     if not remote:
-        return WritingEnd(gate, n_reader, RingAudience(local, *chunks, options), None, own_codec, ip)
+        return WritingEnd(gate, n_reader, RingAudience(local, sizes, options), None, own_codec, ip)
     with naming_limits("a writer"):  # which reading the files may reach; and who has local readers only needs no ZeroMQ
         from aioshm.queue.remote.audience import NetworkAudience
         from aioshm.queue.remote.safety import check_safety
-    ring = RingAudience(local, *chunks, options)
+    ring = RingAudience(local, sizes, options)
     try:
         check_safety(own_codec, options.secure, options)
         network = NetworkAudience(ring.queue_id, ring.token, remote, ip, options)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioshm.codec import Codec, Encoded
 from aioshm.codec.frames import INLINE, RAW, pack_header, plain, write_body
@@ -15,6 +15,7 @@ from aioshm.queue.encoded import message_bytes, parts_of
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.local.audience import RingAudience
+from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot
 from aioshm.wait.line import settle
 from aioshm.wait.stall import Stall
@@ -27,6 +28,18 @@ EVICT_POLL_S = 0.05
 
 ZEROMQ_POLL_S = 0.002
 """How often a full window looks whether ZeroMQ has let go of what was sent; it tells nobody."""
+
+
+class Need(NamedTuple):
+    """Room in the ring for some messages, as `RingWriter.free` has it.
+
+    Attributes:
+        slots: How many messages.
+        large: The sizes of those that take a chunk.
+    """
+
+    slots: int
+    large: Sequence[int]
 
 
 class Sender:
@@ -45,7 +58,7 @@ class Sender:
         send: Encodes and publishes an object at once. Returns None where it was sent, False where the gate is shut and
             nothing was done, and otherwise what encoding it returned, for which there is no room, or which is no
             ordinary message.
-        wanted: How many slots the call that waits needs.
+        wanted: What room the call that waits needs.
     """
 
     def __init__(
@@ -64,17 +77,19 @@ class Sender:
         self._lenient = ring.roster.lenient
         self._code = codec.code
         self._chunk_bytes = ring.ring.layout.max_chunk_bytes
+        self._inline_bytes = ring.ring.layout.inline_bytes
+        self._small_bytes = min(self._inline_bytes, gate.options.max_message_bytes)
         self._max_message_bytes = gate.options.max_message_bytes
         self._report = report
         self._lag = lag
         self._stall: Stall | None = None
         self._stalled_at = -1
-        self.wanted: int = 1
+        self.wanted: Need = Need(1, ())
         has_readers = bool(ring.ranks) or network is not None
         self.encode = codec.encode if has_readers else _checked_only(codec)
         core.bind(self.encode, plain(codec.code), isinstance(codec, RawCodec) and has_readers, ring.roster.ring_bells)
         if network is None:
-            core.bind_beside(_filling(codec.code, self._chunk_bytes, self._max_message_bytes))
+            core.bind_beside(_filling(codec.code), functools.partial(_checked_size, self._max_message_bytes))
         self.send: Callable[[Any], Any] = core.send if network is None else functools.partial(self._send, network)
 
     def _send(self, network: NetworkAudience, obj: Any) -> Any:
@@ -109,24 +124,25 @@ class Sender:
         while sent < len(messages):
             done = core.put_many(messages, sent)
             if not done:  # no ordinary message
-                self._put(messages[sent])
+                published = self._put(messages[sent])
+                assert published  # there is room
             sent += done or 1
 
-    def put_raw(self, slot: Slot) -> None:
-        """Publish the claimed slot, which the caller's block has filled."""
+    def put_raw(self, slot: Slot, nbytes: int) -> None:
+        """Publish the claimed slot, of which the caller's block has filled so many bytes."""
         network = self._network
         if network is None:
-            self._ring.put_raw(slot)
+            self._ring.put_raw(slot, nbytes)
             return
-        content = [bytes(slot.chunk)]
-        outgoing = network.flow.outbox.pack(RAW, 0, self._core.seq, content, (), self._chunk_bytes)
-        self._ring.put_raw(slot)
+        content = [bytes(slot.body[:nbytes])]
+        outgoing = network.flow.outbox.pack(RAW, 0, self._core.seq, content, (), nbytes)
+        self._ring.put_raw(slot, nbytes)
         network.flow.publish(outgoing)
 
     def _publish(self, network: NetworkAudience, message: Encoded) -> bool:
-        """Publish a message that the window has room for, or return False if no slot is free."""
+        """Publish a message that the window has room for, or return False if the ring has none."""
         size = self.checked_size(message)
-        if not self._ring.free():
+        if not self._ring.free(*self.need([message])):
             return False
         # First what may fail: then either all readers get it, or none.
         parts, buffers = parts_of(message)
@@ -139,14 +155,10 @@ class Sender:
 
     def _put(self, message: Encoded) -> bool:
         if isinstance(message, bytes) and len(message) <= self._chunk_bytes:
-            return self._core.put(message) or (bool(self._lenient) and self._ring.free() and self._core.put(message))
+            if self._core.put(message):
+                return True
+            return bool(self._lenient) and self._ring.free(*self.need([message])) and self._core.put(message)
         return self._ring.put(message, self.checked_size(message), self._code)
-
-    def check_sizes(self, messages: Sequence[Encoded]) -> None:
-        """Raise `MessageTooLarge` if one of some messages has more bytes than ``options.max_message_bytes``."""
-        for message in messages:
-            if type(message) is not bytes or len(message) > self._chunk_bytes:
-                self.checked_size(message)
 
     def checked_size(self, message: Encoded) -> int:
         """Return the size of a message's body.
@@ -154,54 +166,95 @@ class Sender:
         Raises:
             MessageTooLarge: It has more bytes than ``options.max_message_bytes``.
         """
-        return _checked_size(message, self._max_message_bytes)
+        return _checked_size(self._max_message_bytes, message)
 
     # Room
 
-    def claim(self) -> Slot | None:
-        """Return the next slot for writing, or None while there is no room for a message that fills it.
+    def claim(self, nbytes: int) -> Slot | None:
+        """Return the next slot for writing so many bytes, or None while there is no room for them.
 
         Raises:
             AioshmError: The end refuses every call by now, also while there is no room.
         """
         self._gate.check_usable()
         network = self._network
-        return self._ring.claim() if network is None or self._room_for_chunk(network) else None
+        return self._ring.claim(nbytes) if network is None or self._room_for_bytes(network, nbytes) else None
 
-    def _room_for_chunk(self, network: NetworkAudience) -> bool:
+    def _room_for_bytes(self, network: NetworkAudience, nbytes: int) -> bool:
         room = network.flow.room_for_bytes
-        return room(self._chunk_bytes) or (network.evict_slow() and room(self._chunk_bytes))
+        return room(nbytes) or (network.evict_slow() and room(nbytes))
 
-    def parts(self, messages: list[Encoded]) -> list[list[Encoded]]:
+    def parts(self, messages: list[Encoded], need: Need) -> list[list[Encoded]]:
         """Divide messages into runs for which there can be room."""
-        most = self._ring.ring.layout.max_chunks
-        runs = [messages[start : start + most] for start in range(0, len(messages), most)]
+        layout = self._ring.ring.layout
+        runs = [messages] if layout.holds(*need) else [list(run) for run in self._runs(layout, messages)]
         return runs if self._network is None else [part for run in runs for part in self._network.flow.parts(run)]
 
-    def has_room(self, messages: Sequence[Encoded]) -> bool:
+    def _runs(self, layout: Layout, messages: list[Encoded]) -> Iterator[list[Encoded]]:
+        """Divide messages into runs that the ring can hold, each as long as possible."""
+        run: list[Encoded] = []
+        large: list[int] = []
+        for message in messages:
+            more = self.need([message]).large
+            if run and not layout.holds(len(run) + 1, [*large, *more]):
+                yield run
+                run, large = [], []
+            run.append(message)
+            large += more
+        yield run
+
+    def has_room(self, messages: Sequence[Encoded], need: Need) -> bool:
         """Return whether all of some messages can be sent now."""
         network = self._network
-        return (network is None or _room_for(network, *messages)) and self._ring.free(max(1, len(messages)))
+        return (network is None or _room_for(network, *messages)) and self._ring.free(*need)
 
-    def _window_is_full(self, slots: int = 1) -> bool:
+    def need(self, messages: Sequence[Encoded]) -> Need:
+        """Return what room some messages need in the ring.
+
+        Raises:
+            MessageTooLarge: One has more bytes than ``options.max_message_bytes``.
+        """
+        large = []
+        for message in messages:
+            if type(message) is not bytes or len(message) > self._small_bytes:
+                size = self.checked_size(message)
+                if size > self._inline_bytes:
+                    large.append(size)
+        return Need(max(1, len(messages)), large if self._ring.ranks else ())  # without readers only to be counted
+
+    def _window_is_full(self, need: Need) -> bool:
         """Return whether the window holds back what is not sent, whatever its size: it does where the ring does not."""
         network = self._network
-        return network is not None and (not network.flow.room(slots, 0) or self._ring.free(slots))
+        return network is not None and (not network.flow.room(need.slots, 0) or self._ring.free(*need))
 
-    def why_full(self) -> str:
-        """Say what there is no room in, and who has to read."""
-        what = "the window of the remote readers is full" if self._window_is_full() else "no slot is free"
-        return f"{what}: {self.laggards()}"
+    def why_full(self, message: Encoded) -> str:
+        """Say what there is no room in for a message, and who has to read."""
+        need = self.need([message])
+        if self._window_is_full(need):
+            return f"the window of the remote readers is full: {self.laggards(need)}"
+        return f"no {self._lacking(need)} is free: {self.laggards(need)}"
 
-    def laggards(self, slots: int = 1) -> str:
-        """Name the readers that so many messages have to wait for."""
+    def _lacking(self, need: Need) -> str:
+        """Return what the ring has too few of."""
+        return "chunk" if self._ring.ring.free(need.slots) else "slot"
+
+    def _why_late(self, need: Need) -> str:
+        """Say what there was too little of for too long."""
+        what = self._lacking(need)
+        if need.slots == 1:
+            return f"no {what} became free"
+        amount = need.slots if what == "slot" else len(need.large)
+        return f"{amount} {what}s did not become free"
+
+    def laggards(self, need: Need) -> str:
+        """Name the readers that messages have to wait for."""
         # The window holds back, too, whom the ring would not.
-        there = self._network.laggards() if self._network is not None and self._window_is_full(slots) else []
-        return ", ".join([*self._ring.laggards(slots), *there])
+        there = self._network.laggards() if self._network is not None and self._window_is_full(need) else []
+        return ", ".join([*self._ring.laggards(*need), *there])
 
     # Waiting for room
 
-    async def wait_for_room(self, messages: Sequence[Encoded], deadline: float | None) -> None:
+    async def wait_for_room(self, messages: Sequence[Encoded], need: Need, deadline: float | None) -> None:
         """Wait for what makes room for all of some messages; there may be more to wait for then.
 
         Raises:
@@ -209,34 +262,33 @@ class Sender:
         """
         network = self._network
         if network is None or network.flow.room_for(*messages):
-            await self._wait_for_slots(len(messages), deadline)
+            await self._wait_for_ring(need, deadline)
         else:
             await self._wait_for_window(network, lambda: _room_for(network, *messages), deadline)
 
-    async def wait_for_chunk(self, deadline: float | None) -> None:
-        """Wait for what lets a slot be claimed.
+    async def wait_for_bytes(self, nbytes: int, deadline: float | None) -> None:
+        """Wait for what lets a slot be claimed for writing so many bytes.
 
         Raises:
             TimeoutError: The deadline has passed; the text names who has to read.
         """
         network = self._network
-        if network is None or network.flow.room_for_bytes(self._chunk_bytes):
-            await self._wait_for_slots(1, deadline)
+        if network is None or network.flow.room_for_bytes(nbytes):
+            await self._wait_for_ring(Need(1, self._ring.ring.large(nbytes)), deadline)
         else:
-            await self._wait_for_window(network, lambda: self._room_for_chunk(network), deadline)
+            await self._wait_for_window(network, lambda: self._room_for_bytes(network, nbytes), deadline)
 
-    async def _wait_for_slots(self, wanted: int, deadline: float | None) -> None:
+    async def _wait_for_ring(self, need: Need, deadline: float | None) -> None:
         gate, core, ring = self._gate, self._core, self._ring.ring
         poller, free = gate.poller, self._ring.free
         assert poller is not None
-        core.spin_for(wanted)
-        ring.want(wanted)
-        stall = self._stall_of_writing(wanted)
+        ring.want(*need)
+        stall = self._stall_of_writing(need)
         began = monotonic()
-        slowest = self._lag.slowest(began, self._ring.slowest, wanted)
+        slowest = self._lag.slowest(began, self._ring.slowest, need)
         try:
             if await poller.wait(
-                lambda: gate.refusal is not None or free(wanted),
+                lambda: gate.refusal is not None or free(*need),
                 core.seq,
                 core.published_ns,
                 deadline=deadline,
@@ -244,14 +296,12 @@ class Sender:
             ):
                 gate.new_turn()
         except TimeoutError:
-            what = "no slot became free" if wanted == 1 else f"{wanted} slots did not become free"
-            raise TimeoutError(f"{gate!r}: {what}: {self.laggards(wanted)}") from None
+            raise TimeoutError(f"{gate!r}: {self._why_late(need)}: {self.laggards(need)}") from None
         finally:
             stall.pause()
             if not gate.dismantled:
                 self._lag.waited(slowest, began, monotonic())
-                core.spin_for(1)
-                ring.want(1)
+                ring.want_nothing()
                 core.spin_ns = poller.inline_spin_ns
 
     async def _wait_for_window(
@@ -259,9 +309,9 @@ class Sender:
     ) -> None:
         """Wait until the remote readers have finished with enough."""
         gate = self._gate
-        stall = self._stall_of_writing(1)
+        stall = self._stall_of_writing(Need(1, ()))
         began = monotonic()
-        slowest = self._lag.slowest(began, network.slowest, 1)
+        slowest = self._lag.slowest(began, network.slowest, Need(1, ()))
         assert gate.loop is not None
         try:
             while gate.refusal is None and not look():
@@ -284,7 +334,7 @@ class Sender:
                 self._lag.waited(slowest, began, monotonic())
         gate.new_turn()
 
-    def _stall_of_writing(self, wanted: int) -> Stall:
+    def _stall_of_writing(self, wanted: Need) -> Stall:
         """Return what reports that the next message cannot be written; it goes on from an earlier call that gave up."""
         self.wanted = wanted
         if self._stall is not None and self._stalled_at == self._core.seq:
@@ -300,24 +350,22 @@ def _room_for(network: NetworkAudience, *messages: Encoded) -> bool:
     return room(*messages) or (network.evict_slow() and room(*messages))
 
 
-def _checked_size(message: Encoded, most: int) -> int:
+def _checked_size(most: int, message: Encoded) -> int:
     size = message_bytes(message)
     if size > most:
         raise MessageTooLarge(f"the message has {size} bytes, options.max_message_bytes allows {most}")
     return size
 
 
-def _filling(code: int, chunk_bytes: int, max_message_bytes: int) -> Callable[[Slot, Encoded, int], bool]:
+def _filling(code: int) -> Callable[[Slot, Encoded, int], bool]:
     """Return what fills slots for the core (see `WriterCore.bind_beside`), which knows nothing of the queue.
 
     Else the queue would be a part of a cycle, and one that is forgotten would stay until that is collected.
     """
 
     def fill(slot: Slot, message: Encoded, seq: int) -> bool:
-        if _checked_size(message, max_message_bytes) > chunk_bytes:
-            return False
         parts, buffers = parts_of(message)
-        write_body(slot.chunk, parts, buffers)
+        write_body(slot.body, parts, buffers)
         pack_header(slot.header, 0, INLINE, code, 0, len(buffers), seq, monotonic_ns(), sum(map(len, parts)))
         return True
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from aioshm.arguments import check_int
 from aioshm.codec import Codec, Encoded
 from aioshm.errors import AioshmError, PeerClosed, PeerDied, QueueFull
 from aioshm.process.limits import shortage
@@ -87,6 +88,8 @@ class WritingEnd:
             local_reader_ranks=ring.ranks,
             max_chunk_bytes=sizes.max_chunk_bytes,
             max_chunks=sizes.max_chunks,
+            slots=sizes.slots,
+            inline_bytes=sizes.inline_bytes,
             lifeline=ring.listener.address,
             segment=ring.segment_name,
             codec=self._codec.name,
@@ -212,9 +215,9 @@ class WritingEnd:
         if not core.passes():
             await self._prepare(deadline)
         messages = list(map(sender.encode, objs))
-        sender.check_sizes(messages)
-        parts = sender.parts(messages)
-        if core.passes() and len(parts) == 1 and sender.has_room(messages):
+        need = sender.need(messages)
+        parts = sender.parts(messages, need)
+        if core.passes() and len(parts) == 1 and sender.has_room(messages, need):
             sender.put_all(messages)
             return
         for part in parts:
@@ -225,26 +228,27 @@ class WritingEnd:
         self.gate.check_ready()
         message = self._sender.encode(obj)
         if self.gate.in_line or not self._sender.put(message):
-            raise QueueFull(f"{self.gate!r}: {self._sender.why_full()}")
+            raise QueueFull(f"{self.gate!r}: {self._sender.why_full(message)}")
 
     @asynccontextmanager
-    async def acquire_write(self, timeout: float | None) -> AsyncIterator[memoryview]:
-        """Give a chunk to the block to fill, as `aioshm.MessageQueue.acquire_write`."""
+    async def acquire_write(self, timeout: float | None, nbytes: int | None) -> AsyncIterator[memoryview]:
+        """Give room in the ring to the block to fill, as `aioshm.MessageQueue.acquire_write`."""
         deadline = deadline_after(timeout)
-        gate, sender = self.gate, self._sender
+        gate, sender, most = self.gate, self._sender, self.ring.ring.layout.max_chunk_bytes
+        nbytes = most if nbytes is None else check_int("nbytes", nbytes, minimum=0, maximum=most)
         await self._prepare(deadline)
         await gate.enter(deadline)
         try:
-            while (slot := sender.claim()) is None:
-                await sender.wait_for_chunk(deadline)
-            chunk = slot.chunk[:]
+            while (slot := sender.claim(nbytes)) is None:
+                await sender.wait_for_bytes(nbytes, deadline)
+            room = slot.body[:nbytes]
             gate.hold()
             try:
-                yield chunk
+                yield room
             finally:
-                chunk.release()
+                room.release()
             gate.check_usable()
-            sender.put_raw(slot)
+            sender.put_raw(slot, nbytes)
         finally:
             gate.leave()
 
@@ -258,15 +262,16 @@ class WritingEnd:
         gate.check_usable()
 
     async def _put_waiting(self, messages: list[Encoded], deadline: float | None) -> None:
-        """Send messages, at most as many as there are slots, in line and all at once."""
+        """Send messages, for which there can be room, in line and all at once."""
         if not messages:
             return
         gate, sender = self.gate, self._sender
+        need = sender.need(messages)
         await gate.enter(deadline)
         try:
             gate.check_usable()
-            while not sender.has_room(messages):
-                await sender.wait_for_room(messages, deadline)
+            while not sender.has_room(messages, need):
+                await sender.wait_for_room(messages, need, deadline)
                 gate.check_usable()
             sender.put_all(messages)
         finally:
@@ -306,6 +311,7 @@ class WritingEnd:
             rank=-1,
             messages=ring.ring.seq,
             max_chunks=ring.ring.layout.max_chunks,
+            slots=ring.ring.layout.slots,
             overflows=ring.overflows,
             backlog=max(audience.backlog() for audience in self._audiences),
             readers=self._alive(),

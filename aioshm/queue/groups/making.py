@@ -37,7 +37,7 @@ class GroupCall:
 
     Args:
         pg: The process group.
-        chunks: How large they are, in bytes, and how many.
+        sizes: The bytes of a chunk, how many chunks, and how many slots, None taking the default.
         connect_ip, codec, options: Of the queue.
         message: The type of its messages.
     """
@@ -45,7 +45,7 @@ class GroupCall:
     def __init__(
         self,
         pg: ProcessGroup | ObjectGroup,
-        chunks: tuple[int, int],
+        sizes: tuple[int, int, int | None],
         connect_ip: str | None,
         codec: str | Codec,
         options: Options | None,
@@ -53,7 +53,7 @@ class GroupCall:
     ) -> None:
         self._pg = pg
         self._group = as_group(pg)
-        self._chunks = chunks
+        self._sizes = sizes
         self._options = options
         self._codec = codec
         self._message = message
@@ -154,7 +154,7 @@ class GroupCall:
         self._check()
         self._end = end = writing_end(
             checked_ranks(len(local) + len(remote), len(local), local, remote),
-            self._chunks,
+            self._sizes,
             self._connect_ip,
             self._codec,
             self._options,

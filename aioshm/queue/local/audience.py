@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
 from aioshm.codec import Encoded
@@ -37,8 +37,7 @@ class RingAudience:
 
     Args:
         ranks: The local readers', in the order of the ring's flags.
-        chunk_bytes: Room for a message in the ring.
-        chunks: Messages that it holds.
+        sizes: The bytes of a chunk, how many chunks, and how many slots, None taking the default.
         options: The queue's.
 
     Attributes:
@@ -58,12 +57,15 @@ class RingAudience:
         OutOfDescriptors: None is left.
     """
 
-    def __init__(self, ranks: tuple[int, ...], chunk_bytes: int, chunks: int, options: Options) -> None:
+    def __init__(self, ranks: tuple[int, ...], sizes: tuple[int, int, int | None], options: Options) -> None:
         self.token: bytes = secrets.token_bytes(TOKEN_BYTES)
         self.secret: bytes = secrets.token_bytes(SECRET_BYTES)
+        chunk_bytes, chunks, slots = sizes
         self._chunk_bytes = chunk_bytes
         with naming_limits("a writer"):
-            self.buffer: ShmRingBuffer = ShmRingBuffer(len(ranks), chunk_bytes, chunks, backing=options.backing)
+            self.buffer: ShmRingBuffer = ShmRingBuffer(
+                len(ranks), chunk_bytes, chunks, backing=options.backing, slots=slots
+            )
             try:
                 self.queue_id: bytes = self.buffer.queue_id
                 self.listener: LifelineListener = LifelineListener(
@@ -163,30 +165,32 @@ class RingAudience:
         """Return, once, who of them has died."""
         return self.roster.take_death()
 
-    def laggards(self, slots: int = 1) -> list[str]:
-        """Name the readers that keep so many slots from being written."""
-        return self.roster.laggards(slots)
+    def laggards(self, slots: int = 1, large: Sequence[int] = ()) -> list[str]:
+        """Name the readers that keep so many messages from being written, as `RingWriter.laggards`."""
+        return self.roster.laggards(slots, large)
 
-    def slowest(self, slots: int = 1) -> list[int]:
-        """Return, by rank, which of them are furthest behind."""
-        return self.roster.slowest(slots)
+    def slowest(self, slots: int = 1, large: Sequence[int] = ()) -> list[int]:
+        """Return, by rank, which of those that keep so many messages from being written are furthest behind."""
+        return self.roster.slowest(slots, large)
 
     def lag_of(self, rank: int) -> tuple[str, int] | None:
         """Name a reader, and say how many messages it is behind; None if it is not there."""
         return self.roster.lag_of(rank)
 
-    def free(self, slots: int = 1) -> bool:
-        """Return whether so many of the next slots can be written; readers that copy are not waited for."""
-        return self.ring.free(slots) or (bool(self.roster.lenient) and self._make_room(slots))
+    def free(self, slots: int = 1, large: Sequence[int] = ()) -> bool:
+        """Return whether there is room for so many messages, as `RingWriter.free`; who copies is not waited for."""
+        return self.ring.free(slots, large) or (bool(self.roster.lenient) and self._make_room(slots, large))
 
-    def claim(self) -> Slot | None:
-        """Return the next slot for writing, or None while it has to be waited for."""
-        slot = self.ring.claim()
-        return self.ring.claim() if slot is None and self.roster.lenient and self._make_room(1) else slot
+    def claim(self, nbytes: int) -> Slot | None:
+        """Return the next slot for writing so many bytes, or None while there is no room."""
+        slot = self.ring.claim(nbytes)
+        if slot is not None or not self.roster.lenient or not self._make_room(1, self.ring.large(nbytes)):
+            return slot
+        return self.ring.claim(nbytes)
 
-    def _make_room(self, slots: int) -> bool:
-        self.roster.make_room(slots)
-        return self.ring.free(slots)
+    def _make_room(self, slots: int, large: Sequence[int]) -> bool:
+        self.roster.make_room(slots, large)
+        return self.ring.free(slots, large)
 
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""
@@ -205,20 +209,21 @@ class RingAudience:
     # Publishing
 
     def put(self, message: Encoded, size: int, code: int) -> bool:
-        """Publish a message, or return False if no slot is free. Has sent to all readers or to none.
+        """Publish a message, or return False if there is no room. Has sent to all readers or to none.
 
         Args:
             message: What a codec made of it.
-            size: Of its body; what fits a chunk as it is goes through the core instead.
+            size: Of its body; what fits the ring as it is goes through the core instead.
             code: The codec's.
         """
-        slot = self.claim()
+        fits = size <= self._chunk_bytes
+        slot = self.claim(size)
         if slot is None:
             return False
         parts, buffers = parts_of(message)
         kind = INLINE
-        if size <= self._chunk_bytes:
-            write_body(slot.chunk, parts, buffers)
+        if fits:
+            write_body(slot.body, parts, buffers)
         else:
             kind = OVERFLOW
             self.overflow.put(slot.header, parts, buffers, size)
@@ -227,9 +232,9 @@ class RingAudience:
         self._commit()
         return True
 
-    def put_raw(self, slot: Slot) -> None:
-        """Publish a claimed slot whose chunk has been filled."""
-        pack_header(slot.header, 0, RAW, 0, 0, 0, self.ring.seq, monotonic_ns(), self._chunk_bytes)
+    def put_raw(self, slot: Slot, nbytes: int) -> None:
+        """Publish a claimed slot of which so many bytes have been filled."""
+        pack_header(slot.header, 0, RAW, 0, 0, 0, self.ring.seq, monotonic_ns(), nbytes)
         self._commit()
 
     def _commit(self) -> None:

@@ -23,7 +23,7 @@ class Copied:
         kind: As in a slot's header.
         n_buffers: As there.
         size: As there.
-        body: What lay in the chunk, or the overflow segment.
+        body: What lay in the slot, the chunk, or the overflow segment.
     """
 
     def __init__(self, kind: int, n_buffers: int, size: int, body: memoryview) -> None:
@@ -159,10 +159,10 @@ class CopyingSlots:
             raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
         if kind == INLINE and code != self._codec.code:
             raise CodecError(f"message {seq} has codec {code}, the queue has {self._codec.code} ({self._codec.name!r})")
-        _, buffers = split_body(slot.chunk, n_buffers, size)
+        _, buffers = split_body(slot.body, n_buffers, size)
         nbytes = body_bytes(size, [len(buffer) for buffer in buffers])
-        with slot.chunk[:nbytes] as chunk:
-            return Copied(kind, n_buffers, size, memoryview(own_copy(chunk)))
+        with slot.body[:nbytes] as body:
+            return Copied(kind, n_buffers, size, memoryview(own_copy(body)))
 
 
 class CopiedBlock:

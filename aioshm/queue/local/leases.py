@@ -1,4 +1,4 @@
-"""Leased slots of one reader: what a message is seen through, and when its slot goes back to the writer.
+"""Leased chunks of one reader: what a message is seen through, and when its slot goes back to the writer.
 
 When a lease's block ends, the name after ``as`` usually still refers to the message, until the next round of the loop
 binds it anew. Making a copy for it each time would cost more than not leasing at all. So a large message that is still
@@ -21,7 +21,7 @@ VIEW_BYTES = 512 * 1024
 
 
 class Leases:
-    """Hands out views of slots, and gives the slots back.
+    """Hands out views of chunks, and gives their slots back.
 
     Args:
         fd: The segment's descriptor.
@@ -44,30 +44,35 @@ class Leases:
         self._core = core
         self._loop = loop
         self._writer_waits = writer_waits
-        self._kept: tuple[int, int] | None = None
+        self._kept: tuple[int, int, int] | None = None  # chunk, slot, bytes
         self._timer: asyncio.TimerHandle | None = None
 
-    def view(self, index: int, nbytes: int) -> memoryview:
-        """Return a read-only view of the beginning of a slot's chunk.
+    def view(self, chunk: int, nbytes: int) -> memoryview:
+        """Return a read-only view of the beginning of a chunk.
 
         Raises:
             SharedMemoryError: The process has too many mappings.
         """
-        return self._windows.view(index, nbytes)
+        return self._windows.view(chunk, nbytes)
 
-    def end(self, index: int, nbytes: int) -> None:
+    def end(self, chunk: int, index: int, nbytes: int) -> None:
         """Give the next message's slot back, or soon.
+
+        Args:
+            chunk: What it was seen in.
+            index: The slot.
+            nbytes: How much of the chunk was shown.
 
         Raises:
             SharedMemoryError: Views of it are still held and there is no memory for a copy; the slot is kept.
         """
         self.settle()
-        if self._respites and self._windows.held(index):
+        if self._respites and self._windows.held(chunk):
             self._core.skip()
-            self._kept = index, nbytes
+            self._kept = chunk, index, nbytes
             self._timer = self._loop.call_later(RESPITE_S, self.settle)
             return
-        self._windows.settle(index, nbytes)
+        self._windows.settle(chunk, nbytes)
         if self._core.release():
             self._writer_waits()
 
@@ -82,8 +87,8 @@ class Leases:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        index, nbytes = self._kept
-        self._windows.settle(index, nbytes)
+        chunk, index, nbytes = self._kept
+        self._windows.settle(chunk, nbytes)
         self._kept = None
         if self._core.give_back(index):
             self._writer_waits()

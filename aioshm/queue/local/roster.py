@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from aioshm.config import SLOW_READER, OnReaderDeath
 from aioshm.errors import AioshmError, HandleError, PeerDied
@@ -129,13 +129,13 @@ class Roster:
         """Return, once, who of them has died."""
         return self._died.pop(next(iter(self._died))) if self._died else None
 
-    def laggards(self, slots: int = 1) -> list[str]:
-        """Name the readers that keep so many slots from being written, with pid and process state."""
-        return list(self._described(self._ring.laggards(slots)))
+    def laggards(self, slots: int = 1, large: Sequence[int] = ()) -> list[str]:
+        """Name the readers that keep so many messages from being written, with pid and process state."""
+        return list(self._described(self._ring.laggards(slots, large)))
 
-    def slowest(self, slots: int = 1) -> list[int]:
-        """Return, by rank, which of them are furthest behind."""
-        read = {index: self._ring.messages_read(index) for index in self._ring.laggards(slots)}
+    def slowest(self, slots: int = 1, large: Sequence[int] = ()) -> list[int]:
+        """Return, by rank, which of those that keep so many messages from being written are furthest behind."""
+        read = {index: self._ring.messages_read(index) for index in self._ring.laggards(slots, large)}
         least = min(read.values(), default=0)
         return [self.ranks[index] for index, count in read.items() if count == least]
 
@@ -145,10 +145,11 @@ class Roster:
             return None
         return next(iter(self._described([index]))), self._ring.seq - self._ring.messages_read(index)
 
-    def make_room(self, slots: int) -> None:
-        """Let no reader that need not be waited for keep so many of the next slots from being written."""
+    def make_room(self, slots: int, large: Sequence[int]) -> None:
+        """Let no reader that need not be waited for keep so many messages from being written."""
+        blocker = self._ring.core.blocker(slots, large)
         for index, evicts in list(self.lenient.items()):
-            if not self._ring.pass_over(index, slots):
+            if not self._ring.pass_over(index, blocker):
                 continue
             behind = self._ring.seq - self._ring.messages_read(index)
             if evicts:

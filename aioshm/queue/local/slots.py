@@ -55,7 +55,7 @@ class SlotReader:
         self._waker = waker
         self._make_leases = make_leases
         self._leases: Leases | None = None
-        self._shown: tuple[int, int] | None = None  # slot and bytes of the message that a lease sees where it lies
+        self._shown: tuple[int, int, int] | None = None  # chunk, slot and bytes of what a lease sees where it lies
         self.overflows = 0
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
         self._core.bind_beside(self._decode_beside)
@@ -82,7 +82,7 @@ class SlotReader:
         kind, code, _, n_buffers, seq, at, size = unpack_header(slot.header)
         if kind != INLINE or code != self._codec.code or seq != self._core.seq:
             return ELSEWHERE
-        obj = self._decoded(slot.chunk, n_buffers, size)
+        obj = self._decoded(slot.body, n_buffers, size)
         self._core.published_ns = at
         return obj
 
@@ -95,10 +95,8 @@ class SlotReader:
             if elsewhere:
                 body = self.overflow_body(slot)
                 return ELSEWHERE if body is None else self._decoded(body, n_buffers, size)
-            self.check_inline(slot)
-            if kind == RAW:
-                return bytearray(slot.chunk[:size])
-            return self._decoded(slot.chunk, n_buffers, size)
+            room = self.inline_body(slot)
+            return bytearray(room[:size]) if kind == RAW else self._decoded(room, n_buffers, size)
         except CorruptSlot:
             elsewhere = False
             raise
@@ -148,11 +146,11 @@ class SlotReader:
             self.overflows += 1
         return body
 
-    def check_inline(self, slot: Slot) -> None:
-        """Raise unless the slot holds a whole message of this queue's codec, or one without.
+    def inline_body(self, slot: Slot) -> memoryview:
+        """Return the body of a message that is in the ring, and what room is behind it.
 
         Raises:
-            CorruptSlot, CodecError: It does not.
+            CorruptSlot, CodecError: The slot holds no whole message of this queue's codec, nor one without.
         """
         kind, code, _, _, seq, _, size = unpack_header(slot.header)
         if seq != self.seq:
@@ -161,8 +159,10 @@ class SlotReader:
             raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
         if kind == INLINE and code != self._codec.code:
             raise CodecError(f"message {seq} has codec {code}, the queue has {self._codec.code} ({self._codec.name!r})")
-        if size > len(slot.chunk):
-            raise CodecError(f"damaged message: {size} bytes announced, {len(slot.chunk)} there")
+        body = slot.body
+        if size > len(body):
+            raise CodecError(f"damaged message: {size} bytes announced, {len(body)} there")
+        return body
 
     def _decoded(self, body: memoryview, n_buffers: int, size: int) -> Any:
         main, buffers = split_body(body, n_buffers, size)
@@ -194,7 +194,7 @@ class SlotReader:
         kind, code, _, n_buffers, seq, at, size = unpack_header(slot.header)
         if kind != INLINE or code != self._codec.code or seq != self._core.seq:
             return ELSEWHERE
-        main, buffers = split_body(slot.chunk, n_buffers, size)
+        main, buffers = split_body(slot.body, n_buffers, size)
         if size + (len(buffers[0]) if n_buffers == 1 else sum(map(len, buffers))) >= VIEW_BYTES:
             obj = self._show(slot, kind, main, buffers)
         else:
@@ -208,26 +208,26 @@ class SlotReader:
         Raises:
             CorruptSlot, CodecError: It is no whole message of this queue.
         """
-        self.check_inline(slot)
+        body = self.inline_body(slot)
         kind, _, _, n_buffers, _, at, size = unpack_header(slot.header)
         self._core.published_ns = at
-        return self._show(slot, kind, *split_body(slot.chunk, n_buffers, size))
+        return self._show(slot, kind, *split_body(body, n_buffers, size))
 
     def _show(self, slot: Slot, kind: int, main: memoryview, buffers: list[memoryview]) -> Any:
-        size = len(main)
-        if size + sum(map(len, buffers)) >= VIEW_BYTES:
+        size, chunk = len(main), slot.chunk
+        if chunk is not None and size + sum(map(len, buffers)) >= VIEW_BYTES:
             nbytes = body_bytes(size, [len(part) for part in buffers])
             with suppress(SharedMemoryError):  # no mapping is left
-                obj = self.seen(self._window(slot.index, nbytes).toreadonly(), kind, len(buffers), size)
-                self._shown = slot.index, nbytes
+                obj = self.seen(self._window(chunk, nbytes).toreadonly(), kind, len(buffers), size)
+                self._shown = chunk, slot.index, nbytes
                 self._core.shown = True
                 return obj
         return bytearray(main) if kind == RAW else self._codec.decode(main, buffers)
 
-    def _window(self, index: int, nbytes: int) -> memoryview:
+    def _window(self, chunk: int, nbytes: int) -> memoryview:
         if self._leases is None:
             self._leases = self._make_leases()
-        return self._leases.view(index, nbytes)
+        return self._leases.view(chunk, nbytes)
 
     def end_shown(self) -> None:
         """Give a leased slot back, or soon.
@@ -271,7 +271,7 @@ class SlotReader:
             self._waker.slot_is_free()
 
     def release_overflow(self, published_ns: int) -> None:
-        """Give the next message's slot back, and with it the body that did not fit its chunk."""
+        """Give the next message's slot back, and with it the body that did not fit a chunk."""
         self._overflow.finished()
         self.release(published_ns)
 
@@ -288,9 +288,11 @@ class RawBlock:
 
     def open(self) -> memoryview:
         kind, _, _, n_buffers, seq, self._at, size = unpack_header(self._slot.header)
-        body = self._slot.chunk if self._body is None else self._body
-        if (self._body is None and kind not in (INLINE, RAW)) or seq != self._slots.seq or size > len(body):
+        if (self._body is None and kind not in (INLINE, RAW)) or seq != self._slots.seq:
             raise CorruptSlot(seq, self._slots.seq)
+        body = self._slot.body if self._body is None else self._body
+        if size > len(body):
+            raise CorruptSlot(seq, seq)
         self._view = body[: len(body) if n_buffers else size].toreadonly()
         return self._view
 
@@ -327,7 +329,7 @@ class OverflowBlock:
 
 
 class LeasedSlot:
-    """A leased message in its slot."""
+    """A leased message in the ring: seen in its chunk, or, where that costs more than a copy, in memory of its own."""
 
     def __init__(self, slots: SlotReader, slot: Slot) -> None:
         self._slots = slots

@@ -270,6 +270,7 @@ class RingSource:
             rank=self._rank,
             messages=self.progress,
             max_chunks=0 if ring is None else ring.layout.max_chunks,
+            slots=0 if ring is None else ring.layout.slots,
             overflows=0 if ring is None else self._slots.overflows,
             backlog=0 if ring is None else ring.messages_written() - self.progress,
             readers=0,

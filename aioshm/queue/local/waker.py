@@ -12,7 +12,8 @@ from aioshm.ring import RingReader
 class WriterWaker:
     """Wakes the writer, but not for each slot: it would fill that one and go to sleep again.
 
-    Within one turn of the loop it is woken once, or when half of the ring has become free.
+    Within one turn of the loop it is woken once, or when half of what lies between the message that it waits for and
+    the latest has become free: half of the ring, or half of the chunks of one size.
 
     Args:
         gate: The end's.
@@ -30,7 +31,6 @@ class WriterWaker:
         self._ring = ring
         self._lifeline = lifeline
         self._loop = loop
-        self._half = ring.layout.max_chunks // 2
         self.pending: bool = False
         self.due: int = 0
 
@@ -38,7 +38,7 @@ class WriterWaker:
         """Wake the writer now or soon: it is parked, and a slot went back to it."""
         seq = self._ring.core.seq
         if not self.pending:
-            self.due = seq - 1 + self._half
+            self.due = seq - 1 + self._ring.messages_wanted() // 2
             self._loop.call_soon(self.wake)
             self.pending = True  # last: a signal's handler may interrupt this
         if seq >= self.due:

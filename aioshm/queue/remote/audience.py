@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -127,11 +127,11 @@ class NetworkAudience:
         """Return, once, who of them has died."""
         return self.peers.take_death()
 
-    def laggards(self, _slots: int = 1) -> list[str]:
+    def laggards(self) -> list[str]:
         """Name the readers that the window waits for."""
         return [str(self.peers.of_rank(rank)) for rank in self.flow.window.laggards()]
 
-    def slowest(self, _slots: int = 1) -> list[int]:
+    def slowest(self, _slots: int = 1, _large: Sequence[int] = ()) -> list[int]:
         """Return, by rank, which of them are furthest behind."""
         return self.flow.window.laggards()
 

@@ -219,6 +219,7 @@ class NetworkSource:
             rank=self._rank,
             messages=window.taken,
             max_chunks=0,
+            slots=0,
             overflows=0,
             backlog=window.next - window.taken,
             readers=0,

@@ -24,6 +24,7 @@ from aioshm.engine.compat.vllm_plugin import SIGNATURES, differences
 
 LOCALHOST = "127.0.0.1"
 WITHIN_S = 30.0
+FILLS = bytes(60_000)  # a chunk, and so a ring that has only one
 
 
 class Thread(threading.Thread):
@@ -176,10 +177,10 @@ class TestTimeouts:
     @pytest.mark.parametrize("timeout", [-1.0, 0, 0.01])
     def test_no_slot_becomes_free(self, timeout: float) -> None:
         with attached(max_chunks=1) as (writer, [reader]):
-            writer.enqueue(1, timeout)
+            writer.enqueue(FILLS, timeout)
             with pytest.raises(TimeoutError):
-                writer.enqueue(2, timeout)
-            assert reader.dequeue() == 1
+                writer.enqueue(FILLS, timeout)
+            assert reader.dequeue() == FILLS
 
 
 class TestShutdown:
@@ -194,8 +195,8 @@ class TestShutdown:
 
     def test_it_cancels_a_waiting_writer(self) -> None:
         with attached(max_chunks=1) as (writer, _):
-            writer.enqueue(1)
-            thread = Thread(writer.enqueue, 2)
+            writer.enqueue(FILLS)
+            thread = Thread(writer.enqueue, FILLS)
             eventually(waits(writer), "parking")
             writer.shutdown()
             with pytest.raises(RuntimeError, match=r"^cancelled$"):
@@ -461,5 +462,5 @@ class TestProcesses:
         with pytest.raises(PeerDied, match=str(process.pid)):
             waiting.result()
         with pytest.raises(PeerDied, match=str(process.pid)):
-            for _ in range(20):
+            for _ in range(10_000):  # more than the ring holds
                 requests.enqueue("anybody?", WITHIN_S)

@@ -1,0 +1,220 @@
+"""Messages of every size in one ring: backpressure from its chunks, raw room of any length, the memory it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pairs import attached
+from remotes import ready_ends
+
+from aioshm import MessageQueue, QueueFull, blocking
+
+LARGE = b"L" * 3000
+FULL: dict[str, Any] = {"codec": "raw", "chunk": 4096, "chunks": 2, "slots": 64}
+
+
+async def parked(writer: MessageQueue) -> None:
+    before = writer.stats().parks
+    while writer.stats().parks == before:
+        await asyncio.sleep(0)
+
+
+class TestBackpressure:
+    async def test_of_chunks_names_who_holds_them(self) -> None:
+        async with attached(2, **FULL) as (writer, (quick, slow)):
+            for message in (b"small", LARGE, LARGE):
+                await writer.enqueue(message)
+                assert await quick.dequeue(5) == message
+            with pytest.raises(QueueFull, match=r"no chunk is free: rank 1 \(pid \d+, \w+\)$"):
+                writer.enqueue_nowait(LARGE)
+            with pytest.raises(TimeoutError, match=r"no chunk became free: rank 1 \(pid \d+, \w+\)$"):
+                await writer.enqueue(LARGE, 0.02)
+            with pytest.raises(TimeoutError, match="no chunk became free: rank 1"):
+                async with writer.acquire_write(0.02, nbytes=3000):
+                    pytest.fail("there is none")
+            await writer.enqueue(b"small ones need none")
+            assert [await slow.dequeue(5) for _ in range(2)] == [b"small", LARGE]
+            writer.enqueue_nowait(LARGE)
+            assert [await slow.dequeue(5) for _ in range(3)] == [LARGE, b"small ones need none", LARGE]
+
+    @pytest.mark.parametrize("chunk", [64, 4096])
+    async def test_bounds_what_lies_beside_the_ring_too(self, chunk: int) -> None:
+        async with attached(1, **{**FULL, "chunk": chunk}) as (writer, (reader,)):
+            huge = bytes(9000)
+            for _ in range(2):
+                writer.enqueue_nowait(huge)
+            with pytest.raises(QueueFull, match="no chunk is free: rank 0"):
+                writer.enqueue_nowait(huge)
+            writer.enqueue_nowait(b"small")
+            for message in (huge, huge, b"small"):
+                assert await reader.dequeue(5) == message
+            await writer.enqueue(huge, 5)
+            assert writer.stats().overflows == 3
+
+    async def test_of_slots_is_told_as_that(self) -> None:
+        async with attached(1, codec="raw", chunk=4096, chunks=2, slots=2) as (writer, _):
+            writer.enqueue_nowait(b"1")
+            writer.enqueue_nowait(b"2")
+            for message in (b"3", LARGE):
+                with pytest.raises(QueueFull, match="no slot is free: rank 0"):
+                    writer.enqueue_nowait(message)
+
+    @pytest.mark.parametrize("wait", ["park", "adaptive", "spin"])
+    async def test_ends_when_the_chunk_comes_back(self, wait: str) -> None:
+        async with attached(2, **FULL, wait=wait) as (writer, readers):
+            await writer.enqueue_many([b"small"] * 9)
+            sending = asyncio.ensure_future(writer.enqueue_many([b"%d" % number * 2000 for number in range(10)]))
+            for reader in readers:
+                assert await reader.dequeue_many(9, 5) == [b"small"] * 9
+            for number in range(10):
+                for reader in readers:
+                    assert await reader.dequeue(5) == b"%d" % number * 2000
+            await asyncio.wait_for(sending, 5)
+
+    async def test_the_writer_is_woken_for_the_chunk_and_not_for_a_slot(self) -> None:
+        async with attached(1, **FULL, wait="park") as (writer, (reader,)):
+            await writer.enqueue_many([b"small"] * 5 + [LARGE, LARGE])
+            sending = asyncio.ensure_future(writer.enqueue(LARGE))
+            await parked(writer)
+            assert await reader.dequeue_many(5, 5) == [b"small"] * 5
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not sending.done(), "slots there were enough of"
+            assert await reader.dequeue(5) == LARGE
+            await asyncio.wait_for(sending, 5)
+
+    async def test_a_batch_goes_in_parts_for_which_there_are_chunks(self) -> None:
+        async with attached(1, **FULL) as (writer, (reader,)):
+            with pytest.raises(TimeoutError, match="2 chunks did not become free: rank 0"):
+                await writer.enqueue_many([b"1", LARGE, b"2", LARGE, b"3", LARGE, b"4", LARGE], 0.02)
+            assert writer.stats().messages == 5
+            assert await reader.dequeue_many(9, 5) == [b"1", LARGE, b"2", LARGE, b"3"]
+
+    async def test_a_batch_is_sent_whole_or_not_at_all(self) -> None:
+        async with attached(1, **FULL) as (writer, (reader,)):
+            await writer.enqueue(LARGE)
+            with pytest.raises(TimeoutError, match="2 chunks did not become free"):
+                await writer.enqueue_many([b"1", LARGE, LARGE], 0.02)
+            assert writer.stats().messages == 1
+            assert await reader.dequeue(5) == LARGE
+            await writer.enqueue_many([b"1", LARGE, LARGE])
+            assert await reader.dequeue_many(9, 5) == [b"1", LARGE, LARGE]
+
+    async def test_a_reader_that_leaves_gives_its_chunks_back(self) -> None:
+        async with attached(2, **FULL) as (writer, (stays, leaves)):
+            for _ in range(2):
+                await writer.enqueue(LARGE)
+                assert await stays.dequeue(5) == LARGE
+            sending = asyncio.ensure_future(writer.enqueue(LARGE))
+            await leaves.aclose()
+            await asyncio.wait_for(sending, 5)
+            for _ in range(9):
+                assert await stays.dequeue(5) == LARGE
+                await writer.enqueue(LARGE)
+
+    async def test_together_with_remote_readers(self) -> None:
+        async with ready_ends(1, 1, **FULL) as (writer, readers):
+            messages = [bytes([number]) * size for number, size in zip(range(60), itertools.cycle((9, 3000, 9000)))]
+            sending = asyncio.ensure_future(writer.enqueue_many(messages))
+            for message in messages:
+                for reader in readers:
+                    assert await reader.dequeue(10) == message
+            await asyncio.wait_for(sending, 5)
+
+    async def test_what_is_only_counted_needs_no_chunk(self) -> None:
+        async with ready_ends(0, 1, **FULL) as (writer, (reader,)):
+            await writer.enqueue_many([LARGE] * 20)
+            for _ in range(20):
+                assert await reader.dequeue(10) == LARGE
+
+
+class TestRaw:
+    @pytest.mark.parametrize("nbytes", [0, 1, 960, 961, 4608, 5000, 73_728, 80_000, 1 << 20, None])
+    @pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 1)], ids=["local", "both"])
+    async def test_readers_see_as_many_bytes_as_were_asked_for(
+        self, n_local: int, n_remote: int, nbytes: int | None
+    ) -> None:
+        size = 1 << 20 if nbytes is None else nbytes
+        async with ready_ends(n_local, n_remote, chunk=1 << 20, chunks=2) as (writer, readers):
+            for number in range(3):
+                async with writer.acquire_write(nbytes=nbytes) as room:
+                    assert (len(room), room.readonly) == (size, False)
+                    room[:] = bytes([number]) * size
+                for reader in readers:
+                    if number == 1:
+                        async with reader.acquire_read(5) as seen:
+                            assert seen == bytes([number]) * size
+                    else:
+                        assert await reader.dequeue(5) == bytes([number]) * size
+
+    @pytest.mark.parametrize(
+        ("nbytes", "error"),
+        [(-1, ValueError), (4097, ValueError), (1.0, TypeError), ("1", TypeError), (True, TypeError)],
+    )
+    async def test_garbage(self, nbytes: Any, error: type[Exception]) -> None:
+        async with attached(1) as (writer, _):
+            with pytest.raises(error, match=f"nbytes must be .* not {nbytes!r}"):
+                async with writer.acquire_write(nbytes=nbytes):
+                    pytest.fail("nothing of that size can be had")
+            async with writer.acquire_write(nbytes=4096):
+                pass
+            assert writer.stats().messages == 1
+
+    async def test_a_block_that_raises_loses_no_chunk(self) -> None:
+        async with attached(1, **FULL) as (writer, (reader,)):
+            for _ in range(5):
+                with pytest.raises(KeyError):
+                    async with writer.acquire_write(nbytes=3000):
+                        raise KeyError
+            for _ in range(2):
+                await writer.enqueue(LARGE)
+            assert [await reader.dequeue(5) for _ in range(2)] == [LARGE] * 2
+
+    def test_on_the_blocking_face(self) -> None:
+        with blocking.MessageQueue(0, 0, max_chunk_bytes=4096, max_chunks=2) as writer:
+            with writer.acquire_write(nbytes=3000) as room:
+                assert len(room) == 3000
+            assert writer.stats().messages == 1
+
+
+def resident(name: str) -> list[int]:
+    """Return how many bytes of each mapping of a memfd are in memory, its parts taken together."""
+    sizes: dict[str, int] = {}
+    at = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"[0-9a-f]+-[0-9a-f]+ .* (\d+) +(/.*)?$", line):
+            at = match[1] if name in (match[2] or "") else ""
+        elif at and line.startswith("Rss:"):
+            sizes[at] = sizes.get(at, 0) + int(line.split()[1]) * 1024
+    return list(sizes.values())
+
+
+async def test_small_messages_take_little_memory() -> None:
+    async with MessageQueue(1, 1, codec="raw") as writer:
+        async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+            for _ in range(200):
+                await writer.enqueue_many([b"small"] * 64)
+                while reader.stats().messages < writer.stats().messages:
+                    await reader.dequeue_many(64, 5)
+            assert writer.stats().messages > 2 * writer.stats().slots
+            [both_ends] = resident("/memfd:aioshm")
+            assert both_ends < 2 * (6 << 20)
+
+
+async def test_the_default_ring_has_many_messages_of_every_size_on_the_way() -> None:
+    async with MessageQueue(1, 1, codec="raw") as writer:
+        async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+            for size, amount in ((64, 1000), (4096, 200), (65536, 12), (1 << 20, 10)):
+                for _ in range(amount):
+                    writer.enqueue_nowait(bytes(size))
+                for _ in range(amount):
+                    assert len(await reader.dequeue(5)) == size
+            assert writer.stats().overflows == 0
+            assert (writer.stats().max_chunks, reader.stats().slots) == (10, writer.stats().slots)

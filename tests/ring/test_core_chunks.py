@@ -1,0 +1,232 @@
+"""The pool: what takes a chunk and which, when it goes back, what damage does. One class for every kind of core."""
+
+from __future__ import annotations
+
+import random
+import struct
+import threading
+from typing import Any
+
+import pytest
+from pairs_of_cores import PLAIN, NewPair, Pair
+from support import eventually
+
+from aioshm.ring import layout as at
+
+LARGE = b"L" * 17  # does not fit a slot of 16 bytes
+
+pytestmark = pytest.mark.parametrize("inline_bytes", [16], indirect=True)
+
+
+def chunk_of(pair: Pair, number: int) -> int | None:
+    """Return the chunk that a message is in."""
+    return pair.slots[number % len(pair.slots)].chunk
+
+
+def put_and_take(pair: Pair, message: bytes) -> int | None:
+    """Pass a message to every reader; return its chunk."""
+    number = pair.writer.seq
+    assert pair.writer.put(message)
+    for reader in pair.readers:
+        assert reader.take() == message
+    return chunk_of(pair, number)
+
+
+class TestTaking:
+    @pytest.mark.parametrize(("size", "chunk"), [(0, None), (16, None), (17, 0), (100, 0)])
+    def test_what_does_not_fit_a_slot(self, new_pair: NewPair, size: int, chunk: int | None) -> None:
+        assert put_and_take(new_pair(), b"m" * size) == chunk
+
+    def test_the_one_that_became_free_last(self, new_pair: NewPair) -> None:
+        pair = new_pair(2, 8)
+        assert {put_and_take(pair, LARGE) for _ in range(30)} == {0}
+        for _ in range(3):
+            pair.writer.put(LARGE)
+        assert [chunk_of(pair, number) for number in (30, 31, 32)] == [0, 1, 2]
+        for _ in range(2):
+            for reader in pair.readers:
+                reader.take()
+        pair.writer.put(LARGE)
+        assert chunk_of(pair, 33) == 1, "of 0 and 1, which were read"
+
+    def test_of_the_smallest_size_with_room(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 2, 1 << 20, slots=8)
+        assert [pool.first for pool in pair.ring.layout.pools] == [0, 2, 10]
+        assert [put_and_take(pair, b"m" * size) for size in (16, 17, 4608, 4609, 65536)] == [None, 10, 10, 2, 2]
+        for size, chunk in ((72 << 10, 2), ((72 << 10) + 1, 0), (1 << 20, 1)):
+            assert pair.writer.put(b"m" * size)
+            assert chunk_of(pair, pair.writer.seq - 1) == chunk
+
+    def test_claiming(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        for nbytes, room in ((0, 16), (16, 16), (17, 100), (100, 100)):
+            slot = pair.writer.claim(nbytes)
+            assert len(slot.body) == room
+        for nbytes in (101, 1 << 40, (1 << 64) - 2):
+            slot = pair.writer.claim(nbytes)
+            assert slot.chunk is not None, "what is larger takes one, too, although it lies elsewhere"
+        with pytest.raises(OverflowError):
+            pair.writer.claim(-1)
+        for bad in ("1", None):
+            with pytest.raises(TypeError):
+                pair.writer.claim(bad)
+
+    def test_an_abandoned_claim_loses_none(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        for _ in range(20):
+            assert pair.writer.claim(50).chunk == 0
+        assert pair.writer.put(b"small")
+        assert pair.reader.take() == b"small"
+        for _ in range(3):
+            assert pair.writer.put(LARGE)
+        assert sorted(chunk_of(pair, number) for number in (1, 2, 3)) == [0, 1, 2]  # type: ignore[type-var]
+
+    def test_looking_for_room_during_a_claim(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 2, slots=4)
+        pair.writer.put(LARGE)
+        slot = pair.writer.claim(50)
+        pair.reader.take()
+        assert pair.writer.free(1, [50, 50])
+        slot.body[:50] = b"c" * 50
+        slot.header[:32] = struct.pack("<4Q", PLAIN, 1, 1, 50)
+        pair.writer.commit()
+        assert pair.reader.take() == b"c" * 50
+        assert pair.writer.free(1, [50, 50])
+        assert [put_and_take(pair, LARGE) is not None for _ in range(9)] == [True] * 9
+
+
+class TestRoom:
+    def test_there_is_none_until_all_have_read(self, new_pair: NewPair) -> None:
+        pair = new_pair(2, 2, slots=8)
+        pair.writer.put(b"small")
+        pair.writer.put_many([LARGE, LARGE], 0)
+        assert pair.writer.put(LARGE) is False
+        assert pair.writer.claim(17) is None
+        assert (pair.writer.free(1, [17]), pair.writer.blocker(1, [17])) == (False, 1)
+        assert pair.writer.put(b"small"), "these need none"
+        assert pair.readers[0].take_many(9) == [b"small", LARGE, LARGE, b"small"]
+        assert pair.writer.put(LARGE) is False
+        assert pair.readers[1].take_many(2) == [b"small", LARGE]
+        assert (pair.writer.free(1, [17]), pair.writer.blocker(1, [17])) == (True, -1)
+        assert (pair.writer.free(2, [17, 17]), pair.writer.blocker(2, [17, 17])) == (False, 2)
+        assert pair.writer.put(LARGE) is True
+
+    def test_a_batch_ends_where_there_is_none(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 2, slots=8)
+        assert pair.writer.put_many([b"a", LARGE, b"b", LARGE, LARGE, b"c"], 0) == 4
+        assert pair.reader.take_many(9) == [b"a", LARGE, b"b", LARGE]
+
+    def test_slots_or_chunks_whichever_comes_last(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 2, slots=4)
+        pair.writer.put_many([LARGE, b"1", b"2", LARGE], 0)
+        assert pair.writer.blocker() == 0
+        assert pair.writer.blocker(2, [17]) == 1
+        assert pair.writer.blocker(2, [17, 17]) == 3
+
+    @pytest.mark.parametrize(
+        ("arguments", "error"),
+        [
+            ((3, [17] * 3), ValueError),
+            ((3, [101] * 3), ValueError),
+            ((1, [-1]), OverflowError),
+            ((1, ["1"]), TypeError),
+            ((1, 5), TypeError),
+            ((1, None), TypeError),
+            ((1, [], 1), TypeError),
+        ],
+    )
+    def test_garbage(self, new_pair: NewPair, arguments: Any, error: Any) -> None:
+        pair = new_pair(1, 2, slots=8)
+        for call in (pair.writer.free, pair.writer.blocker, pair.writer.spin_for):
+            with pytest.raises(error):
+                call(*arguments)
+
+    def test_eviction_gives_them_back(self, new_pair: NewPair) -> None:
+        pair = new_pair(2, 2, slots=8)
+        pair.writer.put_many([LARGE, LARGE], 0)
+        assert pair.readers[0].take_many(2) == [LARGE, LARGE]
+        assert not pair.writer.free(1, [17])
+        pair.writer.evict(1)
+        assert pair.writer.free(2, [17, 17])
+        for _ in range(9):
+            assert pair.writer.put(LARGE)
+            assert pair.readers[0].take() == LARGE
+
+    def test_more_laps_than_slots(self, new_pair: NewPair) -> None:
+        pair, chance = new_pair(2, 3, slots=5), random.Random(3)
+        for number in range(500):
+            message = b"%d" % number + bytes(chance.choice([0, 10, 40, 90]))
+            put_and_take(pair, message)
+        assert pair.writer.free(3, [100] * 3), "none was lost"
+
+    def test_spinning_for_one(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 1, slots=8)
+        pair.writer.put(LARGE)
+        pair.writer.spin_ns = 1000
+        assert pair.writer.put(LARGE) is False
+        assert pair.writer.spins == 1
+        pair.writer.spin_ns = 60_000_000_000
+        sent: list[object] = []
+
+        def send() -> None:
+            pair.writer.belong(None)
+            sent.append(pair.writer.send(LARGE))
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        eventually(lambda: pair.writer.spins == 2, "the spin")
+        assert pair.reader.take() == LARGE
+        thread.join(60)
+        assert (sent, pair.writer.hits) == ([None], 1)
+        pair.reader.take()
+        pair.writer.put(b"small")
+        assert pair.writer.spin(1000) is True, "for a slot again"
+
+    def test_of_a_ring_that_nobody_reads(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 1, slots=3)
+        pair.writer.evict(0)
+        for _ in range(9):
+            assert pair.writer.put(LARGE)
+
+
+class TestDamage:
+    @pytest.mark.parametrize("word", [2, 3, 4, 5, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1])
+    def test_a_header_that_names_another_chunk(self, new_pair: NewPair, word: int) -> None:
+        pair = new_pair()
+        pair.writer.put(LARGE)
+        struct.pack_into("<Q", pair.slots[0].header, at.CHUNK, word)
+        assert pair.reader.take() is pair.cores.module.ELSEWHERE
+        assert pair.reader.take_many(1) == []
+
+    @pytest.mark.parametrize("size", [101, 1 << 16, 1 << 63, (1 << 64) - 1])
+    def test_a_size_beyond_the_chunk(self, new_pair: NewPair, size: int) -> None:
+        pair = new_pair()
+        pair.writer.put(LARGE)
+        struct.pack_into("<Q", pair.slots[0].header, 24, size)
+        assert pair.reader.take() is pair.cores.module.ELSEWHERE
+
+    def test_a_size_beyond_the_slot(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.put(b"small")
+        struct.pack_into("<Q", pair.slots[0].header, 24, 17)
+        assert pair.reader.take() is pair.cores.module.ELSEWHERE
+
+    def test_a_chunk_that_has_another_message_by_now(self, new_pair: NewPair) -> None:
+        pair = new_pair(2, 1, slots=4)
+        pair.writer.put(LARGE)
+        pair.slots[0].flags[1] = 1  # as a reader that scribbles on the flags of another one
+        assert pair.readers[1].take() == LARGE
+        assert pair.writer.put(LARGE.lower())
+        pair.slots[0].flags[1] = 0
+        assert pair.readers[0].take() is pair.cores.module.ELSEWHERE, "not the wrong message"
+
+    def test_headers_say_nothing_to_the_writer(self, new_pair: NewPair) -> None:
+        pair, chance = new_pair(1, 3, slots=3), random.Random(5)
+        for number in range(300):
+            message = b"%03d" % number * 20
+            assert pair.writer.put(message)
+            for _ in range(8):  # of the next slots, and of chunks that no message is in
+                slot = pair.slots[(number + 1 + chance.randrange(2)) % 3]
+                slot.header[chance.randrange(64)] = chance.randrange(256)
+            assert pair.reader.take() == message
+        assert pair.writer.free(3, [100] * 3)
