@@ -420,6 +420,8 @@ class WriterCore(_Core):
         if self._beside is None or self._measure is None:
             return False
         nbytes = self._measure(message)
+        if nbytes < 0:
+            raise OverflowError("no message has fewer than 0 bytes")
         self._check_unused()
         if nbytes > self._room or not (self._claim(nbytes) or (self._spin_for_room(nbytes) and self._claim(nbytes))):
             return False
