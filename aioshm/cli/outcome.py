@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -37,8 +38,8 @@ def run_interruptibly(work: Coroutine[Any, Any, T], loop: str = "asyncio") -> T:
         CommandFailed: It was interrupted; the exit code is the one that shells give to that signal.
     """
     try:
-        with asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
-            return runner.run(_until_interrupted(work))
+        with _Signals() as signals, asyncio.Runner(loop_factory=loop_factory(loop)) as runner:
+            return runner.run(signals.heeded_by(work))
     finally:
         work.close()  # a signal may have come before it began
 
@@ -58,25 +59,42 @@ def interrupted(signum: int = signal.SIGINT) -> CommandFailed:
     return CommandFailed("interrupted" if signum == signal.SIGINT else "terminated", 128 + signum)
 
 
-async def _until_interrupted(work: Coroutine[Any, Any, T]) -> T:
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(work)
-    caught: list[int] = []
+class _Signals:
+    """SIGINT and SIGTERM, which are noted and cancel what heeds them; a context manager.
 
-    def interrupt(signum: int) -> None:
-        caught.append(signum)
-        if len(caught) == 1:  # a second Ctrl-C must not interrupt the cleaning up
+    Their own handlers would raise where a loop is half made or half closed. Those of a loop would be called too late:
+    what fails because a signal has reached another process of the group, too, is an interruption.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[int] = []
+        self._cancel: Callable[[], object] | None = None
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._noted.append(number)
+        if self._cancel is not None and len(self._noted) == 1:  # a second Ctrl-C must not interrupt the cleaning up
+            self._cancel()
+
+    async def heeded_by(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` until it ends or a signal comes; one may have come before."""
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(work)
+        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        if self._noted:
             task.cancel()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for signum in signals:
-        loop.add_signal_handler(signum, interrupt, signum)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not caught:
-            raise
-        raise interrupted(caught[0]) from None
-    finally:
-        for signum in signals:
-            loop.remove_signal_handler(signum)
+        try:
+            return await task
+        except (asyncio.CancelledError, Exception) as error:
+            if not self._noted:
+                raise
+            raise interrupted(self._noted[0]) from error
+        finally:
+            self._cancel = None

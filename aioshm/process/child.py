@@ -19,7 +19,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
 from typing import Any
@@ -113,8 +113,9 @@ class _Popen(popen_spawn_posix.Popen):
             try:
                 theirs.close()
                 self.sentinel = self._exact_sentinel(ours, ended_in)
-                with open(orders_in, "wb", closefd=False) as stream:
-                    stream.write(message)
+                with suppress(BrokenPipeError):  # if it has ended before it has read that, its exit code says why
+                    while message:
+                        message = message[os.write(orders_in, message) :]
             except BaseException:
                 self._process.kill()
                 self._process.wait()

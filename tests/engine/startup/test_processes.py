@@ -434,6 +434,16 @@ class TestChild:
         process.release()
         assert (process.exitcode, process.is_alive()) == (5, False)
 
+    def test_one_that_ends_before_it_has_read_its_orders(
+        self, monkeypatch: pytest.MonkeyPatch, nothing_kept: None
+    ) -> None:
+        monkeypatch.setattr("aioshm.process.child._command", lambda **_: [sys.executable, "-Sc", "raise SystemExit(4)"])
+        process = Child(targets.exit_with, "one", kwargs={"code": 0, "more": bytes(1 << 20)})  # than a pipe holds
+        process.start()
+        process.join(20)
+        assert process.exitcode == 4
+        process.release()
+
     def test_managers_of_other_kinds(self) -> None:
         jobs = [Job("left", (), {"code": 0}), Job("right", (), {"code": 2})]
         with ProcessManager(targets.exit_with, jobs) as manager:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import eventually, until
+from support import until
 
 from aioshm.events import (
     BlockIndex,
@@ -57,7 +57,9 @@ async def test_an_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: st
     await until(lambda: source._replayed)
     assert source._tracker.asking is not None
     if late == "the loop":
-        eventually(lambda: source._replay._dealer.poll(0), "more of the answer")  # type: ignore[union-attr]
+        source._pause()
+        await until(lambda: source._replay._dealer.poll(0), "more of the answer")  # type: ignore[union-attr]
+        source.resume()
         source._replay.asked_at -= 2 * PATIENCE_S
     source._overdue = 0.0  # as of a timer that was set before the first reply
     source._tick()
