@@ -68,6 +68,29 @@ class PeerDied(AioshmError):
         return type(self), (self.rank, self.pid, self.side, self._detail)
 
 
+class QueueRestarted(AioshmError):
+    """The writer of a name, or of an identity, is another one now; the next call receives what that one sends.
+
+    Told once, to a reader with ``reconnect=True`` that had been ready before, when it is ready again.
+
+    Attributes:
+        name: The queue's.
+        old_pid: The process of the writer that is gone.
+        pid: The process of the one that has come.
+        ended: What the reader would have been told of the old one without ``reconnect``: how it has gone.
+    """
+
+    def __init__(self, name: str, old_pid: int, pid: int, ended: AioshmError) -> None:
+        super().__init__(f"queue {name} has another writer (pid {pid}): {ended}")
+        self.name = name
+        self.old_pid = old_pid
+        self.pid = pid
+        self.ended = ended
+
+    def __reduce__(self) -> tuple[type[QueueRestarted], tuple[str, int, int, AioshmError]]:
+        return type(self), (self.name, self.old_pid, self.pid, self.ended)
+
+
 class _RangeLost(AioshmError):
     """Numbers ``first`` to ``last`` (both included) are gone."""
 
@@ -128,6 +151,34 @@ class EventsLost(_RangeLost):
 
 class HandleError(AioshmError, ValueError):
     """Not a handle, or one of another version, host, user or queue, or one whose queue is gone."""
+
+
+class QueueGone(HandleError):
+    """Nobody listens where the handle says: its queue's writer is gone."""
+
+
+class NameTaken(AioshmError):
+    """A queue's name, or its identity, is that of a writer that lives.
+
+    Attributes:
+        name: The name, or the identity's path.
+        pid: The writer's process id as it saw itself; 0 where it is not known.
+        path: The file by which it has it.
+    """
+
+    def __init__(self, name: str, pid: int, path: str) -> None:
+        who = f"pid {pid}" if pid else "its pid is not known"
+        super().__init__(f"{name!r} is taken by a writer that lives ({who}): close that one, or take another ({path})")
+        self.name = name
+        self.pid = pid
+        self.path = path
+
+    def __reduce__(self) -> tuple[type[NameTaken], tuple[str, int, str]]:
+        return type(self), (self.name, self.pid, self.path)
+
+
+class IdentityError(AioshmError, ValueError):
+    """The file of a writer's identity is not one: cut short, forged, another user's, or open to others."""
 
 
 class GroupBroken(AioshmError, ConnectionError):

@@ -25,9 +25,11 @@ from aioshm.errors import (
     GroupBroken,
     HandleError,
     HandshakeError,
+    IdentityError,
     LimitReached,
     MessagesLost,
     MessageTooLarge,
+    NameTaken,
     OutOfDescriptors,
     OutOfThreads,
     PeerClosed,
@@ -39,6 +41,8 @@ from aioshm.errors import (
     QueueClosed,
     QueueEmpty,
     QueueFull,
+    QueueGone,
+    QueueRestarted,
     ReaderEvicted,
     RemoteFailure,
     RequestFailed,
@@ -68,6 +72,10 @@ PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     MessagesLost: (AioshmError,),
     ReaderEvicted: (AioshmError,),
     HandleError: (AioshmError, ValueError),
+    QueueGone: (HandleError,),
+    QueueRestarted: (AioshmError,),
+    NameTaken: (AioshmError,),
+    IdentityError: (AioshmError, ValueError),
     CorruptSlot: (AioshmError,),
     CodecError: (AioshmError, ValueError),
     MessageTooLarge: (CodecError,),
@@ -90,8 +98,20 @@ PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     GroupBroken: (AioshmError, ConnectionError),
 }
 
-TELLING = {PeerDied, MessagesLost, CorruptSlot, EventsLost, PublisherRestarted, ProcessDied, WorkerDied, WorkerError}
+TELLING = {
+    PeerDied,
+    MessagesLost,
+    QueueRestarted,
+    NameTaken,
+    CorruptSlot,
+    EventsLost,
+    PublisherRestarted,
+    ProcessDied,
+    WorkerDied,
+    WorkerError,
+}
 
+RESTARTED = QueueRestarted("steps", 7, 8, PeerClosed("the writer has closed the queue"))
 FAILURE = RemoteFailure("KeyError", "'a'", "Traceback ...\n")
 
 EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
@@ -122,6 +142,16 @@ EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
         PublisherRestarted("tcp://a:1 rank 0", 7),
         {"source": "tcp://a:1 rank 0", "expected": 7},
         "publisher tcp://a:1 rank 0 began again, where batch 7 should have been next",
+    ),
+    (
+        RESTARTED,
+        {"name": "steps", "old_pid": 7, "pid": 8},
+        "queue steps has another writer (pid 8): the writer has closed the queue",
+    ),
+    (
+        NameTaken("steps", 7, "/run/steps.queue"),
+        {"name": "steps", "pid": 7, "path": "/run/steps.queue"},
+        "'steps' is taken by a writer that lives (pid 7): close that one, or take another (/run/steps.queue)",
     ),
     (
         ProcessDied("EngineCore_1", 7, -9),
@@ -188,6 +218,13 @@ def test_what_queues_raise_is_at_the_top() -> None:
 def test_running_out_of_time_is_the_built_in() -> None:
     assert not hasattr(errors, "TimeoutError")
     assert not [kind for kind in PARENTS if issubclass(kind, TimeoutError)]
+
+
+def test_a_restart_tells_how_the_one_before_has_gone() -> None:
+    for arrived in (RESTARTED, through_pickle(RESTARTED), copy.deepcopy(RESTARTED)):
+        assert isinstance(arrived, QueueRestarted)
+        assert type(arrived.ended) is PeerClosed
+        assert str(arrived.ended) == "the writer has closed the queue"
 
 
 @pytest.mark.parametrize(("error", "attributes", "text"), EXAMPLES, ids=lambda value: type(value).__name__)

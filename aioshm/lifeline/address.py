@@ -34,7 +34,7 @@ def new_address(options: Options, queue_id: bytes, kind: str) -> str:
         return f"@aioshm-{queue_id.hex()}.{kind}"
     directory = Path(options.runtime_dir)
     with naming_limits(f"looking into {directory}"):
-        _secure(directory)
+        secure_directory(directory)
         _sweep(directory)
     path = socket_file(options, queue_id, kind)
     if len(os.fsencode(path)) > _PATH_BYTES:
@@ -116,7 +116,12 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _secure(directory: Path) -> None:
+def secure_directory(directory: Path) -> None:
+    """Make the directory for what has a file, unless it is there, and refuse one that others reach.
+
+    Raises:
+        SharedMemoryError: It cannot be made, is another user's, or open to others.
+    """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 
-from aioshm.errors import HandleError, PeerDied
+from aioshm.errors import HandleError, PeerDied, QueueGone
 from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, sockaddr
 from aioshm.lifeline.bell import Bell
@@ -223,7 +223,8 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
     The writer need not run its loop yet: the greeting waits in the socket.
 
     Raises:
-        HandleError: Nobody listens there any more, or it is another user's process.
+        QueueGone: Nobody listens there any more.
+        HandleError: It is another user's process.
         OutOfDescriptors: There is none left.
     """
     with naming_limits(f"a reader of the queue at {address}"):
@@ -245,7 +246,7 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
     except BaseException as error:
         sock.close()
         if isinstance(error, (FileNotFoundError, ConnectionRefusedError, BrokenPipeError)):
-            raise HandleError(f"nobody listens at {address}: the queue's writer is gone") from None
+            raise QueueGone(f"nobody listens at {address}: the queue's writer is gone") from None
         if isinstance(error, OSError):
             raise HandleError(f"cannot connect to {address}: {error.strerror or error}") from None
         raise

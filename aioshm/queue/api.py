@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class MessageQueue(QueueBase[T], AsyncClosing):
     """A queue from one writer to many readers, of messages of one type, or of any.
 
-    ``MessageQueue(...)`` makes the writer's end, `create_from_handle` a reader's. Either may be made before any event
-    loop runs; it then belongs to the loop, thread and process that first await it.
+    ``MessageQueue(...)`` makes the writer's end, `create_from_handle` or `attach` a reader's. Either may be made before
+    any event loop runs; it then belongs to the loop, thread and process that first await it.
 
     Attributes:
         end: The end that does the work; for this package.
@@ -54,6 +54,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             options: Options | None = None,
             slow: SlowReader | None = None,
             type: type[S],
+            reconnect: bool = False,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -66,6 +67,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             codec: Codec[S],
             options: Options | None = None,
             slow: SlowReader | None = None,
+            reconnect: bool = False,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -79,10 +81,58 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             options: Options | None = None,
             slow: SlowReader | None = None,
             type: Any = None,  # also for a union, which is no `type` to type checkers
+            reconnect: bool = False,
         ) -> Self: ...
 
         @classmethod
         def create_from_handle(cls, *args: Any, **kwargs: Any) -> Any: ...
+
+        @overload
+        @classmethod
+        def attach(
+            cls,
+            name: str,
+            rank: int,
+            *,
+            timeout: float | None = ...,
+            reconnect: bool = False,
+            codec: str | Codec | None = None,
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+            type: type[S],
+        ) -> MessageQueue[S]: ...
+
+        @overload
+        @classmethod
+        def attach(
+            cls,
+            name: str,
+            rank: int,
+            *,
+            timeout: float | None = ...,
+            reconnect: bool = False,
+            codec: Codec[S],
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+        ) -> MessageQueue[S]: ...
+
+        @overload
+        @classmethod
+        def attach(
+            cls,
+            name: str,
+            rank: int,
+            *,
+            timeout: float | None = ...,
+            reconnect: bool = False,
+            codec: str | Codec | None = None,
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+            type: Any = None,
+        ) -> Self: ...
+
+        @classmethod
+        def attach(cls, *args: Any, **kwargs: Any) -> Any: ...
 
     @classmethod
     async def create_from_process_group(
@@ -292,6 +342,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             CorruptSlot, CodecError: The message was damaged; the next call returns the one behind it.
             MessagesLost: With ``slow="skip"``: this reader was too slow; the next call goes on behind what is lost.
             ReaderEvicted: With ``slow="evict"``: this reader was too slow, and gets nothing more.
+            QueueRestarted: With ``reconnect=True``: the writer is another one, whose messages later calls return.
         """
         reader = self._reader or self._wrong_end("dequeue", "reader")
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Self
 
 from aioshm.codec import Codec, T
 from aioshm.config import Options, SlowReader
-from aioshm.queue.ends.making import reading_end, writing_end
+from aioshm.queue.ends.making import ReaderArguments, named_end, reading_end, writing_end
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle
@@ -16,6 +17,9 @@ from aioshm.queue.ranks import checked_ranks
 
 MAX_CHUNK_BYTES = 24 * 1024 * 1024
 MAX_CHUNKS = 10
+
+ATTACH_TIMEOUT_S = 30.0
+"""How long a reader waits for a writer of a name where nothing else is said."""
 
 
 class QueueBase(ABC, Generic[T]):
@@ -35,6 +39,8 @@ class QueueBase(ABC, Generic[T]):
         remote_reader_ranks: Sequence[int] | None = None,
         slots: int | None = None,
         type: type[T] | None = None,  # noqa: A002  # the name that msgspec gives it
+        name: str | None = None,
+        identity: str | os.PathLike[str] | None = None,
     ) -> None:
         """Make the writer's end.
 
@@ -56,14 +62,28 @@ class QueueBase(ABC, Generic[T]):
             type: What the messages are, for type checkers: with ``type=Step``, as with ``MessageQueue[Step](...)``,
                 this is a ``MessageQueue[Step]``. The codec must be able to decode it. What is sent is not checked here,
                 but by readers that are told the type, too.
+            name: What readers of this user on this host find the queue by, with `attach`: letters, digits and
+                ``._:+@-``. It is this writer's until it is closed or dies, and then the next one's. It is written to
+                ``options.runtime_dir``, which has to be the readers', too.
+            identity: The path of a file, made with mode 0600 if there is none, that keeps ports, keys and token: remote
+                readers with ``reconnect=True`` find the next writer that is started with it, on the same address. As
+                good as the handles, which stay valid, so keep it as secret. Where a port is in use, this tries for half
+                a second, blocking, to have it.
 
         Raises:
             ValueError, TypeError: An argument is out of range; the text names it.
+            NameTaken: A writer that lives has the name, or the identity.
+            IdentityError: The file of the identity is damaged, or another user's, or others may read it.
             UnsafePayload: There are remote readers, and ``options.secure=False`` goes with pickle.
-            SharedMemoryError: There is not enough memory, or no socket can be bound.
+            SharedMemoryError: There is not enough memory, or no socket can be bound, or the name or the identity cannot
+                be written: no room, or a directory that is read-only, another user's, or open to others.
         """
         ranks = checked_ranks(n_reader, n_local_reader, local_reader_ranks, remote_reader_ranks)
-        self._hold(writing_end(ranks, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type))
+        end = writing_end(
+            ranks, (max_chunk_bytes, max_chunks, slots), connect_ip, codec, options, type, name=name, identity=identity
+        )
+        self._hold(end)
+        end.register()
 
     @classmethod
     def create_from_handle(
@@ -75,6 +95,7 @@ class QueueBase(ABC, Generic[T]):
         options: Options | None = None,
         slow: SlowReader | None = None,
         type: Any = None,  # noqa: A002
+        reconnect: bool = False,
     ) -> Any:
         """Make a reader's end: a local one if the rank is one of ``handle.local_reader_ranks``, else a remote one.
 
@@ -88,6 +109,8 @@ class QueueBase(ABC, Generic[T]):
                 ``Step``. ``"msgpack"``, and a codec of one's own that has ``of_type``, decodes messages as that, and
                 what is not of it is a `CodecError`: the same as ``codec=MsgpackCodec(type=Step)``. With ``"pickle"`` it
                 is a promise to type checkers: what was sent arrives.
+            reconnect: For a remote reader of a writer with an identity: when that is gone, wait for the next one, raise
+                `QueueRestarted` once, and go on; see `attach`.
 
         Raises:
             HandleError: Not a handle, or of another version, host or user, or its queue is gone, or it needs a codec
@@ -95,7 +118,49 @@ class QueueBase(ABC, Generic[T]):
             ValueError: No reader has this rank, or ``codec`` is another one than the writer's, or of another type.
             TypeError: An argument is of the wrong type, or the codec cannot decode ``type``.
         """
-        return cls.around(reading_end(handle, rank, codec, options, slow, type))
+        reader = ReaderArguments(rank, codec, options, slow, type)
+        return cls.around(reading_end(handle, reader, reconnect=reconnect))
+
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        rank: int,
+        *,
+        timeout: float | None = ATTACH_TIMEOUT_S,
+        reconnect: bool = False,
+        codec: str | Codec | None = None,
+        options: Options | None = None,
+        slow: SlowReader | None = None,
+        type: Any = None,  # noqa: A002
+    ) -> Any:
+        """Make the end of a reader that finds its writer by name: one of this user's, on this host.
+
+        Nothing is looked for yet: the first call that needs it does, or ``async with``. The writer may come later.
+
+        With ``reconnect``, a reader whose writer is gone, killed or closed, first receives everything that this had
+        sent; then it waits for the next writer of the name, and for that one's readers; then the call, or the first
+        one after that, raises `QueueRestarted`, once; and from there on it receives what the new writer sends. The new
+        queue may differ in all but its codec and that it has this rank. Iterating ends only when this end is closed.
+
+        Args:
+            name: What the writer was made with.
+            rank: Which reader this is.
+            timeout: For how many seconds a call that has no timeout itself waits for there to be a writer, the first
+                or the next, before it raises ``TimeoutError``; later calls go on waiting. None: for ever.
+            reconnect: Whether to go on with the next writer when one is gone.
+            codec: As for `create_from_handle`, as are ``slow`` and ``type``. What is wrong with them, or with ``rank``,
+                for the writer that is found, calls raise as `HandleError`.
+            options: For this end; None takes the writer's, and the environment's ``runtime_dir``, where the name is.
+            slow: What becomes of this reader when it is too slow.
+            type: What the messages are.
+
+        Raises:
+            ValueError, TypeError: An argument is out of range; the text names it.
+            SharedMemoryError: The runtime directory cannot be used: it is another user's, or open to others.
+        """
+        reader = ReaderArguments(rank, codec, options, slow, type)
+        return cls.around(named_end(name, reader, timeout=timeout, reconnect=reconnect))
 
     @classmethod
     def around(cls, end: WritingEnd | ReadingEnd) -> Self:

@@ -47,6 +47,7 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
         server_key: The writer's public CURVE key; None: the connections are not encrypted.
         client_public: The readers' public CURVE key, the same for all.
         client_secret: Its other half.
+        lasting: Whether a writer that takes this one's place is found there, and lets the same readers in.
     """
 
     data: str
@@ -56,6 +57,7 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
     server_key: bytes | None
     client_public: bytes | None
     client_secret: bytes | None
+    lasting: bool = False
 
     @property
     def keys(self) -> CurveKeys | None:
@@ -92,6 +94,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         remote: Where they connect; None where all readers are local.
         options: The writer's, which hold for its readers too.
         answers: When the writer answers whether its event loop runs.
+        name: What the queue is called, if it has a name.
     """
 
     version: int
@@ -112,6 +115,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
     remote: RemoteAddress | None
     options: Options
     answers: Answers = "unknown"
+    name: str | None = None
 
     @property
     def layout(self) -> Layout:
@@ -119,6 +123,11 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         return Layout(
             len(self.local_reader_ranks), self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes
         )
+
+    @property
+    def label(self) -> str:
+        """What to call the queue, for people."""
+        return self.name or self.queue_id.hex()[:8]
 
     def to_json(self) -> str:
         """Return this handle as JSON text."""
@@ -158,7 +167,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
 
     def __repr__(self) -> str:
         return (
-            f"<Handle of queue {self.queue_id.hex()[:8]}, {self.n_reader} readers, "
+            f"<Handle of queue {self.label}, {self.n_reader} readers, "
             f"{self.slots} slots, {self.max_chunks} x {self.max_chunk_bytes} bytes, secrets hidden>"
         )
 

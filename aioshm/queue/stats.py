@@ -9,7 +9,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one end of a queue has done so far.
 
     Attributes:
-        queue: The first 8 hex digits of the queue's id.
+        queue: The queue's name, or the first 8 hex digits of its id.
         side: ``"writer"`` or ``"reader"``.
         rank: The reader's rank, or -1.
         ready: Whether `wait_until_ready` has succeeded.
@@ -23,6 +23,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         kept_bytes: Their size.
         resent: Messages sent again to remote readers, or received twice by this one.
         reconnects: Times that a remote reader has lost a connection and got it back.
+        restarts: Times that a reader went on with another writer, and has told so (`QueueRestarted`).
         spins: Times this end span, each for some microseconds.
         spin_hits: Spins that ended with what was waited for.
         spin_s: Seconds spent spinning.
@@ -49,3 +50,4 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     kept_bytes: int = 0
     resent: int = 0
     reconnects: int = 0
+    restarts: int = 0

@@ -43,10 +43,14 @@ class TwoHosts:
         if there:
             _run("ip", "-n", self._names[1], "link", "set", "eth0", "up")
 
+    def enter(self, host: int) -> list[str]:
+        """Return what runs the command that follows it on one of the hosts."""
+        return ["nsenter", f"--net=/run/netns/{self._names[host]}", "--"]
+
     @contextmanager
     def child(self, host: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         """Run ``network_child.py`` on one of the hosts."""
-        inside = ["nsenter", f"--net=/run/netns/{self._names[host]}", "--", sys.executable, "-W", "error", str(CHILD)]
+        inside = [*self.enter(host), sys.executable, "-W", "error", str(CHILD)]
         process = subprocess.Popen([*inside, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         with process:
             try:

@@ -294,6 +294,7 @@ def _adopted(made: api.MessageQueue) -> MessageQueue:
     queue = blocking.MessageQueue.around(end)
     self = MessageQueue.__new__(MessageQueue)
     if isinstance(end, ReadingEnd):
+        assert end.handle is not None
         self._read(queue, Handle.of(end.handle), end.rank)
     else:
         self._write(queue)

@@ -90,6 +90,7 @@ class MessageQueue(QueueBase[T], Closing):
             options: Options | None = None,
             slow: SlowReader | None = None,
             type: type[S],
+            reconnect: bool = False,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -102,6 +103,7 @@ class MessageQueue(QueueBase[T], Closing):
             codec: Codec[S],
             options: Options | None = None,
             slow: SlowReader | None = None,
+            reconnect: bool = False,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -115,10 +117,58 @@ class MessageQueue(QueueBase[T], Closing):
             options: Options | None = None,
             slow: SlowReader | None = None,
             type: Any = None,  # also for a union, which is no `type` to type checkers
+            reconnect: bool = False,
         ) -> Self: ...
 
         @classmethod
         def create_from_handle(cls, *args: Any, **kwargs: Any) -> Any: ...
+
+        @overload
+        @classmethod
+        def attach(
+            cls,
+            name: str,
+            rank: int,
+            *,
+            timeout: float | None = ...,
+            reconnect: bool = False,
+            codec: str | Codec | None = None,
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+            type: type[S],
+        ) -> MessageQueue[S]: ...
+
+        @overload
+        @classmethod
+        def attach(
+            cls,
+            name: str,
+            rank: int,
+            *,
+            timeout: float | None = ...,
+            reconnect: bool = False,
+            codec: Codec[S],
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+        ) -> MessageQueue[S]: ...
+
+        @overload
+        @classmethod
+        def attach(
+            cls,
+            name: str,
+            rank: int,
+            *,
+            timeout: float | None = ...,
+            reconnect: bool = False,
+            codec: str | Codec | None = None,
+            options: Options | None = None,
+            slow: SlowReader | None = None,
+            type: Any = None,
+        ) -> Self: ...
+
+        @classmethod
+        def attach(cls, *args: Any, **kwargs: Any) -> Any: ...
 
     @classmethod
     def create_from_process_group(

@@ -56,6 +56,7 @@ class Held:
         self.sending: Any = NotAtOnce
         self.reading: Any = NotAtOnce
         self.leasing: Any = None
+        self._leased: object = None  # the core that it is of
         self.waker: Waker | None = None
         self.block: Block | None = None
         self.to_close: bool = False
@@ -118,12 +119,17 @@ class Held:
             if getattr(end.send, "__self__", None) is core:
                 core.quiet = True
                 self.sending = core
+        elif end.has_news:
+            self.reading = NotAtOnce
         elif getattr(end.source.receive, "__self__", None) is core:
             core.quiet = True
             self.waker = end.source.waker
             self.reading = core
-            if self.leasing is None:
+            if self._leased is not core:
+                self._leased = core
                 self.leasing = end.bind_leases(self._open_lease, self._close_lease, self._linger, None)
+        else:
+            self.reading = NotAtOnce
 
     def end_turn(self) -> None:
         """End this thread's turn, and do what was left to its end."""
@@ -188,6 +194,8 @@ class Held:
         def receive() -> bool:
             end = self.end
             if many or not end.gate.ready or not isinstance(end, ReadingEnd) or self.reading is end.gate.core:
+                return False
+            if end.has_news:
                 return False
             try:
                 obj = end.source.receive()

@@ -133,6 +133,11 @@ class ClosingOrder:
         else:
             await self._close_here()
 
+    def discard(self) -> None:
+        """Close an end that nobody has used, outside of any loop."""
+        self._begin()
+        self.dismantle_unless_used()
+
     def _begin(self) -> None:
         if not self.begun:
             self.begun = True

@@ -53,7 +53,10 @@ class Gate:
         blocks: Whether its loop runs only while a call waits.
         ready: Whether every end of the queue is there.
         refusal: Makes the error that every call raises, if any.
+        networked: Whether its loop has a network to serve, too.
         poller: What a call waits with, once the other ends are known.
+        shut_while: Keeps the fast path shut while it is true, if there is such a thing.
+        on_interrupt: Is told, too, that every waiting call is to look again.
     """
 
     def __init__(self, what: str, options: Options, *, networked: bool) -> None:
@@ -66,8 +69,10 @@ class Gate:
         self.refusal: Callable[[], AioshmError] | None = None
         self._in_line = 0
         self.poller: Poller | None = None
+        self.shut_while: Callable[[], object] | None = None
+        self.on_interrupt: Callable[[], object] | None = None
         self._what = what
-        self._blocking_turn_ns = BLOCKING_TURN_NS if networked else LOCAL_TURN_NS
+        self.networked = networked
         self._closing = ClosingOrder(self)
         self._thread = -1
         self._loop_runs: Callable[[], bool] = bool  # False, until there is a loop
@@ -98,6 +103,20 @@ class Gate:
         """Let the hot calls pass this core from now on; called on the thread that it is to belong to."""
         self.core = core
         core.belong(None if self.blocks else self._loop_runs)
+
+    def part(self, shut_while: Callable[[], object]) -> None:
+        """Let go of the core, and of what waits on it, before what these are of is given back: there will be others.
+
+        Args:
+            shut_while: Keeps the fast path shut then.
+        """
+        self.ready = False
+        self.core.open = False
+        if self.poller is not None:
+            self.poller.close()
+            self.poller = None
+        self.use(NoRing())
+        self.shut_while = shut_while
 
     def block(self) -> None:
         """Belong to threads, one at a time, whose loop runs only while a call waits; said before anything else."""
@@ -135,13 +154,15 @@ class Gate:
 
     def reopen(self) -> None:
         """Open the fast path, if nothing forbids it."""
-        self.core.open = self.ready and not self._in_line and self.refusal is None
+        shut = self._in_line or self.refusal is not None or (self.shut_while is not None and self.shut_while())
+        self.core.open = self.ready and not shut
 
     def new_turn(self, now_ns: int = 0) -> None:
         """Count from here, or from a time: the other tasks of the loop have just had theirs."""
         # Where calls block, the loop only has to learn now and then what became of the others.
         self.core.turn = BLOCKING_TURN_MESSAGES if self.blocks else TURN_MESSAGES
-        self.core.turn_ends_ns = (now_ns or monotonic_ns()) + (self._blocking_turn_ns if self.blocks else TURN_NS)
+        blocking_turn_ns = BLOCKING_TURN_NS if self.networked else LOCAL_TURN_NS
+        self.core.turn_ends_ns = (now_ns or monotonic_ns()) + (blocking_turn_ns if self.blocks else TURN_NS)
 
     def count_turn(self) -> None:
         """Count a message that has passed, but not in the core."""
@@ -268,6 +289,8 @@ class Gate:
     def interrupt(self) -> None:
         """Let every waiting call look again, whatever it waits for."""
         self.wake()
+        if self.on_interrupt is not None:
+            self.on_interrupt()
         if self._news is not None and not self._news.done() and not self._news.get_loop().is_closed():
             self._news.set_result(None)
 
@@ -302,6 +325,10 @@ class Gate:
     def refuse_closed(self) -> None:
         """Let every call, the waiting ones too, raise `QueueClosed` from now on; the first step of closing."""
         self.refuse(lambda: EndClosed(f"{self!r}: this end was closed"))
+
+    def discard(self) -> None:
+        """Close an end that nobody has used, outside of any loop."""
+        self._closing.discard()
 
     async def aclose(self) -> None:
         """Close the end; see `aioshm.MessageQueue.aclose`."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from aioshm.codec import Codec, get_codec, typed_codec
-from aioshm.config import Options, SlowReader, check_int, check_slow
-from aioshm.errors import HandleError
+from aioshm.config import Options, SlowReader, check_bool, check_int, check_slow, check_timeout
+from aioshm.errors import AioshmError, HandleError
 from aioshm.lifeline.address import check_ip
 from aioshm.process.limits import naming_limits
+from aioshm.queue.ends.following import Following
 from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.no_writer import SameWriter
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.source import Source
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle, as_handle
 from aioshm.queue.local.audience import RingAudience
 from aioshm.queue.local.source import RingSource
+from aioshm.queue.names.registry import NamedWriters, check_name
 from aioshm.queue.remote.wire import MAX_RANK
 
 
@@ -26,6 +33,9 @@ def writing_end(
     codec: str | Codec,
     options: Options | None,
     message: Any = None,
+    *,
+    name: str | None = None,
+    identity: str | os.PathLike[str] | None = None,
 ) -> WritingEnd:
     """Make a writer's end.
 
@@ -36,62 +46,146 @@ def writing_end(
         codec: As there.
         options: As there.
         message: The type of the messages, as there.
+        name: As there; it is had once `WritingEnd.register` was called.
+        identity: As there.
     """
     local, remote = ranks
     ip, own_codec = check_ip(connect_ip), typed_codec(codec, message)
     options = Options.from_env() if options is None else options
     if not isinstance(options, Options):
         raise TypeError(f"options must be an Options, not {options!r}")
+    if name is not None:
+        check_name(name)
     n_reader = len(local) + len(remote)
     gate = Gate("writer", options, networked=bool(remote))
     if not remote:
-        return WritingEnd(gate, n_reader, RingAudience(local, sizes, options), None, own_codec, ip)
+        if identity is not None:
+            raise ValueError("identity is for remote readers, and there are none: leave it out, or say name=")
+        return WritingEnd(gate, n_reader, RingAudience(local, sizes, options), None, own_codec, ip, name)
     with naming_limits("a writer"):  # which reading the files may reach; and who has local readers only needs no ZeroMQ
+        from aioshm.queue.names.identity import Identity
         from aioshm.queue.remote.audience import NetworkAudience
         from aioshm.queue.remote.safety import check_safety
-    ring = RingAudience(local, sizes, options)
+    lasting = None if identity is None else Identity.of_file(identity, options)
+    ring = network = None
     try:
+        ring = RingAudience(local, sizes, options, token=None if lasting is None else lasting.token)
         check_safety(own_codec, options.secure, options)
-        network = NetworkAudience(ring.queue_id, ring.token, remote, ip, options)
+        network = NetworkAudience(ring.queue_id, ring.token, remote, ip, options, lasting)
+        return WritingEnd(gate, n_reader, ring, network, own_codec, ip, name)
     except BaseException:
-        ring.close()
+        if ring is not None:
+            ring.close()
+        if lasting is not None:
+            lasting.release()
         raise
-    return WritingEnd(gate, n_reader, ring, network, own_codec, ip)
 
 
-def reading_end(
-    handle: Handle | str | bytes,
-    rank: int,
-    codec: str | Codec | None = None,
-    options: Options | None = None,
-    slow: SlowReader | None = None,
-    message: Any = None,
-) -> ReadingEnd:
-    """Make a reader's end; the arguments are those of `aioshm.MessageQueue.create_from_handle`."""
-    handle = as_handle(handle)
-    if options is not None and not isinstance(options, Options):
-        raise TypeError(f"options must be an Options or None, not {options!r}")
-    handle.check_version()
-    slow = handle.options.slow_reader if slow is None else check_slow("slow", slow, handle.options.overflow)
-    check_int("rank", rank, minimum=0, maximum=MAX_RANK)
-    remote = handle.remote
-    far = remote is not None and rank in remote.ranks
-    options = handle.options if options is None else options
-    gate = Gate("remote reader" if far else "local reader", options, networked=far)
-    gate.name = handle.queue_id.hex()[:8]
-    source: Source
-    if remote is not None and far:
-        with naming_limits("a reader"):  # as above
-            from aioshm.queue.remote.source import NetworkSource
+@dataclass(frozen=True, slots=True)
+class ReaderArguments:
+    """What a reader is to be, whichever writer it has; the attributes are arguments of `aioshm.MessageQueue`'s makers.
 
-        own_codec = _codec_for(handle, codec, message)
-        source = NetworkSource(gate, handle, remote, rank, own_codec, slow)
-    else:
+    Attributes:
+        rank: Which reader it is.
+        codec: Its own instance of the writer's codec; None: one is made.
+        options: For this end; None: the writer's.
+        slow: What becomes of it when it is too slow; None: what the writer's options say.
+        message: The type of the messages.
+    """
+
+    rank: int
+    codec: str | Codec | None
+    options: Options | None
+    slow: SlowReader | None
+    message: Any
+
+    def check(self) -> None:
+        """Raise what can be known to be wrong before there is a writer.
+
+        Raises:
+            TypeError, ValueError: It is; the text names the argument.
+        """
+        if self.options is not None and not isinstance(self.options, Options):
+            raise TypeError(f"options must be an Options or None, not {self.options!r}")
+        check_int("rank", self.rank, minimum=0, maximum=MAX_RANK)
+        if self.slow is not None:
+            check_slow("slow", self.slow, "segments")
+        if self.codec is not None:
+            typed_codec(get_codec(self.codec), self.message)
+
+    def is_remote(self, handle: Handle) -> bool:
+        """Return whether the reader of this rank is a remote one."""
+        return handle.remote is not None and self.rank in handle.remote.ranks
+
+    def connect(
+        self, gate: Gate, handle: Handle, failed: Callable[[AioshmError], None] | None = None, *, patient: bool = False
+    ) -> tuple[Source, Codec]:
+        """Make what receives from the writer of a handle, and the codec for its messages.
+
+        Args:
+            gate: The end's, which has the writer's options from now on where it has none of its own.
+            handle: The writer's.
+            failed: Is told what has kept it from attaching; None: every call is refused with that.
+            patient: Whether to wait for a remote writer that is not there.
+        """
+        handle.check_version()
+        slow = self.slow
+        slow = handle.options.slow_reader if slow is None else check_slow("slow", slow, handle.options.overflow)
+        gate.options = handle.options if self.options is None else self.options
+        remote, gate.networked = handle.remote, self.is_remote(handle)
+        if remote is not None and gate.networked:
+            with naming_limits("a reader"):  # as above
+                from aioshm.queue.remote.source import NetworkSource
+
+            own_codec = _codec_for(handle, self.codec, self.message)
+            source: Source = NetworkSource(gate, handle, remote, self.rank, own_codec, slow, patient=patient)
+            return source, own_codec
         handle.check_local()
-        check_rank(handle, rank)
-        own_codec = _codec_for(handle, codec, message)
-        source = RingSource(gate, handle, rank, own_codec, slow)
-    return ReadingEnd(gate, source, handle, rank, own_codec)
+        check_rank(handle, self.rank)
+        own_codec = _codec_for(handle, self.codec, self.message)
+        return RingSource(gate, handle, self.rank, own_codec, slow, failed), own_codec
+
+
+def reading_end(handle: Handle | str | bytes, reader: ReaderArguments, *, reconnect: bool = False) -> ReadingEnd:
+    """Make the end of a reader that has a handle; see `aioshm.MessageQueue.create_from_handle`."""
+    handle = as_handle(handle)
+    reader.check()
+    handle.check_version()
+    far = reader.is_remote(handle)
+    if check_bool("reconnect", reconnect):
+        _check_may_reconnect(handle, far)
+    gate = Gate("remote reader" if far else "local reader", handle.options, networked=far)
+    gate.name = handle.label
+    source, own_codec = reader.connect(gate, handle, patient=reconnect)
+    following = None
+    if reconnect:
+        connect = functools.partial(reader.connect, gate, patient=True)
+        following = Following(gate, reader.rank, SameWriter(handle), connect, reconnect=True)
+    return ReadingEnd(gate, source, handle, reader.rank, own_codec, following)
+
+
+def _check_may_reconnect(handle: Handle, far: bool) -> None:
+    if not far:
+        raise ValueError(
+            "reconnect=True is for remote readers; for local ones there is MessageQueue.attach(name, rank)"
+        )
+    if handle.remote is None or not handle.remote.lasting:
+        raise ValueError("reconnect=True needs a writer that has an identity: MessageQueue(..., identity=path)")
+
+
+def named_end(name: str, reader: ReaderArguments, *, timeout: float | None, reconnect: bool) -> ReadingEnd:
+    """Make the end of a reader that looks for a writer of a name; see `aioshm.MessageQueue.attach`."""
+    name = check_name(name)
+    reader.check()
+    patience = check_timeout("timeout", timeout)
+    check_bool("reconnect", reconnect)
+    options = Options.from_env() if reader.options is None else reader.options
+    gate = Gate("reader", options, networked=False)
+    gate.name = name
+    connect = functools.partial(reader.connect, gate)
+    writers = NamedWriters(name, options.runtime_dir)
+    following = Following(gate, reader.rank, writers, connect, reconnect=reconnect, patience_s=patience)
+    return ReadingEnd(gate, None, None, reader.rank, None, following)
 
 
 def check_rank(handle: Handle, rank: int) -> None:

@@ -10,14 +10,18 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from time import monotonic
 from typing import Any, NoReturn, cast
 
+import msgspec
+
 from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
-from aioshm.errors import CodecError, QueueEmpty
+from aioshm.errors import AioshmError, CodecError, QueueEmpty
+from aioshm.queue.ends.following import Following
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import Source
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import Inquiry
+from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, ReaderCore
 from aioshm.wait.blocking import BlockingPoller
 from aioshm.wait.line import settle
@@ -25,14 +29,15 @@ from aioshm.wait.stall import Stall
 
 
 class ReadingEnd:
-    """Receives from one source.
+    """Receives from one source, or from that of one writer after the other.
 
     Args:
         gate: Whose this is, and whose turn.
-        source: The ring or the network.
-        handle: The writer's.
+        source: The ring or the network; None: a writer is to be looked for.
+        handle: The writer's; None until there is one.
         rank: Which reader this is.
-        codec: Makes objects of bytes.
+        codec: Makes objects of bytes; None until there is a writer.
+        following: How it comes to its writers; None: it has one, and no other.
 
     Attributes:
         gate, source, handle, rank: As above.
@@ -43,12 +48,24 @@ class ReadingEnd:
         undo: Whether a block that is being left is to leave the message where it is.
     """
 
-    def __init__(self, gate: Gate, source: Source, handle: Handle, rank: int, codec: Codec) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        source: Source | None,
+        handle: Handle | None,
+        rank: int,
+        codec: Codec | None,
+        following: Following | None = None,
+    ) -> None:
         self.gate = gate
-        self.source = source
         self.handle = handle
         self.rank = rank
         self._codec = codec
+        self._following = following
+        if following is not None:
+            source = following.begin(source, self._use)
+        assert source is not None
+        self.source: Source = source
         self.receive: Callable[[], Any] = _nothing
         self.linger_ns = 0
         self.leaves = False
@@ -57,7 +74,12 @@ class ReadingEnd:
         self._block: AbstractAsyncContextManager[Any] | None = None  # of a lease that was not to be had at once
         self._stall: Stall | None = None
         self._stalled_at = -1
-        gate.enclose(source)
+        gate.enclose(self)
+
+    def _use(self, source: Source, handle: Handle | None, codec: Codec | None) -> None:
+        """Receive from another source from now on."""
+        self.source, self.handle, self._codec = source, handle, codec
+        self.receive, self.leasing, self.linger_ns, self._stall = _nothing, None, 0, None
 
     # Attaching
 
@@ -76,20 +98,59 @@ class ReadingEnd:
             TimeoutError: Some end is missing; the text says what is known of it.
             AioshmError: This end cannot attach, or the writer is gone.
         """
-        gate, source = self.gate, self.source
+        gate, began = self.gate, monotonic()
         self.start_attaching()
         stall = self._inquiry()
         try:
-            while not gate.ready and source.gone is None:
-                gate.check_usable()
-                await settle(gate.news(), deadline=deadline, cancel=cancel, stall=stall)
+            while not gate.ready:
+                self._check_attaching()
+                until = deadline
+                if until is None and self._following is not None:
+                    until = self._following.patience_ends(began)
+                await settle(gate.news(), deadline=until, cancel=cancel, stall=stall)
         except TimeoutError:
-            raise source.too_late() from None
-        if not gate.ready:
-            gate.check_usable()
-            assert source.gone is not None
-            raise source.gone()
+            raise self.source.too_late() from None
         gate.reopen()
+        news = self.tell()
+        if news is not None:
+            raise news
+
+    # One writer after the other
+
+    def tell(self) -> AioshmError | None:
+        """Return, once, what the next call is to be told before anything else, if there is something."""
+        return None if self._following is None else self._following.tell()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `tell` has something to return."""
+        return self._following is not None and self._following.has_news
+
+    @property
+    def _restarting(self) -> bool:
+        return self._following is not None and self._following.telling
+
+    def go_on_after(self, error: AioshmError) -> None:
+        """Wait for the next writer, now that this one is gone and everything it published has been read.
+
+        Args:
+            error: What has become of the writer.
+
+        Raises:
+            AioshmError: This one: no other is waited for.
+        """
+        if self._following is None:
+            raise error
+        self._following.go_on_after(error)
+
+    def _check_attaching(self) -> None:
+        """Raise what keeps this end from becoming ready; where the writer is gone, look for the next one, if any."""
+        self.gate.check_usable()
+        gone = self.source.gone
+        if self._following is not None:
+            self._following.check_attaching()
+        elif gone is not None:
+            raise gone()
 
     # Receiving
 
@@ -98,10 +159,11 @@ class ReadingEnd:
         deadline = deadline_after(timeout, cancel, indefinite)
         await self._line_up(deadline, cancel)
         try:
-            await self._next(deadline, cancel, indefinite)
-            while (obj := self.source.take()) is ELSEWHERE:
+            while True:
+                await self._next(deadline, cancel, indefinite)
+                if (obj := self.source.take()) is not ELSEWHERE:
+                    return obj
                 await self._rest(deadline, cancel, indefinite)
-            return obj
         finally:
             self.gate.leave()
 
@@ -116,31 +178,39 @@ class ReadingEnd:
         deadline = deadline_after(timeout, cancel, indefinite)
         await self._line_up(deadline, cancel)
         try:
-            await self._next(deadline, cancel, indefinite)
-            batch = source.take_many(max_items)
-            if batch:
-                return batch
-            while (obj := source.take()) is ELSEWHERE:
+            while True:
+                await self._next(deadline, cancel, indefinite)
+                batch = self.source.take_many(max_items)
+                if batch:
+                    return batch
+                if (obj := self.source.take()) is not ELSEWHERE:
+                    return [obj]
                 await self._rest(deadline, cancel, indefinite)
-            return [obj]
         finally:
             self.gate.leave()
 
     def dequeue_nowait(self) -> Any:
         """Receive the next message if it is there, as `aioshm.MessageQueue.dequeue_nowait`."""
-        gate, source = self.gate, self.source
+        gate = self.gate
+        if self._restarting and not gate.ready:
+            self._check_attaching()
+            raise QueueEmpty(str(self.source.too_late()))
         gate.check_ready()
         if gate.in_line:
             raise QueueEmpty(f"{gate!r}: other tasks wait in line")
+        news = self.tell()
+        if news is not None:
+            raise news
+        source = self.source
         gone = source.gone  # before looking: what was published before the writer went is then seen
         obj = self.poll()
-        if obj is NOTHING:
-            raise QueueEmpty(f"{gate!r}: nothing to read yet") if gone is None else gone()
-        if obj is not ELSEWHERE:
+        if obj is not NOTHING and obj is not ELSEWHERE:
             return obj
         if gone is not None:
-            raise source.lost()
-        raise QueueEmpty(f"{gate!r}: the body of message {source.progress} is on its way")
+            self.go_on_after(gone() if obj is NOTHING else source.lost())
+            raise QueueEmpty(str(self.source.too_late()))
+        what = "nothing to read yet" if obj is NOTHING else f"the body of message {source.progress} is on its way"
+        raise QueueEmpty(f"{gate!r}: {what}")
 
     @asynccontextmanager
     async def open_block(
@@ -150,9 +220,11 @@ class ReadingEnd:
         deadline = deadline_after(timeout, cancel, indefinite)
         await self._line_up(deadline, cancel, leasing=decoded)
         try:
-            await self._next(deadline, cancel, indefinite)
-            self.gate.hold()
-            while (block := self.source.open_block(decoded=decoded)) is None:
+            while True:
+                await self._next(deadline, cancel, indefinite)
+                self.gate.hold()
+                if (block := self.source.open_block(decoded=decoded)) is not None:
+                    break
                 await self._rest(deadline, cancel, indefinite)
             try:
                 yield block.open()  # and no name keeps it here: that would hold what it is seen through
@@ -197,7 +269,8 @@ class ReadingEnd:
         await self._line_up(deadline, cancel, leasing=True)
         try:
             await self._next(deadline, cancel, indefinite)
-            if gate.in_line == 1:  # nobody else waits: the core can have it, whose leases cost least
+            # Where nobody else waits, the core can have it, whose leases cost least.
+            if gate.in_line == 1 and self.source.ring is not None:
                 in_line = False
                 gate.leave()
                 obj = cast(ReaderCore, gate.core).lease()
@@ -233,7 +306,7 @@ class ReadingEnd:
     async def _line_up(self, deadline: float | None, cancel: asyncio.Event | None, *, leasing: bool = False) -> None:
         """Wait until it is this task's turn to read, which lasts until the gate is left."""
         gate = self.gate
-        if not gate.ready:
+        if not gate.ready or self._restarting:
             await self.wait_until_ready(deadline, cancel)
         gate.check_usable()
         self.receive = self.source.receive
@@ -250,16 +323,19 @@ class ReadingEnd:
 
     async def _next(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
         """Wait for the next message, and leave it where it is."""
-        gate, source = self.gate, self.source
-        poller, core = gate.poller, gate.core
-        assert poller is not None
+        gate = self.gate
         while True:
             gate.check_usable()
+            if not gate.ready:  # the writer is gone, and another one awaited
+                await self.wait_until_ready(deadline, cancel)
+            source, poller, core = self.source, gate.poller, gate.core
+            assert poller is not None
             gone = source.gone  # before looking: what was published before the writer went is then seen
             if source.look():
                 return
             if gone is not None:
-                raise gone()
+                self.go_on_after(gone())
+                continue
             progress = source.progress
             stall = None if indefinite else self._stall_of_reading(progress)
             if isinstance(poller, BlockingPoller):
@@ -281,7 +357,8 @@ class ReadingEnd:
         gate, source = self.gate, self.source
         gate.check_usable()
         if source.gone is not None:
-            raise source.lost()
+            self.go_on_after(source.lost())
+            return
         try:
             await settle(gate.news(), deadline=deadline, cancel=cancel, stall=None if indefinite else self._inquiry())
         except TimeoutError:
@@ -304,8 +381,8 @@ class ReadingEnd:
 
     def _inquiry(self) -> Stall:
         """Return what asks about the writer, and reports, while a wait lasts."""
-        source = self.source
-        return self.gate.stall(Inquiry(self.gate.options.stall_warning_s, source.ask_writer, source.report_waiting))
+        ask, report = lambda: self.source.ask_writer(), lambda waited_s: self.source.report_waiting(waited_s)
+        return self.gate.stall(Inquiry(self.gate.options.stall_warning_s, ask, report))
 
     def _stall_of_reading(self, progress: int) -> Stall:
         """Return what reports that the next message does not come; it goes on from an earlier call that gave up."""
@@ -320,15 +397,49 @@ class ReadingEnd:
     @property
     def codec_name(self) -> str:
         """The codec's name."""
+        assert self._codec is not None
         return self._codec.name
 
     def encode(self, obj: Any) -> Encoded:
         """Encode an object that was received, as its sender did."""
+        assert self._codec is not None
         return self._codec.encode(obj)
 
     def tell_parked(self) -> None:
         """Wake the writer if it is parked and can go on; may be interrupted, and then has to be called again."""
         self.source.tell_parked()
+
+    def stats(self) -> QueueStats:
+        """Return what this end has done so far, while everything is there."""
+        stats = self.source.stats()
+        following = self._following
+        if following is None:
+            return stats
+        return msgspec.structs.replace(stats, messages=following.received + stats.messages, restarts=following.restarts)
+
+    # Closing (see `closing.Inside`)
+
+    def say_goodbye(self) -> None:
+        """Tell the writer that this reader leaves, where it needs to know at once."""
+        self.source.say_goodbye()
+
+    def close(self) -> None:
+        """Give everything back but what the goodbye still needs."""
+        self.source.close()
+
+    def abandon(self) -> None:
+        """Let go, in a forked child, of what would hide the parent's death."""
+        self.source.abandon()
+
+    def finished(self) -> bool:
+        """Return whether `finish` has nothing to do."""
+        return self.source.finished() and (self._following is None or self._following.finished)
+
+    async def finish(self) -> None:
+        """Wait until the writers have heard the goodbye, if that does not take long."""
+        await self.source.finish()
+        if self._following is not None:
+            await self._following.finish()
 
     def __repr__(self) -> str:
         return repr(self.gate)

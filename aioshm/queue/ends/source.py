@@ -123,6 +123,10 @@ class Source(Inside, Protocol):
     # What is known of the other ends
 
     @property
+    def writer_pid(self) -> int:
+        """The writer's process as it sees itself, 0 while that is not known."""
+
+    @property
     def progress(self) -> int:
         """How many messages were finished with."""
 

@@ -22,6 +22,8 @@ from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle, host_id
 from aioshm.queue.local.audience import RingAudience
+from aioshm.queue.names.files import OwnFile
+from aioshm.queue.names.registry import register
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.layout import VERSION
 from aioshm.wait.line import settle
@@ -43,6 +45,7 @@ class WritingEnd:
         network: The readers on others, if there are any.
         codec: Makes bytes of objects.
         connect_ip: For the handle.
+        name: What the queue is called, if it has a name.
 
     Attributes:
         gate: Whose this is, and whose turn.
@@ -59,9 +62,12 @@ class WritingEnd:
         network: NetworkAudience | None,
         codec: Codec,
         connect_ip: str | None,
+        name: str | None = None,
     ) -> None:
         self.gate = gate
-        gate.name = ring.queue_id.hex()[:8]
+        gate.name = name or ring.queue_id.hex()[:8]
+        self._name = name
+        self._registration: OwnFile | None = None
         self.ring = ring
         self.network = network
         self._audiences: list[Audience] = [ring] if network is None else [ring, network]
@@ -97,7 +103,23 @@ class WritingEnd:
             remote=None if self.network is None else self.network.address,
             options=self.gate.options,
             answers="in calls" if self.gate.blocks else "always",
+            name=self._name,
         )
+
+    def register(self) -> None:
+        """Have the queue's name, if it has one, now that this end is complete; closes it if that cannot be.
+
+        Raises:
+            NameTaken: Another writer has it.
+            SharedMemoryError, OutOfDescriptors: The name's file cannot be written.
+        """
+        if self._name is None:
+            return
+        try:
+            self._registration = register(self._name, self.gate.options.runtime_dir, self.export_handle())
+        except BaseException:
+            self.gate.discard()
+            raise
 
     # Attaching
 
@@ -331,6 +353,8 @@ class WritingEnd:
 
     def close(self) -> None:
         """Give everything back but what still has to be delivered."""
+        if self._registration is not None:
+            self._registration.release(remove=True)
         self.ring.close()
         if self.network is not None and not self.network.delivering:
             self.network.close()

@@ -16,7 +16,7 @@ from aioshm.codec import Codec
 from aioshm.config import Options
 from aioshm.errors import HandleError
 from aioshm.process.background import in_thread
-from aioshm.queue.ends.making import reading_end, writing_end
+from aioshm.queue.ends.making import ReaderArguments, reading_end, writing_end
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.groups.process_group import ObjectGroup, as_group, check_rank, gather, tell
@@ -166,7 +166,9 @@ class GroupCall:
         self._check()
         if self._end is None:  # the writer has its end
             codec = None if isinstance(self._codec, str) else self._codec
-            self._end = reading_end(handle, self._group.rank, codec, self._options, message=self._message)
+            self._end = reading_end(
+                handle, ReaderArguments(self._group.rank, codec, self._options, None, self._message)
+            )
 
     def _close(self) -> None:
         """Close the queue that was made, if one was; no loop has used it, so it has nothing to wait for."""

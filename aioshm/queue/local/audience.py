@@ -39,6 +39,7 @@ class RingAudience:
         ranks: The local readers', in the order of the ring's flags.
         sizes: The bytes of a chunk, how many chunks, and how many slots, None taking the default.
         options: The queue's.
+        token: What a reader must know; None: one is made.
 
     Attributes:
         buffer: The ring's memory.
@@ -57,8 +58,14 @@ class RingAudience:
         OutOfDescriptors: None is left.
     """
 
-    def __init__(self, ranks: tuple[int, ...], sizes: tuple[int, int, int | None], options: Options) -> None:
-        self.token: bytes = secrets.token_bytes(TOKEN_BYTES)
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        sizes: tuple[int, int, int | None],
+        options: Options,
+        token: bytes | None = None,
+    ) -> None:
+        self.token: bytes = secrets.token_bytes(TOKEN_BYTES) if token is None else token
         self.secret: bytes = secrets.token_bytes(SECRET_BYTES)
         chunk_bytes, chunks, slots = sizes
         self._chunk_bytes = chunk_bytes

@@ -50,6 +50,7 @@ class RingSource:
         rank: Which reader this is.
         codec: Makes objects of bytes.
         slow: What becomes of it when it is too slow.
+        failed: Is told what has kept this from attaching; None: every call is refused with that.
 
     Attributes:
         attachment: What this holds of the queue, once it is attached.
@@ -69,11 +70,20 @@ class RingSource:
     _lifeline: Lifeline
     _cursor: RingReader
 
-    def __init__(self, gate: Gate, handle: Handle, rank: int, codec: Codec, slow: SlowReader) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        handle: Handle,
+        rank: int,
+        codec: Codec,
+        slow: SlowReader,
+        failed: Callable[[AioshmError], None] | None = None,
+    ) -> None:
         self._gate = gate
         self._handle = handle
         self._rank = rank
         self._codec = codec
+        self._failed = failed or (lambda error: gate.refuse(lambda: error))
         self.receive: Callable[[], Any] = _nothing
         self.ready: Callable[[], bool] = bool
         self.look: Callable[[], bool] = bool
@@ -137,8 +147,7 @@ class RingSource:
             return
         error = attaching.exception()
         if error is not None and self._gate.refusal is None:
-            refusal = error if isinstance(error, AioshmError) else HandleError(f"cannot attach: {error}")
-            self._gate.refuse(lambda: refusal)
+            self._failed(error if isinstance(error, AioshmError) else HandleError(f"cannot attach: {error}"))
 
     # What the lifeline tells
 
@@ -202,6 +211,10 @@ class RingSource:
             self.waker.slot_is_free()
 
     # What is known of the writer
+
+    @property
+    def writer_pid(self) -> int:
+        return 0 if self.attachment is None else self._lifeline.welcome.pid
 
     @property
     def progress(self) -> int:

@@ -50,27 +50,33 @@ class BlockingPlace:
         held.run(lambda _: self._look(), busy=QueueEmpty)
 
     async def _look(self) -> None:
-        reader, gate, source = self.reader, self.reader.gate, self.reader.source
+        reader, gate = self.reader, self.reader.gate
         if gate.ready:
             await asyncio.sleep(0)
         else:
             reader.start_attaching()
             await asyncio.sleep(0)
             gate.check_refusal()
-            if not gate.ready:
-                if source.gone is not None:
-                    raise source.gone()
-                return
+            gone = reader.source.gone
+            if not gate.ready and gone is not None:
+                reader.go_on_after(gone())
         gate.check_refusal()
+        news = reader.tell()
+        if news is not None:
+            raise news
+        if not gate.ready:
+            return
         gate.new_turn()
         gate.reopen()
+        source = reader.source
         gone = source.gone  # before looking: what was published before the writer went is then seen
         obj = reader.poll()
         self.late = obj is ELSEWHERE
         if obj is not NOTHING and not self.late:
             self.held.kept.append(obj)
         elif gone is not None:
-            raise source.lost() if self.late else gone()
+            reader.go_on_after(source.lost() if self.late else gone())
+            self.late = False
 
     def damage(self, error: Exception) -> AioshmError:
         """Return what is wrong with a message that could not be received."""

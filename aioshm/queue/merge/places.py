@@ -73,6 +73,7 @@ class Place:
 
     __slots__ = (
         "_shared",
+        "_source",
         "entered",
         "failure",
         "hidden",
@@ -97,10 +98,12 @@ class Place:
         self.failure: AioshmError | None = None
         self.running: bool = True
         self._shared = shared
+        self._source = reader.source
 
     def now_ready(self) -> None:
         """Note that the reader is ready."""
         source = self.reader.source
+        self._source = source
         self.receive = self.quick = source.quick()
         self.ring = source.ring
 
@@ -112,6 +115,8 @@ class Place:
         """
         gate = self.reader.gate
         gate.watch(self._woken)
+        if self._source is not self.reader.source:  # that of a writer which is gone
+            self.unready()
         try:
             if not gate.in_line or gate.held_here:
                 shut = self.quick is not None and not gate.core.open
@@ -147,7 +152,7 @@ class Place:
             return False
         if self.quick is not None:
             return self.reader.may_go_on()
-        return gate.ready or self._ending()
+        return gate.ready or self._ending() or self.reader.has_news
 
     def poll(self) -> Any:
         """Return the next message, or what is wrong with it, or `NOTHING`: see `late`."""
@@ -161,6 +166,20 @@ class Place:
             return obj
         self.late, self.receive = True, _nothing
         return NOTHING
+
+    def goes_on_after(self, error: AioshmError) -> bool:
+        """Wait for the next writer, now that one is gone, if the reader does; return whether it does."""
+        try:
+            self.reader.go_on_after(error)
+        except AioshmError:
+            return False
+        self.unready()
+        return True
+
+    def unready(self) -> None:
+        """Note that the reader waits for another writer, or has one."""
+        self._source = self.reader.source
+        self.quick, self.ring, self.late, self.receive = None, None, False, _nothing
 
     def damaged(self, error: Exception) -> AioshmError:
         """Return what is wrong with a message that could not be received."""

@@ -254,6 +254,10 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         gate, source = place.reader.gate, place.reader.source
         error = place.failure if gate.refusal is None else gate.refusal()
         if error is None:
+            news = place.reader.tell()
+            if news is not None:
+                self._turn -= 1
+                return place.rank, news.with_traceback(None)
             gone = source.gone  # before looking: what was published before the writer went is then seen
             obj = NOTHING if place.quick is None or place.late else place.poll()
             if obj is not NOTHING:
@@ -269,6 +273,11 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 return None
             else:
                 error = gone()
+            past = 0 if place.ring is None else place.ring.seq
+            if place.goes_on_after(error):
+                self._past += past
+                self._shared.close()
+                return None
         if isinstance(error, RoleError):
             raise error
         place.leave()  # closing it may be waiting for that

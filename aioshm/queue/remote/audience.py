@@ -18,6 +18,7 @@ from aioshm.config import SLOW_READER, Options
 from aioshm.errors import AioshmError, PeerDied
 from aioshm.logs import LogLimiter
 from aioshm.queue.handle import RemoteAddress
+from aioshm.queue.names.identity import Identity
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.flow import Flow
 from aioshm.queue.remote.peers import RemotePeer, RemotePeers
@@ -45,6 +46,8 @@ class NetworkAudience:
         ranks: The readers'.
         ip: Where to bind, from `check_ip`; None: this host's own address.
         options: The queue's.
+        identity: What this writer has in common with those before it, and lets go of when the sockets are closed; None:
+            nothing.
 
     Attributes:
         peers: Who reads.
@@ -57,17 +60,26 @@ class NetworkAudience:
         SharedMemoryError, OutOfDescriptors, OutOfThreads: The sockets cannot be had.
     """
 
-    def __init__(self, queue_id: bytes, token: bytes, ranks: tuple[int, ...], ip: str | None, options: Options) -> None:
+    def __init__(
+        self,
+        queue_id: bytes,
+        token: bytes,
+        ranks: tuple[int, ...],
+        ip: str | None,
+        options: Options,
+        identity: Identity | None = None,
+    ) -> None:
         self._name = queue_id.hex()[:8]
         self.peers: RemotePeers = RemotePeers(ranks)
         self._queue_id = queue_id
         self._token = token
+        self._identity = identity
         self._timeout = options.remote_timeout
         self._patience = options.stall_warning_s
         self._policy = options.on_reader_death
         self._changed: Callable[[], None] = _nothing
         self._secret = secrets.token_bytes(wire.SECRET_BYTES)
-        self.sockets: WriterSockets = WriterSockets(ip, self._secret, options, len(ranks))
+        self.sockets: WriterSockets = WriterSockets(ip, self._secret, options, len(ranks), identity)
         self.flow: Flow = Flow(self.sockets, self._secret, options)
         self._closed: asyncio.Future[None] | None = None
         self._closing_since = 0.0
@@ -90,6 +102,7 @@ class NetworkAudience:
             server_key=None if keys is None else keys.server,
             client_public=None if keys is None else keys.public,
             client_secret=None if keys is None else keys.secret,
+            lasting=self._identity is not None,
         )
 
     def start(self, loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:
@@ -197,7 +210,11 @@ class NetworkAudience:
     def _hello(self, identity: bytes, hello: wire.Hello) -> None:
         peer = self.peers.of_identity(identity)
         if peer is None:
-            reason = self._why_not(hello)
+            reason = self._why_unknown(hello)
+            if reason is None and hello.topic != self._secret:
+                self.sockets.send(identity, wire.Renewed(self._secret))
+                return
+            reason = reason or self._why_not(hello)
             if reason is not None:
                 self.sockets.send(identity, wire.Refused(reason, evicted=False))
                 return
@@ -219,11 +236,17 @@ class NetworkAudience:
             self.sockets.send(identity, wire.Closing(self.flow.window.seq))
         self._changed()
 
-    def _why_not(self, hello: wire.Hello) -> str | None:
+    def _why_unknown(self, hello: wire.Hello) -> str | None:
+        """Return why this is no reader of this queue."""
         if hello.version != VERSION:
             return f"this queue speaks version {VERSION}, not {hello.version}"
-        if hello.queue_id != self._queue_id or not hmac.compare_digest(hello.token, self._token):
+        known = hello.queue_id == self._queue_id or self._identity is not None  # whose handles are of one queue each
+        if not known or not hmac.compare_digest(hello.token, self._token):
             return "the handle is another queue's"
+        return None
+
+    def _why_not(self, hello: wire.Hello) -> str | None:
+        """Return why a reader cannot be admitted."""
         if hello.slow not in SLOW_READER:
             return f"this writer knows no slow={hello.slow!r}"
         self._make_way(hello.rank)
@@ -360,6 +383,8 @@ class NetworkAudience:
             self._timer.cancel()
             self._timer = None
         self.sockets.close()
+        if self._identity is not None:
+            self._identity.release()
         if self._closed is not None and not self._closed.done():
             with suppress(RuntimeError):  # the loop is closed, and would have called a waiting task back
                 self._closed.set_result(None)

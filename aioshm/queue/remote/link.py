@@ -50,6 +50,7 @@ class WriterLink:
         remote: Where it is.
         rank: Which reader this is.
         slow: What becomes of it when it is too slow.
+        patient: Whether to wait for a writer that is not there, however long that takes.
 
     Attributes:
         window: What has arrived, in order.
@@ -63,13 +64,17 @@ class WriterLink:
         HandleError: The handle is damaged, or not encrypted where these options demand it.
     """
 
-    def __init__(self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int, slow: SlowReader) -> None:
+    def __init__(
+        self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int, slow: SlowReader, patient: bool = False
+    ) -> None:
         _check(remote, encrypted=gate.options.secure)
         self._gate = gate
         self._handle = handle
         self._remote = remote
         self._rank = rank
         self._slow = slow
+        self._patient = patient
+        self._topic = remote.topic
         options = handle.options  # the writer's, not this end's own
         self.window: ReceiveWindow[wire.Data] = ReceiveWindow(
             options.remote_window, options.remote_window_bytes, skips=slow == "skip"
@@ -108,7 +113,7 @@ class WriterLink:
                 remote.data,
                 remote.control,
                 remote.keys,
-                [wire.address(remote.topic), wire.address(remote.topic, self._rank)],
+                self._topics(),
                 msgspec.structs.replace(gate.options, max_message_bytes=largest),
                 self._on_data,
                 self._on_message,
@@ -122,6 +127,9 @@ class WriterLink:
         flag = memoryview(bytearray(1))  # its parked flag, at which nobody else looks
         gate.poller = Poller(loop, flag, predictor, "park", gate.core.spin)
         self._check_connections()
+
+    def _topics(self) -> list[bytes]:
+        return [wire.address(self._topic), wire.address(self._topic, self._rank)]
 
     def _introduce(self) -> None:
         """Say who this is, and whatever the writer may not have heard: the connection is new."""
@@ -146,6 +154,7 @@ class WriterLink:
             platform.node(),
             self.writer.proven,
             self._slow,
+            self._topic,
         )
 
     def _tell(self, message: wire.Control) -> bool:
@@ -205,6 +214,8 @@ class WriterLink:
             self._acknowledge()
         elif isinstance(message, wire.Welcome):
             self.writer.welcome = message
+        elif isinstance(message, wire.Renewed):
+            self._renew(message.topic)
         elif isinstance(message, wire.Go):
             self._gate.ready = True
             self._gate.reopen()
@@ -223,6 +234,18 @@ class WriterLink:
             self._released = True
             if self._goodbye is not None and not self._goodbye.done():
                 self._goodbye.set_result(None)
+
+    def _renew(self, topic: bytes) -> None:
+        """Read what another writer sends that has taken the place of the handle's, unless this end has read any."""
+        if topic == self._topic:  # it has answered two greetings
+            return
+        if self.writer.welcome is not None or self.writer.proven:
+            self.give_up(self.writer.death("another writer has taken its place"))
+            return
+        assert self.sockets is not None
+        before, self._topic = self._topics(), topic
+        self.sockets.subscribe(self._topics(), instead_of=before)
+        self._introduce()
 
     def _on_refused(self, message: wire.Refused) -> None:
         if message.reason == wire.TOO_SLOW:
@@ -300,7 +323,7 @@ class WriterLink:
             due.append((max(self.writer.heard + timeout, control + timeout / 2), "it is not to be reached"))
         if data is not None:
             due.append((data + timeout, "its data port is not to be reached"))
-        if not due:
+        if not due or (self._patient and self.writer.welcome is None):
             return
         at, why = min(due)
         if now < at:
@@ -346,6 +369,8 @@ class WriterLink:
     def say_goodbye(self) -> None:
         """Tell the writer that this reader leaves, unless it knows or is gone."""
         there = self.gone is None or self.window.complete
+        if self._patient and not self._connections:  # nobody was there: nobody counts on this reader
+            there = False
         if self.sockets is not None and there and not self._released:
             assert self._gate.loop is not None
             self._goodbye = self._gate.loop.create_future()

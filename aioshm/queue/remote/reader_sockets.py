@@ -83,6 +83,15 @@ class ReaderSockets:
             for connection in (self.data_connection, self.control_connection)
         ]
 
+    def subscribe(self, topics: Sequence[bytes], instead_of: Sequence[bytes]) -> None:
+        """Receive what begins with other topics from now on."""
+        if self._sockets.closed:
+            return
+        for topic in instead_of:
+            self._sub.setsockopt(zmq.UNSUBSCRIBE, topic)
+        for topic in topics:
+            self._sub.setsockopt(zmq.SUBSCRIBE, topic)
+
     def send(self, message: wire.Control) -> bool:
         """Send a control message; return False if too many wait already."""
         if self._sockets.closed:

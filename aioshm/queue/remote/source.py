@@ -39,6 +39,7 @@ class NetworkSource:
         rank: Which reader this is.
         codec: Makes objects of bytes.
         slow: What becomes of it when it is too slow.
+        patient: Whether to wait for a writer that is not there, however long that takes.
 
     Attributes:
         link: The connection.
@@ -52,9 +53,17 @@ class NetworkSource:
     waker: Waker | None = None
 
     def __init__(
-        self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int, codec: Codec, slow: SlowReader
+        self,
+        gate: Gate,
+        handle: Handle,
+        remote: RemoteAddress,
+        rank: int,
+        codec: Codec,
+        slow: SlowReader,
+        *,
+        patient: bool = False,
     ) -> None:
-        self.link: WriterLink = WriterLink(gate, handle, remote, rank, slow)
+        self.link: WriterLink = WriterLink(gate, handle, remote, rank, slow, patient)
         check_safety(codec, remote.keys is not None, gate.options)
         self._window = self.link.window
         self._gate = gate
@@ -195,6 +204,11 @@ class NetworkSource:
         raise AssertionError("a message arrives whole")
 
     # What is known of the other ends
+
+    @property
+    def writer_pid(self) -> int:
+        welcome = self.link.writer.welcome
+        return 0 if welcome is None else welcome.pid
 
     @property
     def progress(self) -> int:

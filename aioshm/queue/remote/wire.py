@@ -126,6 +126,7 @@ class Hello(Control):
         host: Where that is, for people.
         proven: Whether data has reached it.
         slow: What becomes of it when it is too slow, as `Options.slow_reader`.
+        topic: What the data messages begin with that it has subscribed to: those of which writer.
     """
 
     version: int
@@ -136,6 +137,7 @@ class Hello(Control):
     host: str
     proven: bool
     slow: str = "block"
+    topic: bytes = b""
 
 
 class Proven(Control):
@@ -198,6 +200,18 @@ class Refused(Control):
     evicted: bool
 
 
+class Renewed(Control):
+    """The writer is another one than that of the reader's handle, or than before: it has taken its place.
+
+    It admits a reader that says hello once more, having subscribed to this one's data.
+
+    Attributes:
+        topic: What its data messages begin with.
+    """
+
+    topic: bytes
+
+
 class Go(Control):
     """Every reader is ready."""
 
@@ -233,7 +247,7 @@ class Closing(Control):
 
 
 FromReader = Hello | Proven | Acknowledge | Resend | Finished | Leave
-FromWriter = Welcome | Refused | Go | Tick | Lost | Left | Closing
+FromWriter = Welcome | Refused | Renewed | Go | Tick | Lost | Left | Closing
 
 _encoder = msgspec.msgpack.Encoder()
 _from_reader: msgspec.msgpack.Decoder[FromReader] = built(lambda: msgspec.msgpack.Decoder(FromReader))
@@ -268,6 +282,8 @@ def parse_from_writer(data: bytes) -> FromWriter:
     message = _parse(_from_writer, data)
     if isinstance(message, Lost) and not 0 <= message.first <= message.last:
         raise WireError(f"{message.first} to {message.last} lost")
+    if isinstance(message, Renewed) and len(message.topic) != SECRET_BYTES:
+        raise WireError(f"a topic of {len(message.topic)} bytes")
     if isinstance(message, Closing) and message.end < 0:
         raise WireError(f"an end at {message.end}")
     return message

@@ -7,6 +7,7 @@ import errno
 import threading
 from collections.abc import Callable
 from functools import partial
+from time import monotonic, sleep
 
 import zmq
 from zmq.utils import z85
@@ -15,6 +16,7 @@ from aioshm.config import Options
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline.address import own_address
 from aioshm.process.limits import naming_limits
+from aioshm.queue.names.identity import Identity
 from aioshm.queue.remote import wire
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
@@ -28,6 +30,10 @@ from aioshm.zeromq.sockets import (
     watched_by_tcp,
 )
 
+PORT_PATIENCE_S, _PORT_PAUSE_S = 0.5, 0.02
+"""For how long a writer tries to have the ports of its identity, which another process may have for a moment: a reader
+that tries to connect while nobody listens, to which the system can give the very port that it connects to."""
+
 HANDSHAKE_MS = 10_000
 """How long a peer that connects may take to prove that it holds the handle."""
 
@@ -36,13 +42,14 @@ _ZAP = "inproc://zeromq.zap.01"
 
 
 class WriterSockets:
-    """XPUB and ROUTER, bound to ports that the system chose.
+    """XPUB and ROUTER, bound to ports that the system chose, for this writer or one before it.
 
     Args:
         ip: From `check_ip`; None: this host's own address.
         secret: What data messages begin with.
         options: For how long peers may be silent, and whether to encrypt.
         readers: How many are expected; each takes two descriptors.
+        identity: Says which ports and keys; None: the system chooses, and there are new ones.
 
     Attributes:
         data: The endpoint of the data socket.
@@ -55,7 +62,9 @@ class WriterSockets:
         OutOfDescriptors, OutOfThreads: This process cannot have what they need.
     """
 
-    def __init__(self, ip: str | None, secret: bytes, options: Options, readers: int = 1) -> None:
+    def __init__(
+        self, ip: str | None, secret: bytes, options: Options, readers: int = 1, identity: Identity | None = None
+    ) -> None:
         self._secret = secret
         self._sockets = Sockets("a writer with remote readers", count=3, connections=2 + 2 * readers, threads=1)
         context = self._sockets.context
@@ -64,8 +73,12 @@ class WriterSockets:
         self.keys: CurveKeys | None = None
         try:
             if options.secure:
-                server = CurveKeys.generate()
-                self.keys = CurveKeys.generate(server.public)
+                if identity is not None:
+                    server, self.keys = identity.server, identity.client
+                else:
+                    server = CurveKeys.generate()
+                    self.keys = CurveKeys.generate(server.public)
+                assert self.keys is not None
                 self._admit_only(self.keys.public)
             host = _host(own_address() if ip is None else ip)
             timeout_ms = int(options.remote_timeout * 1000)
@@ -87,23 +100,40 @@ class WriterSockets:
             watched_by_heartbeats(self._router, timeout_ms)
             for each in (self._xpub, self._router):
                 each.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-            self.data: str = self._bind(self._xpub, host, ip)
-            self.control: str = self._bind(self._router, host, ip)
+            data, control = (0, 0) if identity is None else identity.ports
+            self.data: str = self._bind(self._xpub, host, ip, data)
+            self.control: str = self._bind(self._router, host, ip, control)
+            if identity is not None:
+                identity.keep(_port(self.data), _port(self.control))
         except BaseException:
             self._sockets.close()
             raise
 
-    def _bind(self, sock: Socket, host: str, ip: str | None) -> str:
+    def _bind(self, sock: Socket, host: str, ip: str | None, port: int) -> str:
+        patient_until = monotonic() + PORT_PATIENCE_S if port else 0.0
         try:
-            bound = attach(sock, f"tcp://{host}:*", bind=True)
+            bound = None
+            while bound is None:
+                try:
+                    bound = attach(sock, f"tcp://{host}:{port or '*'}", bind=True)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE or monotonic() >= patient_until:
+                        raise
+                    sleep(_PORT_PAUSE_S)
         except OutOfDescriptors:
             raise
         except OSError as error:
+            if port and error.errno == errno.EADDRINUSE:
+                raise SharedMemoryError(
+                    error.errno,
+                    f"port {port} of this writer's identity is in use: end what has it, such as a process that the "
+                    "writer before this one has forked; or take another identity, and give readers new handles",
+                ) from None
             if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL):
                 raise ValueError(f"connect_ip must be an address of this host, not {ip or host!r}") from None
             raise SharedMemoryError(error.errno, f"no port to be had for remote readers: {error.strerror}") from None
         if ip in _WILDCARDS:
-            return f"tcp://{_host(own_address())}:{bound.rpartition(':')[2]}"
+            return f"tcp://{_host(own_address())}:{_port(bound)}"
         return bound
 
     def _admit_only(self, key: bytes) -> None:
@@ -198,6 +228,10 @@ def _answer(zap: Socket, key: bytes) -> None:
             zap.send_multipart([version, request, status, b"", b"", b""])
     except zmq.ZMQError:
         zap.close(linger=0)
+
+
+def _port(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
 
 
 def _host(ip: str) -> str:

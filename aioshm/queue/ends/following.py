@@ -1,0 +1,232 @@
+"""How a reader comes to its writer, and to the next one when that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from aioshm.codec import Codec
+from aioshm.errors import (
+    AioshmError,
+    HandleError,
+    LimitReached,
+    MessagesLost,
+    PeerClosed,
+    PeerDied,
+    QueueGone,
+    QueueRestarted,
+)
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.no_writer import NoWriter, Writers
+from aioshm.queue.ends.source import Source
+from aioshm.queue.handle import Handle
+
+
+class Connect(Protocol):
+    """Makes the source for a writer's handle, and the codec for its messages."""
+
+    def __call__(self, handle: Handle, failed: Callable[[AioshmError], None], /) -> tuple[Source, Codec]:
+        """Do so; ``failed`` is to be told what keeps the source from attaching."""
+
+
+class Following:
+    """The writers that one reader has, one after the other.
+
+    Args:
+        gate: The reader's.
+        rank: Which reader it is.
+        writers: Where they come from.
+        connect: Makes the source for each.
+        reconnect: Whether to go on with the next writer when one is gone.
+        patience_s: For how long a call that has no timeout itself waits for a writer; None: for ever.
+
+    Attributes:
+        source: What the reader receives from.
+        received: How many messages have come from the writers before this one.
+        restarts: Of how many restarts the caller was told.
+    """
+
+    source: Source
+    _use: Callable[[Source, Handle | None, Codec | None], None]
+
+    def __init__(
+        self,
+        gate: Gate,
+        rank: int,
+        writers: Writers,
+        connect: Connect,
+        *,
+        reconnect: bool,
+        patience_s: float | None = None,
+    ) -> None:
+        self._gate = gate
+        self._rank = rank
+        self._writers = writers
+        self._connect = connect
+        self._reconnect = reconnect
+        self._patience_s = patience_s
+        self._ended: tuple[int, AioshmError] | None = None  # the writer before this one, until the caller is told
+        self._lacking: LimitReached | None = None  # what has kept this from attaching, until the caller is told
+        self._finishing: set[asyncio.Task[None]] = set()
+        self.received = 0
+        self.restarts = 0
+
+    def begin(self, source: Source | None, use: Callable[[Source, Handle | None, Codec | None], None]) -> Source:
+        """Return what to receive from at first.
+
+        Args:
+            source: The first writer's; None: it is to be looked for.
+            use: Is told what to receive from later on, with the writer's handle and the codec for its messages.
+        """
+        self._use = use
+        self.source = self._no_writer() if source is None else source
+        if self._reconnect:
+            self._gate.on_interrupt = self._news_has_come
+        return self.source
+
+    def _no_writer(self) -> NoWriter:
+        return NoWriter(self._gate, self._rank, self._writers, self._found, self._failed)
+
+    # What the caller is to be told
+
+    @property
+    def telling(self) -> bool:
+        """Whether there is another writer than before, or will be, which the caller has not been told."""
+        return self._ended is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `tell` has something to return."""
+        return self._lacking is not None or (self._ended is not None and self._gate.ready)
+
+    def tell(self) -> AioshmError | None:
+        """Return, once, what the next call is to be told before anything else, if there is something."""
+        lacking, self._lacking = self._lacking, None
+        if lacking is not None or self._ended is None or not self._gate.ready:
+            return lacking
+        (old_pid, error), self._ended = self._ended, None
+        self.restarts += 1
+        self._gate.reopen()
+        restarted = QueueRestarted(self._gate.name, old_pid, self.source.writer_pid, error)
+        restarted.__cause__ = error
+        return restarted
+
+    def check_attaching(self) -> None:
+        """Raise what keeps the reader from becoming ready; where the writer is gone, look for the next one."""
+        lacking, self._lacking = self._lacking, None
+        if lacking is not None:
+            raise lacking
+        gone = self.source.gone
+        if gone is not None:
+            self.go_on_after(gone())
+
+    def patience_ends(self, began: float) -> float | None:
+        """Return until when a call without a timeout, that began then, waits for there to be a writer."""
+        source = self.source
+        if not isinstance(source, NoWriter) or self._patience_s is None:
+            return None
+        return max(began, source.since) + self._patience_s
+
+    # Leaving a writer
+
+    def go_on_after(self, error: AioshmError) -> None:
+        """Look for the next writer, now that this one is gone and everything it published has been read.
+
+        Args:
+            error: What has become of the writer.
+
+        Raises:
+            AioshmError: This one: no other is waited for.
+        """
+        if not self._goes_on(error):
+            raise error
+        if self._gate.ready and self._ended is None:
+            self._ended = self.source.writer_pid, error
+        self._writers.left()
+        self._look_for_writer()
+
+    def _goes_on(self, error: AioshmError) -> bool:
+        """Return whether this is an end of a writer that another one may follow, which is to be waited for."""
+        return self._reconnect and isinstance(error, (PeerDied, PeerClosed, MessagesLost, QueueGone))
+
+    def _news_has_come(self) -> None:
+        gate = self._gate
+        if self.source.gone is not None and gate.loop is not None and gate.refusal is None:
+            gate.loop.call_soon(self._go_on_if_idle)  # the source, whose news that is, has yet to finish with it
+
+    def _go_on_if_idle(self) -> None:
+        """Look for the next writer without a call that waits, if this one is gone and all of its messages were read."""
+        gate, source = self._gate, self.source
+        gone = source.gone
+        if gone is None or gate.refusal is not None or gate.in_line or source.look():
+            return
+        with suppress(AioshmError):  # the next call raises it
+            self.go_on_after(gone())
+
+    def _look_for_writer(self) -> None:
+        gate, old = self._gate, self.source
+        assert gate.loop is not None
+        self.received += old.progress
+        old.say_goodbye()
+        gate.part(lambda: self._ended is not None)
+        old.close()
+        if not old.finished():
+            finishing = gate.loop.create_task(old.finish())
+            self._finishing.add(finishing)
+            finishing.add_done_callback(self._finishing.discard)
+        self.source = self._no_writer()
+        self._use(self.source, None, None)
+        self.source.start(gate.loop)
+        gate.interrupt()
+
+    # Having the next one
+
+    def _found(self, handle: Handle) -> bool:
+        """Attach to the writer of a handle; return whether it was there."""
+        gate = self._gate
+        assert gate.loop is not None
+        try:
+            source, codec = self._connect(handle, self._failed)
+        except QueueGone:
+            self._writers.left()
+            return False
+        except AioshmError:
+            raise
+        except ValueError as error:  # what is wrong with the arguments is known only now
+            raise HandleError(f"{gate!r}: {error}") from None
+        self.source.close()
+        self.source = source
+        self._use(source, handle, codec)
+        try:
+            source.start(gate.loop)
+        except AioshmError as error:
+            self._failed(error)
+        gate.interrupt()
+        return True
+
+    def _failed(self, error: AioshmError) -> None:
+        """Look on, or refuse every call: the reader could not be attached to what was found."""
+        if not (self._goes_on(error) or isinstance(error, (QueueGone, LimitReached))):
+            self._gate.refuse(lambda: error)
+            return
+        if isinstance(error, LimitReached):
+            self._lacking = error
+        else:
+            self._writers.left()
+        if not isinstance(self.source, NoWriter):
+            self._look_for_writer()
+        self._gate.interrupt()
+
+    # Closing
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of the writers before this one know that the reader has left them."""
+        return not self._finishing
+
+    async def finish(self) -> None:
+        """Wait for that."""
+        if self._finishing and self._gate.loop is asyncio.get_running_loop():
+            await asyncio.wait(self._finishing)

@@ -1,0 +1,193 @@
+"""What a reader has while it has no writer: something that looks for one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Protocol
+
+from aioshm.errors import AioshmError
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.source import SourceBlock, Waker
+from aioshm.queue.handle import Handle
+from aioshm.queue.stats import QueueStats
+from aioshm.ring import RingReader
+from aioshm.ring.atomics import NOTHING
+from aioshm.wait.stall import seconds
+
+logger: logging.Logger = logging.getLogger("aioshm.queue")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_GROWTH = 0.001, 0.05, 1.3
+"""How often to look for a writer: a look is one ``stat``, so that even the longest pause costs next to nothing."""
+
+
+class Writers(Protocol):
+    """Where the writers come from that a reader has, one after the other."""
+
+    def look(self) -> Handle | None:
+        """Return the handle of the writer that is there now; None if there is none, or only one that was left.
+
+        Raises:
+            AioshmError: What is there cannot be used.
+        """
+
+    def left(self) -> None:
+        """Note that the writer whose handle was returned last is gone."""
+
+    def awaited(self) -> str:
+        """Say, for people, what is waited for."""
+
+
+class SameWriter:
+    """Writers that all have the same handle, as those of one identity have.
+
+    Args:
+        handle: That one.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def look(self) -> Handle | None:
+        return self._handle
+
+    def left(self) -> None:
+        """Do nothing: the next one is where that was."""
+
+    def awaited(self) -> str:
+        return f"no writer answers at {self._handle.remote and self._handle.remote.control}"
+
+
+class NoWriter:
+    """Stands for a source while there is no writer: looks for one; see `Source` for what each method does.
+
+    Args:
+        gate: The end's.
+        rank: Which reader this is.
+        writers: Where the next one comes from.
+        found: Is told of its handle; returns whether that was of use.
+        failed: Is told what is wrong with what was found.
+
+    Attributes:
+        since: Since when this is looking, by the monotonic clock.
+    """
+
+    ring: RingReader | None = None
+    waker: Waker | None = None
+    gone: Callable[[], AioshmError] | None = None
+    progress = 0
+    writer_pid = 0
+
+    def __init__(
+        self,
+        gate: Gate,
+        rank: int,
+        writers: Writers,
+        found: Callable[[Handle], bool],
+        failed: Callable[[AioshmError], None],
+    ) -> None:
+        self._gate = gate
+        self._rank = rank
+        self._writers = writers
+        self._found = found
+        self._failed = failed
+        self._pause_s = FIRST_PAUSE_S
+        self._timer: asyncio.TimerHandle | None = None
+        self.since: float = monotonic()
+        self.receive: Callable[[], Any] = _nothing
+
+    # Looking
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is None:
+            self._timer = loop.call_later(0, _look, weakref.ref(self), loop)  # an end that is forgotten looks no more
+
+    def look_now(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Look once, and come back later if there is nothing."""
+        try:
+            handle = self._writers.look()
+            if handle is not None and self._found(handle):
+                return
+        except AioshmError as error:
+            self._failed(error)
+            if self._gate.refusal is not None:
+                return
+        if self._timer is not None:
+            self._timer = loop.call_later(self._pause_s, _look, weakref.ref(self), loop)
+            self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)
+
+    def too_late(self) -> Exception:
+        return TimeoutError(f"{self._gate!r}: {self._writers.awaited()}")
+
+    def report_waiting(self, waited_s: float) -> None:
+        logger.warning("%r, rank %d: waited %s: %s", self._gate, self._rank, seconds(waited_s), self._writers.awaited())
+
+    # Receiving: there is nothing
+
+    def ready(self) -> bool:
+        return False
+
+    look = look_on = ready
+
+    def take(self) -> Any:
+        return NOTHING
+
+    def take_many(self, _most: int) -> list[Any]:
+        return []
+
+    def open_block(self, *, decoded: bool) -> SourceBlock | None:
+        raise AssertionError("there is nothing to open")
+
+    def bind_leases(self, *_: object) -> None:
+        """Bind none."""
+
+    def settle(self) -> None: ...
+
+    def quick(self) -> Callable[[], Any]:
+        return self.receive
+
+    def lost(self) -> AioshmError:
+        raise AssertionError("nothing is under way")
+
+    def ask_writer(self) -> bool:
+        return False
+
+    def other_ends(self) -> list[int]:
+        return []
+
+    def tell_parked(self) -> None: ...
+
+    # Closing
+
+    def stats(self) -> QueueStats:
+        return self._gate.new_stats(
+            side="reader", rank=self._rank, messages=0, max_chunks=0, slots=0, overflows=0, backlog=0, readers=0
+        )
+
+    def say_goodbye(self) -> None: ...
+
+    def close(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def finished(self) -> bool:
+        return True
+
+    async def finish(self) -> None: ...
+
+    def abandon(self) -> None:
+        self._timer = None  # the loop is the parent's
+
+
+def _look(looking: weakref.ref[NoWriter], loop: asyncio.AbstractEventLoop) -> None:
+    source = looking()
+    if source is not None:
+        source.look_now(loop)
+
+
+def _nothing() -> Any:
+    return NOTHING

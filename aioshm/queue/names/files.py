@@ -1,0 +1,223 @@
+"""Files that one process has for as long as it lives, and that appear with all that is in them, or not at all.
+
+Who has a file holds a lock on it (flock(2)), which the kernel drops when that process dies, however it does. What is
+put in place has been written, and locked, under another name before: nobody sees it half done, and what a crash between
+two steps leaves is a draft that nobody has locked, or a file that nobody has locked; the next one removes either.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from aioshm.process.limits import abandon_when_forked
+
+MAX_BYTES = 1 << 20
+"""Longer files are none of these."""
+
+_MODE = 0o600
+_DRAFT = ".draft"
+_DRAFT_NAME = 100  # characters of the name of what it is to become
+
+
+class NotOurs(Exception):
+    """What has this file's name is no regular file of this user's, or others can read it; the text says what is so."""
+
+
+class OwnFile:
+    """A file that this process has.
+
+    Args:
+        path: Where it is.
+        fd: Its descriptor, by which it is locked.
+
+    Attributes:
+        path: Where it is.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+        abandon_when_forked(self)
+
+    def read(self) -> bytes:
+        """Return what is in it."""
+        return read(self._fd)
+
+    def replace(self, content: bytes, *, durable: bool = False) -> None:
+        """Put other content in place; nobody else gets hold of the file in between.
+
+        Raises:
+            OSError: It cannot be written; it stays as it was.
+        """
+        draft = _new_draft(self.path, content, durable)
+        try:
+            draft.path.rename(self.path)
+        except BaseException:
+            draft.release(remove=True)
+            raise
+        self._fd, draft._fd = draft._fd, self._fd
+        draft.release()
+
+    def release(self, *, remove: bool = False) -> None:
+        """Let go of it: the next one can have it. Idempotent."""
+        if self._fd < 0:
+            return
+        if remove:
+            with suppress(OSError):
+                if _is_at(self._fd, self.path):  # else somebody has removed it
+                    self.path.unlink()
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+    def abandon_in_child(self) -> None:
+        """Close a forked child's copy: the lock is the parent's, and is to end with that one."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def create(path: Path, content: bytes, *, durable: bool = False) -> OwnFile | None:
+    """Make a file and have it; None if there is one already.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    draft = _new_draft(path, content, durable)
+    try:
+        os.link(draft.path, path)
+    except FileExistsError:
+        draft.release(remove=True)
+        return None
+    except BaseException:
+        draft.release(remove=True)
+        raise
+    draft.path.unlink(missing_ok=True)
+    draft.path = path
+    return draft
+
+
+def take(path: Path) -> OwnFile | None:
+    """Have a file that is there; None if another process has it.
+
+    Raises:
+        FileNotFoundError: There is none.
+        NotOurs: There is something else.
+        OSError: It cannot be opened, or not locked.
+    """
+    while True:
+        fd = open_own(path, os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(fd, path):
+                return OwnFile(path, fd)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # another process was faster, and has put its own in place
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file, which must be this user's alone.
+
+    Raises:
+        FileNotFoundError: There is none.
+        NotOurs: There is something else.
+        OSError: It cannot be opened.
+    """
+    found = path.lstat()  # before it is opened, which alone could do something where it is a device
+    _check(found)
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check(os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read(fd: int) -> bytes:
+    """Return what is in an open file, up to one byte more than `MAX_BYTES`."""
+    content = b""
+    while len(content) <= MAX_BYTES and (part := os.pread(fd, MAX_BYTES + 1 - len(content), len(content))):
+        content += part
+    return content
+
+
+def sweep(directory: Path, name: str = "") -> None:
+    """Remove the drafts that killed processes have left: those for one file, or all."""
+    begins = f".{name[:_DRAFT_NAME]}." if name else "."
+    with suppress(OSError):
+        for found in os.listdir(directory):
+            if not (found.startswith(begins) and found.endswith(_DRAFT)):
+                continue
+            path = directory / found
+            with suppress(OSError, NotOurs):
+                fd = open_own(path, os.O_RDWR)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                finally:
+                    os.close(fd)
+
+
+def _new_draft(path: Path, content: bytes, durable: bool) -> OwnFile:
+    """Write a file beside the one that it is to become, and have it."""
+    while True:
+        draft = path.with_name(f".{path.name[:_DRAFT_NAME]}.{secrets.token_hex(8)}{_DRAFT}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = OwnFile(draft, fd := os.open(draft, flags, _MODE))
+        try:
+            _lock(fd)
+            if not os.fstat(fd).st_nlink:  # which was faster, and has removed it
+                file.release()
+                continue
+            os.fchmod(fd, _MODE)  # whatever the umask is
+            _write(fd, content)
+            if durable:
+                os.fsync(fd)
+        except BaseException:
+            file.release(remove=True)
+            raise
+        return file
+
+
+def _lock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_EX)  # waits only for a process that sweeps, and for an instant
+
+
+def _write(fd: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return whether an open file is still the one that has this name."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+_own_uid = os.geteuid
+
+
+def _check(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise NotOurs("it is no regular file")
+    own = _own_uid()
+    if found.st_uid != own:
+        raise NotOurs(f"it belongs to uid {found.st_uid}, this process runs as uid {own}")
+    if found.st_mode & 0o077:
+        raise NotOurs(f"others may use it: its mode is {stat.S_IMODE(found.st_mode):04o} instead of 0600")

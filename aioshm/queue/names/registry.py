@@ -1,0 +1,217 @@
+"""Which writer has which name: one file per name in the runtime directory, with the writer's handle."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from pathlib import Path
+
+import msgspec
+
+from aioshm.arguments import shown
+from aioshm.errors import HandleError, NameTaken, OutOfDescriptors, SharedMemoryError
+from aioshm.lifeline.address import secure_directory, sockaddr
+from aioshm.process.guard import built
+from aioshm.process.limits import naming_limits
+from aioshm.queue.handle import Handle
+from aioshm.queue.names import files
+
+MAX_NAME = 100
+"""Characters in a name."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+@-]*")
+_SUFFIX = ".queue"
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm-name"):
+    """What is in the file of a name.
+
+    Attributes:
+        name: The name.
+        pid: The writer's process, as it sees itself.
+        lifeline: Where it listens.
+        handle: Its handle, which may be another release's.
+    """
+
+    name: str
+    pid: int
+    lifeline: str
+    handle: msgspec.Raw
+
+
+_decoder = built(lambda: msgspec.json.Decoder(Registration))
+
+
+def check_name(name: object) -> str:
+    """Return what a queue is called.
+
+    Raises:
+        TypeError, ValueError: It is no name.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {shown(name)}")
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"name must be 1 to {MAX_NAME} letters, digits and characters of '._:+@-', the first a letter or digit, "
+            f"not {shown(name)}"
+        )
+    return name
+
+
+def register(name: str, runtime_dir: str, handle: Handle) -> files.OwnFile:
+    """Have a name, for a writer that can be attached to from now on.
+
+    What a writer has left that is gone is no obstacle.
+
+    Raises:
+        NameTaken: Another writer has it.
+        SharedMemoryError: The runtime directory, or what has the file's name there, cannot be used.
+        OutOfDescriptors: None is left.
+    """
+    path = _path(name, runtime_dir)
+    registration = Registration(
+        name=name, pid=os.getpid(), lifeline=handle.lifeline, handle=msgspec.Raw(handle.to_json().encode())
+    )
+    content = msgspec.json.encode(registration)
+    try:
+        with naming_limits(f"a writer of the name {name!r}"):
+            secure_directory(path.parent)
+            files.sweep(path.parent)
+            while (made := files.create(path, content)) is None:
+                try:
+                    made = files.take(path)
+                except FileNotFoundError:  # its writer has let go of it
+                    continue
+                if made is None:
+                    raise NameTaken(name, _pid_of(path), str(path))
+                try:
+                    made.replace(content)
+                except BaseException:
+                    made.release()
+                    raise
+                break
+    except files.NotOurs as refusal:
+        raise SharedMemoryError(errno.EACCES, f"{path}: {refusal}: remove it") from None
+    except (SharedMemoryError, OutOfDescriptors):
+        raise
+    except OSError as error:
+        raise SharedMemoryError(
+            error.errno,
+            f"cannot write {path}: {error.strerror}: make room there, or set AIOSHM_RUNTIME_DIR to another directory",
+        ) from None
+    return made
+
+
+class NamedWriters:
+    """The writers of one name, one after the other.
+
+    Args:
+        name: The name.
+        runtime_dir: Where names are.
+
+    Raises:
+        SharedMemoryError: The runtime directory cannot be used.
+        OutOfDescriptors: None is left.
+    """
+
+    def __init__(self, name: str, runtime_dir: str) -> None:
+        self._name = name
+        self._path = _path(name, runtime_dir)
+        self._latest: Registration | None = None
+        self._past: Registration | None = None  # of the writer that is gone
+        self._looked_at: tuple[int, int] | None = None  # the file that is known to be its
+        with naming_limits(f"a reader of the name {name!r}"):
+            secure_directory(self._path.parent)
+
+    def look(self) -> Handle | None:
+        """Return the handle of the writer that has the name, unless it is one that was `left`; None: there is none.
+
+        Raises:
+            HandleError: What is there is no registration of this name, or one of another version of this library.
+            OutOfDescriptors: None is left.
+        """
+        try:
+            found = self._path.lstat()
+        except OSError:
+            return None
+        stamp = found.st_ino, found.st_mtime_ns
+        if stamp == self._looked_at:
+            return None
+        self._latest = registration = self._read()
+        if registration is None or (self._past is not None and self._past.lifeline == registration.lifeline):
+            self._looked_at = stamp
+            return None
+        try:
+            handle = Handle.from_json(bytes(registration.handle))
+            handle.check_version()
+            handle.check_local()
+        except HandleError as error:
+            if not _listens(registration.lifeline):
+                self.left()
+                return None
+            raise HandleError(f"{self._path}: {error}") from None
+        return handle
+
+    def left(self) -> None:
+        """Note that the writer whose handle was returned last is gone."""
+        self._past = self._latest
+
+    def awaited(self) -> str:
+        """Say what is waited for."""
+        where = f"of the name {self._name!r} in {self._path.parent}"
+        if self._past is None:
+            return f"there is no writer {where}: start it, with the same AIOSHM_RUNTIME_DIR"
+        return f"the writer {where} (pid {self._past.pid}, at {self._past.lifeline}) is gone, and no other has come"
+
+    def _read(self) -> Registration | None:
+        try:
+            with naming_limits(f"a reader of the name {self._name!r}"):
+                registration = _read(self._path)
+        except FileNotFoundError:
+            return None
+        except (files.NotOurs, msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise HandleError(f"{self._path} is no registration of a writer's name: {error}: remove it") from None
+        except OutOfDescriptors:
+            raise
+        except OSError as error:
+            raise HandleError(f"{self._path} cannot be read: {error.strerror}") from None
+        if registration.name != self._name:
+            raise HandleError(f"{self._path} is the registration of the name {registration.name!r}: remove it")
+        return registration
+
+
+def _path(name: str, runtime_dir: str) -> Path:
+    return Path(runtime_dir) / f"{name}{_SUFFIX}"
+
+
+def _read(path: Path) -> Registration:
+    fd = files.open_own(path, os.O_RDONLY)
+    try:
+        return _decoder.decode(files.read(fd))
+    finally:
+        os.close(fd)
+
+
+def _pid_of(path: Path) -> int:
+    """Return which process has a name; 0 where that cannot be read."""
+    try:
+        return _read(path).pid
+    except (OSError, files.NotOurs, msgspec.MsgspecError, ValueError, RecursionError):
+        return 0
+
+
+def _listens(lifeline: str) -> bool:
+    """Return whether a process accepts connections there."""
+    with naming_limits(f"a look at {lifeline}"):
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(sockaddr(lifeline))
+        except BlockingIOError:  # too many others do so
+            return True
+        except (OSError, ValueError):
+            return False
+    return True

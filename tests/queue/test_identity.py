@@ -1,0 +1,378 @@
+"""Writers with an identity: remote readers find the next one where the last one was."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from children import child
+from faces import Thread
+from test_names import NAMED
+
+from aioshm import (
+    Handle,
+    IdentityError,
+    MessageQueue,
+    NameTaken,
+    Options,
+    PeerClosed,
+    PeerDied,
+    QueueRestarted,
+    SharedMemoryError,
+    blocking,
+)
+from aioshm.queue.names import files
+from aioshm.queue.remote import writer_sockets
+
+pytestmark = pytest.mark.slow_on_uvloop
+
+
+@pytest.fixture
+def identity(tmp_path: Path) -> Path:
+    return tmp_path / "steps.identity"
+
+
+def new_writer(identity: Any, n_remote: int = 1, n_local: int = 0, **arguments: Any) -> MessageQueue:
+    arguments.setdefault("options", Options(remote_timeout=5.0))
+    return MessageQueue(
+        n_local + n_remote,
+        n_local,
+        max_chunk_bytes=4096,
+        max_chunks=4,
+        connect_ip="127.0.0.1",
+        identity=identity,
+        **arguments,
+    )
+
+
+def made(identity: Path, **options: Any) -> Handle:
+    """Let there be the identity of a writer that is gone; return its handle."""
+    writer = new_writer(identity, options=Options(**options))
+    handle = writer.export_handle()
+    writer.end.gate.discard()
+    return handle
+
+
+def reading(handle: Handle, rank: int = 0) -> MessageQueue:
+    return MessageQueue.create_from_handle(handle, rank, reconnect=True)
+
+
+# Finding the next writer
+
+
+@pytest.mark.parametrize("secure", [True, False], ids=["encrypted", "open"])
+async def test_a_reader_goes_on_with_the_next_writer(identity: Path, secure: bool) -> None:
+    options = Options(secure=secure, allow_insecure_pickle=True, remote_timeout=5.0)
+    first = new_writer(identity, options=options)
+    handle = first.export_handle()
+    async with reading(handle) as reader:
+        for incarnation in range(3):
+            async with first if not incarnation else new_writer(identity, options=options) as writer:
+                again = writer.export_handle()
+                assert again.remote is not None
+                assert handle.remote is not None
+                assert (again.remote.data, again.remote.control) == (handle.remote.data, handle.remote.control)
+                assert again.remote.topic != handle.remote.topic or not incarnation
+                starting = asyncio.ensure_future(writer.wait_until_ready(20))
+                if incarnation:
+                    with pytest.raises(QueueRestarted, match="the writer has closed the queue") as caught:
+                        await reader.dequeue(20)
+                    assert isinstance(caught.value.ended, PeerClosed)
+                # More than the last one sent: numbers begin anew, and nothing of either is taken for the other's.
+                messages = [(incarnation, number) for number in range(5 + 5 * incarnation)]
+                await asyncio.gather(reader.wait_until_ready(20), starting)
+                for message in messages:
+                    await writer.enqueue(message, 20)
+                closing = asyncio.ensure_future(writer.aclose())
+                assert [await reader.dequeue(20) for _ in messages] == messages
+                await closing
+        assert (reader.stats().restarts, reader.stats().messages) == (2, 30)
+
+
+async def test_a_writer_that_is_killed_and_comes_back(identity: Path) -> None:
+    reader: MessageQueue | None = None
+    handle, before = "", 0
+    for _ in range(2):
+        async with child("write", "steps", "4", str(identity), script=NAMED) as running:
+            new_handle = await running.says("{")
+            handle = handle or new_handle
+            reader = reader or reading(Handle.from_json(handle))
+            if before:
+                with pytest.raises(QueueRestarted) as caught:
+                    await reader.dequeue(20)
+                assert (caught.value.old_pid, caught.value.pid) == (before, running.pid)
+                assert isinstance(caught.value.ended, PeerDied)
+            assert [await reader.dequeue(20) for _ in range(4)] == [(running.pid, number) for number in range(4)]
+            before = running.pid
+            await running.says("written")
+            running.signal(signal.SIGKILL)
+            await running.end()
+    assert reader is not None
+    await reader.aclose()
+
+
+async def test_old_handles_let_new_readers_in(identity: Path) -> None:
+    handle = made(identity)
+    made(identity)
+    async with new_writer(identity) as writer:
+        async with MessageQueue.create_from_handle(handle, 0) as reader:  # it need not follow anybody
+            await writer.enqueue("found", 20)
+            assert await reader.dequeue(20) == "found"
+
+
+async def test_a_reader_that_comes_before_the_writer(identity: Path) -> None:
+    handle = made(identity, remote_timeout=0.2)
+    async with reading(handle) as reader:
+        with pytest.raises(TimeoutError, match="no connection to tcp://127"):
+            await reader.dequeue(0.5)  # longer than the writer may be silent
+        async with new_writer(identity) as writer:
+            await writer.enqueue("at last", 20)
+            assert await reader.dequeue(20) == "at last"
+        assert reader.stats().restarts == 0
+
+
+async def test_a_reader_that_is_not_to_reconnect_is_told_at_once(identity: Path) -> None:
+    async with child("write", "steps", "1", str(identity), script=NAMED) as running:
+        handle = Handle.from_json(await running.says("{"))
+        async with MessageQueue.create_from_handle(
+            handle, 0, options=msgspec.structs.replace(handle.options, remote_timeout=60.0)
+        ) as reader:
+            assert await reader.dequeue(20) == (running.pid, 0)
+            running.signal(signal.SIGKILL)
+            await running.end()
+            async with new_writer(identity) as writer:
+                with pytest.raises(PeerDied, match="another writer has taken its place") as caught:
+                    await asyncio.gather(writer.wait_until_ready(20), reader.dequeue(20))
+                assert caught.value.pid == running.pid
+
+
+async def test_local_readers_beside_remote_ones(identity: Path) -> None:
+    """Those on the host find the next writer by name."""
+    directory = identity.parent / "names"
+    options = Options(runtime_dir=str(directory), remote_timeout=5.0)
+    first = new_writer(identity, 1, 1, name="steps", options=options)
+    remote = reading(first.export_handle(), 1)
+    async with MessageQueue.attach("steps", 0, reconnect=True, options=options) as local, remote:
+        for incarnation in range(2):
+            async with (
+                first if not incarnation else new_writer(identity, 1, 1, name="steps", options=options) as writer
+            ):
+                starting = asyncio.ensure_future(writer.wait_until_ready(20))
+                for reader in (local, remote):
+                    if incarnation:
+                        with pytest.raises(QueueRestarted):
+                            await asyncio.gather(reader.wait_until_ready(20), local.wait_until_ready(20))
+                await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, local, remote)), starting)
+                await writer.enqueue(incarnation, 20)
+                assert [await local.dequeue(20), await remote.dequeue(20)] == [incarnation] * 2
+
+
+def test_the_blocking_face(identity: Path) -> None:
+    def write() -> None:
+        for incarnation in range(3):
+            with blocking.MessageQueue(1, 0, connect_ip="127.0.0.1", identity=identity) as writer:
+                for number in range(5):
+                    writer.enqueue((incarnation, number), 20)
+
+    received: list[Any] = []
+    with blocking.MessageQueue.create_from_handle(made(identity), 0, reconnect=True) as reader:
+        writing = Thread(write)
+        while len(received) < 17:
+            try:
+                received.append(reader.dequeue(20))
+            except QueueRestarted:
+                received.append("restarted")
+        while writing.running:  # it waits for the reader to know that nothing more comes
+            with pytest.raises(TimeoutError):
+                reader.dequeue(0.01)
+        writing.result()
+    runs = [[(incarnation, number) for number in range(5)] for incarnation in range(3)]
+    assert received == [*runs[0], "restarted", *runs[1], "restarted", *runs[2]]
+
+
+# What forbids it
+
+
+def test_who_has_no_use_for_it(identity: Path) -> None:
+    with pytest.raises(ValueError, match="identity is for remote readers, and there are none"):
+        MessageQueue(1, 1, identity=identity)
+    assert not identity.exists()
+    for wrong in (7, b"bytes", None.__class__):
+        with pytest.raises(TypeError, match="identity must be a path"):
+            new_writer(wrong)
+    for wrong in ("", "a\0b"):
+        with pytest.raises(ValueError, match="identity must be a path"):
+            new_writer(wrong)
+    handle = made(identity)
+    with pytest.raises(TypeError, match="reconnect must be True or False"):
+        MessageQueue.create_from_handle(handle, 0, reconnect="yes")  # type: ignore[arg-type]
+
+
+async def test_reconnect_needs_an_identity(identity: Path) -> None:
+    async with MessageQueue(2, 1, connect_ip="127.0.0.1") as writer:
+        with pytest.raises(ValueError, match=r"reconnect=True needs a writer that has an identity"):
+            reading(writer.export_handle(), 1)
+        with pytest.raises(ValueError, match=r"reconnect=True is for remote readers; .*MessageQueue\.attach"):
+            reading(writer.export_handle(), 0)
+
+
+async def test_two_writers_of_one_identity(identity: Path) -> None:
+    async with new_writer(identity):
+        with pytest.raises(NameTaken, match=rf"steps\.identity' is taken .* \(pid {os.getpid()}\)") as caught:
+            new_writer(identity)
+        assert caught.value.path == str(identity)
+    async with child("write", "steps", "0", str(identity), script=NAMED) as running:
+        await running.says("{")
+        with pytest.raises(NameTaken, match=rf"\(pid {running.pid}\)"):
+            new_writer(identity)
+        running.signal(signal.SIGKILL)
+        await running.end()
+    async with new_writer(identity):
+        pass
+
+
+async def test_a_writer_that_could_not_be_made_has_no_identity(identity: Path) -> None:
+    async with MessageQueue(1, 1, name="taken", options=Options(runtime_dir=str(identity.parent / "names"))) as other:
+        with pytest.raises(NameTaken, match="'taken'"):
+            new_writer(identity, name="taken", options=other.end.gate.options)
+    async with new_writer(identity):
+        pass
+
+
+# The file
+
+
+def test_it_is_this_users_alone(identity: Path) -> None:
+    before = os.umask(0)
+    try:
+        made(identity)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(identity.stat().st_mode) == 0o600
+    assert os.listdir(identity.parent) == [identity.name]
+
+
+@pytest.mark.parametrize("what", ["mode", "owner", "symlink", "fifo", "directory"])
+def test_what_is_no_file_of_this_users_alone(identity: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(identity)
+    expected = "is no regular file"
+    if what == "mode":
+        identity.chmod(0o604)
+        expected = "its mode is 0604 instead of 0600"
+    elif what == "owner":
+        monkeypatch.setattr(files, "_own_uid", lambda: os.geteuid() + 1)
+        expected = f"it belongs to uid {os.geteuid()}, this process runs as uid {os.geteuid() + 1}"
+    elif what == "symlink":
+        identity.rename(identity.with_name("elsewhere"))
+        identity.symlink_to(identity.with_name("elsewhere"))
+    else:
+        identity.unlink()
+        if what == "fifo":
+            os.mkfifo(identity, 0o600)
+        else:
+            identity.mkdir(0o700)
+    with pytest.raises(IdentityError, match=rf"steps\.identity: .*{expected}"):
+        new_writer(identity)
+
+
+def test_every_truncation(identity: Path) -> None:
+    made(identity)
+    content = identity.read_bytes()
+    for length in range(len(content) - 1):  # the last byte ends the line
+        identity.write_bytes(content[:length])
+        with pytest.raises(IdentityError, match=r"steps\.identity is damaged: .*give readers new handles"):
+            new_writer(identity)
+
+
+def _other_key(content: dict[str, Any]) -> None:
+    content["server_public"] = content["client_public"]
+
+
+def _no_key(content: dict[str, Any]) -> None:
+    content["client_secret"] = None
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another key": _other_key,
+    "a key is missing": _no_key,
+    "a short key": lambda content: content.update(server_secret=content["server_secret"][:8]),
+    "a port that is none": lambda content: content.update(data=70_000),
+    "a negative port": lambda content: content.update(control=-1),
+    "half of the ports": lambda content: content.update(control=0),
+    "the same port twice": lambda content: content.update(control=content["data"]),
+    "a short token": lambda content: content.update(token="AAAA"),
+    "another kind": lambda content: content.update(type="aioshm-name"),
+    "a field more": lambda content: content.update(more=1),
+    "a text for a port": lambda content: content.update(data="x"),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_what_is_forged(identity: Path, how: str) -> None:
+    made(identity)
+    content = json.loads(identity.read_bytes())
+    FORGED[how](content)
+    identity.write_text(json.dumps(content))
+    with pytest.raises(IdentityError, match=r"steps\.identity is damaged"):
+        new_writer(identity)
+    identity.unlink()
+    made(identity)
+
+
+def test_keys_and_the_wish_for_them(identity: Path) -> None:
+    made(identity, secure=False, allow_insecure_pickle=True)
+    with pytest.raises(IdentityError, match=r"was made without keys, and options.secure is True"):
+        new_writer(identity)
+    identity.unlink()
+    made(identity)
+    with pytest.raises(IdentityError, match=r"was made with keys, and options.secure is False"):
+        made(identity, secure=False, allow_insecure_pickle=True)
+
+
+def test_where_it_cannot_be_written(identity: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SharedMemoryError, match=r"/no/where: No such file or directory"):
+        new_writer("/no/where")
+    write = files._write
+
+    def refuse(_fd: int, _content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_write", refuse)
+        with pytest.raises(SharedMemoryError, match=r"steps\.identity: No space left") as caught:
+            new_writer(identity)
+        assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(identity.parent) == []
+    once = [write, refuse]
+    with monkeypatch.context() as patch:  # when the ports are to be kept
+        patch.setattr(files, "_write", lambda fd, content: once.pop(0)(fd, content))
+        with pytest.raises(SharedMemoryError, match=r"steps\.identity: No space left"):
+            new_writer(identity)
+    handle = made(identity)
+    with monkeypatch.context() as patch:  # nor is anything new to be kept from here on
+        patch.setattr(files, "_write", refuse)
+        again = made(identity)
+    assert handle.remote is not None
+    assert again.remote is not None
+    assert handle.remote.control == again.remote.control
+
+
+def test_a_port_that_another_process_has(identity: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = made(identity)
+    assert handle.remote is not None
+    port = int(handle.remote.control.rpartition(":")[2])
+    monkeypatch.setattr(writer_sockets, "PORT_PATIENCE_S", 0.05)
+    with socket.create_server(("127.0.0.1", port), reuse_port=False):
+        with pytest.raises(SharedMemoryError, match=rf"port {port} of this writer's identity is in use"):
+            new_writer(identity)
+    made(identity)

@@ -1,0 +1,477 @@
+"""Queues that are found by name: in either order, one writer at a time, and going on with the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import child
+from faces import Thread
+from support import cancelled_after, until
+
+from aioshm import (
+    HandleError,
+    MessageQueue,
+    NameTaken,
+    Options,
+    PeerClosed,
+    PeerDied,
+    QueueEmpty,
+    QueueRestarted,
+    RoleError,
+    blocking,
+    merge,
+)
+from aioshm.ring.atomics import native_core
+
+NAMED = Path(__file__).with_name("named_child.py")
+
+
+@pytest.fixture(autouse=True)
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let names be in a directory of the test's own, where nothing is in the way of what killed writers leave."""
+    directory = tmp_path / "names"
+    monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(directory))
+    return directory
+
+
+def new_writer(n_reader: int = 1, chunks: int = 4, name: str = "steps", **arguments: Any) -> MessageQueue:
+    return MessageQueue(n_reader, n_reader, max_chunk_bytes=4096, max_chunks=chunks, name=name, **arguments)
+
+
+def named_child(*arguments: str) -> Any:
+    return child(*arguments, script=NAMED)
+
+
+# Finding
+
+
+async def test_both_ends_in_one_task_whichever_comes_first() -> None:
+    writer = new_writer()
+    async with writer, MessageQueue.attach("steps", 0) as reader:
+        await writer.enqueue("first", 20)
+        assert await reader.dequeue(20) == "first"
+        assert writer.export_handle().name == "steps"
+        assert (writer.stats().queue, reader.stats().queue) == ("steps", "steps")
+    early = MessageQueue.attach("later", 0)
+    async with early, new_writer(name="later") as late:
+        await late.enqueue("second", 20)
+        assert await early.dequeue(20) == "second"
+
+
+async def test_readers_that_wait_for_their_writer() -> None:
+    readers = [MessageQueue.attach("steps", rank) for rank in range(3)]
+    waiting = [asyncio.ensure_future(reader.dequeue(20)) for reader in readers]
+    await asyncio.sleep(0.01)
+    async with new_writer(3) as writer:
+        await writer.enqueue("found", 20)
+        assert await asyncio.gather(*waiting) == ["found"] * 3
+        for reader in readers:
+            await reader.aclose()
+
+
+def test_the_blocking_face_in_either_order() -> None:
+    def read() -> list[Any]:
+        with blocking.MessageQueue.attach("steps", 0) as reader:
+            return list(reader)
+
+    early = Thread(read)
+    with blocking.MessageQueue(1, 1, name="steps") as writer:
+        writer.enqueue(1, 20)
+        writer.enqueue(2, 20)
+        handle = writer.export_handle()
+    assert early.result() == [1, 2]
+    assert handle.answers == "in calls"
+    with blocking.MessageQueue(1, 1, name="steps") as writer:
+        late = Thread(read)
+        writer.enqueue(3, 20)
+    assert late.result() == [3]
+
+
+async def test_who_waits_in_vain_is_told_for_what(names: Path) -> None:
+    expected = re.escape(f"there is no writer of the name 'steps' in {names}")
+    async with MessageQueue.attach("steps", 0, timeout=0.05) as reader:
+        for call in (reader.dequeue, reader.wait_until_ready, reader.lease().__aenter__):
+            with pytest.raises(TimeoutError, match=expected):
+                await call()
+        with pytest.raises(TimeoutError, match=expected):
+            await reader.dequeue(0.01)
+        with pytest.raises(RoleError, match="not ready"):
+            reader.dequeue_nowait()
+        async with new_writer() as writer:  # and goes on waiting in the next call
+            await asyncio.gather(writer.enqueue("late", 20), reader.wait_until_ready(20))
+            assert await reader.dequeue() == "late"
+
+    def wait() -> None:
+        with blocking.MessageQueue.attach("steps", 0, timeout=0.05) as reader:
+            reader.dequeue()
+
+    with pytest.raises(TimeoutError, match=expected):
+        Thread(wait).result()
+
+
+async def test_a_name_that_was_found_has_all_the_time_it_needs() -> None:
+    """The timeout is for a writer to be there; who waits for the other readers has a timeout of the call's."""
+    async with new_writer(2) as writer, MessageQueue.attach("steps", 0, timeout=0.02) as reader:
+        waiting = asyncio.ensure_future(reader.dequeue())
+        starting = asyncio.ensure_future(writer.wait_until_ready(20))
+        await until(lambda: writer.stats().readers == 1)
+        await asyncio.sleep(0.06)
+        assert not waiting.done()
+        async with MessageQueue.attach("steps", 1) as other:
+            await starting
+            await writer.enqueue("all there", 20)
+            assert [await waiting, await other.dequeue(20)] == ["all there"] * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".hidden", "a/b", "/etc/passwd", "a\0b", "a b", "ä", "a\n", "-x", "x" * 101]
+)
+def test_bad_names(name: str) -> None:
+    with pytest.raises(ValueError, match="name must be 1 to 100 letters"):
+        new_writer(name=name)
+    for face in (MessageQueue, blocking.MessageQueue):
+        with pytest.raises(ValueError, match="name must be 1 to 100 letters"):
+            face.attach(name, 0)
+
+
+@pytest.mark.parametrize("name", ["a", "7", "x" * 100, "engine:0/".rstrip("/"), "a.b-c_d+e@f"])
+async def test_good_names(name: str) -> None:
+    async with new_writer(name=name) as writer, MessageQueue.attach(name, 0) as reader:
+        await writer.enqueue(1, 20)
+        assert await reader.dequeue(20) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"name": b"steps"}, TypeError, "name must be a str"),
+        ({"rank": "0"}, TypeError, "rank must be an int"),
+        ({"rank": -1}, ValueError, "rank must be at least 0"),
+        ({"timeout": -1}, ValueError, "timeout must be at least 0"),
+        ({"timeout": "soon"}, TypeError, "timeout must be"),
+        ({"reconnect": 1}, TypeError, "reconnect must be True or False"),
+        ({"slow": "later"}, ValueError, "slow must be one of"),
+        ({"codec": "xml"}, ValueError, "xml"),
+        ({"options": {}}, TypeError, "options must be"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        MessageQueue.attach(**{"name": "steps", "rank": 0, **arguments})
+    with pytest.raises(TypeError, match="name must be a str"):
+        MessageQueue(1, 1, name=7)  # type: ignore[arg-type]
+
+
+async def test_what_does_not_go_with_the_writer_that_is_found() -> None:
+    async with new_writer(codec="msgpack"):
+        for arguments, text in (({"rank": 1}, r"rank must be one of \(0,\)"), ({"codec": "raw"}, "'msgpack', as the")):
+            async with MessageQueue.attach(**{"name": "steps", "rank": 0, **arguments}) as reader:
+                for _ in range(2):
+                    with pytest.raises(HandleError, match=text):
+                        await reader.dequeue(20)
+
+
+# One writer at a time
+
+
+async def test_a_second_writer_is_told_who_has_the_name(names: Path) -> None:
+    async with new_writer() as writer:
+        with pytest.raises(
+            NameTaken, match=rf"'steps' is taken by a writer that lives \(pid {os.getpid()}\)"
+        ) as caught:
+            new_writer()
+        assert (caught.value.name, caught.value.pid) == ("steps", os.getpid())
+        assert caught.value.path == str(names / "steps.queue")
+        with pytest.raises(NameTaken):
+            blocking.MessageQueue(1, 1, name="steps")
+        async with new_writer(name="other"), MessageQueue.attach("steps", 0) as reader:  # nor has it done any harm
+            await writer.enqueue(1, 20)
+            assert await reader.dequeue(20) == 1
+    assert os.listdir(names) == []
+    new_writer().end.gate.discard()
+    assert os.listdir(names) == []
+
+
+async def test_what_a_killed_writer_leaves_is_no_obstacle(names: Path) -> None:
+    async with named_child("have", "steps") as running:
+        await running.says("there")
+        with pytest.raises(NameTaken, match=f"pid {running.pid}"):
+            new_writer()
+        running.signal(signal.SIGKILL)
+        await running.end()
+    assert os.listdir(names) == ["steps.queue"]
+    async with MessageQueue.attach("steps", 0) as early:
+        with pytest.raises(TimeoutError, match=rf"steps.* \(pid {running.pid}, at .*\) is gone, and no other has come"):
+            await early.dequeue(0.05)
+        async with new_writer() as writer:
+            await writer.enqueue("taken over", 20)
+            assert await early.dequeue(20) == "taken over"
+    assert os.listdir(names) == []
+
+
+async def test_a_forked_child_does_not_have_its_parents_name() -> None:
+    async with named_child("have_and_fork", "steps") as running:
+        forked = int((await running.says("child ")).split()[1])
+        try:
+            running.signal(signal.SIGKILL)
+            await running.end()
+            async with new_writer() as writer, MessageQueue.attach("steps", 0) as reader:
+                await writer.enqueue(1, 20)
+                assert await reader.dequeue(20) == 1
+        finally:
+            os.kill(forked, signal.SIGKILL)
+
+
+async def test_the_name_outlives_nothing_that_is_forgotten(names: Path) -> None:
+    with pytest.warns(ResourceWarning, match="not closed"):
+        new_writer()
+        gc.collect()
+    assert os.listdir(names) == []
+    with pytest.warns(ResourceWarning, match="not closed"):
+        MessageQueue.attach("steps", 0)
+        gc.collect()
+
+
+# Going on with the next writer
+
+
+async def read_on(reader: MessageQueue, how: str) -> Any:
+    """Receive a message in one of several ways; return it, or the error."""
+    try:
+        if how == "many":
+            return (await reader.dequeue_many(1, 20))[0]
+        if how == "lease":
+            async with reader.lease(20) as obj:
+                return obj
+        if how == "raw":
+            async with reader.acquire_read(20):
+                return "raw"
+        if how == "next":
+            return await anext(reader)
+        if how == "now":
+            while True:
+                try:
+                    return reader.dequeue_nowait()
+                except QueueEmpty:
+                    await asyncio.sleep(0.001)
+        return await reader.dequeue(20)
+    except QueueRestarted as error:
+        return error
+
+
+@pytest.mark.parametrize("how", ["one", "many", "lease", "raw", "next", "now"])
+async def test_a_writer_that_is_closed_and_comes_back(how: str) -> None:
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        for incarnation in range(3):
+            async with new_writer() as writer:
+                if incarnation:
+                    starting = asyncio.ensure_future(writer.wait_until_ready(20))
+                    restarted = await read_on(reader, how)
+                    assert isinstance(restarted, QueueRestarted)
+                    assert (restarted.name, restarted.old_pid, restarted.pid) == ("steps", os.getpid(), os.getpid())
+                    assert isinstance(restarted.ended, PeerClosed)
+                    await starting
+                else:
+                    await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
+                messages = [(incarnation, number) for number in range(3)]
+                for message in messages:
+                    await writer.enqueue(message, 20)
+            # The writer is closed; what it had sent is there all the same.
+            assert [await read_on(reader, how) for _ in messages] == (["raw"] * 3 if how == "raw" else messages)
+        assert reader.stats().messages == 9
+        assert reader.stats().restarts == 2
+
+
+async def test_a_writer_that_is_killed_and_comes_back() -> None:
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        pids: list[int] = []
+        for _ in range(2):
+            async with named_child("write", "steps", "4") as running:
+                if pids:
+                    with pytest.raises(QueueRestarted, match=rf"has another writer \(pid {running.pid}\)") as caught:
+                        await reader.dequeue(20)
+                    assert (caught.value.old_pid, caught.value.pid) == (pids[-1], running.pid)
+                    assert isinstance(caught.value.ended, PeerDied)
+                    assert caught.value.ended.pid == pids[-1]
+                pids.append(running.pid)
+                await reader.wait_until_ready(20)
+                await running.says("{")
+                await running.says("written")
+                running.signal(signal.SIGKILL)
+                await running.end()
+            assert [await reader.dequeue(20) for _ in range(4)] == [(running.pid, number) for number in range(4)]
+
+
+async def test_a_reader_that_is_not_to_reconnect() -> None:
+    async with named_child("write", "steps", "1") as running, MessageQueue.attach("steps", 0) as reader:
+        assert await reader.dequeue(20) == (running.pid, 0)
+        running.signal(signal.SIGKILL)
+        with pytest.raises(PeerDied):
+            await reader.dequeue(20)
+        async with new_writer():
+            with pytest.raises(PeerDied):
+                await reader.dequeue(20)
+    async with MessageQueue.attach("steps", 0) as reader:
+        async with new_writer() as writer:
+            await writer.enqueue(1, 20)
+        assert [message async for message in reader] == [1]
+
+
+async def test_waiting_for_the_next_writer_may_be_cancelled_at_every_await() -> None:
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        async with new_writer() as writer:
+            await writer.enqueue("old", 20)
+        assert await reader.dequeue(20) == "old"
+        for turns in range(12):
+            received: list[Any] = []
+
+            async def read(received: list[Any] = received) -> None:
+                try:
+                    received.append(await reader.dequeue(20))
+                except QueueRestarted as error:
+                    received.append(error)
+
+            await cancelled_after(read(), turns)
+            async with new_writer() as writer:
+                sending = asyncio.ensure_future(writer.enqueue(turns, 20))
+                await cancelled_after(read(), 2 * turns)
+                while len(received) < 2:
+                    await read()
+                await sending
+            assert isinstance(received[0], QueueRestarted), received
+            assert received[1:] == [turns]
+
+
+async def test_a_writer_that_dies_before_all_are_ready_was_none() -> None:
+    """Nothing came of it, so a reader that had none before has nothing to be told."""
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        for _ in range(3):
+            async with new_writer(2) as writer:
+                starting = asyncio.ensure_future(writer.wait_until_ready(20))
+                waiting = asyncio.ensure_future(reader.dequeue(20))
+                await until(lambda writer=writer: writer.stats().readers == 1)
+                starting.cancel()
+                await asyncio.wait([starting])
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        async with new_writer() as writer:
+            await writer.enqueue("at last", 20)
+            assert await reader.dequeue(20) == "at last"
+        assert reader.stats().restarts == 0
+
+
+async def test_tasks_that_share_a_reader_are_told_once() -> None:
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        async with new_writer() as writer:
+            await writer.enqueue("old", 20)
+        assert await reader.dequeue(20) == "old"
+        tasks = [asyncio.ensure_future(read_on(reader, "one")) for _ in range(4)]
+        async with new_writer() as writer:
+            for number in range(3):
+                await writer.enqueue(number, 20)
+            outcomes = await asyncio.gather(*tasks)
+        assert sorted(outcome for outcome in outcomes if not isinstance(outcome, QueueRestarted)) == [0, 1, 2]
+        assert reader.stats().restarts == 1
+
+
+async def test_the_next_queue_may_be_another_size_but_not_another_codec() -> None:
+    async with MessageQueue.attach("steps", 0, reconnect=True, codec="pickle") as reader:
+        for size in (4096, 1 << 16):
+            async with MessageQueue(1, 1, max_chunk_bytes=size, max_chunks=2, name="steps") as writer:
+                await writer.enqueue(bytes(size // 2), 20)
+                try:
+                    assert len(await reader.dequeue(20)) == size // 2
+                except QueueRestarted:
+                    assert len(await reader.dequeue(20)) == size // 2
+        async with new_writer(codec="raw"):
+            with pytest.raises(HandleError, match="codec must be 'raw'"):
+                await reader.dequeue(20)
+
+
+async def test_a_merge_goes_on_with_the_next_writer() -> None:
+    async with new_writer(name="steady") as steady, MessageQueue.attach("steady", 0) as other:
+        async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+            merged = merge({0: reader, 1: other})
+            for incarnation in range(3):
+                async with new_writer() as writer:
+                    sending = asyncio.ensure_future(writer.enqueue(incarnation, 20))
+                    if incarnation:
+                        rank, told = await anext(merged)
+                        assert rank == 0
+                        assert isinstance(told, QueueRestarted)
+                    assert await anext(merged) == (0, incarnation)
+                    await sending
+                    await steady.enqueue("steady", 20)
+                    assert await anext(merged) == (1, "steady")
+            assert merged.failed == {}
+
+
+def blocking_writers(count: int) -> None:
+    for incarnation in range(count):
+        with blocking.MessageQueue(1, 1, name="steps", max_chunk_bytes=4096, max_chunks=4) as writer:
+            for number in range(5):
+                writer.enqueue((incarnation, number), 20)
+
+
+def test_the_blocking_face_goes_on_with_the_next_writer() -> None:
+    with blocking.MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        writing = Thread(blocking_writers, 3)
+        received: list[Any] = []
+        while len(received) < 17:
+            try:
+                received.append(reader.dequeue(20))
+            except QueueRestarted:
+                received.append("restarted")
+        writing.result()
+        runs = [[(incarnation, number) for number in range(5)] for incarnation in range(3)]
+        assert received == [*runs[0], "restarted", *runs[1], "restarted", *runs[2]]
+        assert reader.messages == 15
+        with pytest.raises(TimeoutError, match="no other has come"):
+            reader.dequeue(0.02)
+
+
+def test_a_blocking_merge_goes_on_with_the_next_writer() -> None:
+    with blocking.MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        writing = Thread(blocking_writers, 3)
+        merged = blocking.merge({7: reader})
+        received = [obj for _, (_, obj) in zip(range(17), merged, strict=False)]
+        writing.result()
+        assert [isinstance(obj, QueueRestarted) for obj in received] == ([False] * 5 + [True]) * 2 + [False] * 5
+        assert merged.failed == {}
+
+
+@pytest.mark.skipif(not native_core, reason="the native core's short cuts")
+def test_short_cuts_of_the_old_ring_are_not_taken() -> None:
+    """A call that gives up just when the next writer is ready leaves it to the next one to be told first."""
+    with blocking.MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        writing = Thread(blocking_writers, 1)
+        assert [reader.dequeue(20)[1] for _ in range(5)] == [0, 1, 2, 3, 4]
+        writing.result()
+        with pytest.raises(TimeoutError):
+            reader.dequeue(0.01)
+        writing = Thread(blocking_writers, 1)
+        outcomes: list[Any] = []
+        while len(outcomes) < 6:
+            try:
+                outcomes.append(reader.dequeue(0))
+            except QueueRestarted:
+                outcomes.append("restarted")
+            except TimeoutError:
+                continue
+        writing.result()
+        assert outcomes == ["restarted", *((0, number) for number in range(5))]
+
+
+async def test_the_writers_options_hold_for_a_reader_that_has_none_of_its_own(names: Path) -> None:
+    options = Options(runtime_dir=str(names), stall_warning_s=7.0)
+    async with new_writer(options=options) as writer, MessageQueue.attach("steps", 0) as reader:
+        await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
+        assert reader.end.gate.options == options
