@@ -66,28 +66,39 @@ def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
     return end
 
 
+def body_bytes_of_one(main_bytes: int, buffer_bytes: int) -> int:
+    """Return what `body_bytes` does for one buffer, in less time."""
+    return ((2 * ALIGNMENT - 1 + main_bytes) & -ALIGNMENT) + buffer_bytes
+
+
 def write_body(
     target: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | bytearray | memoryview]
-) -> None:
-    """Write a message's main part and buffers into memory.
+) -> int:
+    """Write a message's main part and buffers into memory; return the bytes of the main part.
 
     Args:
         target: At least `body_bytes` long, one-dimensional, of format ``B``; what lies behind the body is left alone.
         parts: The main part in pieces; one-dimensional, of format ``B``, as are all buffers.
         buffers: At most `MAX_BUFFERS`.
     """
-    end = 0
-    if buffers:
+    main = 0
+    if len(buffers) == 1:  # the same as below, in less time
+        _LENGTH.pack_into(target, 0, len(buffers[0]))
+        main = ALIGNMENT
+    elif buffers:
         sizes = [len(buffer) for buffer in buffers]
         struct.pack_into(f"<{len(sizes)}Q", target, 0, *sizes)
-        end = _aligned(_LENGTH_BYTES * len(sizes))
+        main = _aligned(_LENGTH_BYTES * len(sizes))
+    end = main
     for part in parts:
         start, end = end, end + len(part)
         target[start:end] = part
+    main = end - main
     for buffer in buffers:
-        start = _aligned(end)
+        start = (end + ALIGNMENT - 1) & -ALIGNMENT
         end = start + len(buffer)
         target[start:end] = buffer
+    return main
 
 
 def split_body(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[memoryview, list[memoryview]]:

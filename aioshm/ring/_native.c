@@ -422,6 +422,12 @@ static PyObject *slot_at(Core *self)
     return slot;
 }
 
+/* Where the slot begins. */
+static PyObject *begin_at(const Core *self)
+{
+    return PyLong_FromSize_t(self->slots_at + self->index * self->slot_bytes);
+}
+
 static inline uint8_t *chunk_of(const Core *self, const Pool *pool, size_t number)
 {
     return self->base + pool->start + (number - pool->first) * pool->stride;
@@ -707,14 +713,14 @@ static PyObject *send_beside(Core *self, PyObject *message)
         return NULL;
     if (nbytes > self->room || (claim(self, nbytes) == NULL && !(spin_for_room(self, nbytes) && claim(self, nbytes) != NULL)))
         return Py_NewRef(message);
-    PyObject *fill = Py_NewRef(self->beside), *slot = slot_at(self);
+    PyObject *fill = Py_NewRef(self->beside), *begin = begin_at(self);
     PyObject *seq = PyLong_FromUnsignedLongLong(self->seq), *filled = NULL;
     self->in_use++;
-    if (slot != NULL && seq != NULL)
-        filled = PyObject_CallFunctionObjArgs(fill, slot, message, seq, NULL);
+    if (begin != NULL && seq != NULL)
+        filled = PyObject_CallFunctionObjArgs(fill, begin, message, seq, NULL);
     self->in_use--;
     Py_DECREF(fill);
-    Py_XDECREF(slot);
+    Py_XDECREF(begin);
     Py_XDECREF(seq);
     if (filled == NULL)
         return NULL;
@@ -938,7 +944,7 @@ static PyObject *decode(Core *self, PyObject *beside)
             return NULL;
         if (beside == NULL || beside == Py_None)
             return Py_NewRef(self->elsewhere);
-        arg = slot_at(self);
+        arg = begin_at(self);
         if (arg == NULL)
             return NULL;
         callable = beside;

@@ -138,9 +138,10 @@ class _Core(ABC):
         """Say what handles messages that have buffers beside them, or None: nothing does.
 
         Args:
-            beside: Writer: is called with a slot, what encoding has returned and its sequence number, fills that slot
-                with it and returns True, or returns False where it cannot. Reader: is called with the slot of the next
-                message and decodes that, or returns `ELSEWHERE`. The core itself publishes and releases.
+            beside: Writer: is called with where a slot begins, what encoding has returned and its sequence number,
+                fills that slot with it and returns True, or returns False where it cannot. Reader: is called with where
+                the next message's slot begins, and decodes that, or returns `ELSEWHERE`. The core itself publishes and
+                releases.
             measure: Writer: returns how many bytes what encoding has returned takes.
         """
         self._beside, self._measure = beside, measure
@@ -425,14 +426,14 @@ class WriterCore(_Core):
         self._check_unused()
         if nbytes > self._room or not (self._claim(nbytes) or (self._spin_for_room(nbytes) and self._claim(nbytes))):
             return False
-        slot = self._slots[self._index]
+        begin = self._first + self._index * self._stride
         self._in_use += 1
         try:
-            if self._beside(slot, message, self.seq) is not True:
+            if self._beside(begin, message, self.seq) is not True:
                 return False
         finally:
             self._in_use -= 1
-        self.published_ns = _unpack(slot.header)[2]
+        self.published_ns = _unpack(self._view, begin)[2]
         self._count_turn(1, monotonic_ns())
         if self.commit():
             self._notify()
@@ -632,14 +633,14 @@ class ReaderCore(_Core):
         if self.release():
             self._notify()
 
-    def _decode(self, beside: Callable[[Slot], Any] | None) -> Any:
+    def _decode(self, beside: Callable[[int], Any] | None) -> Any:
         """Decode the next message, which is there and stays where it is; `ELSEWHERE` if it is no ordinary one."""
         message: Any = self._copy_plain()
         code, arg = self._code, message
         if message is None:
             if beside is None:
                 return ELSEWHERE
-            code, arg = beside, self._slots[self._index]
+            code, arg = beside, self._first + self._index * self._stride
         elif self._raw:
             return message
         self._in_use += 1
@@ -672,7 +673,7 @@ class ReaderCore(_Core):
 
     def bind_leases(
         self,
-        show_beside: Callable[[Slot], Any],
+        show_beside: Callable[[int], Any],
         end_shown: Callable[[], object],
         open_slowly: Callable[[], Any],
         close_slowly: Callable[..., Any],
@@ -684,8 +685,8 @@ class ReaderCore(_Core):
         """Say how messages are leased; ordinary ones are decoded as `take` does it.
 
         Args:
-            show_beside: Is called with the slot of another one, and decodes that, or returns `ELSEWHERE`; sets
-                ``shown`` if its slot has to go back by `end_shown`.
+            show_beside: Is called with where the slot of another one begins, and decodes that, or returns `ELSEWHERE`;
+                sets ``shown`` if its slot has to go back by `end_shown`.
             end_shown: Gives the slot back, also where one before it has to go back first.
             open_slowly: Opens what is to be entered where a message is not to be had at once: something to await, or a
                 block, where calls block.

@@ -17,58 +17,39 @@ class Slot:
 
     Attributes:
         index: Which slot of the ring this is.
-        header: Its 64-byte header.
+        begin: Where it begins, in bytes from the start of the segment: its header.
     """
 
-    __slots__ = ("_slots", "_words", "header", "index")
+    __slots__ = ("_slots", "begin", "index")
 
     def __init__(self, slots: Slots, index: int) -> None:
         self._slots = slots
-        self.index = index
-        start = slots.layout.slot(index)
-        self.header = slots.bodies[start : start + at.SLOT_HEADER_BYTES]
-        self._words = self.header.cast("Q")
+        self.index: int = index
+        self.begin: int = slots.begin(index)
+
+    @property
+    def header(self) -> memoryview:
+        """Its 64-byte header."""
+        return self._slots.bodies[self.begin : self.begin + at.SLOT_HEADER_BYTES]
 
     @property
     def flags(self) -> memoryview:
         """The written flag, then one flag per reader."""
-        start = self._slots.layout.flags(self.index)
-        return self._slots.view[start : start + self._slots.layout.flag_bytes]
+        return self._slots.flags(self.index)
 
     @property
     def chunk(self) -> int | None:
         """Number of the chunk that its header names; None: the message lies in the slot itself."""
-        number = self._words[_CHUNK]
-        return number - 1 if number else None
+        return self._slots.chunk(self.begin)
 
     @property
     def body(self) -> memoryview:
-        """The room for a message: the slot's own, or that of the chunk that its header names. Not to be released.
-
-        Raises:
-            CorruptSlot: There is no such chunk, or it has another message by now.
-        """
-        slots, words = self._slots, self._words
-        number, seq = words[_CHUNK], words[_SEQ]
-        if not number:
-            return slots.room(self.index)
-        found = slots.chunks.get(number) or slots.cut_chunk(number)
-        if found is None:
-            raise CorruptSlot(seq, seq, f"there is no chunk {number - 1}")
-        header, room = found
-        stamp = header[0]
-        if stamp != seq + 1:
-            raise CorruptSlot(stamp - 1 if stamp else None, seq)
-        return room
-
-    def release(self) -> None:
-        """Release the views that this keeps."""
-        self._words.release()
-        self.header.release()
+        """The room for a message, as `Slots.body`."""
+        return self._slots.body(self.begin)
 
 
-class Slots(dict[int, Slot]):
-    """All slots of a ring by index. There are thousands, so each is made when it is first asked for.
+class Slots:
+    """The slots of a ring, and the chunks that go with them, by where they begin in its memory.
 
     Args:
         layout: The ring's.
@@ -78,50 +59,82 @@ class Slots(dict[int, Slot]):
     Attributes:
         layout, view: As above.
         bodies: The same memory, read-only unless ``writable``.
-        chunks: The words of the header of a chunk, and its room, by the word that names it; of those seen so far.
     """
 
     def __init__(self, layout: Layout, view: memoryview, *, writable: bool = True) -> None:
-        self.layout = layout
-        self.view = view[:]
-        self.bodies = view[:] if writable else view.toreadonly()
-        self.chunks: dict[int, tuple[memoryview, memoryview]] = {}
+        self.layout: Layout = layout
+        self.view: memoryview = view[:]
+        self.bodies: memoryview = view[:] if writable else view.toreadonly()
+        self._words: memoryview = self.bodies[: layout.total_bytes].cast("Q")
+        self._chunks: dict[int, tuple[memoryview, memoryview]] = {}  # header's words and room, by the word naming it
         self._pools = layout.pools
-        self._amount = layout.slots
+        self._first, self._stride = layout.header_bytes, layout.slot_bytes
+        self._inline_bytes = layout.inline_bytes
 
-    def __missing__(self, index: int) -> Slot:
-        if not 0 <= index < self._amount:
+    def __getitem__(self, index: int) -> Slot:
+        if not 0 <= index < self.layout.slots:
             raise IndexError(f"there is no slot {index}")
-        self[index] = slot = Slot(self, index)
-        return slot
+        return Slot(self, index)
 
     def __len__(self) -> int:
-        return self._amount
+        return self.layout.slots
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self._amount))
+        return iter(range(self.layout.slots))
 
-    def room(self, index: int) -> memoryview:
-        """Return the room of a slot, behind its header."""
-        start = self.layout.slot(index) + at.SLOT_HEADER_BYTES
-        return self.bodies[start : start + self.layout.inline_bytes]
+    def begin(self, index: int) -> int:
+        """Return where a slot begins."""
+        return self._first + index * self._stride
 
-    def cut_chunk(self, word: int) -> tuple[memoryview, memoryview] | None:
-        """Return what `chunks` is to have of the chunk that a word names, or None if there is no such chunk."""
+    def index(self, begin: int) -> int:
+        """Return which slot begins there."""
+        return (begin - self._first) // self._stride
+
+    def flags(self, index: int) -> memoryview:
+        """Return the flags of a slot: the written flag, then one per reader."""
+        start = self.layout.flags(index)
+        return self.view[start : start + self.layout.flag_bytes]
+
+    def chunk(self, begin: int) -> int | None:
+        """Return which chunk the header there names; None: the message lies in the slot itself."""
+        number = self._words[(begin >> 3) + _CHUNK]
+        return number - 1 if number else None
+
+    def body(self, begin: int) -> memoryview:
+        """Return the room for a message: the slot's that begins there, or the chunk's that its header names.
+
+        A chunk's is not to be released.
+
+        Raises:
+            CorruptSlot: There is no such chunk, or it has another message by now.
+        """
+        words, header = self._words, begin >> 3
+        number = words[header + _CHUNK]
+        if not number:
+            begin += at.SLOT_HEADER_BYTES
+            return self.bodies[begin : begin + self._inline_bytes]
+        seq = words[header + _SEQ]
+        found = self._chunks.get(number) or self._cut_chunk(number)
+        if found is None:
+            raise CorruptSlot(seq, seq, f"there is no chunk {number - 1}")
+        stamp = found[0][0]
+        if stamp != seq + 1:
+            raise CorruptSlot(stamp - 1 if stamp else None, seq)
+        return found[1]
+
+    def _cut_chunk(self, word: int) -> tuple[memoryview, memoryview] | None:
         place = chunk_at(self._pools, word - 1)
         if place is None:
             return None
         start, room = place[0] + at.CHUNK_HEADER_BYTES, place[1]
         header = self.bodies[place[0] : start].cast("Q")
-        self.chunks[word] = found = header, self.bodies[start : start + room]
+        self._chunks[word] = found = header, self.bodies[start : start + room]
         return found
 
     def release(self) -> None:
         """Release the views, so that the segment can be unmapped."""
-        for slot in super().values():
-            slot.release()
-        for header, room in self.chunks.values():
+        for header, room in self._chunks.values():
             header.release()
             room.release()
-        self.view.release()
-        self.bodies.release()
+        for view in (self._words, self.view, self.bodies):
+            view.release()

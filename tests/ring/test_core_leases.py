@@ -30,10 +30,10 @@ class Leasing(Notes):
         }
         self.core.bind_leases(*calls.values())
 
-    def show_beside(self, slot: Any) -> Any:
+    def show_beside(self, begin: int) -> Any:
         self.append("beside")
         self.core.shown = True
-        return slot.index
+        return begin
 
     def end_shown(self) -> None:
         self.append("end")
@@ -53,11 +53,11 @@ class TestBeside:
     def test_the_writer_has_its_slot_filled_and_publishes(self, new_pair: NewPair) -> None:
         pair = new_pair()
 
-        def fill(slot: Any, message: Any, seq: int) -> bool:
+        def fill(begin: int, message: Any, seq: int) -> bool:
             if message == ["no"]:
                 return False
-            struct.pack_into("<4Q", slot.header, 0, PLAIN, seq, 5, 1)
-            slot.body[:1] = message[0]
+            struct.pack_into("<4Q", pair.slots.bodies, begin, PLAIN, seq, 5, 1)
+            pair.slots.body(begin)[:1] = message[0]
             return True
 
         assert pair.writer.send([b"x"]) == [b"x"], "nothing does that"
@@ -80,10 +80,10 @@ class TestBeside:
         pair = new_pair(1, 2, 100, slots=4, inline_bytes=16)
         sizes = []
 
-        def fill(slot: Any, message: Any, seq: int) -> bool:
-            sizes.append((slot.chunk is not None, len(slot.body)))
-            struct.pack_into("<4Q", slot.header, 0, PLAIN, seq, 5, message[0])
-            slot.body[: message[0]] = b"z" * message[0]
+        def fill(begin: int, message: Any, seq: int) -> bool:
+            sizes.append((pair.slots.chunk(begin) is not None, len(pair.slots.body(begin))))
+            struct.pack_into("<4Q", pair.slots.bodies, begin, PLAIN, seq, 5, message[0])
+            pair.slots.body(begin)[: message[0]] = b"z" * message[0]
             return True
 
         pair.writer.bind_beside(fill, lambda message: message[0])
@@ -123,7 +123,7 @@ class TestBeside:
 
     def test_the_reader_has_its_message_decoded_and_releases(self, new_pair: NewPair) -> None:
         pair = new_pair(1, 2)
-        pair.reader.bind_beside(lambda slot: ("decoded", bytes(slot.body[:1])))
+        pair.reader.bind_beside(lambda begin: ("decoded", bytes(pair.slots.body(begin)[:1])))
         for number in range(5):
             pair.writer.put(b"%d" % number)
             beside(pair)
@@ -187,7 +187,7 @@ class TestLeases:
         leasing = Leasing(pair)
         pair.writer.put(b"x")
         beside(pair)
-        assert [*_finished(pair.reader.__aenter__())] == [0]
+        assert [*_finished(pair.reader.__aenter__())] == [pair.slots.begin(0)]
         assert pair.reader.leased
         pair.reader.__aexit__(None, None, None)
         assert leasing == ["beside", "end"]
@@ -199,7 +199,7 @@ class TestLeases:
         pair.writer.put(b"x")
         beside(pair)
         with pair.reader as obj:
-            assert obj == 0
+            assert obj == pair.slots.begin(0)
         assert leasing == ["beside", "close 3"]
         pair.reader.unlease()
         assert (leasing[-1], pair.reader.leased, pair.reader.seq, pair.reader.user) == ("end", False, 1, 0)

@@ -16,7 +16,7 @@ from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.local.audience import RingAudience
 from aioshm.ring.layout import Layout
-from aioshm.ring.slot import Slot
+from aioshm.ring.slot import Slot, Slots
 from aioshm.wait.line import settle
 from aioshm.wait.stall import Stall
 
@@ -89,7 +89,9 @@ class Sender:
         self.encode = codec.encode if has_readers else _checked_only(codec)
         core.bind(self.encode, plain(codec.code), isinstance(codec, RawCodec) and has_readers, ring.roster.ring_bells)
         if network is None:
-            core.bind_beside(_filling(codec.code), functools.partial(_checked_size, self._max_message_bytes))
+            core.bind_beside(
+                _filling(codec.code, ring.ring.slots), functools.partial(_checked_size, self._max_message_bytes)
+            )
         self.send: Callable[[Any], Any] = core.send if network is None else functools.partial(self._send, network)
 
     def _send(self, network: NetworkAudience, obj: Any) -> Any:
@@ -357,16 +359,16 @@ def _checked_size(most: int, message: Encoded) -> int:
     return size
 
 
-def _filling(code: int) -> Callable[[Slot, Encoded, int], bool]:
+def _filling(code: int, slots: Slots) -> Callable[[int, Encoded, int], bool]:
     """Return what fills slots for the core (see `WriterCore.bind_beside`), which knows nothing of the queue.
 
     Else the queue would be a part of a cycle, and one that is forgotten would stay until that is collected.
     """
 
-    def fill(slot: Slot, message: Encoded, seq: int) -> bool:
+    def fill(begin: int, message: Encoded, seq: int) -> bool:
         parts, buffers = parts_of(message)
-        write_body(slot.body, parts, buffers)
-        pack_header(slot.header, 0, INLINE, code, 0, len(buffers), seq, monotonic_ns(), sum(map(len, parts)))
+        main_bytes = write_body(slots.body(begin), parts, buffers)
+        pack_header(slots.bodies, begin, INLINE, code, 0, len(buffers), seq, monotonic_ns(), main_bytes)
         return True
 
     return fill

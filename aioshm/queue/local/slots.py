@@ -49,6 +49,8 @@ class SlotReader:
         self._gate = gate
         self._ring = ring
         self._core = ring.core
+        self._slots = ring.slots
+        self._code = codec.code
         self._codec = codec
         self._view = view_of(codec)
         self._overflow = overflow
@@ -77,12 +79,13 @@ class SlotReader:
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
 
-    def _decode_beside(self, slot: Slot) -> Any:
+    def _decode_beside(self, begin: int) -> Any:
         """Decode a message with buffers for the core; `ELSEWHERE` if there is anything else about it."""
-        kind, code, _, n_buffers, seq, at, size = unpack_header(slot.header)
-        if kind != INLINE or code != self._codec.code or seq != self._core.seq:
+        kind, code, _, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
+        if kind != INLINE or code != self._code or seq != self._core.seq:
             return ELSEWHERE
-        obj = self._decoded(slot.body, n_buffers, size)
+        main, buffers = split_body(self._slots.body(begin), n_buffers, size)
+        obj = self._codec.decode(main, buffers)
         self._core.published_ns = at
         return obj
 
@@ -189,14 +192,14 @@ class SlotReader:
         self._core.bind_leases(self._show_beside, self.end_shown, open_slowly, close_slowly, linger, whose, fail)
         return self._core
 
-    def _show_beside(self, slot: Slot) -> Any:
+    def _show_beside(self, begin: int) -> Any:
         """Decode a message with buffers for the core's lease; `ELSEWHERE` if there is anything else about it."""
-        kind, code, _, n_buffers, seq, at, size = unpack_header(slot.header)
-        if kind != INLINE or code != self._codec.code or seq != self._core.seq:
+        kind, code, _, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
+        if kind != INLINE or code != self._code or seq != self._core.seq:
             return ELSEWHERE
-        main, buffers = split_body(slot.body, n_buffers, size)
+        main, buffers = split_body(self._slots.body(begin), n_buffers, size)
         if size + (len(buffers[0]) if n_buffers == 1 else sum(map(len, buffers))) >= VIEW_BYTES:
-            obj = self._show(slot, kind, main, buffers)
+            obj = self._show(begin, kind, main, buffers)
         else:
             obj = self._codec.decode(main, buffers)
         self._core.published_ns = at
@@ -211,15 +214,15 @@ class SlotReader:
         body = self.inline_body(slot)
         kind, _, _, n_buffers, _, at, size = unpack_header(slot.header)
         self._core.published_ns = at
-        return self._show(slot, kind, *split_body(body, n_buffers, size))
+        return self._show(slot.begin, kind, *split_body(body, n_buffers, size))
 
-    def _show(self, slot: Slot, kind: int, main: memoryview, buffers: list[memoryview]) -> Any:
-        size, chunk = len(main), slot.chunk
+    def _show(self, begin: int, kind: int, main: memoryview, buffers: list[memoryview]) -> Any:
+        size, chunk = len(main), self._slots.chunk(begin)
         if chunk is not None and size + sum(map(len, buffers)) >= VIEW_BYTES:
             nbytes = body_bytes(size, [len(part) for part in buffers])
             with suppress(SharedMemoryError):  # no mapping is left
                 obj = self.seen(self._window(chunk, nbytes).toreadonly(), kind, len(buffers), size)
-                self._shown = chunk, slot.index, nbytes
+                self._shown = chunk, self._slots.index(begin), nbytes
                 self._core.shown = True
                 return obj
         return bytearray(main) if kind == RAW else self._codec.decode(main, buffers)
