@@ -100,11 +100,14 @@ class TestStarting:
     def test_one_that_is_gone_before_it_gets_its_arguments(
         self, monkeypatch: pytest.MonkeyPatch, nothing_kept: None
     ) -> None:
+        """It has exited, as any other, and the rest is as it was."""
         command = child._command
-        commands = iter([command, lambda **_: [sys.executable, "-c", ""]])
+        commands = iter([command, lambda **_: [sys.executable, "-Sc", "raise SystemExit(4)"]])
         monkeypatch.setattr(child, "_command", lambda **handles: next(commands)(**handles))
-        with pytest.raises(BrokenPipeError):
-            CoreEngineProcManager(targets.stay, 2, padding=b"x" * 5_000_000)
+        with CoreEngineProcManager(targets.say_and_stay, 2, padding=b"x" * 5_000_000) as manager:
+            wait_for_line(manager, "EngineCore_0", "up")
+            eventually(manager.finished_procs, "the exit of the other one")
+            assert manager.finished_procs() == {"EngineCore_1": 4}
 
     def test_what_cannot_be_pickled(self, nothing_kept: None) -> None:
         with pytest.raises(Exception, match="pickle"):
@@ -433,16 +436,6 @@ class TestChild:
         process.release()
         process.release()
         assert (process.exitcode, process.is_alive()) == (5, False)
-
-    def test_one_that_ends_before_it_has_read_its_orders(
-        self, monkeypatch: pytest.MonkeyPatch, nothing_kept: None
-    ) -> None:
-        monkeypatch.setattr("aioshm.process.child._command", lambda **_: [sys.executable, "-Sc", "raise SystemExit(4)"])
-        process = Child(targets.exit_with, "one", kwargs={"code": 0, "more": bytes(1 << 20)})  # than a pipe holds
-        process.start()
-        process.join(20)
-        assert process.exitcode == 4
-        process.release()
 
     def test_managers_of_other_kinds(self) -> None:
         jobs = [Job("left", (), {"code": 0}), Job("right", (), {"code": 2})]
