@@ -5,15 +5,25 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 from benchmarks.contestants.aioshm_ends import CONTESTANTS
-from benchmarks.framework.contest import measure_streams
+from benchmarks.framework.contest import Contest, Turn
 from benchmarks.framework.harness import Settings, main
+from benchmarks.framework.loops import Order, read_waiting, send
 from benchmarks.framework.report import Report
+from benchmarks.framework.stage import Stage
 from benchmarks.framework.workload import KIB, MIB, Workload, block, plain_bytes, small_dict, tensor
 
 AWAITED, BLOCKING = "aioshm", "aioshm blocking"
 LEASED = {AWAITED: "aioshm leased", BLOCKING: "aioshm blocking leased"}
+FACES = [contestant for contestant in CONTESTANTS if contestant.name in LEASED]
+
+MIN_PAUSE_S = 0.001
+"""How long the reader sleeps before each round, besides the time in which the ring fills."""
+
+MIN_ROUNDS = 5
+"""Of each way to read, in one measurement."""
 
 AT_LEAST = 1.0
 """A lease's messages/s, against those of ``dequeue``."""
@@ -43,7 +53,11 @@ def workloads(quick: bool) -> list[Workload]:
 async def run(settings: Settings, report: Report) -> None:
     """Measure, and hold the result against the promises."""
     works = workloads(settings.quick)
-    await measure_streams(settings, report, settings.chosen(CONTESTANTS), works, [1])
+    async with Contest(settings, report, settings.chosen(FACES), works) as contest:
+        for kind, work in enumerate(works):
+            turn = await _waiting(settings, contest, kind)
+            for _ in contest.repetitions(work.name):
+                await contest.each(turn)
     ratio = partial(report.ratio, figure="messages_per_s")
     for work in works:
         for plain, leased in LEASED.items():
@@ -54,5 +68,32 @@ async def run(settings: Settings, report: Report) -> None:
             report.hold(text, ratio(work.name, BLOCKING, AWAITED), "x", BLOCKING_AT_LEAST, at_least=True)
 
 
+async def _waiting(settings: Settings, contest: Contest, kind: int) -> Turn:
+    """Return what measures how fast messages that wait are read with and without leases, in turn, in one stream.
+
+    Where both ends are about as fast, the rate of a stream says more about which of them waits for the other.
+    """
+    work, plan = contest.workloads[kind], {}
+    count = max(1, work.slots // 2 - 1)  # of a full ring; from half of it on, the writer is woken
+
+    async def rates(stage: Stage, pause_s: float, rounds: int) -> list[float]:
+        write = Order(send, (0, 2 * count * rounds), kind)
+        _, (seconds,) = await stage.perform(write, Order(read_waiting, (pause_s, count, rounds), kind))
+        return [count / median(times) for times in seconds]
+
+    async def probe(stage: Stage) -> None:
+        rate = min(await rates(stage, 0.05, 4))
+        pause_s = MIN_PAUSE_S + 2 * work.slots / rate
+        plan[stage.name] = pause_s, max(MIN_ROUNDS, int(settings.seconds / 2 / (pause_s + count / rate)))
+
+    async def turn(stage: Stage) -> None:
+        found = await rates(stage, *plan[stage.name])
+        for name, rate in zip((stage.name, LEASED[stage.name]), found, strict=True):
+            contest.report.result(work.name, name, 1).add(messages_per_s=rate)
+
+    await contest.each(probe)
+    return turn
+
+
 if __name__ == "__main__":
-    sys.exit(main("leases", __doc__, run, repeat=5, seconds=0.25, contestants=CONTESTANTS, loop="uvloop"))
+    sys.exit(main("leases", __doc__, run, repeat=7, seconds=0.25, contestants=FACES, loop="uvloop"))

@@ -78,7 +78,7 @@ typedef struct {
     PyObject *code, *on_parked;
     PyObject *beside, *measure;  /* what handles messages that have buffers beside them; see bind_beside */
     /* Leases, of a reader: see bind_leases */
-    PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *linger, *whose, *fail;
+    PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *await_next, *whose, *fail;
     PyObject *block;          /* that was opened slowly, where calls block */
     char leased, shown, kept;
     unsigned long long holder;
@@ -1114,7 +1114,7 @@ static PyObject *reader_bind_leases(Core *self, PyObject *args)
 {
     PyObject *found[7];
     PyObject **own[7] = {&self->show_beside, &self->end_shown, &self->open_slowly, &self->close_slowly,
-                         &self->linger, &self->whose, &self->fail};
+                         &self->await_next, &self->whose, &self->fail};
     if (!PyArg_ParseTuple(args, "OOOOOOO:bind_leases", &found[0], &found[1], &found[2], &found[3], &found[4],
                           &found[5], &found[6]))
         return NULL;
@@ -1218,8 +1218,8 @@ static PyObject *enter_or(Core *self, PyObject *open)
 {
     bool blocks = self->runs == Py_None;
     PyObject *obj = lease(self);
-    if (blocks && obj == self->nothing && self->linger != NULL && self->linger != Py_None) {
-        PyObject *soon = call(self->linger, NULL);
+    if (blocks && obj == self->nothing && self->await_next != NULL && self->await_next != Py_None) {
+        PyObject *soon = call(self->await_next, NULL);
         if (soon == NULL)
             Py_CLEAR(obj);
         else if (soon == Py_True) {
@@ -1588,7 +1588,7 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->end_shown);
     Py_VISIT(self->open_slowly);
     Py_VISIT(self->close_slowly);
-    Py_VISIT(self->linger);
+    Py_VISIT(self->await_next);
     Py_VISIT(self->whose);
     Py_VISIT(self->fail);
     Py_VISIT(self->given);
@@ -1609,7 +1609,7 @@ static int core_clear(Core *self)
     Py_CLEAR(self->end_shown);
     Py_CLEAR(self->open_slowly);
     Py_CLEAR(self->close_slowly);
-    Py_CLEAR(self->linger);
+    Py_CLEAR(self->await_next);
     Py_CLEAR(self->whose);
     Py_CLEAR(self->fail);
     Py_CLEAR(self->given);

@@ -567,7 +567,7 @@ class ReaderCore(_Core):
         self.holder = 0
         self._open_slowly: Callable[[], Any] | None = None
         self._close_slowly: Callable[..., Any] | None = None
-        self._linger: Callable[[], object] | None = None
+        self._await_next: Callable[[], object] | None = None
         self._block: Any = None
         self._parked = view[at.WRITER_PARKED : at.WRITER_PARKED + 1]
 
@@ -677,7 +677,7 @@ class ReaderCore(_Core):
         end_shown: Callable[[], object],
         open_slowly: Callable[[], Any],
         close_slowly: Callable[..., Any],
-        linger: Callable[[], object] | None,
+        await_next: Callable[[], object] | None,
         whose: Any,
         fail: Callable[[Any], object],
         /,
@@ -692,13 +692,13 @@ class ReaderCore(_Core):
                 block, where calls block.
             close_slowly: Is called with the arguments of ``__exit__`` at the end of what ``open_slowly`` has opened, at
                 the end of a lease that was adopted (see `adopt`), and where the writer has to be told.
-            linger: Looks a moment longer, where calls block; returns True if the message came.
+            await_next: Waits for the next message, where calls block; returns True where it may be there by now.
             whose: Returns the task that leases, or is a dict of tasks and its key; None: it cannot be told from others.
             fail: Raises what callers are to see of the error that decoding ended in.
         """
         self._show_beside, self._end_shown = show_beside, end_shown
         self._open_slowly, self._close_slowly = open_slowly, close_slowly
-        self._linger, self._whose, self._fail = linger, whose, fail
+        self._await_next, self._whose, self._fail = await_next, whose, fail
 
     def lease(self) -> Any:
         """Lease the next message, if the gate lets this thread pass, until ``__exit__``; `NOTHING` or `ELSEWHERE`."""
@@ -758,7 +758,7 @@ class ReaderCore(_Core):
         """Enter a block: as ``__enter__``, but for what opens it if the message is not to be had at once."""
         blocks = self._runs is None
         obj = self.lease()
-        if blocks and obj is NOTHING and self._linger is not None and self._linger() is True:
+        if blocks and obj is NOTHING and self._await_next is not None and self._await_next() is True:
             obj = self.lease()
         if obj is not NOTHING and obj is not ELSEWHERE:
             return obj if blocks else _AtOnce(obj)

@@ -117,6 +117,37 @@ async def read_leased(ports: Ports, warm_up: int, count: int) -> float:
     return time.perf_counter() - began
 
 
+async def read_waiting(ports: Ports, pause_s: float, count: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each round of so many messages: read as by `read`, and as by `read_leased`, in turn.
+
+    Before each round the reader sleeps, so that its messages wait for it.
+    """
+    work, receive, lease, clock, at = ports.work, ports.receive, ports.lease, time.perf_counter, 0
+    key, mask, body, length, tail = work.key, work.mask, work.body, work.length, work.tail
+    plain: list[float] = []
+    leased: list[float] = []
+    for _ in range(rounds):
+        _doze(pause_s)
+        began = clock()
+        for number in range(at, at + count):
+            message = await receive()
+            part = message if body is None else message[body]
+            if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
+                raise work.wrong(message, number)
+        plain.append(clock() - began)
+        at += count
+        _doze(pause_s)
+        began = clock()
+        for number in range(at, at + count):
+            async with lease() as message:
+                part = message if body is None else message[body]
+                if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
+                    raise work.wrong(message, number)
+        leased.append(clock() - began)
+        at += count
+    return plain, leased
+
+
 async def ask(ports: Ports, warm_up: int, count: int) -> list[float]:
     """Return how long each round trip took, in microseconds."""
     send, receive, check, clock, times = ports.send, ports.receive, ports.work.check, time.perf_counter, []
@@ -231,6 +262,11 @@ def _sleep_until(due: float) -> None:
         time.sleep(left)
     while time.perf_counter() < due:
         pass
+
+
+def _doze(seconds: float) -> None:
+    """Sleep with everything that runs in this thread, an event loop or not."""
+    time.sleep(seconds)
 
 
 def _missing(*_: object) -> Any:

@@ -23,7 +23,7 @@ class Leasing(Notes):
             "end_shown": self.end_shown,
             "open_slowly": self.noting("open"),
             "close_slowly": lambda *error: self.append(f"close {len(error)}"),
-            "linger": None,
+            "await_next": None,
             "whose": None,
             "fail": self.fail,
             **other,
@@ -228,14 +228,14 @@ class TestLeases:
         assert block[2:] == ["enter", "exit ZeroDivisionError"]
         assert leasing == []
 
-    def test_it_lingers_first_where_calls_block(self, new_pair: NewPair) -> None:
+    def test_it_waits_first_where_calls_block(self, new_pair: NewPair) -> None:
         pair = new_pair()
 
-        def linger() -> bool:
+        def await_next() -> bool:
             pair.writer.put(b"late")
             return True
 
-        Leasing(pair, linger=linger)
+        Leasing(pair, await_next=await_next)
         with pair.reader as obj:
             assert obj == "late"
 

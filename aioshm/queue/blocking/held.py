@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -14,7 +13,7 @@ from typing import Any, TypeVar, cast
 from aioshm.errors import AioshmError, QueueClosed
 from aioshm.queue.blocking.blocks import Block
 from aioshm.queue.blocking.calls import NotAtOnce, cancellable, check_cancel
-from aioshm.queue.blocking.lingering import linger
+from aioshm.queue.blocking.leasing import Leasing
 from aioshm.queue.blocking.private_loop import PrivateLoop
 from aioshm.queue.blocking.turns import Turns
 from aioshm.queue.ends.reading import ReadingEnd
@@ -87,7 +86,7 @@ class Held:
 
         def make() -> Coroutine[Any, Any, T]:
             if self.gate.ready:
-                self._tell_now()  # as a call that was interrupted before it did: the other end may be waiting for it
+                self.tell_now()  # as a call that was interrupted before it did: the other end may be waiting for it
             return call(timeout)
 
         try:
@@ -126,8 +125,7 @@ class Held:
             self.waker = end.source.waker
             self.reading = core
             if self._leased is not core:
-                self._leased = core
-                self.leasing = end.bind_leases(self._open_lease, self._close_lease, self._linger, None)
+                self._leased, self.leasing = core, Leasing(self, end).block
         else:
             self.reading = NotAtOnce
 
@@ -144,14 +142,14 @@ class Held:
         core = self.gate.core
         if not self.turns.take_now():
             if core.user != get_ident():
-                self.loop.call_soon(self._tell_now)  # the thread that has the turn does it
+                self.loop.call_soon(self.tell_now)  # the thread that has the turn does it
                 return
-            self._tell_now()
+            self.tell_now()
             return
         try:
-            self._tell_now()
+            self.tell_now()
         except BaseException:  # a signal's handler has come in between
-            self.loop.run_now(self._tell_now)
+            self.loop.run_now(self.tell_now)
             raise
         finally:
             self.turns.lasting = False
@@ -159,7 +157,8 @@ class Held:
             if self.to_close:
                 self.close()
 
-    def _tell_now(self) -> None:
+    def tell_now(self) -> None:
+        """Do so in this thread's turn."""
         core = self.gate.core
         if core.owes:
             self.end.tell_parked()
@@ -207,39 +206,6 @@ class Held:
             return True
 
         self.run(make, timeout, first=receive)
-
-    # Leases that are to be had at once
-
-    def _open_lease(self) -> Block:
-        """Return the block of a lease that has to wait."""
-        reader = cast(ReadingEnd, self.end)
-        return self.new_block(
-            lambda event, left: reader.open_block(left, event, False, decoded=True), None, None, lambda obj: obj
-        )
-
-    def _close_lease(self, *_: Any) -> None:
-        """End a lease of the core's that is more than giving the slot back, or wake the writer after one."""
-        core = self.gate.core
-        if core.leased:
-            try:
-                self.loop.run_now(self._end_lease)
-            finally:
-                if not core.leased:
-                    self.end_turn()
-        elif core.owes:
-            self.tell()
-
-    def _end_lease(self) -> None:
-        self.gate.end_lease()
-        self._tell_now()
-
-    def _linger(self) -> bool:
-        """Look for a message a moment longer."""
-        reader = cast(ReadingEnd, self.end)
-        if reader.linger_ns:
-            return linger(reader, None)
-        os.sched_yield()
-        return True
 
     # Blocks
 

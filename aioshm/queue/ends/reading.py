@@ -247,7 +247,7 @@ class ReadingEnd:
         self,
         open_slowly: Callable[[], Any],
         close_slowly: Callable[..., Any],
-        linger: Callable[[], object] | None,
+        await_next: Callable[[], object] | None,
         whose: Any,
     ) -> Any:
         """Let the core of an end that is ready lease what is there, if it can; see `ReaderCore.bind_leases`.
@@ -256,11 +256,27 @@ class ReadingEnd:
             The block of each lease. Its class has the core's methods, which are bound already: the interpreter finds
             them there, and need not bind two for each block.
         """
-        core = self.source.bind_leases(open_slowly, close_slowly, linger, whose, self.fail)
+        core = self.source.bind_leases(open_slowly, close_slowly, await_next, whose, self.fail)
         if core is None:
             return None
         names = ("__enter__", "__exit__", "__aenter__", "__aexit__")
         return type("Lease", (), {"__slots__": (), **{name: getattr(core, name) for name in names}})()
+
+    async def wait_for_message(self) -> None:
+        """Wait for the next message, for calls that block; may leave the loop for that.
+
+        Raises:
+            WindowBegins: It is about to come.
+        """
+        self.leaves = True
+        try:
+            await self._line_up(None, None, leasing=True)
+            try:
+                await self._next(None, None, False)
+            finally:
+                self.gate.leave()
+        finally:
+            self.leaves = False
 
     async def _open_lease(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False

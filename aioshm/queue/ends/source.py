@@ -105,7 +105,7 @@ class Source(Inside, Protocol):
         self,
         open_slowly: Callable[[], Any],
         close_slowly: Callable[..., Any],
-        linger: Callable[[], object] | None,
+        await_next: Callable[[], object] | None,
         whose: Any,
         fail: Callable[[Any], object],
     ) -> ReaderCore | None:

@@ -184,12 +184,12 @@ class SlotReader:
         self,
         open_slowly: Callable[[], Any],
         close_slowly: Callable[..., Any],
-        linger: Callable[[], object] | None,
+        await_next: Callable[[], object] | None,
         whose: Any,
         fail: Callable[[Any], object],
     ) -> ReaderCore:
         """Let the core lease, and return it; the arguments are those of `ReaderCore.bind_leases`."""
-        self._core.bind_leases(self._show_beside, self.end_shown, open_slowly, close_slowly, linger, whose, fail)
+        self._core.bind_leases(self._show_beside, self.end_shown, open_slowly, close_slowly, await_next, whose, fail)
         return self._core
 
     def _show_beside(self, begin: int) -> Any:
