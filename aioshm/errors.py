@@ -352,7 +352,7 @@ class WorkerDied(ProcessDied):
         self.rank = rank
         self.last_lines: list[str] = list(last_lines)
         tail = [f"last lines of {name}'s stderr:", *(f"  {line}" for line in last_lines)] if last_lines else []
-        self.args = ("\n".join([text, *tail]),)
+        self.args: tuple[Any, ...] = ("\n".join([text, *tail]),)
         self._text = text
 
     def __reduce__(self) -> tuple[type[WorkerDied], tuple[object, ...]]:  # type: ignore[override]

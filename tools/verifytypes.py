@@ -7,20 +7,23 @@ counts each symbol of each public module. Fails below `LEAST`, and lists what is
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-LEAST = 0.92
+LEAST = 0.97
 """Raise it, never lower it."""
 
 
 def main(listed: int = 40) -> int:
     """Count, tell, and return the exit code."""
-    command = [str(Path(sys.executable).with_name("basedpyright")), "--verifytypes", "aioshm", "--ignoreexternal"]
-    done = subprocess.run([*command, "--outputjson"], capture_output=True, text=True, cwd=Path(sys.executable).parent)
+    here = Path(sys.executable).parent
+    command = [str(here / "basedpyright"), "--verifytypes", "aioshm", "--ignoreexternal", "--outputjson"]
+    first = {**os.environ, "PATH": f"{here}{os.pathsep}{os.environ['PATH']}"}  # pyright asks the `python` that it finds
+    done = subprocess.run(command, capture_output=True, text=True, cwd=here, env=first)
     try:
         found = json.loads(done.stdout)["typeCompleteness"]
     except (ValueError, KeyError):

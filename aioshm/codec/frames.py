@@ -28,15 +28,16 @@ A body with buffers begins with the table of their lengths. Each later part star
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from aioshm.errors import CodecError
 
 ALIGNMENT = 64
 
 HEADER = struct.Struct("<BBHIQQQ")
-pack_header = HEADER.pack_into
-unpack_header = HEADER.unpack_from
+pack_header: Callable[..., None] = HEADER.pack_into
+unpack_header: Callable[..., tuple[Any, ...]] = HEADER.unpack_from
 
 INLINE = 1  # the body is in the ring: in the slot, or in its chunk
 OVERFLOW = 2  # the body did not fit a chunk and lies in an overflow segment, which the rest of the header names

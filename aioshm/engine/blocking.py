@@ -42,8 +42,8 @@ class CoreEngineLaunch:
     def __init__(self, launch: launching.CoreEngineLaunch, host: LoopThread) -> None:
         self.awaited = launch
         self.engine_manager, self.coordinator = launch.engine_manager, launch.coordinator
-        self.processes = launch.processes
-        self.addresses, self.handshake_address = launch.addresses, launch.handshake_address
+        self.processes, self.addresses = launch.processes, launch.addresses
+        self.handshake_address: str = launch.handshake_address
         self._host = host
         self._client = EngineClient.around(launch.client, host) if launch.has_client else None
 

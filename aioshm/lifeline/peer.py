@@ -60,7 +60,7 @@ class Peer:
         self._outbox: deque[int] = deque()
         self.rank: int = hello.rank
         self.pid: int = hello.pid
-        self.slow = hello.slow
+        self.slow: str = hello.slow
         self.seen_pid = seen_pid
         self.hang_up: Callable[[], None] = sock.close
 

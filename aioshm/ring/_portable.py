@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from aioshm.process.interrupts import from_handler
 from aioshm.ring import layout as at
@@ -84,15 +84,17 @@ class _Core(ABC):
             raise ValueError("the memory is smaller than the layout says, or lies crooked")
         if view.readonly:
             raise BufferError("the memory is read-only")
-        self.seq = 0
+        self.seq: int = 0
         self.published_ns = 0
         self.open: bool = False
         self.turn: int = 0
         self.turn_ends_ns = 0
         self.spin_ns = 0
-        self.spins = self.hits = self.spun_ns = 0
+        self.spins: int = 0
+        self.hits: int = 0
+        self.spun_ns: int = 0
         self._thread = -1
-        self.user = 0
+        self.user: int = 0
         self._runs: Callable[[], object] | None = bool
         self._code: Callable[[Any], Any] = bytes
         self._what = 0
@@ -557,14 +559,18 @@ class WriterCore(_Core):
 class ReaderCore(_Core):
     """A reader's end: `peek` at the next message, `release` it when done with its slot; or both in one call."""
 
+    leased: bool
+    kept: bool
+
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, reader: int, /) -> None:
         if not 0 <= reader < layout.n_reader:
             raise IndexError(f"there is no reader {reader}")
         super().__init__(layout, view, slots, layout.reader_line(reader))
         self._flag = 1 + reader
         self._copy_max = min(COPY_MAX, layout.max_chunk_bytes)
-        self.shown = self._adopted = False
-        self.holder = 0
+        self.shown: bool = False
+        self._adopted = False
+        self.holder: int = 0
         self._open_slowly: Callable[[], Any] | None = None
         self._close_slowly: Callable[..., Any] | None = None
         self._await_next: Callable[[], object] | None = None
@@ -785,7 +791,8 @@ class ReaderCore(_Core):
             return block.__exit__(*error)
         return None if self._close_slowly is None else self._close_slowly(*error)
 
-    __aenter__, __aexit__ = __enter__, __exit__
+    __aenter__: ClassVar[Callable[..., Any]] = __enter__
+    __aexit__: ClassVar[Callable[..., Any]] = __exit__
 
     def take_many(self, most: int, /) -> list[Any]:
         """Return the next messages with one fence: at most so many, at most for the rest of the turn.

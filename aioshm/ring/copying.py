@@ -30,6 +30,7 @@ class CopyingCore(_portable.ReaderCore):
     """A reader's end that copies; `ELSEWHERE` also means that the next message is lost, which `lose` finds out."""
 
     copies = True
+    user: int
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, reader: int, /) -> None:
         super().__init__(layout, view, slots, reader)

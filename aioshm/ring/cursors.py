@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aioshm.ring import layout as at
 from aioshm.ring.atomics import ReaderCore, WriterCore, memory_fence
 from aioshm.ring.layout import Layout
-from aioshm.ring.slot import Slots
+from aioshm.ring.slot import Slot, Slots
 
 
 class _Cursor:
@@ -15,7 +15,7 @@ class _Cursor:
 
     def __init__(self, layout: Layout, view: memoryview, *, writes: bool) -> None:
         self.layout = layout
-        self.slots = Slots(layout, view, writable=writes)
+        self.slots: Slots = Slots(layout, view, writable=writes)
         self._header = view[: layout.header_bytes]
         self._words = self._header.cast("Q")
         self.readers_parked: memoryview = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
@@ -50,15 +50,13 @@ class RingWriter(_Cursor):
 
     def __init__(self, layout: Layout, view: memoryview, core: type[WriterCore] = WriterCore) -> None:
         super().__init__(layout, view, writes=True)
-        self.core = core(layout, view, self.slots)
+        self.core: WriterCore = core(layout, view, self.slots)
         self.parked: memoryview = self.writer_parked
         self._passed: dict[int, int] = {}  # from which message on the flags of a reader that copies are to be set
-        self.free, self.claim, self.commit, self.evict = (
-            self.core.free,
-            self.core.claim,
-            self.core.commit,
-            self.core.evict,
-        )
+        self.free: Callable[..., bool] = self.core.free
+        self.claim: Callable[..., Slot | None] = self.core.claim
+        self.commit: Callable[[], bool] = self.core.commit
+        self.evict: Callable[[int], None] = self.core.evict
 
     @property
     def seq(self) -> int:
@@ -134,12 +132,14 @@ class RingReader(_Cursor):
 
     def __init__(self, layout: Layout, view: memoryview, reader: int, core: type[ReaderCore] = ReaderCore) -> None:
         super().__init__(layout, view, writes=False)
-        self.core = core(layout, view, self.slots, reader)
+        self.core: ReaderCore = core(layout, view, self.slots, reader)
         self.copies: bool = getattr(self.core, "copies", False)
         self.parked: memoryview = self.readers_parked[reader : reader + 1]
         self.reader = reader
         self._read_by_all = bytes([1]) * layout.flag_bytes
-        self.ready, self.peek, self.release = self.core.ready, self.core.peek, self.core.release
+        self.ready: Callable[[], bool] = self.core.ready
+        self.peek: Callable[[], Slot | None] = self.core.peek
+        self.release: Callable[[], bool] = self.core.release
 
     @property
     def seq(self) -> int:

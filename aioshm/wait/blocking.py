@@ -115,7 +115,7 @@ class BlockingPoller(Poller):
         self._bell = bell
         self._turned_ns = 0
         self.leaves = False
-        self.watch_until_ns = 0
+        self.watch_until_ns: int = 0
         self._due_ns = 0  # when this end was to be woken for its window
         self._missed = -1  # how many messages had passed when nothing came in a window
         self._count = 0

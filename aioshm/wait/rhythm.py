@@ -66,7 +66,7 @@ class Lag:
         self._index = 0
         self._seen = 0
         self._error = self._product = self._square = 0.0
-        self.surprises = 1.0  # recent share of them
+        self.surprises: float = 1.0  # recent share of them
 
     @property
     def deviation(self) -> float:

@@ -93,7 +93,7 @@ class GuardedMonitor(Monitor):
         nudge: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(socket, also=zmq.EVENT_ACCEPTED)
-        self.cut_off = 0
+        self.cut_off: int = 0
         self._open: dict[int, bool] = {}  # descriptors of connections, and whether they have been greeted
         self._greeted = 0  # of those that are open
         self._succeeded = self._accounted = 0  # handshakes, and those of which it is known whose they were

@@ -18,8 +18,8 @@ class Monitor:
     """What a socket says about its connections: read it before trusting what the socket received."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, also: int = 0) -> None:
-        self.reconnects = 0
-        self.handshake_failures = 0
+        self.reconnects: int = 0
+        self.handshake_failures: int = 0
         self._monitored = socket
         with naming_limits("the monitor of a ZeroMQ socket"):
             self._pair: zmq.Socket[bytes] = socket.get_monitor_socket(

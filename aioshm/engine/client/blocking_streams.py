@@ -31,7 +31,8 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
     __slots__ = ("__weakref__", "_bell", "_host", "_inbox", "_stream", "_turn", "engine", "request_id", "timeout")
 
     def __init__(self, stream: AwaitedStream[Output], host: LoopThread, timeout: float | None) -> None:
-        self.request_id, self.engine = stream.request_id, stream.engine
+        self.request_id: str = stream.request_id
+        self.engine: int = stream.engine
         self.timeout: float | None = timeout
         # It aborts the request when it is forgotten. At the end the client's thread forgets it: where nothing of it is
         # left here, no interrupt can get lost in a __del__.

@@ -84,7 +84,7 @@ class EngineLink:
         n_engines = len(self.engines.ranks)
         self.balance: LoadBalancer = LoadBalancer(n_engines, n_engines * client_index // n_clients, n_clients)
         self.pending: Pending = Pending(EnvelopeDecoder(output_type), self.balance, self.engines.ranks)
-        self.wave = 0
+        self.wave: int = 0
         self._dead: EngineDead | None = None
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 

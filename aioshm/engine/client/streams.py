@@ -41,7 +41,7 @@ class Inbox:
         self.position: int = position
         self.outputs: deque[Any] = deque()
         self.waiter: Waiter | None = None
-        self.ended = False
+        self.ended: bool = False
         self.error: Callable[[], Exception] | None = None
 
     def put(self, output: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,7 +44,7 @@ class EnvelopeDecoder:
         self._any = PayloadDecoder(EngineCoreOutputs[Any])
         self._one = PayloadDecoder(output_type)
         self._raw = PayloadDecoder(EngineCoreOutputs[msgspec.Raw])
-        self.decode = self._outputs.decode
+        self.decode: Callable[[Sequence[Frame]], Any] = self._outputs.decode
 
     def salvage(self, frames: list[Frame]) -> tuple[EngineCoreOutputs[Any], list[Failure]]:
         """Return an envelope with those of its outputs that can be read, and what is wrong with the others.

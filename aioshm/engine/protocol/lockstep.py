@@ -21,9 +21,9 @@ class Lockstep:
     """
 
     def __init__(self, index: int) -> None:
-        self.wave = 0
-        self.running = False
-        self.step = 0
+        self.wave: int = 0
+        self.running: bool = False
+        self.step: int = 0
         self._index = index
 
     def add(self, request_wave: int) -> int | None:

@@ -54,7 +54,7 @@ class Waves:
     """
 
     def __init__(self, n_engines: int, *, lockstep: bool = True, kv_cache_usage: bool = True) -> None:
-        self.wave = 0
+        self.wave: int = 0
         self.running: bool = False
         self._lockstep = lockstep
         self._kv_cache_usage = kv_cache_usage

@@ -60,6 +60,7 @@ class EngineActor:
         self.address = ""
         self.pid = 0
         self.run_ref: Any = None
+        self.sentinel: int
         self.sentinel, self._open = os.pipe()
         self._ended = threading.Event()
         self._lock = threading.Lock()

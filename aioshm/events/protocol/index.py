@@ -35,7 +35,7 @@ class BlockIndex(Generic[P]):
     """
 
     def __init__(self, *, forget_on_loss: bool = False) -> None:
-        self.unknown_events = 0
+        self.unknown_events: int = 0
         self._shelves: dict[P, dict[Shelf, set[BlockHash]]] = {}
         self._incomplete: set[P] = set()
         self._forget_on_loss = forget_on_loss

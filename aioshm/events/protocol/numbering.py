@@ -34,7 +34,7 @@ class Numbering:
     """
 
     def __init__(self, expected: int) -> None:
-        self.expected = expected
+        self.expected: int = expected
         self.last: tuple[int, int] | None = None
         # Of the numbers just before ``expected``, without a hole.
         self._fingerprints: deque[int] = deque(maxlen=REMEMBERED)

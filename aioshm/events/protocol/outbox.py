@@ -44,14 +44,14 @@ class Outbox:
             raise ValueError(f"max_queue_size must be at least 1, not {max_size}")
         if overflow not in OVERFLOWS:
             raise ValueError(f"overflow must be one of {OVERFLOWS}, not {overflow!r}")
-        self.dropped = 0
+        self.dropped: int = 0
         self.first_dropped: int | None = None
-        self.published = 0
+        self.published: int = 0
         self.last_sent: int = -1
         self._max_size = max_size
         self._overflow = overflow
         self._closed = False
-        self.blocked = 0
+        self.blocked: int = 0
         self.waiting: deque[tuple[int, EventBatch]] = deque()
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)

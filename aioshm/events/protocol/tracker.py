@@ -69,11 +69,11 @@ class SourceTracker:
 
     def __init__(self, endpoint: str, start: Start, *, can_replay: bool) -> None:
         self.out: deque[Delivery] = deque()
-        self.duplicates = 0
-        self.gaps = 0
-        self.lost = 0
-        self.restarts = 0
-        self.unconfirmed = 0
+        self.duplicates: int = 0
+        self.gaps: int = 0
+        self.lost: int = 0
+        self.restarts: int = 0
+        self.unconfirmed: int = 0
         self._endpoint = endpoint
         self._start = start
         self._can_replay = can_replay

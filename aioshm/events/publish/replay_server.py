@@ -80,10 +80,10 @@ class ReplayServer:
         where: str,
         monitor: GuardedMonitor | None = None,
     ) -> None:
-        self.requests = 0
-        self.replayed = 0
-        self.malformed = 0
-        self.abandoned = 0
+        self.requests: int = 0
+        self.replayed: int = 0
+        self.malformed: int = 0
+        self.abandoned: int = 0
         self._socket = socket
         self._send_frame = super(zmq.Socket, socket).send  # see the sender
         self._buffer = buffer

@@ -38,8 +38,8 @@ class Sender:
         topic: bytes,
         rank: int,
     ) -> None:
-        self.sent = 0
-        self.unencodable = 0
+        self.sent: int = 0
+        self.unencodable: int = 0
         self._outbox = outbox
         self._encode = encoder.encode
         self._buffer = buffer

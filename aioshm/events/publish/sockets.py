@@ -103,6 +103,8 @@ class PublisherEnds:
         try:
             guarded = binds and endpoint.startswith("tcp://")
             kind, options = (zmq.XPUB, _XPUB_OPTIONS) if guarded else (zmq.PUB, _PUB_OPTIONS)
+            self.pub: zmq.Socket[bytes]
+            self.endpoint: str
             self.pub, self.endpoint = self._open(kind, options, endpoint, binds, hwm, curve)
             if replay_endpoint is not None:
                 self.replay, self.replay_endpoint = self._open(

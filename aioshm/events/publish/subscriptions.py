@@ -40,7 +40,7 @@ class PrefixTree:
     """
 
     def __init__(self) -> None:
-        self.slots = 0
+        self.slots: int = 0
         self._holders: Counter[bytes] = Counter()
         self._ordered: list[bytes] = []
 

@@ -105,7 +105,8 @@ class ThreadedEventPublisher(EventPublisher):
         except BaseException:
             self._end_thread()
             raise
-        self.endpoint, self.replay_endpoint = self._publisher.endpoint, self._publisher.replay_endpoint
+        self.endpoint: str = self._publisher.endpoint
+        self.replay_endpoint: str | None = self._publisher.replay_endpoint
         self.connect_endpoint: str = self._publisher.connect_endpoint
         self.connect_replay_endpoint: str | None = self._publisher.connect_replay_endpoint
         self._closed = False

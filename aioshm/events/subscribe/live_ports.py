@@ -128,9 +128,9 @@ class OpenPort:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic: bytes, *, max_bytes: int) -> None:
-        self.reconnects = 0
-        self.handshake_failures = 0
-        self.cut_off = 0
+        self.reconnects: int = 0
+        self.handshake_failures: int = 0
+        self.cut_off: int = 0
         self._topic = topic
         self._max_bytes = max_bytes
         self._peers: dict[bytes, SubPeer] = {}

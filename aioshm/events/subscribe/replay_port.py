@@ -61,7 +61,7 @@ class ReplayPort:
         self._lacking: OutOfDescriptors | None = None
         self.endpoint = endpoint
         self.asked_at: float = 0.0
-        self.failures = 0
+        self.failures: int = 0
 
     @property
     def overdue_at(self) -> float:

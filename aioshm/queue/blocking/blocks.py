@@ -43,7 +43,7 @@ class Block(AbstractContextManager[Any]):
         self.open_block = open_block
         self.value: Any = None
         self.opened: Any = None
-        self.undone = False
+        self.undone: bool = False
         self._frame: FrameType | None = None
         self._at = -1
 

@@ -16,6 +16,7 @@ from aioshm.queue.blocking.calls import NotAtOnce, cancellable, check_cancel
 from aioshm.queue.blocking.leasing import Leasing
 from aioshm.queue.blocking.private_loop import PrivateLoop
 from aioshm.queue.blocking.turns import Turns
+from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.source import Waker
 from aioshm.queue.ends.waiting import deadline_after
@@ -47,7 +48,7 @@ class Held:
 
     def __init__(self, end: WritingEnd | ReadingEnd) -> None:
         self.end = end
-        self.gate = end.gate
+        self.gate: Gate = end.gate
         self.gate.block()
         self.loop: PrivateLoop = PrivateLoop(lambda: f"<blocking {end!r}>")
         self.turns: Turns = Turns(end.gate)

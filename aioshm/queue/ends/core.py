@@ -37,7 +37,7 @@ class NoRing:
 
     def __init__(self) -> None:
         self.open = False
-        self.user = 0
+        self.user: int = 0
         self.owes = self.quiet = self.leased = False
         self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
         self._thread = -1

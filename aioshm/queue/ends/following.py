@@ -70,8 +70,8 @@ class Following:
         self._ended: tuple[int, AioshmError] | None = None  # the writer before this one, until the caller is told
         self._lacking: LimitReached | None = None  # what has kept this from attaching, until the caller is told
         self._finishing: set[asyncio.Task[None]] = set()
-        self.received = 0
-        self.restarts = 0
+        self.received: int = 0
+        self.restarts: int = 0
 
     def begin(self, source: Source | None, use: Callable[[Source, Handle | None, Codec | None], None]) -> Source:
         """Return what to receive from at first.

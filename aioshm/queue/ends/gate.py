@@ -65,7 +65,7 @@ class Gate:
         self.core: Core = NoRing()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.blocks: bool = False
-        self.ready = False
+        self.ready: bool = False
         self.refusal: Callable[[], AioshmError] | None = None
         self._in_line = 0
         self.poller: Poller | None = None

@@ -67,7 +67,7 @@ class ReadingEnd:
         assert source is not None
         self.source: Source = source
         self.receive: Callable[[], Any] = _nothing
-        self.linger_ns = 0
+        self.linger_ns: int = 0
         self.leaves = False
         self.undo = False
         self.leasing: Any = None

@@ -86,7 +86,7 @@ class Sender:
         self._stalled_at = -1
         self.wanted: Need = Need(1, ())
         has_readers = bool(ring.ranks) or network is not None
-        self.encode = codec.encode if has_readers else _checked_only(codec)
+        self.encode: Callable[[Any], Encoded] = codec.encode if has_readers else _checked_only(codec)
         core.bind(self.encode, plain(codec.code), isinstance(codec, RawCodec) and has_readers, ring.roster.ring_bells)
         if network is None:
             core.bind_beside(

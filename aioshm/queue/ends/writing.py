@@ -77,7 +77,7 @@ class WritingEnd:
         self._listening = False
         lag = LagWatch(gate.options.lag_warning_s, gate.options.stall_warning_s, self._report_lag)
         self._sender = Sender(gate, ring, network, codec, self._report_laggards, lag)
-        self.send = self._sender.send
+        self.send: Callable[[Any], Any] = self._sender.send
         gate.core = ring.ring.core
         gate.enclose(self)
 

@@ -40,7 +40,9 @@ class Attachment:
         self.buffer = buffer
         self.ring = ring
         secret = lifeline.welcome.secret
-        self.overflow = PassedSegments(secret, lifeline.look, lambda: lifeline.holds_back, lambda: subscriber(secret))
+        self.overflow: PassedSegments = PassedSegments(
+            secret, lifeline.look, lambda: lifeline.holds_back, lambda: subscriber(secret)
+        )
 
     @classmethod
     async def make(

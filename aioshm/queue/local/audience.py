@@ -21,7 +21,7 @@ from aioshm.process.limits import naming_limits
 from aioshm.queue.encoded import parts_of
 from aioshm.queue.local.overflow import SECRET_BYTES, Overflow, OverflowSegments
 from aioshm.queue.local.roster import Roster
-from aioshm.ring import ShmRingBuffer
+from aioshm.ring import RingWriter, ShmRingBuffer
 from aioshm.ring.slot import Slot
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
@@ -83,10 +83,10 @@ class RingAudience:
                 raise
         self.segment_name: str | None = self.buffer.name
         self.buffer.prefault(options.prefault_bytes if ranks else 0, write=True)
-        self.ring = self.buffer.writer()
+        self.ring: RingWriter = self.buffer.writer()
         self.ring.set_writer_state(closed=False, pid=os.getpid())
         self.roster: Roster = Roster(self.queue_id.hex()[:8], ranks, self.ring, options.on_reader_death, self._welcome)
-        self.overflows = 0
+        self.overflows: int = 0
         self._options = options
         self.overflow: Overflow = OverflowSegments(self.ring, self.secret, self.roster.hand_over, self._second_way)
         if options.overflow == "zmq" and ranks:

@@ -54,7 +54,7 @@ class CopyingSlots:
         self._codec = codec
         self._view = view_of(codec)
         self._overflow = overflow
-        self.overflows = 0
+        self.overflows: int = 0
         core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), None)
 
     def take(self) -> Any:

@@ -58,7 +58,7 @@ class SlotReader:
         self._make_leases = make_leases
         self._leases: Leases | None = None
         self._shown: tuple[int, int, int] | None = None  # chunk, slot and bytes of what a lease sees where it lies
-        self.overflows = 0
+        self.overflows: int = 0
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
         self._core.bind_beside(self._decode_beside)
 

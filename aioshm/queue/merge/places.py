@@ -92,7 +92,7 @@ class Place:
         self.receive: Callable[[], Any] = _nothing
         self.quick: Callable[[], Any] | None = None
         self.ring: RingReader | None = None
-        self.late = False
+        self.late: bool = False
         self.entered: bool = False
         self.hidden: bool = False
         self.failure: AioshmError | None = None

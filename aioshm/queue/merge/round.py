@@ -93,7 +93,8 @@ class Round(Generic[P]):
 
     def watch_silence(self, now: float) -> None:
         """Count from here how long each queue is silent."""
-        self.look_at, self.asked = now + self._after_s, list[P]()
+        self.look_at: float = now + self._after_s
+        self.asked: list[P] = []
         self._heard = {place.rank: (place.reader.source.progress, now) for place in self.running}
 
     def silence_due(self, now: float) -> bool:

@@ -61,10 +61,10 @@ class Identity:
     """
 
     def __init__(self, file: files.OwnFile, content: _Content) -> None:
-        self.path = file.path
+        self.path: Path = file.path
         self._file = file
         self._content = content
-        self.token = content.token
+        self.token: bytes = content.token
         self.server: CurveKeys | None = None
         self.client: CurveKeys | None = None
         if content.server_public is not None:

@@ -31,7 +31,7 @@ class Flow:
         self._everyone = wire.address(secret)
         self.window: SendWindow[Outgoing] = SendWindow(options.remote_window, options.remote_window_bytes)
         self.outbox: Outbox = Outbox()
-        self.resent = 0
+        self.resent: int = 0
 
     @property
     def kept(self) -> int:

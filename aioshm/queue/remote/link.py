@@ -82,7 +82,7 @@ class WriterLink:
         self.sockets: ReaderSockets | None = None
         self.gone: Callable[[], AioshmError] | None = None
         self.left_behind: bool = False
-        self.twice = 0
+        self.twice: int = 0
         self.writer: KnownWriter = KnownWriter(gate, handle, remote, rank)
         self._goodbye: asyncio.Future[None] | None = None
         self._released = False  # whether the writer waits for this end no more

@@ -30,7 +30,7 @@ class Outgoing:
     def __init__(self, head: bytes, body: bytes | memoryview | None, memory: mmap.mmap | None) -> None:
         self.head: bytes = head
         self.body: bytes | memoryview | None = body
-        self.memory = memory
+        self.memory: mmap.mmap | None = memory
         self.nbytes: int = ADDRESS_BYTES + len(head) + (0 if body is None else len(body))
         self.trackers: list[zmq.MessageTracker] = []
 

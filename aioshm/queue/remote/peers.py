@@ -30,7 +30,7 @@ class RemotePeer:
         self.identity = identity
         self.pid: int = hello.pid
         self.host: str = hello.host
-        self.slow = hello.slow
+        self.slow: str = hello.slow
         self.proven: bool = hello.proven
         self.spoke: float = monotonic()
         self.heard: float = self.spoke

@@ -153,10 +153,10 @@ class Connection:
 
     def __init__(self, sock: Socket) -> None:
         self._monitor = Monitor(sock)
-        self.up = False
+        self.up: bool = False
         self.down_since: float | None = monotonic()
-        self.refused = False
-        self.connections = 0
+        self.refused: bool = False
+        self.connections: int = 0
 
     @property
     def pair(self) -> Socket:

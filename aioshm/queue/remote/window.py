@@ -48,8 +48,8 @@ class SendWindow(Generic[K]):
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._kept: deque[K] = deque()
-        self.seq = 0
-        self.nbytes = 0
+        self.seq: int = 0
+        self.nbytes: int = 0
         self.readers: dict[int, int] = {}
         self._again: dict[int, set[int]] = {}  # what each reader was sent again over its present connection
 
