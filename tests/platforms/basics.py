@@ -69,6 +69,29 @@ async def one_loop() -> None:
             assert leased == LARGE[:4000]
 
 
+async def named() -> None:
+    """A reader that finds its writer by name, in the runtime directory, and goes on with the next one."""
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        for incarnation in range(2):
+            async with MessageQueue(1, 1, max_chunk_bytes=4096, name="steps") as writer:
+                try:
+                    aioshm.blocking.MessageQueue(1, 1, name="steps")
+                except aioshm.NameTaken:
+                    pass
+                else:
+                    raise AssertionError("two writers of one name")
+                sending = asyncio.ensure_future(writer.enqueue(incarnation, TIMEOUT_S))
+                if incarnation:
+                    try:
+                        await reader.dequeue(TIMEOUT_S)
+                    except aioshm.QueueRestarted:
+                        pass
+                    else:
+                        raise AssertionError("nothing told of the restart")
+                assert await reader.dequeue(TIMEOUT_S) == incarnation
+                await sending
+
+
 async def one_loop_that_steps() -> None:
     """Messages with a steady period, for which a reader sleeps on a timer."""
     writer = MessageQueue(1, 1)
@@ -225,7 +248,18 @@ def main() -> None:
     print(f"backing={options.backing!r}, lifeline={options.lifeline!r}")
     with tempfile.TemporaryDirectory(prefix="aioshm-") as base:
         os.environ["AIOSHM_RUNTIME_DIR"] = f"{base}/run"
-        for basic in (one_loop, one_loop_that_steps, over_tcp, threads, processes, a_death, engines, workers, events):
+        for basic in (
+            one_loop,
+            one_loop_that_steps,
+            named,
+            over_tcp,
+            threads,
+            processes,
+            a_death,
+            engines,
+            workers,
+            events,
+        ):
             began = time.perf_counter()
             if asyncio.iscoroutinefunction(basic):
                 asyncio.run(basic())

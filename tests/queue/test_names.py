@@ -7,21 +7,24 @@ import gc
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from children import child
 from faces import Thread
-from support import cancelled_after, until
+from support import cancelled_after, eventually, until
 
 from aioshm import (
+    EndClosed,
     HandleError,
     MessageQueue,
     NameTaken,
     Options,
     PeerClosed,
     PeerDied,
+    QueueClosed,
     QueueEmpty,
     QueueRestarted,
     RoleError,
@@ -200,6 +203,7 @@ async def test_a_second_writer_is_told_who_has_the_name(names: Path) -> None:
     assert os.listdir(names) == []
 
 
+@pytest.mark.slow_on_uvloop
 async def test_what_a_killed_writer_leaves_is_no_obstacle(names: Path) -> None:
     async with named_child("have", "steps") as running:
         await running.says("there")
@@ -217,6 +221,7 @@ async def test_what_a_killed_writer_leaves_is_no_obstacle(names: Path) -> None:
     assert os.listdir(names) == []
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_forked_child_does_not_have_its_parents_name() -> None:
     async with named_child("have_and_fork", "steps") as running:
         forked = int((await running.says("child ")).split()[1])
@@ -290,6 +295,7 @@ async def test_a_writer_that_is_closed_and_comes_back(how: str) -> None:
         assert reader.stats().restarts == 2
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_writer_that_is_killed_and_comes_back() -> None:
     async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
         pids: list[int] = []
@@ -310,6 +316,7 @@ async def test_a_writer_that_is_killed_and_comes_back() -> None:
             assert [await reader.dequeue(20) for _ in range(4)] == [(running.pid, number) for number in range(4)]
 
 
+@pytest.mark.slow_on_uvloop
 async def test_a_reader_that_is_not_to_reconnect() -> None:
     async with named_child("write", "steps", "1") as running, MessageQueue.attach("steps", 0) as reader:
         assert await reader.dequeue(20) == (running.pid, 0)
@@ -348,6 +355,19 @@ async def test_waiting_for_the_next_writer_may_be_cancelled_at_every_await() -> 
                 await sending
             assert isinstance(received[0], QueueRestarted), received
             assert received[1:] == [turns]
+
+
+async def test_whichever_call_comes_first_is_told_first() -> None:
+    """An idle reader is ready again before anybody asks; no short way leads past what its caller is to be told."""
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        for incarnation, how in enumerate(["first", "one", "many", "lease", "now", "next"]):
+            async with new_writer() as writer:
+                await writer.enqueue(incarnation, 20)
+                await until(lambda: reader.stats().ready)
+                assert reader.end.gate.core.open == (how == "first")
+                assert isinstance(await read_on(reader, how), QueueRestarted) == (how != "first")
+                if how != "first":
+                    assert await reader.dequeue(20) == incarnation
 
 
 async def test_a_writer_that_dies_before_all_are_ready_was_none() -> None:
@@ -446,6 +466,48 @@ def test_a_blocking_merge_goes_on_with_the_next_writer() -> None:
         writing.result()
         assert [isinstance(obj, QueueRestarted) for obj in received] == ([False] * 5 + [True]) * 2 + [False] * 5
         assert merged.failed == {}
+
+
+def test_threads_that_share_a_reader_are_told_once() -> None:
+    lock, received = threading.Lock(), list[Any]()
+
+    def read(reader: blocking.MessageQueue) -> None:
+        while True:
+            try:
+                message = reader.dequeue(20)
+            except QueueRestarted:
+                message = "restarted"
+            except QueueClosed:
+                return
+            with lock:
+                received.append(message)
+
+    with blocking.MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        threads = [Thread(read, reader) for _ in range(3)]
+        blocking_writers(4)
+        eventually(lambda: len(received) == 23)
+    for thread in threads:  # which wait for another writer until the end is closed
+        thread.result()
+    assert received.count("restarted") == 3
+    expected = [(incarnation, number) for incarnation in range(4) for number in range(5)]
+    assert sorted(message for message in received if message != "restarted") == expected
+
+
+async def test_closing_while_a_writer_is_looked_for() -> None:
+    for reconnect in (False, True):
+        reader = MessageQueue.attach("steps", 0, reconnect=reconnect)
+        waiting = asyncio.ensure_future(reader.dequeue())
+        await asyncio.sleep(0.005)
+        await reader.aclose()
+        with pytest.raises(EndClosed):
+            await waiting
+    reader = MessageQueue.attach("steps", 0, reconnect=True)
+    async with new_writer() as writer:
+        await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
+    await asyncio.sleep(0.005)
+    await reader.aclose()
+    with pytest.raises(EndClosed):
+        reader.dequeue_nowait()
 
 
 @pytest.mark.skipif(not native_core, reason="the native core's short cuts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -17,6 +18,8 @@ from test_names import names as names  # the fixture
 
 from aioshm import HandleError, MessageQueue, NameTaken, OutOfDescriptors, QueueRestarted, SharedMemoryError
 from aioshm.queue.names import files
+
+pytestmark = pytest.mark.slow_on_uvloop
 
 
 def file_of(names: Path) -> Path:
@@ -59,6 +62,39 @@ async def test_a_writer_that_is_killed_between_two_steps(names: Path) -> None:
         # A name that is new is not taken over, and one that is not, not taken by a draft that gets there first.
         await running.says("killed 13")
         assert await running.end() == 0
+
+
+async def test_a_name_that_changes_hands_while_it_is_taken(names: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between finding a stale file and locking it: what is locked then is a file that has no name any more."""
+    await leave_a_name(names)
+    path, lock, others = file_of(names), fcntl.flock, list[files.OwnFile]()
+
+    def be_overtaken(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        path.unlink()
+        other = files.create(path, b"{}")
+        assert other is not None
+        others.append(other)
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", be_overtaken)
+    assert files.take(path) is None
+    others[0].release(remove=True)
+    await works(names)
+
+
+async def test_what_others_have_left_is_removed_and_what_they_have_is_not(names: Path) -> None:
+    await leave_a_name(names)
+    names.joinpath("text").write_text("somebody's own")
+    async with new_writer(name="other"):
+        async with new_writer(name="another"):
+            assert sorted(os.listdir(names)) == ["another.queue", "other.queue", "text"]
+            names.joinpath("directory.queue").mkdir()
+            names.joinpath("mail.queue").write_text("somebody's own")
+            async with new_writer(name="third"), MessageQueue.attach("other", 0) as reader:
+                with pytest.raises(TimeoutError, match="does its event loop run"):  # it is found
+                    await reader.dequeue(0.1)
+    assert sorted(os.listdir(names)) == ["directory.queue", "mail.queue", "text"]
 
 
 async def test_drafts_of_those_who_live_are_left_alone(names: Path) -> None:

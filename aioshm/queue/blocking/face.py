@@ -56,6 +56,8 @@ class MessageQueue(QueueBase[T], Closing):
             if mq.messages == before:
                 ...  # nothing was sent
 
+    A `QueueRestarted` that what a handler raises comes in the way of is in that one's ``__context__``.
+
     A block that is interrupted on the way in was never entered; on the way out it ends, at the latest with the next
     call of this end, and what it was to send is not sent. That much holds where a Python function calls the end
     directly. Under a trace function, a debugger or any other evaluator of frames than Python's own (``torch.compile``

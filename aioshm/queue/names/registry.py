@@ -6,7 +6,9 @@ import errno
 import os
 import re
 import socket
+from contextlib import suppress
 from pathlib import Path
+from time import monotonic, sleep
 
 import msgspec
 
@@ -20,6 +22,10 @@ from aioshm.queue.names import files
 
 MAX_NAME = 100
 """Characters in a name."""
+
+PATIENCE_S, _PAUSE_S = 0.1, 0.005
+"""For how long a name is waited for that is locked, though nobody listens: its writer is closing, or another process
+looks whether it is stale."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+@-]*")
 _SUFFIX = ".queue"
@@ -78,14 +84,19 @@ def register(name: str, runtime_dir: str, handle: Handle) -> files.OwnFile:
     try:
         with naming_limits(f"a writer of the name {name!r}"):
             secure_directory(path.parent)
-            files.sweep(path.parent)
+            _sweep(path)
+            patient_until = monotonic() + PATIENCE_S
             while (made := files.create(path, content)) is None:
                 try:
                     made = files.take(path)
                 except FileNotFoundError:  # its writer has let go of it
                     continue
                 if made is None:
-                    raise NameTaken(name, _pid_of(path), str(path))
+                    owner = _owner(path)
+                    if (owner is not None and _listens(owner.lifeline)) or monotonic() >= patient_until:
+                        raise NameTaken(name, 0 if owner is None else owner.pid, str(path))
+                    sleep(_PAUSE_S)
+                    continue
                 try:
                     made.replace(content)
                 except BaseException:
@@ -194,12 +205,29 @@ def _read(path: Path) -> Registration:
         os.close(fd)
 
 
-def _pid_of(path: Path) -> int:
-    """Return which process has a name; 0 where that cannot be read."""
+def _sweep(own: Path) -> None:
+    """Remove the other names, and the drafts, that killed processes have left."""
+    files.sweep(own.parent)
+    with suppress(OSError):
+        for found in os.listdir(own.parent):
+            path = own.parent / found
+            if path == own or not found.endswith(_SUFFIX):
+                continue
+            owner = _owner(path)
+            if owner is None or f"{owner.name}{_SUFFIX}" != found or _listens(owner.lifeline):
+                continue  # in use, or nothing of ours
+            with suppress(OSError, files.NotOurs):
+                stale = files.take(path)
+                if stale is not None:
+                    stale.release(remove=True)
+
+
+def _owner(path: Path) -> Registration | None:
+    """Return who has a name, or had it; None where that cannot be read."""
     try:
-        return _read(path).pid
+        return _read(path)
     except (OSError, files.NotOurs, msgspec.MsgspecError, ValueError, RecursionError):
-        return 0
+        return None
 
 
 def _listens(lifeline: str) -> bool:
