@@ -17,10 +17,13 @@ import msgspec
 import pytest
 from children import child
 from faces import Thread
+from proxy import proxied
+from support import until
 from test_names import NAMED
 
 from aioshm import (
     Handle,
+    HandleError,
     IdentityError,
     MessageQueue,
     NameTaken,
@@ -154,6 +157,35 @@ async def test_a_reader_that_is_not_to_reconnect_is_told_at_once(identity: Path)
                 with pytest.raises(PeerDied, match="another writer has taken its place") as caught:
                     await asyncio.gather(writer.wait_until_ready(20), reader.dequeue(20))
                 assert caught.value.pid == running.pid
+
+
+async def test_a_reader_that_was_given_up_comes_back_to_the_next_writer(identity: Path) -> None:
+    """Until then each call says why it cannot; nor has it anything of the next one's messages before it is told."""
+    options = Options(remote_timeout=1.0, on_reader_death="evict")
+    first = new_writer(identity, options=options)
+    async with proxied(first.export_handle()) as (handle, data, control):
+        assert handle.remote is not None
+        patient = msgspec.structs.replace(options, remote_timeout=60.0)
+        reader = MessageQueue.create_from_handle(handle, 0, options=patient, reconnect=True)
+        async with reader:
+            async with first:
+                await asyncio.gather(first.wait_until_ready(20), reader.wait_until_ready(20))
+                for proxy in (data, control):
+                    proxy.stall()
+                await until(lambda: not first.stats().readers)
+                for proxy in (data, control):
+                    proxy.resume()
+                for _ in range(2):
+                    with pytest.raises(HandleError, match=r"rank 0 is gone: .*silent for 1 s"):
+                        await reader.dequeue(20)
+            async with new_writer(identity, options=options) as second:
+                sending = asyncio.ensure_future(second.enqueue("back", 20))
+                with pytest.raises(
+                    QueueRestarted, match=r"it (has given this reader up|does not know this reader any more)"
+                ):
+                    await reader.dequeue(20)
+                await sending
+                assert await reader.dequeue(20) == "back"
 
 
 async def test_local_readers_beside_remote_ones(identity: Path) -> None:

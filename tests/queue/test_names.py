@@ -416,6 +416,25 @@ async def test_the_next_queue_may_be_another_size_but_not_another_codec() -> Non
                 await reader.dequeue(20)
 
 
+async def test_a_rank_that_is_taken_is_tried_again_at_the_next_call() -> None:
+    late = MessageQueue.attach("steps", 0, reconnect=True)
+    async with new_writer(2) as writer:
+        starting = asyncio.ensure_future(writer.wait_until_ready(20))
+        async with MessageQueue.attach("steps", 0):
+            await until(lambda: writer.stats().readers == 1)
+            for _ in range(2):
+                with pytest.raises(HandleError, match=f"rank 0 is taken by pid {os.getpid()}"):
+                    await late.dequeue(20)
+            merged = merge({5: late})
+            assert [(rank, type(error)) async for rank, error in merged] == [(5, HandleError)]
+            assert list(merged.failed) == [5]
+        async with late, MessageQueue.attach("steps", 1) as other:
+            await asyncio.gather(starting, late.wait_until_ready(20), other.wait_until_ready(20))
+            await writer.enqueue("free", 20)
+            assert await late.dequeue(20) == "free"
+        assert late.stats().restarts == 0
+
+
 async def test_a_merge_goes_on_with_the_next_writer() -> None:
     async with new_writer(name="steady") as steady, MessageQueue.attach("steady", 0) as other:
         async with MessageQueue.attach("steps", 0, reconnect=True) as reader:

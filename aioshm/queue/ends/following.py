@@ -68,7 +68,7 @@ class Following:
         self._reconnect = reconnect
         self._patience_s = patience_s
         self._ended: tuple[int, AioshmError] | None = None  # the writer before this one, until the caller is told
-        self._lacking: LimitReached | None = None  # what has kept this from attaching, until the caller is told
+        self._obstacle: AioshmError | None = None  # what has kept this from attaching, until the caller is told
         self._finishing: set[asyncio.Task[None]] = set()
         self.received: int = 0
         self.restarts: int = 0
@@ -99,13 +99,13 @@ class Following:
     @property
     def has_news(self) -> bool:
         """Whether `tell` has something to return."""
-        return self._lacking is not None or (self._ended is not None and self._gate.ready)
+        return self._obstacle is not None or (self._ended is not None and self._gate.ready)
 
     def tell(self) -> AioshmError | None:
         """Return, once, what the next call is to be told before anything else, if there is something."""
-        lacking, self._lacking = self._lacking, None
-        if lacking is not None or self._ended is None or not self._gate.ready:
-            return lacking
+        obstacle, self._obstacle = self._obstacle, None
+        if obstacle is not None or self._ended is None or not self._gate.ready:
+            return obstacle
         (old_pid, error), self._ended = self._ended, None
         self.restarts += 1
         self._gate.reopen()
@@ -115,12 +115,13 @@ class Following:
 
     def check_attaching(self) -> None:
         """Raise what keeps the reader from becoming ready; where the writer is gone, look for the next one."""
-        lacking, self._lacking = self._lacking, None
-        if lacking is not None:
-            raise lacking
         gone = self.source.gone
         if gone is not None:
-            self.go_on_after(gone())
+            self._failed(gone())
+        obstacle, self._obstacle = self._obstacle, None
+        if obstacle is not None:
+            raise obstacle
+        self._gate.check_refusal()
 
     def patience_ends(self, began: float) -> float | None:
         """Return until when a call without a timeout, that began then, waits for there to be a writer."""
@@ -165,7 +166,7 @@ class Following:
         with suppress(AioshmError):  # the next call raises it
             self.go_on_after(gone())
 
-    def _look_for_writer(self) -> None:
+    def _look_for_writer(self, *, at_once: bool = True) -> None:
         gate, old = self._gate, self.source
         assert gate.loop is not None
         self.received += old.progress
@@ -178,7 +179,8 @@ class Following:
             finishing.add_done_callback(self._finishing.discard)
         self.source = self._no_writer()
         self._use(self.source, None, None)
-        self.source.start(gate.loop)
+        if at_once:
+            self.source.start(gate.loop)
         gate.interrupt()
 
     # Having the next one
@@ -207,16 +209,25 @@ class Following:
         return True
 
     def _failed(self, error: AioshmError) -> None:
-        """Look on, or refuse every call: the reader could not be attached to what was found."""
-        if not (self._goes_on(error) or isinstance(error, (QueueGone, LimitReached))):
+        """Look on, or refuse every call: the reader could not be attached to what was found.
+
+        What is more than the end of that writer, a call is told. One that is to reconnect then tries again at the next
+        call: the rank may be free by then, or the writer another one.
+        """
+        looks_on = True
+        if self._goes_on(error) or isinstance(error, QueueGone):
+            self._writers.left()
+        elif self._reconnect or isinstance(error, LimitReached):
+            self._obstacle = error
+            looks_on = isinstance(error, LimitReached)
+        else:
+            self.source.close()
             self._gate.refuse(lambda: error)
             return
-        if isinstance(error, LimitReached):
-            self._lacking = error
-        else:
-            self._writers.left()
         if not isinstance(self.source, NoWriter):
-            self._look_for_writer()
+            self._look_for_writer(at_once=looks_on)
+        elif not looks_on:
+            self.source.close()
         self._gate.interrupt()
 
     # Closing

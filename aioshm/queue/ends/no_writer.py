@@ -113,8 +113,6 @@ class NoWriter:
                 return
         except AioshmError as error:
             self._failed(error)
-            if self._gate.refusal is not None:
-                return
         if self._timer is not None:
             self._timer = loop.call_later(self._pause_s, _look, weakref.ref(self), loop)
             self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)

@@ -16,7 +16,7 @@ from typing import Any, Self
 from aioshm.closing import AsyncClosing
 from aioshm.codec import T
 from aioshm.config import Options
-from aioshm.errors import AioshmError, QueueClosed, RoleError
+from aioshm.errors import AioshmError, HandleError, QueueClosed, RoleError
 from aioshm.queue.api import MessageQueue
 from aioshm.queue.ends.gate import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.reading import ReadingEnd
@@ -255,9 +255,12 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         error = place.failure if gate.refusal is None else gate.refusal()
         if error is None:
             news = place.reader.tell()
-            if news is not None:
+            if isinstance(news, HandleError):
+                error = news
+            elif news is not None:
                 self._turn -= 1
                 return place.rank, news.with_traceback(None)
+        if error is None:
             gone = source.gone  # before looking: what was published before the writer went is then seen
             obj = NOTHING if place.quick is None or place.late else place.poll()
             if obj is not NOTHING:
