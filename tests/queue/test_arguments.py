@@ -181,6 +181,8 @@ QUEUE: list[tuple[str, list[Any]]] = [
     ("codec", [5, NAN, True, NUMBERS, None, TEXT]),
     ("options", [5, NAN, True, TEXT, {}]),
     ("type", [5, NAN, True, TEXT, {}]),
+    ("name", [5, NAN, True, NUMBERS, "", TEXT, "a/b", "..", "a\0b", "a" * 500]),
+    ("identity", [5, NAN, True, NUMBERS, b"path", "", "a\0b"]),
 ]
 
 
