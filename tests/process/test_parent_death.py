@@ -82,7 +82,7 @@ def start_family() -> Iterator[Callable[[str], Family]]:
 ROLES = ["front end", "engine", "worker", "helper"]
 
 
-@pytest.mark.parametrize("level", range(3), ids=ROLES[:3])
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.slow), 2], ids=ROLES[:3])
 def test_what_is_below_goes_along(level: int, start_family: Callable[[str], Family]) -> None:
     family = start_family("tree")
     family.wait_for(*ROLES)

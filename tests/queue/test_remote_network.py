@@ -261,7 +261,9 @@ def test_a_slow_network_that_loses_packets() -> None:
     assert verdict["sent"] > 100
 
 
-@pytest.mark.parametrize("seconds", [0.6, 3.0], ids=["for a while", "for too long"])
+@pytest.mark.parametrize(
+    "seconds", [0.6, pytest.param(3.0, marks=pytest.mark.slow)], ids=["for a while", "for too long"]
+)
 def test_a_cable_that_is_pulled_out(seconds: float) -> None:
     timeout = 1.5
     with two_hosts() as hosts, running(hosts, timeout, 2.5 if seconds < timeout else 20.0) as children:

@@ -248,6 +248,7 @@ async def test_a_merged_queue_that_is_silent_is_reported(flood: bool, log: list[
                 assert not any(names[0] in text for text in idle)
 
 
+@pytest.mark.slow
 async def test_silent_queues_of_a_blocking_merge_are_reported(log: list[logging.LogRecord]) -> None:
     """All of their writers are asked, and each is said to be what it is."""
     async with silent("asyncio", "sleeps") as (hung, of_hung), silent("asyncio", "awaits") as (idle, of_idle):

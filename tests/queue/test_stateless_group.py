@@ -174,7 +174,7 @@ def test_groups_side_by_side() -> None:
         assert each(others, lambda group: group.broadcast_obj(group.rank, 2)) == [2, 2, 2]
 
 
-@pytest.mark.parametrize("call", ["broadcast_obj", "all_gather_obj", "barrier"])
+@pytest.mark.parametrize("call", ["broadcast_obj", "all_gather_obj", pytest.param("barrier", marks=pytest.mark.slow)])
 def test_rank_0_may_close_after_any_call(call: str) -> None:
     for _ in range(10):
         groups = join(3)
@@ -356,6 +356,7 @@ def test_a_closed_store_is_told_at_once() -> None:
             groups[0].barrier()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_frozen_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stateless_group, "GRACE_S", 0.3)
     with (

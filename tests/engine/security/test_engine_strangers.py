@@ -128,7 +128,9 @@ async def over_tcp(secure: bool) -> AsyncIterator[tuple[Serving, list[str]]]:
 
 
 class TestSecure:
-    @pytest.mark.parametrize("name", AT_DATA)
+    @pytest.mark.parametrize(
+        "name", [*AT_DATA[:-3], *(pytest.param(name, marks=pytest.mark.slow) for name in AT_DATA[-3:])]
+    )
     async def test_a_client(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
         async with over_tcp(True) as (serving, ports):
             stream = serving.client.submit(ask("r", None))
@@ -143,7 +145,8 @@ class TestSecure:
         assert len(caplog.records) <= 4
 
     @pytest.mark.parametrize(
-        "name", ["hello", "garbage", pytest.param("handshake_frame", marks=pytest.mark.slow), "endless"]
+        "name",
+        ["hello", "garbage", *(pytest.param(name, marks=pytest.mark.slow) for name in ("handshake_frame", "endless"))],
     )
     async def test_a_startup(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
         where = EngineZmqAddresses(["tcp://secret:1"], ["tcp://secret:2"])
@@ -204,7 +207,8 @@ class TestSecure:
             await stream.aclose()
 
     @pytest.mark.parametrize(
-        "name", ["wave", "subscribe", pytest.param("handshake_frame", marks=pytest.mark.slow), "endless"]
+        "name",
+        ["wave", *(pytest.param(name, marks=pytest.mark.slow) for name in ("subscribe", "handshake_frame", "endless"))],
     )
     async def test_a_coordinator(self, name: str) -> None:
         keys = EngineKeys.generate()
@@ -247,7 +251,9 @@ class TestSecure:
 class TestInsecure:
     """With ``secure=False`` on the loopback: what is promised all the same; SECURITY.md lists what is not."""
 
-    @pytest.mark.parametrize("name", ["rank", "empties", "frames", "handshake_frame", "endless"])
+    @pytest.mark.parametrize(
+        "name", ["rank", "empties", pytest.param("frames", marks=pytest.mark.slow), "handshake_frame", "endless"]
+    )
     async def test_a_client(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
         said = {"empties": "more than 50000 objects", "frames": "more than 4096 frames"}.get(name, "")
         async with over_tcp(False) as (serving, ports):

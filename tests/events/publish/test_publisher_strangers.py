@@ -71,7 +71,7 @@ async def test_an_attack_is_cut_off_and_costs_little(ends: Ends, at: str, kind: 
 
 
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("name", ["subscriptions", "parts"])
+@pytest.mark.parametrize("name", ["subscriptions", pytest.param("parts", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("connections", [pytest.param(10, marks=pytest.mark.slow), 50])
 async def test_many_connections_at_once_cost_no_more(ends: Ends, name: str, connections: int) -> None:
     assert await unharmed(ends, "endpoint", "SUB", name, connections), "the attacker was never hung up on"
@@ -100,7 +100,9 @@ async def test_hundreds_of_subscribers_come_at_once(ends: Ends) -> None:
 
 
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("name", ["leave-long", "leave-wide", pytest.param("leave-none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["leave-long", *(pytest.param(name, marks=pytest.mark.slow) for name in ("leave-wide", "leave-none"))]
+)
 async def test_those_that_come_and_go_cost_little_and_others_still_get_in(ends: Ends, name: str) -> None:
     publisher = ends.publisher()
     subscriber = ends.subscriber(publisher, start="live")
