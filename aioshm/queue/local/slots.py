@@ -197,11 +197,10 @@ class SlotReader:
         kind, code, _, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
         if kind != INLINE or code != self._code or seq != self._core.seq:
             return ELSEWHERE
-        main, buffers = split_body(self._slots.body(begin), n_buffers, size)
-        if size + (len(buffers[0]) if n_buffers == 1 else sum(map(len, buffers))) >= VIEW_BYTES:
-            obj = self._show(begin, kind, main, buffers)
-        else:
-            obj = self._codec.decode(main, buffers)
+        body = self._slots.body(begin)
+        main, buffers = split_body(body, n_buffers, size)
+        small = len(body) < VIEW_BYTES  # nothing that lies there can be worth a view
+        obj = self._codec.decode(main, buffers) if small else self._show(begin, kind, main, buffers)
         self._core.published_ns = at
         return obj
 
@@ -217,8 +216,9 @@ class SlotReader:
         return self._show(slot.begin, kind, *split_body(body, n_buffers, size))
 
     def _show(self, begin: int, kind: int, main: memoryview, buffers: list[memoryview]) -> Any:
-        size, chunk = len(main), self._slots.chunk(begin)
-        if chunk is not None and size + sum(map(len, buffers)) >= VIEW_BYTES:
+        size = len(main)
+        whole = size + sum(map(len, buffers)) if buffers else size
+        if whole >= VIEW_BYTES and (chunk := self._slots.chunk(begin)) is not None:
             nbytes = body_bytes(size, [len(part) for part in buffers])
             with suppress(SharedMemoryError):  # no mapping is left
                 obj = self.seen(self._window(chunk, nbytes).toreadonly(), kind, len(buffers), size)
