@@ -9,6 +9,8 @@ from aioshm.ring.atomics import ReaderCore, WriterCore, memory_fence
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots
 
+_COSTS = (at.WRITER_LINE + at.COSTS) // 8  # the first of these words of the header
+
 
 class _Cursor:
     """The words of the header that both ends read, and the slots."""
@@ -114,6 +116,11 @@ class RingWriter(_Cursor):
         self._header[line + at.PID : line + at.PID + 4] = pid.to_bytes(4, "little")
         self._header[line + at.STATE] = closed
 
+    def set_costs(self, costs: Sequence[int]) -> None:
+        """Write what waiting costs on this machine to the header: `N_COSTS` figures, whose meaning is the caller's."""
+        for i, figure in enumerate(costs):
+            self._words[_COSTS + i] = figure
+
     def close(self) -> None:
         """Release every view, so that the segment can be unmapped."""
         self.core.close()
@@ -183,6 +190,10 @@ class RingReader(_Cursor):
         """Return the writer's process id as it saw itself."""
         line = at.WRITER_LINE + at.PID
         return int.from_bytes(self._header[line : line + 4], "little")
+
+    def costs(self) -> tuple[int, ...]:
+        """Return what the writer has written of what waiting costs; zeros, if it has not. Not to be trusted."""
+        return tuple(self._words[_COSTS : _COSTS + at.N_COSTS])
 
     def close(self) -> None:
         """Release every view, so that the segment can be unmapped."""

@@ -2,7 +2,7 @@
 
     offset            what                                                       written by
     0                 magic, version, sizes, queue id                            creator, once
-    64                writer line: messages written, closed, pid                 writer
+    64                writer line: messages written, closed, pid, costs          writer
     128               writer parked, the message that it waits for               writer (and the reader that wakes it)
     192               readers parked: one byte each, rounded up to 64            that reader (and the writer)
     ...               one 64-byte line per reader: messages read, state, pid     that reader; state and pid: writer
@@ -27,6 +27,9 @@ The slots and the pool fill pages of their own, which readers map read-only: no 
 reads. The flags, and the header with the writer's line, stay writable for all: a reader that scribbles on them can hold
 the queue up or end it, but the message numbers, which are in the slots and with the chunks, let no wrong message pass.
 
+What waiting costs on this machine, as the writer knows it, stands in its line for readers that have not measured it
+(`COSTS`). Zeros: the writer does not know either.
+
 Every part begins on its own 64-byte cache line, and what one end writes for every message (its line) shares no line
 with what the other end reads for every message (the parked flags), so a hot stream moves no line that it need not.
 
@@ -48,7 +51,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAGIC = b"aioshm\r\n"  # CR LF: a transfer that mangles line ends shows at once, as in PNG's signature
-VERSION = 3
+VERSION = 4
 LINE = 64
 PAGE = resource.getpagesize()  # bytes; protection and mappings are set by the page
 SLOT_HEADER_BYTES = 64
@@ -67,6 +70,7 @@ READERS_PARKED = 3 * LINE
 COUNT = 0  # u64: messages written or read
 STATE = 8  # u8: writer: 1 once closed; reader: one of the states below
 PID = 12  # u32
+COSTS, N_COSTS = 16, 3  # u64 each, of the writer: a wake-up, a timer, a sched_yield; in nanoseconds, 0: not known
 
 ABSENT, ATTACHED, LEFT, DIED, EVICTED = range(5)
 

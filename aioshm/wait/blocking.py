@@ -12,7 +12,7 @@ import heapq
 import os
 import selectors
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import Context
 from time import monotonic, monotonic_ns
 from typing import Any, TypeVarTuple
@@ -93,6 +93,7 @@ class BlockingPoller(Poller):
         parked, predictor, mode, spin: As `Poller`.
         bell: What the other end wakes this one by; None: something else that the loop knows of.
         crowded: Whether there are more ends than CPUs: a spin then hands its CPU on after each look.
+        told, tell: As `Poller`.
 
     Attributes:
         leaves: Whether a wait whose window begins raises `WindowBegins` instead of spinning.
@@ -109,8 +110,10 @@ class BlockingPoller(Poller):
         bell: Bell | None,
         *,
         crowded: bool,
+        told: Callable[[], Sequence[int]] | None = None,
+        tell: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        super().__init__(loop, parked, predictor, mode, spin)
+        super().__init__(loop, parked, predictor, mode, spin, told, tell)
         self._private = loop
         self._bell = bell
         self._turned_ns = 0

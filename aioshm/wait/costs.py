@@ -6,7 +6,8 @@ Python's own, which a fast machine has about as many of, and what an end may cos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 
 LOOP_NS = 40_000
 """About what an event loop takes from the kernel's wake-up to the end's look, caches gone cold included."""
@@ -51,6 +52,18 @@ class Costs:
             _between(self.timer_ns, TIMER_BOUNDS_NS),
             _between(self.yield_ns, YIELD_BOUNDS_NS),
         )
+
+    @classmethod
+    def told(cls, figures: Sequence[int]) -> Costs | None:
+        """Return what another process has told, in the order above; None where that cannot be, or it told nothing."""
+        if len(figures) != len(fields(cls)):
+            return None
+        costs = cls(*figures)
+        return costs if costs == costs.within_bounds() else None
+
+    def to_tell(self) -> tuple[int, ...]:
+        """Return the figures as `told` takes them."""
+        return astuple(self)
 
     @property
     def spin_ns(self) -> int:

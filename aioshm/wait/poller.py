@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic, monotonic_ns
 from typing import Protocol
@@ -112,6 +112,8 @@ class Poller:
         predictor: Decides between spinning, napping and parking.
         mode: ``"adaptive"``, ``"spin"`` or ``"park"``.
         spin: Spins for at most so many nanoseconds, holding the loop; returns whether what is waited for is there.
+        told: Returns what the writer has told of what waiting costs here, for an end that has not measured it.
+        tell: Tells it to others: the writer's.
 
     Attributes:
         inline_spin_ns: How long a caller that finds nothing should spin before it comes here; 0 if not at all.
@@ -125,6 +127,8 @@ class Poller:
         predictor: Predictor,
         mode: Wait,
         spin: Callable[[int], bool],
+        told: Callable[[], Sequence[int]] | None = None,
+        tell: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self._loop = loop
         self._parked = parked
@@ -135,6 +139,9 @@ class Poller:
         self._alarm = Alarm(loop, self.wake)
         self._yielded = False
         self._costs = predictor.costs
+        self._told, self._tell = told, tell
+        if tell is not None and calibration.known is not None:
+            tell(calibration.known.to_tell())
         self._before = 0  # messages, when the latest wait began
         self._slept: tuple[int, int] | None = None  # since when it had been parked, and when it had its message
         self._unpaid: tuple[int, int, int, bool] | None = None
@@ -206,9 +213,11 @@ class Poller:
         if self._slept is not None:
             self._learn(count, at_ns)
         self._before = count
-        if predictor.weighs and (costs := calibration.costs()) is not self._costs:
+        if predictor.weighs and (costs := calibration.costs(self._told)) is not self._costs:
             self._costs = costs
             predictor.adjust(costs)
+            if self._tell is not None:
+                self._tell(costs.to_tell())
         plan = predictor.plan(count, at_ns, monotonic_ns())
         self.inline_spin_ns = self._first_slice_ns if predictor.hot else 0
         if plan.spin_ns:

@@ -42,7 +42,7 @@ def parts(layout: Layout) -> list[tuple[str, int, int]]:
     chunks = [(pool, n) for pool in layout.pools for n in {*range(min(pool.chunks, 50)), pool.chunks - 1}]
     return [
         ("preamble", 0, PREAMBLE.size),
-        ("writer line", at.WRITER_LINE, at.PID + 4),
+        ("writer line", at.WRITER_LINE, at.COSTS + 8 * at.N_COSTS),
         ("writer parked", at.WRITER_PARKED, 1),
         ("readers parked", at.READERS_PARKED, layout.n_reader),
         *((f"line of reader {i}", layout.reader_line(i), at.PID + 4) for i in readers),

@@ -19,6 +19,7 @@ from aioshm.queue.ends.closing import ClosingOrder, Inside
 from aioshm.queue.ends.core import Core, NoRing
 from aioshm.queue.ends.waiting import new_poller
 from aioshm.queue.stats import QueueStats
+from aioshm.ring import RingReader, RingWriter
 from aioshm.ring.atomics import ReaderCore
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller, WaitStats
@@ -267,10 +268,10 @@ class Gate:
 
     # Waiting
 
-    def new_poller(self, parked: memoryview, others: Sequence[int], bell: Bell | None) -> None:
+    def new_poller(self, cursor: RingWriter | RingReader, others: Sequence[int], bell: Bell | None) -> None:
         """Make what calls wait with; the arguments are those of `waiting.new_poller`."""
         assert self.loop is not None
-        self.poller = new_poller(self, self.loop, self.options, parked, others, self.core.spin, bell)
+        self.poller = new_poller(self, self.loop, self.options, cursor, others, self.core.spin, bell)
 
     def wake(self) -> None:
         """Let a call that waits for messages, or for slots, look again."""

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from aioshm.config import Options, check_bool, check_timeout, shown
 from aioshm.lifeline.bell import Bell
+from aioshm.ring import RingReader, RingWriter
 from aioshm.wait.blocking import BlockingLoop, BlockingPoller
 from aioshm.wait.cpus import usable_cpus
 from aioshm.wait.poller import Poller
@@ -29,7 +30,7 @@ def new_poller(
     owner: _Owner,
     loop: asyncio.AbstractEventLoop,
     options: Options,
-    parked: memoryview,
+    cursor: RingWriter | RingReader,
     others: Sequence[int],
     spin: Callable[[int], bool],
     bell: Bell | None,
@@ -40,19 +41,23 @@ def new_poller(
         owner: Lives as long as the end.
         loop: The end's.
         options: The end's.
-        parked: Its parked flag.
+        cursor: Its cursor.
         others: The process of each other end that it has to do with, 0 where that is not known.
         spin: As for `Poller`.
         bell: What they wake it by, if it is that.
     """
+    told = cursor.costs if isinstance(cursor, RingReader) else None
+    tell = cursor.set_costs if isinstance(cursor, RingWriter) else None
     if not isinstance(loop, BlockingLoop):
-        return Poller(loop, parked, predictor_among(others, options), options.wait, spin)
+        return Poller(loop, cursor.parked, predictor_among(others, options), options.wait, spin, told, tell)
     # Its spins are for an answer, whichever end that comes to: every other end that is under way needs a CPU too.
     _others[owner] = {pid for pid in others if pid > 0}
     processes = {*others}.union(*_others.values())
     crowded = _apart(others) and 1 + len(processes) > _cpus_of(others)
     predictor = predictor_among(others, options, crowded=crowded, yields=True)
-    return BlockingPoller(loop, parked, predictor, options.wait, spin, bell, crowded=crowded)
+    return BlockingPoller(
+        loop, cursor.parked, predictor, options.wait, spin, bell, crowded=crowded, told=told, tell=tell
+    )
 
 
 def predictor_among(

@@ -155,7 +155,7 @@ class WritingEnd:
             raise self.ring.lacking or shortage(missing) or TimeoutError(missing) from None
         if not gate.ready:
             gate.ready = True
-            gate.new_poller(self.ring.ring.parked, self.ring.roster.pids(), self.ring.bell)
+            gate.new_poller(self.ring.ring, self.ring.roster.pids(), self.ring.bell)
             for audience in self._audiences:
                 audience.go()
             logger.debug("%r: %d readers", gate, self._alive())

@@ -154,7 +154,7 @@ class RingSource:
     def _on_go(self) -> None:
         gate = self._gate
         if gate.poller is None:
-            gate.new_poller(self._cursor.parked, self.other_ends(), self._lifeline.bell)
+            gate.new_poller(self._cursor, self.other_ends(), self._lifeline.bell)
         gate.ready = True
         gate.reopen()
         gate.interrupt()
