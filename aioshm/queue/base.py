@@ -150,7 +150,8 @@ class QueueBase(ABC, Generic[T]):
                 or the next, before it raises ``TimeoutError``; later calls go on waiting. None: for ever.
             reconnect: Whether to go on with the next writer when one is gone.
             codec: As for `create_from_handle`, as are ``slow`` and ``type``. What is wrong with them, or with ``rank``,
-                for the writer that is found, calls raise as `HandleError`.
+                for the writer that is found, calls raise as `HandleError`. That is the end of it without ``reconnect``;
+                with it the next call tries again, for a rank may be free by then.
             options: For this end; None takes the writer's, and the environment's ``runtime_dir``, where the name is.
             slow: What becomes of this reader when it is too slow.
             type: What the messages are.

@@ -7,11 +7,15 @@ same ends where they are there and by new ones where they are not; so the peer s
 from __future__ import annotations
 
 import asyncio
+import functools
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from starving import Subject, hear
@@ -21,7 +25,7 @@ import aioshm.queue.groups.making
 import aioshm.queue.local.overflow_sockets
 import aioshm.queue.remote.audience
 import aioshm.queue.remote.source  # not when there is no descriptor left to read the file
-from aioshm import AioshmError, MessageQueue, Options, merge
+from aioshm import AioshmError, HandleError, MessageQueue, Options, OutOfDescriptors, QueueRestarted, merge
 from aioshm.engine import (
     CoreEngine,
     CoreEngineProcManager,
@@ -558,6 +562,54 @@ async def coordinate(within_s: float) -> None:
         assert coordinator.get_stats_publish_address()
 
 
+async def come_back(within_s: float, *, remote: bool) -> None:
+    """Be two writers of one name, or of one identity, one after the other, and the reader that goes on."""
+    where = str(Path(tempfile.gettempdir(), f"identity-{os.getpid()}"))
+    name = f"steps-{os.getpid()}"  # others of these tests may run beside this one
+    identity = {"identity": where} if remote else {"name": name}
+    options = Options.from_env()
+
+    def new_writer() -> MessageQueue:
+        return MessageQueue(
+            1, 0 if remote else 1, max_chunk_bytes=4096, connect_ip="127.0.0.1", options=options, **identity
+        )
+
+    try:
+        async with new_writer() as first:
+            if remote:
+                reader = MessageQueue.create_from_handle(first.export_handle(), 0, reconnect=True)
+            else:
+                reader = MessageQueue.attach(name, 0, reconnect=True)
+            sending = asyncio.ensure_future(first.enqueue("first", within_s))
+            try:
+                assert await reader.dequeue(within_s) == "first"
+                await sending
+            except BaseException as error:
+                sending.cancel()
+                await reader.aclose()
+                if "too many open" in str(error):  # the writer, which lacks something, has refused the reader
+                    raise OutOfDescriptors(str(error)) from error
+                raise
+        async with reader, new_writer() as second:
+            sending = asyncio.ensure_future(second.enqueue("second", within_s))
+            try:
+                try:
+                    raise AssertionError(await reader.dequeue(within_s))
+                except QueueRestarted:
+                    pass
+                except HandleError as error:
+                    if "too many open" in str(error):  # as above
+                        raise OutOfDescriptors(str(error)) from error
+                    raise
+                assert await reader.dequeue(within_s) == "second"
+                await sending
+            finally:
+                sending.cancel()
+                await asyncio.wait([sending])
+    finally:
+        Path(where).unlink(missing_ok=True)
+
+
 def sleep(**_: Any) -> None:
     time.sleep(60)
 
@@ -589,4 +641,6 @@ KINDS: dict[str, Any] = {
     "coordinator": Alone(coordinate),
     "manager": Alone(manage),
     "worker-group": Alone(work_in_group),
+    "name": Alone(functools.partial(come_back, remote=False)),
+    "identity": Alone(functools.partial(come_back, remote=True)),
 }

@@ -224,9 +224,10 @@ def test_a_named_writer_that_is_killed_and_started_again(
     assert os.listdir(tmp_path / "names") == []
 
 
-@pytest.mark.parametrize("rounds", [HUNDRED])
-def test_a_writer_with_an_identity_that_is_killed_and_started_again(rounds: int, tmp_path: Path) -> None:
-    kill_again_and_again(str(tmp_path / "identity"), tmp_path, rounds, "127.0.0.1", [(), ()])
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_writer_with_an_identity_that_is_killed_and_started_again(tmp_path: Path) -> None:
+    kill_again_and_again(str(tmp_path / "identity"), tmp_path, 50, "127.0.0.1", [(), ()])
 
 
 @pytest.mark.slow

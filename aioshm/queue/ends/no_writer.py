@@ -78,8 +78,8 @@ class NoWriter:
     ring: RingReader | None = None
     waker: Waker | None = None
     gone: Callable[[], AioshmError] | None = None
-    progress = 0
-    writer_pid = 0
+    progress: int = 0
+    writer_pid: int = 0
 
     def __init__(
         self,
