@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -51,7 +52,8 @@ def wait_for_all(manager: ProcessManager, beginning: str = "up") -> None:
 
 
 def open_things() -> set[str]:
-    """Return the descriptors and the threads of this process."""
+    """Return the descriptors and the threads of this process, with what `multiprocessing` keeps once it was used."""
+    resource_tracker.ensure_running()
     things = {thread.name for thread in threading.enumerate() if thread.name.startswith("aioshm")}
     for fd in Path("/proc/self/fd").iterdir():
         try:
