@@ -139,8 +139,9 @@ async def test_an_attack_on_an_open_port_costs_little(nothing_left: None, name: 
             strain = Strain()
             async with attack(endpoint, "PUB", name, PATIENCE_S) as stranger:
                 done = asyncio.create_task(cuts(stranger))
-                async with strain:
-                    while not done.done():  # one that sends parts is cut off, and ends by itself
+                async with strain, asyncio.timeout(PATIENCE_S):
+                    # One that sends parts is cut off, and ends by itself, maybe soon; a true peer is not disturbed.
+                    while not done.done() or expected <= 10:
                         if "parts" not in name and expected > 10 and strange + subscriber.stats().garbage >= ENOUGH:
                             tell_to_end(stranger)
                         publisher.publish(batch(1))
@@ -150,7 +151,6 @@ async def test_an_attack_on_an_open_port_costs_little(nothing_left: None, name: 
                             if item.source.rank == 0 and isinstance(item, Received):
                                 assert item.seq >= expected
                                 expected = item.seq
-            assert expected > 10, "a true peer was disturbed"
             if "parts" in name:
                 assert await done == 3
                 assert subscriber.stats().cut_off == 3
