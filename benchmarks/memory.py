@@ -1,18 +1,22 @@
-"""What either end of a queue keeps of a million messages: the growth of its process' memory, which should be none.
+"""What either end of a queue keeps of a million messages, and what its ring takes, which only ever has small ones.
 
-A writer and a reader, in processes of their own, are measured after a warm-up and then again and again while the
-messages pass; the growth is that of the largest figure after the first. Resident memory (RSS) counts the pages of the
-ring that this end has touched, private memory (USS) does not. How many messages pass does not depend on ``--seconds``.
+What is kept is the growth of the process' memory, which should be none. A writer and a reader, in processes of their
+own, are measured after a warm-up and then again and again while the messages pass; the growth is that of the largest
+figure after the first. Resident memory (RSS) counts the pages of the ring that this end has touched, private memory
+(USS) does not; those pages alone are what /proc/self/smaps has for the mappings of the ring, which has its default
+sizes. How many messages pass does not depend on ``--seconds``.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import psutil
 
@@ -32,6 +36,11 @@ POINTS = 10
 """How often the memory is looked at after the warm-up."""
 
 MAX_GROWTH_KIB = 1024
+MAX_RING_KIB = 6 * 1024
+
+SMAPS = Path("/proc/self/smaps")
+RINGS = re.compile(r"^[0-9a-f]+-[0-9a-f]+ .*(?:/memfd:aioshm\b|/dev/shm/aioshm-)")
+RESIDENT = re.compile(r"^Rss: +([0-9]+) kB$")
 
 ENDS = ("aioshm writer", "aioshm reader")
 
@@ -40,10 +49,17 @@ CASES = [small_dict("pickle"), small_dict("msgpack"), plain_bytes(64)]
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process has, in bytes."""
+    """What a process has, in bytes.
+
+    Attributes:
+        rss: Resident memory.
+        uss: What of it is private.
+        ring: What of it is the ring's; None where the system does not tell.
+    """
 
     rss: int
     uss: int
+    ring: int | None
 
 
 async def run(settings: Settings, report: Report) -> None:
@@ -61,6 +77,8 @@ async def run(settings: Settings, report: Report) -> None:
         what = f"over {messages:,} messages, most of all cases and repetitions"
         text = f"growth of the {end}'s resident memory {what}"
         report.hold(text, max(growth, default=None), "KiB", MAX_GROWTH_KIB)
+        ring = [r.worst("ring_kib") for r in report.results if r.contestant == end and "ring_kib" in r.figures]
+        report.hold(f"what the ring takes of the {end}'s memory", max(ring, default=None), "KiB", MAX_RING_KIB)
 
 
 async def _measure(report: Report, case: str, messages: int, warm_up: int, stage: Stage) -> None:
@@ -77,6 +95,7 @@ async def _measure(report: Report, case: str, messages: int, warm_up: int, stage
             rss_at_first_kib=at_first.rss / KIB,
             rss_at_last_kib=found[-1].rss / KIB,
             messages_per_s=messages / seconds,
+            **({} if found[-1].ring is None else {"ring_kib": found[-1].ring / KIB}),
         )
 
 
@@ -106,7 +125,22 @@ def own_memory() -> Memory:
     """Return what this process has, without what is garbage already."""
     gc.collect()
     found = psutil.Process().memory_full_info()
-    return Memory(found.rss, found.uss)
+    return Memory(found.rss, found.uss, ring_memory())
+
+
+def ring_memory() -> int | None:
+    """Return how much of this process' memory is the rings' that it has mapped; None where the system does not tell."""
+    try:
+        lines = SMAPS.read_text().splitlines()
+    except OSError:
+        return None
+    total, in_ring = 0, False
+    for line in lines:
+        if not line[:1].isupper():  # where a mapping begins
+            in_ring = RINGS.match(line) is not None
+        elif in_ring and (resident := RESIDENT.match(line)) is not None:
+            total += int(resident[1]) * KIB
+    return total
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ _SHORT = plain_bytes(64)
 
 SMALL, MSGPACK, RAW = _SMALL.name, small_dict("msgpack").name, _SHORT.name
 PING_PONG, CADENCE = "64 B ping-pong", "cadence"
-T_1M, T_16M, T_64M = (tensor(nbytes * MIB).name for nbytes in (1, 16, 64))
+T_4K, T_64K, T_1M, T_16M, T_64M = (tensor(n).name for n in (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB))
 
 CASES = [
     _stream("dict", _SMALL, EVERYONE, quick=True),
