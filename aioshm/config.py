@@ -40,7 +40,7 @@ Backing = Literal["memfd", "named"]
 Lifeline = Literal["abstract", "directory"]
 OverflowWay = Literal["segments", "zmq"]
 Wait = Literal["adaptive", "spin", "park"]
-OnReaderDeath = Literal["raise", "evict"]
+OnReaderDeath = Literal["raise", "evict", "hold"]
 SlowReader = Literal["block", "evict", "skip"]
 SLOW_READER: tuple[SlowReader, ...] = ("block", "evict", "skip")
 
@@ -55,6 +55,9 @@ REMOTE_WINDOW = 4096
 MAX_REMOTE_WINDOW = 1 << 20
 REMOTE_WINDOW_BYTES = 64 << 20
 ENGINE_READY_TIMEOUT_S = 600.0
+
+MAX_READERS = 1 << 16
+"""Of one queue: each has a line in the ring's header, and a flag in every slot, which each message clears."""
 
 MAX_BYTES = (1 << 63) - 1
 """The same of bytes: what a file can have, and what a handle can carry."""
@@ -98,7 +101,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         stall_warning_s: Seconds without movement before a report says who holds the queue up, and between two reports.
         lag_warning_s: Seconds for which one reader, though it moves, is what the writer spends half of its time waiting
             for, before a report says which, since when and how far behind it is, and between two reports.
-        on_reader_death: ``"raise"`` lets every ``enqueue`` raise `PeerDied`; ``"evict"`` goes on with the others.
+        on_reader_death: ``"raise"`` lets every ``enqueue`` raise `PeerDied`, until the reader is replaced or dismissed;
+            ``"evict"`` goes on with the others, and the place is vacant; ``"hold"`` keeps the place and the messages
+            that were not read, until a replacement goes on there: the writer waits when the ring is full. ``"hold"``
+            is for local readers.
+        max_readers: Places for readers in all; those beyond ``n_reader`` are for local readers that come and go, have
+            the ranks from ``n_reader`` on, and are not waited for by ``wait_until_ready()``. None: ``n_reader``.
         slow_reader: What becomes of a reader that has a whole ring, or window, still to read when the writer needs the
             room: ``"block"`` lets the writer wait for it, ``"evict"`` goes on without it (`ReaderEvicted`), ``"skip"``
             lets it lose its oldest messages (`MessagesLost`). ``create_from_handle(slow=)`` says it for one reader.
@@ -125,6 +133,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     lag_warning_s: float = LAG_WARNING_S
     # Failure
     on_reader_death: OnReaderDeath = "raise"
+    max_readers: int | None = None
     slow_reader: SlowReader = "block"
     # Messages
     max_message_bytes: int = MAX_MESSAGE_BYTES
@@ -140,7 +149,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         _check_choice("lifeline", self.lifeline, ("abstract", "directory"))
         _check_choice("overflow", self.overflow, ("segments", "zmq"))
         _check_choice("wait", self.wait, ("adaptive", "spin", "park"))
-        _check_choice("on_reader_death", self.on_reader_death, ("raise", "evict"))
+        _check_choice("on_reader_death", self.on_reader_death, ("raise", "evict", "hold"))
+        if self.max_readers is not None:
+            check_int("max_readers", self.max_readers, minimum=0, maximum=MAX_READERS)
         check_slow("slow_reader", self.slow_reader, self.overflow)
         check_int("prefault_bytes", self.prefault_bytes, minimum=0, maximum=MAX_BYTES)
         check_int("max_message_bytes", self.max_message_bytes, minimum=1, maximum=MAX_BYTES)

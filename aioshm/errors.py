@@ -157,6 +157,10 @@ class QueueGone(HandleError):
     """Nobody listens where the handle says: its queue's writer is gone."""
 
 
+class NoPlaceVacant(HandleError):
+    """All places of the queue have readers; the text names them."""
+
+
 class NameTaken(AioshmError):
     """A queue's name, or its identity, is that of a writer that lives.
 

@@ -14,7 +14,7 @@ from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, sockaddr
 from aioshm.lifeline.bell import Bell
 from aioshm.lifeline.descriptors import has_hung_up, receive, receive_next
-from aioshm.lifeline.protocol import BYE, GO, OVERFLOW, PING, PONG, PROVEN, SUBSCRIBE, WAKE, Hello, Welcome
+from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PROVEN, SUBSCRIBE, WAKE, Hello, Welcome
 from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
 
 _RETRY_S = 0.01  # while the writer's backlog is full
@@ -61,6 +61,7 @@ class Lifeline:
         on_descriptor: Callable[[int | None], None],
         on_held_back: Callable[[], None],
         on_subscribe: Callable[[], None],
+        on_evicted: Callable[[], None],
     ) -> None:
         """Begin to report.
 
@@ -72,9 +73,10 @@ class Lifeline:
                 because this process has too many open files, where the system cannot keep it in the socket.
             on_held_back: There is a descriptor that this process has no room for; see `holds_back`.
             on_subscribe: Messages begin to come over ZeroMQ, too.
+            on_evicted: The queue goes on without this reader.
         """
         self._on_go, self._on_wake, self._on_gone, self._on_descriptor = on_go, on_wake, on_gone, on_descriptor
-        self._on_held_back, self._on_subscribe = on_held_back, on_subscribe
+        self._on_held_back, self._on_subscribe, self._on_evicted = on_held_back, on_subscribe, on_evicted
         self._loop.add_reader(self._sock.fileno(), self._readable)
         if self._own_bell is not None:
             self._loop.add_reader(self._own_bell.fd, self._rung)
@@ -207,6 +209,8 @@ class Lifeline:
     def _signals(self, data: bytes) -> None:
         if GO in data:
             self._on_go()
+        if EVICTED in data:
+            self._on_evicted()
         if SUBSCRIBE in data:
             self._on_subscribe()
         if PONG in data:

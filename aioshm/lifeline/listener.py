@@ -14,12 +14,12 @@ import socket
 from collections.abc import Iterable
 from contextlib import suppress
 
-from aioshm.errors import HandleError, OutOfDescriptors, SharedMemoryError
+from aioshm.errors import HandleError, NoPlaceVacant, OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, remove, sockaddr
 from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
 from aioshm.lifeline.peer import TOO_MANY_UNDER_WAY, Host, Peer
-from aioshm.lifeline.protocol import BYE, PING, PONG, PROVEN, WAKE, Hello
+from aioshm.lifeline.protocol import BYE, PING, PONG, PROVEN, WAKE, Hello, Welcome
 from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
 
@@ -231,7 +231,9 @@ class LifelineListener:
     def look_at_rank(self, rank: int) -> None:
         """Notice now if the reader of this rank has gone: its successor may be heard of before that."""
         self.look_at(
-            sock for sock, other in self._connections.items() if other.peer is not None and other.peer.rank == rank
+            sock
+            for sock, other in self._connections.items()
+            if other.peer is not None and rank in (other.peer.rank, protocol.ANY_RANK)
         )
 
     def forget(self, sock: socket.socket) -> None:
@@ -331,26 +333,36 @@ class _Connection:
             welcome, fds = self._host.admit(hello)
             if welcome.bells:
                 assert self._listener.bell is not None
-                self._bell = Bell.create()
+                self._bell = self._new_bell(welcome)
                 fds = [*fds, self._bell.fd, self._listener.bell.fd]
         except HandleError as error:
             logger.debug("refused pid %d: %s", self._pid, error)
-            self._refuse(str(error))
+            self._refuse(str(error), full=isinstance(error, NoPlaceVacant))
             return
         except OSError as error:  # of the bell: nobody but this reader has to do without
             self._refuse(self._listener.lack(self._pid, error))
             return
         if not self._send_all(protocol.pack(welcome), fds):  # first of all: signals that follow must come after it
+            self._host.withdrawn(welcome)
             self._refuse("the system does not let its process pass on more descriptors now (unix(7), ETOOMANYREFS)")
             return
         self._deadline.cancel()
         self.peer = Peer(self._loop, self._sock, hello, self._pid, self._bell)
         self.peer.hang_up = self.close
+        if welcome.rank != protocol.ANY_RANK:
+            self.peer.rank = welcome.rank
         self._listener.lacking = None
         self._host.attached(self.peer)
         if self._received:
             self._signals(self.peer, bytes(self._received))
             self._received.clear()
+
+    def _new_bell(self, welcome: Welcome) -> Bell:
+        try:
+            return Bell.create()
+        except BaseException:
+            self._host.withdrawn(welcome)
+            raise
 
     def _has_gone(self) -> bool:
         """Return whether the reader has hung up, or died, before its greeting was read."""
@@ -365,8 +377,8 @@ class _Connection:
         self._said_goodbye = BYE in said
         return self._said_goodbye or not there
 
-    def _refuse(self, reason: str) -> None:
-        self._send_all(protocol.pack(protocol.Refusal(reason)), [])
+    def _refuse(self, reason: str, *, full: bool = False) -> None:
+        self._send_all(protocol.pack(protocol.Refusal(reason, full=full)), [])
         self.close()
 
     def _send_all(self, data: bytes, fds: list[int]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from aioshm.lifeline.bell import Bell
-from aioshm.lifeline.protocol import GO, OVERFLOW, SUBSCRIBE, WAKE, Hello, Welcome
+from aioshm.lifeline.protocol import EVICTED, GO, OVERFLOW, SUBSCRIBE, WAKE, Hello, Welcome
 
 TOO_MANY_UNDER_WAY = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
 """The system does not take a descriptor for another process now: unix(7)."""
@@ -29,6 +29,9 @@ class Host(Protocol):
 
     def attached(self, peer: Peer) -> None:
         """Note that a reader was admitted and has been told so."""
+
+    def withdrawn(self, welcome: Welcome) -> None:
+        """Note that a reader was admitted but could not be told so."""
 
     def proven(self, peer: Peer) -> None:
         """Note that a reader has the ring mapped."""
@@ -74,6 +77,13 @@ class Peer:
     def go(self) -> None:
         """Tell the reader that every reader is ready."""
         self.send(GO)
+
+    def evict(self) -> None:
+        """Tell the reader that the queue goes on without it; one that has not looked for long finds the end of file."""
+        try:
+            self._sock.send(EVICTED)
+        except OSError:
+            self.hang_up()
 
     def call_to_subscribe(self) -> None:
         """Tell the reader that messages begin to come over ZeroMQ, too."""

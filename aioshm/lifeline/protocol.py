@@ -4,10 +4,11 @@
       Hello (version, queue, token, rank)   ->
                                             <-   Welcome (+ descriptors), or Refusal and end of file
       PROVEN: the ring is mapped            ->
-                                            <-   GO: every reader is attached and proven
+                                            <-   GO: every reader is attached and proven; not if Welcome said it
                                             <-   OVERFLOW (+ a descriptor), again and again
                                             <-   SUBSCRIBE: messages begin to come over ZeroMQ, too
       WAKE (where there is no eventfd)     <->   WAKE
+                                            <-   EVICTED: the queue goes on without this reader, which hangs up
       PING: does your event loop run?       ->
                                             <-   PONG, by that loop
       BYE: leaving on purpose              <->   BYE
@@ -24,13 +25,17 @@ import struct
 
 import msgspec
 
-from aioshm.errors import HandleError, PeerClosed
+from aioshm.errors import HandleError, NoPlaceVacant, PeerClosed
 from aioshm.process.guard import built
 
 MAX_GREETING_BYTES = 4096
 
 PROVEN, GO, OVERFLOW, SUBSCRIBE, WAKE, BYE = b"P", b"G", b"A", b"S", b"W", b"B"
 PING, PONG = b"?", b"!"
+EVICTED = b"E"
+
+ANY_RANK = -1
+"""In a greeting: whichever place the writer gives."""
 
 _LENGTH = struct.Struct("!I")
 
@@ -42,9 +47,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         version: Of the segment's layout, as the reader's code has it.
         queue_id: Which queue it wants.
         token: The secret from the handle.
-        rank: Which of the handle's local reader ranks it is.
+        rank: Which of the handle's local reader ranks it is; `ANY_RANK`: one that no reader has.
         pid: Its process id as it sees itself.
         slow: What becomes of it when it is too slow, as `Options.slow_reader`.
+        history: How many of the latest messages it wants first.
     """
 
     version: int
@@ -53,6 +59,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     rank: int
     pid: int
     slow: str = "block"
+    history: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -65,6 +72,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
         segment: Whether the first descriptor that comes along is the segment.
         bells: Whether the next two are eventfds: the reader's and the writer's.
         slow: Whether it heeds `Hello.slow`.
+        rank: Which reader this is.
+        first: The number of its first message.
+        going: Whether all readers that are waited for are there: there will be no `GO`.
     """
 
     pid: int
@@ -72,6 +82,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     segment: bool
     bells: bool
     slow: bool = False
+    rank: int = ANY_RANK
+    first: int = 0
+    going: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -80,10 +93,12 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     Attributes:
         reason: In words.
         closed: Whether that is because the writer has closed the queue.
+        full: Whether it is because all places have readers.
     """
 
     reason: str
     closed: bool = False
+    full: bool = False
 
 
 CLOSED = Refusal("the writer has closed the queue", closed=True)
@@ -139,6 +154,7 @@ def unpack_answer(body: bytes) -> Welcome:
 
     Raises:
         PeerClosed: The writer has closed the queue.
+        NoPlaceVacant: All places have readers.
         HandleError: It is another refusal, or no answer at all.
     """
     try:
@@ -148,6 +164,8 @@ def unpack_answer(body: bytes) -> Welcome:
     if isinstance(answer, Refusal):
         if answer.closed:
             raise PeerClosed(answer.reason)
+        if answer.full:
+            raise NoPlaceVacant(answer.reason)
         raise HandleError(f"the writer refused this reader: {answer.reason}")
     return answer
 

@@ -13,10 +13,12 @@ from aioshm.config import Options, SlowReader
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
 from aioshm.queue.base import QueueBase
+from aioshm.queue.ends.membership import Membership
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle, refuse_to_pickle
+from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 
@@ -48,13 +50,14 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         def create_from_handle(
             cls,
             handle: Handle | str | bytes,
-            rank: int,
+            rank: int | None = None,
             *,
             codec: str | Codec | None = None,
             options: Options | None = None,
             slow: SlowReader | None = None,
             type: type[S],
             reconnect: bool = False,
+            history: int = 0,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -62,12 +65,13 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         def create_from_handle(
             cls,
             handle: Handle | str | bytes,
-            rank: int,
+            rank: int | None = None,
             *,
             codec: Codec[S],
             options: Options | None = None,
             slow: SlowReader | None = None,
             reconnect: bool = False,
+            history: int = 0,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -75,13 +79,14 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         def create_from_handle(
             cls,
             handle: Handle | str | bytes,
-            rank: int,
+            rank: int | None = None,
             *,
             codec: str | Codec | None = None,
             options: Options | None = None,
             slow: SlowReader | None = None,
             type: Any = None,  # also for a union, which is no `type` to type checkers
             reconnect: bool = False,
+            history: int = 0,
         ) -> Self: ...
 
         @classmethod
@@ -92,7 +97,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         def attach(
             cls,
             name: str,
-            rank: int,
+            rank: int | None = None,
             *,
             timeout: float | None = ...,
             reconnect: bool = False,
@@ -107,7 +112,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         def attach(
             cls,
             name: str,
-            rank: int,
+            rank: int | None = None,
             *,
             timeout: float | None = ...,
             reconnect: bool = False,
@@ -121,7 +126,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         def attach(
             cls,
             name: str,
-            rank: int,
+            rank: int | None = None,
             *,
             timeout: float | None = ...,
             reconnect: bool = False,
@@ -441,6 +446,42 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             return await self.dequeue()
         await self.enqueue(cast(T, obj))  # None may be a message, too
         return cast(T, obj)
+
+    @property
+    def readers(self) -> tuple[ReaderInfo, ...]:
+        """Who reads, at every place for a local reader that has, had or awaits one; of the writer's end.
+
+        Empty once this end was closed. Remote readers are not among them.
+        """
+        writer = self._writer or self._wrong_end("readers", "writer")
+        return writer.readers()
+
+    def membership(self, timeout: float | None = None) -> Membership:
+        """Iterate over what becomes of local readers from now on, with ``async for``, until this end is closed.
+
+        The items are `ReaderJoined`, `ReaderLeft` and `ReaderDied`. The last 1024 are kept for each iteration; one that
+        is slower than that gets a `ChangesLost`. `readers` says how it is.
+
+        Args:
+            timeout: Seconds for which each step waits before it raises ``TimeoutError``; the next one goes on.
+        """
+        writer = self._writer or self._wrong_end("membership", "writer")
+        return Membership(writer, timeout)
+
+    def dismiss(self, rank: int) -> None:
+        """Go on without a local reader; its place is vacant then.
+
+        One that has died with ``on_reader_death="raise"`` is not raised any more, and a place that ``"hold"`` keeps is
+        given up with its messages. One that never came is not waited for. One that lives is evicted: its calls raise
+        `ReaderEvicted`, and what a block of it sees just now, or a call decodes, may be overwritten under it; its place
+        can be had again when it has closed its end, or has died.
+
+        Raises:
+            ValueError: No local reader has this rank.
+            QueueClosed: This end was closed.
+        """
+        writer = self._writer or self._wrong_end("dismiss", "writer")
+        writer.dismiss(rank)
 
     def stats(self) -> QueueStats:
         """Return what this end has done so far. Works at any time, also after closing."""

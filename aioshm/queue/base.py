@@ -89,19 +89,26 @@ class QueueBase(ABC, Generic[T]):
     def create_from_handle(
         cls,
         handle: Handle | str | bytes,
-        rank: int,
+        rank: int | None = None,
         *,
         codec: str | Codec | None = None,
         options: Options | None = None,
         slow: SlowReader | None = None,
         type: Any = None,  # noqa: A002
         reconnect: bool = False,
+        history: int = 0,
     ) -> Any:
         """Make a reader's end: a local one if the rank is one of ``handle.local_reader_ranks``, else a remote one.
 
+        While the queue waits for its readers, each begins with the first message. Later a place that is vacant, because
+        nobody ever took it or its reader has left or died, can be had by a newcomer on the writer's host, which begins
+        with the message that is sent next; or, where ``on_reader_death="hold"`` has kept the place of one that died,
+        with the first that this one had not finished with.
+
         Args:
             handle: The writer's handle, or its JSON text.
-            rank: Which reader this is.
+            rank: Which reader this is. None: a local one, at the lowest place that has no reader; ``stats().rank`` says
+                which, once it is attached.
             codec: This end's own instance of the writer's codec, such as ``MsgpackCodec(type=Step)``; None makes one.
             options: For this end; None takes the writer's.
             slow: What becomes of this reader when it is too slow; None: what the writer's ``options.slow_reader`` says.
@@ -111,6 +118,8 @@ class QueueBase(ABC, Generic[T]):
                 is a promise to type checkers: what was sent arrives.
             reconnect: For a remote reader of a writer with an identity: when that is gone, wait for the next one, raise
                 `QueueRestarted` once, and go on; see `attach`.
+            history: How many of the latest messages a newcomer on the writer's host gets first: fewer, if the ring has
+                overwritten some, but never with a hole. Nothing more at a place that was held.
 
         Raises:
             HandleError: Not a handle, or of another version, host or user, or its queue is gone, or it needs a codec
@@ -118,14 +127,14 @@ class QueueBase(ABC, Generic[T]):
             ValueError: No reader has this rank, or ``codec`` is another one than the writer's, or of another type.
             TypeError: An argument is of the wrong type, or the codec cannot decode ``type``.
         """
-        reader = ReaderArguments(rank, codec, options, slow, type)
+        reader = ReaderArguments(rank, codec, options, slow, type, history)
         return cls.around(reading_end(handle, reader, reconnect=reconnect))
 
     @classmethod
     def attach(
         cls,
         name: str,
-        rank: int,
+        rank: int | None = None,
         *,
         timeout: float | None = ATTACH_TIMEOUT_S,
         reconnect: bool = False,
@@ -145,7 +154,7 @@ class QueueBase(ABC, Generic[T]):
 
         Args:
             name: What the writer was made with.
-            rank: Which reader this is.
+            rank: Which reader this is; None: see `create_from_handle`.
             timeout: For how many seconds a call that has no timeout itself waits for there to be a writer, the first
                 or the next, before it raises ``TimeoutError``; later calls go on waiting. None: for ever.
             reconnect: Whether to go on with the next writer when one is gone.

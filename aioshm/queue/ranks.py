@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count, islice
 
-from aioshm.config import check_int, shown
+from aioshm.config import MAX_READERS, check_int, shown
 from aioshm.queue.remote.wire import MAX_RANK
-
-MAX_READERS = 1 << 16
-"""Of one queue: each has a line in the ring's header, and a flag in every slot, which each message clears."""
 
 
 def checked_ranks(
@@ -36,6 +33,24 @@ def checked_ranks(
     if set(here) & set(there):
         raise ValueError(f"remote_reader_ranks must be others than local_reader_ranks, not {shown(remote)}")
     return here, there
+
+
+def extra_ranks(ranks: Sequence[int], max_readers: int | None) -> tuple[int, ...]:
+    """Return the ranks of the places that there are beside those of some readers: the lowest free ones behind them.
+
+    Args:
+        ranks: Of all readers that are waited for.
+        max_readers: Places in all; None: no more than those.
+
+    Raises:
+        ValueError: That is fewer, or too many.
+    """
+    if max_readers is None:
+        return ()
+    if not len(ranks) <= max_readers <= MAX_READERS:
+        raise ValueError(f"max_readers must be {len(ranks)} (n_reader) to {MAX_READERS}, not {shown(max_readers)}")
+    taken = set(ranks)
+    return tuple(islice((rank for rank in count(len(ranks)) if rank not in taken), max_readers - len(ranks)))
 
 
 def _checked(name: str, ranks: Sequence[int], number: int) -> tuple[int, ...]:

@@ -37,6 +37,8 @@
 #define CHUNK 32
 #define CHUNK_HEADER_BYTES 64
 
+#define OVERFLOW 2            /* codec/frames.py: the first byte of the header of a message that lies elsewhere */
+
 #define MAX_POOLS 4
 #define COPY_MAX 65536        /* larger messages are decoded in place, by the caller */
 #define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
@@ -822,7 +824,104 @@ static PyObject *writer_evict(Core *self, PyObject *arg)
     Py_RETURN_NONE;
 }
 
+/* The chunks of the size that one of this number has; NULL if there is none. */
+static Pool *pool_of(Core *self, uint64_t number)
+{
+    for (size_t n = 0; n < self->n_pools; n++)
+        if (number >= self->pools[n].first && number - self->pools[n].first < self->pools[n].count)
+            return &self->pools[n];
+    return NULL;
+}
+
+/* Whether a message lies elsewhere: its slot then names no chunk, though it has one. */
+static inline bool is_elsewhere(const uint8_t *slot)
+{
+    return (load_word(slot) & 0xff) == OVERFLOW;
+}
+
+/* Whether slot and chunk still have a message: 1, 0, or -1 with an error. */
+static int has_message(Core *self, uint64_t seq, PyObject *gone)
+{
+    size_t index = seq % self->n_slots;
+    const uint8_t *slot = slot_of(self, index);
+    uint64_t chunk = load_word(slot + CHUNK);
+    if (!load_acquire(flags_of(self, index)) || load_word(slot + 8) != seq)
+        return 0;
+    if (!is_elsewhere(slot)) {
+        Pool *pool = chunk == 0 ? NULL : pool_of(self, chunk - 1);
+        return chunk == 0 || (pool != NULL && load_word(chunk_of(self, pool, chunk - 1)) == seq + 1);
+    }
+    if (gone == Py_None)
+        return 1;
+    PyObject *number = PyLong_FromUnsignedLongLong(seq), *answer = number == NULL ? NULL : call(gone, number);
+    Py_XDECREF(number);
+    int truth = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    return truth < 0 ? -1 : !truth;
+}
+
+/* Take the chunk of a message out of the free ones again, if it is one of them. */
+static void keep_again(Core *self, uint64_t seq)
+{
+    const uint8_t *slot = slot_of(self, seq % self->n_slots);
+    uint64_t chunk = load_word(slot + CHUNK);
+    Pool *pool = chunk == 0 || is_elsewhere(slot) ? NULL : pool_of(self, chunk - 1);
+    if (pool == NULL || (pool->n_used > 0 && pool->used[pool->oldest].seq <= seq))
+        return;
+    size_t at = 0, n_free = pool->n_free - (self->claimed == pool);  /* whose chunk stays the last one */
+    while (at < n_free && pool->free[at] != chunk - 1)
+        at++;
+    if (at == n_free)
+        return;
+    memmove(pool->free + at, pool->free + at + 1, (--pool->n_free - at) * sizeof *pool->free);
+    pool->oldest = (pool->oldest == 0 ? pool->count : pool->oldest) - 1;
+    pool->used[pool->oldest] = (Used){seq, chunk - 1};
+    pool->n_used++;
+}
+
+static PyObject *writer_admit(Core *self, PyObject *args)
+{
+    Py_ssize_t reader, history;
+    PyObject *gone;
+    if (!PyArg_ParseTuple(args, "nnO:admit", &reader, &history, &gone) || check_unused(self) < 0)
+        return NULL;
+    if (reader < 0 || (size_t)reader >= self->n_reader) {
+        PyErr_Format(PyExc_IndexError, "there is no reader %zd", reader);
+        return NULL;
+    }
+    if (history < 0) {
+        PyErr_SetString(PyExc_ValueError, "there are no fewer than 0 messages");
+        return NULL;
+    }
+    uint64_t most = (size_t)history < self->n_slots ? (size_t)history : self->n_slots, first = self->seq;
+    int has = 1;
+    self->in_use++;
+    while (first > 0 && self->seq - first < most && (has = has_message(self, first - 1, gone)) > 0)
+        first--;
+    self->in_use--;
+    if (has < 0)
+        return NULL;
+    for (uint64_t seq = self->seq; seq > first; seq--) {
+        keep_again(self, seq - 1);
+        store_release(flags_of(self, (seq - 1) % self->n_slots) + 1 + reader, 0);
+    }
+    self->unread[reader] = 0;
+    store_release(self->base + READERS_PARKED + reader, 0);
+    return PyLong_FromUnsignedLongLong(first);
+}
+
 /* A reader's end */
+
+static PyObject *reader_start_at(Core *self, PyObject *arg)
+{
+    unsigned long long seq = PyLong_AsUnsignedLongLong(arg);
+    if ((seq == (unsigned long long)-1 && PyErr_Occurred()) || check_unused(self) < 0)
+        return NULL;
+    self->seq = seq;
+    self->index = seq % self->n_slots;
+    store_count(self->own, seq);
+    Py_RETURN_NONE;
+}
 
 static PyObject *reader_ready(Core *self, PyObject *Py_UNUSED(ignored))
 {
@@ -1657,6 +1756,7 @@ static PyMethodDef writer_methods[] = {
     {"put_many", FAST writer_put_many, METH_FASTCALL, "Publish messages of a list, from one on; return how many."},
     {"send", CALL writer_send, METH_O, "Encode and publish: None, or False if shut, or what was encoded."},
     {"evict", CALL writer_evict, METH_O, "Count a reader as having read everything, now and from now on."},
+    {"admit", CALL writer_admit, METH_VARARGS, "Admit a reader in the place of one that was evicted; return its first message."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1665,6 +1765,7 @@ static PyMethodDef reader_methods[] = {
     {"ready", CALL reader_ready, METH_NOARGS, "Return whether a message waits."},
     {"peek", CALL reader_peek, METH_NOARGS, "Return the slot of the next message, or None."},
     {"release", CALL reader_release, METH_NOARGS, "Finish with the slot; return whether the writer is parked."},
+    {"start_at", CALL reader_start_at, METH_O, "Go on at a message, whatever lies before it."},
     {"skip", CALL reader_skip, METH_NOARGS, "Go on to the next message, but keep the slot."},
     {"give_back", CALL reader_give_back, METH_O, "Finish with a kept slot; return whether the writer is parked."},
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},

@@ -43,6 +43,7 @@ _WORDS = struct.Struct("<5Q")  # of a slot's header: what is in it, sequence num
 _pack = _WORDS.pack_into
 _unpack = _WORDS.unpack_from
 _WORD = struct.Struct("<Q")
+_OVERFLOW = 2  # the first byte of the header of a message that lies elsewhere, see codec/frames.py
 _SEQ_AT = 8
 
 _lock = threading.Lock()
@@ -451,6 +452,59 @@ class WriterCore(_Core):
             self._flags[row + 1 + reader] = 1
         self._parked[reader] = 0
 
+    def admit(self, reader: int, history: int, gone: Callable[[int], object] | None, /) -> int:
+        """Admit a reader to the place of one that was evicted; return the number of its first message.
+
+        Args:
+            reader: Which.
+            history: How many of the latest messages come first, if the ring still has them all.
+            gone: Says of a message that lies elsewhere (see ``codec/frames.py``) whether it is not to be had any more.
+        """
+        self._check_unused()
+        if not 0 <= reader < len(self._unread):
+            raise IndexError(f"there is no reader {reader}")
+        if history < 0:
+            raise ValueError("there are no fewer than 0 messages")
+        self._in_use += 1
+        try:
+            first = self._oldest_of(history, gone)
+        finally:
+            self._in_use -= 1
+        for seq in range(self.seq - 1, first - 1, -1):
+            self._keep_again(seq)
+            self._flags[seq % self._amount * self._row_bytes + 1 + reader] = 0
+        self._unread[reader] = self._parked[reader] = 0
+        return first
+
+    def _oldest_of(self, history: int, gone: Callable[[int], object] | None) -> int:
+        """Return from which message on, of so many, slot and chunk still have each."""
+        first = self.seq
+        while first > 0 and self.seq - first < min(history, self._amount) and self._has(first - 1, gone):
+            first -= 1
+        return first
+
+    def _has(self, seq: int, gone: Callable[[int], object] | None) -> bool:
+        index = seq % self._amount
+        what, found, _, _, number = _unpack(self._view, self._first + index * self._stride)
+        if self._flags[index * self._row_bytes] == 0 or found != seq:
+            return False
+        if what & 0xFF == _OVERFLOW:  # its slot names no chunk, though it has one
+            return gone is None or not gone(seq)
+        place = chunk_at(self._pools, number - 1) if number else None
+        return not number or (place is not None and _WORD.unpack_from(self._view, place[0])[0] == seq + 1)
+
+    def _keep_again(self, seq: int) -> None:
+        """Take the chunk of a message out of the free ones again, if it is one of them."""
+        what, _, _, _, number = _unpack(self._view, self._first + seq % self._amount * self._stride)
+        if what & 0xFF == _OVERFLOW:
+            return
+        for pool, chunks in self._chunks.items():
+            if pool.first < number <= pool.first + pool.chunks and (not chunks.used or chunks.used[0][0] > seq):
+                claimed = self._claimed is not None and self._claimed[0] is chunks  # whose chunk stays the last one
+                if number - 1 in chunks.free[: len(chunks.free) - claimed]:
+                    chunks.free.remove(number - 1)
+                    chunks.used.appendleft((seq, number - 1))
+
     def close(self) -> None:
         super().close()
         self._parked.release()
@@ -594,6 +648,14 @@ class ReaderCore(_Core):
         fence.acquire(False)
         fence.release()
         return self._parked[0] != 0
+
+    def start_at(self, seq: int, /) -> None:
+        """Go on at a message, whatever lies before it."""
+        self._check_unused()
+        if not 0 <= seq < 1 << 64:
+            raise OverflowError("no message has this number")
+        self.seq = self._count[0] = seq
+        self._index = seq % self._amount
 
     def skip(self) -> None:
         """Go on to the next message, but keep the slot, until `give_back`."""

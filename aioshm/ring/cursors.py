@@ -89,6 +89,30 @@ class RingWriter(_Cursor):
         memory_fence()  # before anything that those messages lie in is written to
         return read <= blocker
 
+    def admit(self, reader: int, history: int = 0, gone: Callable[[int], object] | None = None) -> int:
+        """Admit a reader to the place of one that was evicted; the arguments and the answer are those of the core's."""
+        first = self.core.admit(reader, history, gone)
+        self._passed[reader] = first
+        self._words[(self.layout.reader_line(reader) + at.COUNT) // 8] = first
+        return first
+
+    def resume(self, reader: int, *, copies: bool = False) -> int:
+        """Admit a reader to the place of one that is gone; return the first message that this one had not taken.
+
+        What it had taken and kept, as leases do, is given back. It may be gone between a message's flag and its count;
+        where both ``copies``, the flags are the writer's, and what it lost the next one is told.
+        """
+        seq, amount, flag = self.seq, self.layout.slots, 1 + reader
+        first = kept = min(max(self.messages_read(reader), seq - amount, 0), seq)
+        while kept > max(0, seq - amount) and not (flags := self.slots[(kept - 1) % amount].flags)[flag]:
+            flags[flag] = 1
+            kept -= 1
+        while not copies and first < seq and self.slots[first % amount].flags[flag]:
+            first += 1
+        self.readers_parked[reader] = 0
+        self._words[(self.layout.reader_line(reader) + at.COUNT) // 8] = first
+        return first
+
     def finished(self, seq: int) -> bool:
         """Return whether every reader has released a message."""
         if seq + len(self.slots) < self.seq:
@@ -153,6 +177,10 @@ class RingReader(_Cursor):
         """Sequence number of the next message."""
         return self.core.seq
 
+    def start_at(self, seq: int) -> None:
+        """Begin with a message, whatever lies before it."""
+        self.core.start_at(seq)
+
     def writer_can_go_on(self) -> bool:
         """Return whether the writer is parked although the message that it waits for has been read by all.
 
@@ -179,8 +207,12 @@ class RingReader(_Cursor):
         return [int.from_bytes(self._header[line : line + 4], "little") for line in lines]
 
     def evicted(self) -> bool:
-        """Return whether the writer goes on without this reader, because it was too slow."""
-        return self._header[self.layout.reader_line(self.reader) + at.STATE] == at.EVICTED
+        """Return whether the writer goes on without this reader: because it was too slow, or was dismissed."""
+        return self._header[self.layout.reader_line(self.reader) + at.STATE] in (at.EVICTED, at.DISMISSED)
+
+    def dismissed(self) -> bool:
+        """Return whether that is because it was dismissed."""
+        return self._header[self.layout.reader_line(self.reader) + at.STATE] == at.DISMISSED
 
     def writer_closed(self) -> bool:
         """Return whether the writer has closed the ring."""

@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAGIC = b"aioshm\r\n"  # CR LF: a transfer that mangles line ends shows at once, as in PNG's signature
-VERSION = 4
+VERSION = 5  # of this, and of what passes over lifelines
 LINE = 64
 PAGE = resource.getpagesize()  # bytes; protection and mappings are set by the page
 SLOT_HEADER_BYTES = 64
@@ -72,7 +72,7 @@ STATE = 8  # u8: writer: 1 once closed; reader: one of the states below
 PID = 12  # u32
 COSTS, N_COSTS = 16, 3  # u64 each, of the writer: a wake-up, a timer, a sched_yield; in nanoseconds, 0: not known
 
-ABSENT, ATTACHED, LEFT, DIED, EVICTED = range(5)
+ABSENT, ATTACHED, LEFT, DIED, EVICTED, DISMISSED = range(6)
 
 # Measured with 1 to 4 readers on 2 CPUs. More slots mean fewer hand-overs of a CPU, until they do not fit a cache: each
 # is touched once in a lap. Together they are less than 5 MiB, so that is all the memory that small messages need.

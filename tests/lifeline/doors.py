@@ -74,6 +74,9 @@ class Door:
         if self.go_once_attached:
             peer.go()
 
+    def withdrawn(self, welcome: Welcome) -> None:
+        self.log.append(("withdrawn", welcome.rank))
+
     def proven(self, peer: Peer) -> None:
         self.log.append(("proven", peer.rank))
         if self.go_once_proven:
@@ -100,6 +103,7 @@ class Reader:
             self.passed.append,
             lambda: self.heard.append("held back"),
             lambda: self.heard.append("subscribe"),
+            lambda: self.heard.append("evicted"),
         )
 
     @classmethod

@@ -217,7 +217,7 @@ def test_both_faces_show_the_same_arguments_and_describe_each() -> None:
         assert all(f"\n    {name}: " in described for name in shown.parameters)
 
 
-@bad([NAN, INF, 1.5, True, TEXT, None, NUMBERS, -1, 1, HUGE, 10**400, ENDLESS])
+@bad([NAN, INF, 1.5, True, TEXT, NUMBERS, -1, 1, HUGE, 10**400, ENDLESS])
 async def test_ranks_of_readers(value: Any) -> None:
     writer = MessageQueue(1, 1, max_chunk_bytes=100)
     try:
@@ -245,6 +245,7 @@ OPTIONS: list[tuple[str, list[Any]]] = [
     ("stall_warning_s", NO_OPTION_SECONDS),
     ("lag_warning_s", NO_OPTION_SECONDS),
     ("on_reader_death", [5, NAN, True, NUMBERS, TEXT]),
+    ("max_readers", [*(value for value in NO_SMALL_COUNT if value is not None), 1 << 17]),
     ("slow_reader", [5, NAN, True, NUMBERS, TEXT]),
     ("max_message_bytes", [*NO_SMALL_COUNT, 0]),
     ("remote_timeout", NO_OPTION_SECONDS),

@@ -20,6 +20,12 @@ from aioshm.ring.slot import Slot, Slots
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the native core was not built")
 
 numbers = st.integers(-2, 5)
+
+
+def is_even(number: int) -> bool:
+    return number % 2 == 0
+
+
 WRITES = st.one_of(
     st.tuples(st.sampled_from(["claim", "commit", "passes"])),
     st.tuples(st.just("claim"), st.integers(-1, 12)),
@@ -28,10 +34,11 @@ WRITES = st.one_of(
     st.tuples(st.just("send"), st.text(max_size=4) | st.binary(max_size=12) | st.none()),
     st.tuples(st.just("put_many"), st.lists(st.binary(max_size=12) | st.none(), max_size=5), numbers),
     st.tuples(st.sampled_from(["free", "spin_for", "evict", "spin"]), numbers),
+    st.tuples(st.just("admit"), numbers, numbers, st.sampled_from([None, bool, is_even])),
 )
 READS = st.one_of(
     st.tuples(st.sampled_from(["ready", "peek", "release", "skip", "take", "receive", "passes"])),
-    st.tuples(st.sampled_from(["give_back", "take_many", "spin"]), numbers),
+    st.tuples(st.sampled_from(["give_back", "take_many", "spin", "start_at"]), numbers),
 )
 STEPS = st.one_of(
     st.tuples(st.just("writer"), WRITES),

@@ -23,12 +23,14 @@ from aioshm.queue.base import QueueBase
 from aioshm.queue.blocking.calls import called, made
 from aioshm.queue.blocking.held import Held
 from aioshm.queue.blocking.lingering import linger, watch
+from aioshm.queue.blocking.membership import BlockingMembership
 from aioshm.queue.encoded import body_of
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.groups.making import GroupCall
 from aioshm.queue.handle import Handle, refuse_to_pickle
+from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.blocking import WindowBegins
@@ -86,13 +88,14 @@ class MessageQueue(QueueBase[T], Closing):
         def create_from_handle(
             cls,
             handle: Handle | str | bytes,
-            rank: int,
+            rank: int | None = None,
             *,
             codec: str | Codec | None = None,
             options: Options | None = None,
             slow: SlowReader | None = None,
             type: type[S],
             reconnect: bool = False,
+            history: int = 0,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -100,12 +103,13 @@ class MessageQueue(QueueBase[T], Closing):
         def create_from_handle(
             cls,
             handle: Handle | str | bytes,
-            rank: int,
+            rank: int | None = None,
             *,
             codec: Codec[S],
             options: Options | None = None,
             slow: SlowReader | None = None,
             reconnect: bool = False,
+            history: int = 0,
         ) -> MessageQueue[S]: ...
 
         @overload
@@ -113,13 +117,14 @@ class MessageQueue(QueueBase[T], Closing):
         def create_from_handle(
             cls,
             handle: Handle | str | bytes,
-            rank: int,
+            rank: int | None = None,
             *,
             codec: str | Codec | None = None,
             options: Options | None = None,
             slow: SlowReader | None = None,
             type: Any = None,  # also for a union, which is no `type` to type checkers
             reconnect: bool = False,
+            history: int = 0,
         ) -> Self: ...
 
         @classmethod
@@ -130,7 +135,7 @@ class MessageQueue(QueueBase[T], Closing):
         def attach(
             cls,
             name: str,
-            rank: int,
+            rank: int | None = None,
             *,
             timeout: float | None = ...,
             reconnect: bool = False,
@@ -145,7 +150,7 @@ class MessageQueue(QueueBase[T], Closing):
         def attach(
             cls,
             name: str,
-            rank: int,
+            rank: int | None = None,
             *,
             timeout: float | None = ...,
             reconnect: bool = False,
@@ -159,7 +164,7 @@ class MessageQueue(QueueBase[T], Closing):
         def attach(
             cls,
             name: str,
-            rank: int,
+            rank: int | None = None,
             *,
             timeout: float | None = ...,
             reconnect: bool = False,
@@ -439,6 +444,28 @@ class MessageQueue(QueueBase[T], Closing):
             raise StopIteration from None
 
     # Telling about itself, closing
+
+    @property
+    def readers(self) -> tuple[ReaderInfo, ...]:
+        """Who reads; as that of `aioshm.MessageQueue`."""
+        writer = self._writer or self._wrong_end("readers", "writer")
+        found: list[tuple[ReaderInfo, ...]] = []
+        self.held.do(lambda: found.append(writer.readers()))
+        return found[0] if found else ()
+
+    def membership(self, timeout: float | None = None) -> BlockingMembership:
+        """Iterate over what becomes of local readers from now on, until this end is closed.
+
+        As that of `aioshm.MessageQueue`. Each step is a call that waits: other threads' calls wait for its end, for at
+        most ``timeout`` seconds, after which it raises ``TimeoutError`` and the next one goes on.
+        """
+        writer = self._writer or self._wrong_end("membership", "writer")
+        return BlockingMembership(self.held, writer, timeout)
+
+    def dismiss(self, rank: int) -> None:
+        """Go on without a local reader, also while another thread's call waits for it."""
+        writer = self._writer or self._wrong_end("dismiss", "writer")
+        self.held.do(lambda: writer.dismiss(rank))
 
     def stats(self) -> QueueStats:
         """Return what this end has done so far."""

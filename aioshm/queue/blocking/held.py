@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from threading import get_ident
 from time import monotonic
@@ -164,6 +165,39 @@ class Held:
         if core.owes:
             self.end.tell_parked()
             core.owes = False
+
+    def do(self, call: Callable[[], object]) -> None:
+        """Do what does not wait, in this thread's turn or in that of a call that waits in another thread.
+
+        Raises:
+            Whatever ``call`` does.
+        """
+        done: Future[object] = Future()
+
+        def once() -> None:
+            if done.done():
+                return
+            try:
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self.loop.check_process()
+        turns, asked = self.turns, False
+        while not done.done():
+            if turns.mine:
+                self.loop.run_now(once)
+            elif turns.take_now():
+                try:
+                    self.loop.run_now(once)
+                finally:
+                    self.end_turn()
+            else:
+                if not asked:
+                    asked = True
+                    self.loop.call_soon(once)
+                turns.wait()
+        done.result()
 
     # Receiving
 

@@ -134,6 +134,16 @@ class Gate:
         self.check_refusal()
         if self.loop is None:
             raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
+        self._check_here()
+
+    def check_owner(self) -> None:
+        """Raise what forbids changing the end here, also while calls that send or receive are refused."""
+        if self.closed:
+            self.check_refusal()
+        if self.loop is not None:
+            self._check_here()
+
+    def _check_here(self) -> None:
         if get_ident() != self._thread and not self.blocks:
             raise RoleError(
                 f"{self!r} belongs to another thread than {current_thread().name}: have its loop do this, with "
@@ -317,6 +327,12 @@ class Gate:
         self.core.open = False
         if self.loop is None or not self.loop.is_closed():
             self.interrupt()
+
+    def accept_again(self, refusal: Callable[[], AioshmError]) -> None:
+        """Let calls pass again that were answered with this error, if that is what they are answered with now."""
+        if self.refusal is refusal:
+            self.refusal = None
+            self.reopen()
 
     def forbid(self) -> None:
         """Answer every call in a forked child with an error, and wake nobody: the loop is the parent's."""

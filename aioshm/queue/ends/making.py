@@ -12,6 +12,7 @@ from aioshm.codec import Codec, get_codec, typed_codec
 from aioshm.config import Options, SlowReader, check_bool, check_int, check_slow, check_timeout
 from aioshm.errors import AioshmError, HandleError
 from aioshm.lifeline.address import check_ip
+from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.process.limits import naming_limits
 from aioshm.queue.ends.following import Following
 from aioshm.queue.ends.gate import Gate
@@ -23,7 +24,10 @@ from aioshm.queue.handle import Handle, as_handle
 from aioshm.queue.local.audience import RingAudience
 from aioshm.queue.local.source import RingSource
 from aioshm.queue.names.registry import NamedWriters, check_name
+from aioshm.queue.ranks import extra_ranks
 from aioshm.queue.remote.wire import MAX_RANK
+
+MAX_HISTORY = (1 << 63) - 1  # what the ring's core takes
 
 
 def writing_end(
@@ -57,19 +61,24 @@ def writing_end(
     if name is not None:
         check_name(name)
     n_reader = len(local) + len(remote)
+    extra = extra_ranks((*local, *remote), options.max_readers)
+    places = (*local, *extra), frozenset(extra)
+    if remote and options.on_reader_death == "hold":
+        raise ValueError("on_reader_death='hold' is for local readers, and there are remote ones: take another one")
     gate = Gate("writer", options, networked=bool(remote))
     if not remote:
         if identity is not None:
             raise ValueError("identity is for remote readers, and there are none: leave it out, or say name=")
-        return WritingEnd(gate, n_reader, RingAudience(local, sizes, options), None, own_codec, ip, name)
+        audience = RingAudience(places[0], sizes, options, extra=places[1])
+        return WritingEnd(gate, n_reader, audience, None, own_codec, ip, name)
     with naming_limits("a writer"):  # which reading the files may reach; and who has local readers only needs no ZeroMQ
         from aioshm.queue.names.identity import Identity
         from aioshm.queue.remote.audience import NetworkAudience
         from aioshm.queue.remote.safety import check_safety
     lasting = None if identity is None else Identity.of_file(identity, options)
-    ring = network = None
+    ring: RingAudience | None = None
     try:
-        ring = RingAudience(local, sizes, options, token=None if lasting is None else lasting.token)
+        ring = RingAudience(places[0], sizes, options, None if lasting is None else lasting.token, places[1])
         check_safety(own_codec, options.secure, options)
         network = NetworkAudience(ring.queue_id, ring.token, remote, ip, options, lasting)
         return WritingEnd(gate, n_reader, ring, network, own_codec, ip, name)
@@ -86,18 +95,25 @@ class ReaderArguments:
     """What a reader is to be, whichever writer it has; the attributes are arguments of `aioshm.MessageQueue`'s makers.
 
     Attributes:
-        rank: Which reader it is.
+        rank: Which reader it is; None: whichever place the writer gives.
         codec: Its own instance of the writer's codec; None: one is made.
         options: For this end; None: the writer's.
         slow: What becomes of it when it is too slow; None: what the writer's options say.
         message: The type of the messages.
+        history: How many of the latest messages it wants first.
     """
 
-    rank: int
+    rank: int | None
     codec: str | Codec | None
     options: Options | None
     slow: SlowReader | None
     message: Any
+    history: int = 0
+
+    @property
+    def number(self) -> int:
+        """The rank, or what stands for any."""
+        return ANY_RANK if self.rank is None else self.rank
 
     def check(self) -> None:
         """Raise what can be known to be wrong before there is a writer.
@@ -107,7 +123,9 @@ class ReaderArguments:
         """
         if self.options is not None and not isinstance(self.options, Options):
             raise TypeError(f"options must be an Options or None, not {self.options!r}")
-        check_int("rank", self.rank, minimum=0, maximum=MAX_RANK)
+        if self.rank is not None:
+            check_int("rank", self.rank, minimum=0, maximum=MAX_RANK)
+        check_int("history", self.history, minimum=0, maximum=MAX_HISTORY)
         if self.slow is not None:
             check_slow("slow", self.slow, "segments")
         if self.codec is not None:
@@ -134,6 +152,9 @@ class ReaderArguments:
         gate.options = handle.options if self.options is None else self.options
         remote, gate.networked = handle.remote, self.is_remote(handle)
         if remote is not None and gate.networked:
+            if self.history:
+                raise ValueError("history is for local readers: a remote one begins at the present")
+            assert self.rank is not None
             with naming_limits("a reader"):  # as above
                 from aioshm.queue.remote.source import NetworkSource
 
@@ -141,9 +162,10 @@ class ReaderArguments:
             source: Source = NetworkSource(gate, handle, remote, self.rank, own_codec, slow, patient=patient)
             return source, own_codec
         handle.check_local()
-        check_rank(handle, self.rank)
+        if self.rank is not None or not handle.local_reader_ranks:
+            check_rank(handle, self.number)
         own_codec = _codec_for(handle, self.codec, self.message)
-        return RingSource(gate, handle, self.rank, own_codec, slow, failed), own_codec
+        return RingSource(gate, handle, self.number, own_codec, slow, self.history, failed), own_codec
 
 
 def reading_end(handle: Handle | str | bytes, reader: ReaderArguments, *, reconnect: bool = False) -> ReadingEnd:
@@ -160,8 +182,8 @@ def reading_end(handle: Handle | str | bytes, reader: ReaderArguments, *, reconn
     following = None
     if reconnect:
         connect = functools.partial(reader.connect, gate, patient=True)
-        following = Following(gate, reader.rank, SameWriter(handle), connect, reconnect=True)
-    return ReadingEnd(gate, source, handle, reader.rank, own_codec, following)
+        following = Following(gate, reader.number, SameWriter(handle), connect, reconnect=True)
+    return ReadingEnd(gate, source, handle, reader.number, own_codec, following)
 
 
 def _check_may_reconnect(handle: Handle, far: bool) -> None:
@@ -184,8 +206,8 @@ def named_end(name: str, reader: ReaderArguments, *, timeout: float | None, reco
     gate.name = name
     connect = functools.partial(reader.connect, gate)
     writers = NamedWriters(name, options.runtime_dir)
-    following = Following(gate, reader.rank, writers, connect, reconnect=reconnect, patience_s=patience)
-    return ReadingEnd(gate, None, None, reader.rank, None, following)
+    following = Following(gate, reader.number, writers, connect, reconnect=reconnect, patience_s=patience)
+    return ReadingEnd(gate, None, None, reader.number, None, following)
 
 
 def check_rank(handle: Handle, rank: int) -> None:

@@ -74,7 +74,7 @@ class Sender:
         self._ring = ring
         self._network = network
         self._core = core = ring.ring.core
-        self._lenient = ring.roster.lenient
+        self._lenient = ring.roster.behind.lenient
         self._code = codec.code
         self._chunk_bytes = ring.ring.layout.max_chunk_bytes
         self._inline_bytes = ring.ring.layout.inline_bytes

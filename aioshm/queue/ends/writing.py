@@ -22,6 +22,7 @@ from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle, host_id
 from aioshm.queue.local.audience import RingAudience
+from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.names.files import OwnFile
 from aioshm.queue.names.registry import register
 from aioshm.queue.stats import QueueStats
@@ -75,6 +76,7 @@ class WritingEnd:
         self._codec = codec
         self._connect_ip = connect_ip
         self._listening = False
+        self._refused: Callable[[], AioshmError] | None = None  # with what, because of readers that are gone
         lag = LagWatch(gate.options.lag_warning_s, gate.options.stall_warning_s, self._report_lag)
         self._sender = Sender(gate, ring, network, codec, self._report_laggards, lag)
         self.send: Callable[[Any], Any] = self._sender.send
@@ -136,11 +138,8 @@ class WritingEnd:
             QueueClosed: One has left that nobody can replace.
         """
         gate = self.gate
-        loop = gate.bind()
-        if not self._listening:
-            self._listening = True
-            for audience in self._audiences:
-                audience.start(loop, self._changed)
+        gate.bind()
+        self.listen()
         stall = gate.stall(self._report_missing)
         try:
             while not (self._complete() and self._all_there()):
@@ -161,15 +160,38 @@ class WritingEnd:
             logger.debug("%r: %d readers", gate, self._alive())
             gate.reopen()
 
+    def listen(self) -> None:
+        """Belong to the running loop and begin to admit readers, unless that was done."""
+        loop = self.gate.bind() if self.gate.loop is None else self.gate.loop
+        self.gate.check_owner()
+        if not self._listening:
+            self._listening = True
+            for audience in self._audiences:
+                audience.start(loop, self._changed)
+
     def _changed(self) -> None:
         """Look again at the readers and at the ring."""
-        trouble = self._trouble()
-        if trouble is None and self._n_reader and self._listening and self._complete() and not self._alive():
-            trouble = functools.partial(PeerClosed, f"queue {self.gate.name}: every reader has left")
-        if trouble is not None and self.gate.refusal is None:
-            self.gate.refuse(trouble)
+        gate, trouble = self.gate, self._trouble()
+        if trouble is None and self._listening and self._n_reader and self._complete() and not self._has_readers():
+            trouble = functools.partial(PeerClosed, f"queue {gate.name}: every reader has left")
+        if self._refused is not None and trouble is not self._refused:
+            gate.accept_again(self._refused)
+            self._refused = None
+        if trouble is not None and gate.refusal is None:
+            self._refused = trouble
+            gate.refuse(trouble)
         else:
-            self.gate.interrupt()
+            gate.interrupt()
+
+    def _has_readers(self) -> bool:
+        return self._alive() > 0 or self.ring.roster.awaits_replacement
+
+    def _check_usable(self) -> None:
+        """Raise whatever forbids using this end; readers that come in the place of others may have ended that."""
+        if self._refused is not None and self.gate.refusal is self._refused:
+            for audience in self._audiences:
+                audience.look()
+        self.gate.check_usable()
 
     # The readers, wherever they are
 
@@ -213,6 +235,23 @@ class WritingEnd:
             left = ", ".join(f"rank {rank} ({what})" for rank, what in self._departed().items())
             raise PeerClosed(f"{self.gate!r}: not all will come: {left}")
 
+    # Membership
+
+    def readers(self) -> tuple[ReaderInfo, ...]:
+        """Return who reads, as `aioshm.MessageQueue.readers`."""
+        if self.gate.closed:
+            return ()
+        self.gate.check_owner()
+        if self._listening:
+            self.ring.look()
+        return tuple(self.ring.roster.readers())
+
+    def dismiss(self, rank: int) -> None:
+        """Wait for a reader no more, as `aioshm.MessageQueue.dismiss`."""
+        check_int("rank", rank, minimum=0)
+        self.gate.check_owner()
+        self.ring.roster.dismiss(rank)
+
     # Sending
 
     async def enqueue(self, obj: Any, message: Any, timeout: float | None) -> None:
@@ -247,6 +286,8 @@ class WritingEnd:
 
     def enqueue_nowait(self, obj: Any) -> None:
         """Send an object now, as `aioshm.MessageQueue.enqueue_nowait`."""
+        if self.gate.ready:
+            self._check_usable()
         self.gate.check_ready()
         message = self._sender.encode(obj)
         if self.gate.in_line or not self._sender.put(message):
@@ -279,9 +320,9 @@ class WritingEnd:
         gate = self.gate
         if not gate.ready:
             await self.wait_until_ready(deadline)
-        gate.check_usable()
+        self._check_usable()
         await gate.yield_turn()
-        gate.check_usable()
+        self._check_usable()
 
     async def _put_waiting(self, messages: list[Encoded], deadline: float | None) -> None:
         """Send messages, for which there can be room, in line and all at once."""

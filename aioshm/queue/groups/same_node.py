@@ -148,6 +148,9 @@ class _Door:
     def attached(self, peer: Peer) -> None:
         pass
 
+    def withdrawn(self, welcome: Welcome) -> None:
+        pass
+
     def proven(self, peer: Peer) -> None:
         pass
 

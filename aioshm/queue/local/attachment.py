@@ -27,6 +27,7 @@ class Attachment:
         buffer: The ring's memory.
         ring: The reader's cursor.
         overflow: Where messages are that did not fit a chunk.
+        rank: Which reader this is.
     """
 
     def __init__(
@@ -34,14 +35,15 @@ class Attachment:
         lifeline: Lifeline,
         buffer: ShmRingBuffer,
         ring: RingReader,
-        subscriber: Callable[[bytes], OverflowSubscriber],
+        subscriber: Callable[[bytes, int], OverflowSubscriber],
     ) -> None:
         self.lifeline = lifeline
         self.buffer = buffer
         self.ring = ring
-        secret = lifeline.welcome.secret
+        secret, rank = lifeline.welcome.secret, lifeline.welcome.rank
+        self.rank: int = rank
         self.overflow: PassedSegments = PassedSegments(
-            secret, lifeline.look, lambda: lifeline.holds_back, lambda: subscriber(secret)
+            secret, lifeline.look, lambda: lifeline.holds_back, lambda: subscriber(secret, rank)
         )
 
     @classmethod
@@ -51,7 +53,7 @@ class Attachment:
         hello: Hello,
         sock: socket.socket | None,
         prefault_bytes: int,
-        subscriber: Callable[[bytes], OverflowSubscriber],
+        subscriber: Callable[[bytes, int], OverflowSubscriber],
     ) -> Attachment:
         """Wait until the writer has admitted this reader, then map the ring.
 
@@ -60,7 +62,8 @@ class Attachment:
             hello: The greeting, which says which reader this is.
             sock: What `dial` returned.
             prefault_bytes: How much of the ring to touch beforehand.
-            subscriber: Makes the subscription to what comes over ZeroMQ, where any does; is told the queue's secret.
+            subscriber: Makes the subscription to what comes over ZeroMQ, where any does; is told the queue's secret
+                and the rank.
 
         Raises:
             HandleError: The queue is gone, refused this reader, or is not what the handle says.
@@ -71,10 +74,12 @@ class Attachment:
         try:
             buffer = _map(handle, lifeline)
             buffer.prefault(prefault_bytes, write=False)
-            if hello.slow != "block" and not lifeline.welcome.slow:
-                raise HandleError(f"the writer is of an older release, which knows no slow={hello.slow!r}")
+            welcome = lifeline.welcome
+            if welcome.rank not in handle.local_reader_ranks:
+                raise HandleError(f"the writer knows a rank {welcome.rank}, the handle does not")
             core: Any = ReaderCore if hello.slow == "block" else CopyingCore
-            ring = buffer.reader(handle.local_reader_ranks.index(hello.rank), core)
+            ring = buffer.reader(handle.local_reader_ranks.index(welcome.rank), core)
+            ring.start_at(welcome.first)
         except BaseException as error:
             closed = isinstance(error, HandleError) and lifeline.has_closed()  # its segment has no name any more then
             lifeline.close()

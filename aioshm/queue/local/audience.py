@@ -36,7 +36,8 @@ class RingAudience:
     """The ring, and who reads it.
 
     Args:
-        ranks: The local readers', in the order of the ring's flags.
+        ranks: Of the places for local readers, in the order of the ring's flags.
+        extra: Those of them that nobody waits for before the queue is ready.
         sizes: The bytes of a chunk, how many chunks, and how many slots, None taking the default.
         options: The queue's.
         token: What a reader must know; None: one is made.
@@ -64,6 +65,7 @@ class RingAudience:
         sizes: tuple[int, int, int | None],
         options: Options,
         token: bytes | None = None,
+        extra: frozenset[int] = frozenset(),
     ) -> None:
         self.token: bytes = secrets.token_bytes(TOKEN_BYTES) if token is None else token
         self.secret: bytes = secrets.token_bytes(SECRET_BYTES)
@@ -85,7 +87,9 @@ class RingAudience:
         self.buffer.prefault(options.prefault_bytes if ranks else 0, write=True)
         self.ring: RingWriter = self.buffer.writer()
         self.ring.set_writer_state(closed=False, pid=os.getpid())
-        self.roster: Roster = Roster(self.queue_id.hex()[:8], ranks, self.ring, options.on_reader_death, self._welcome)
+        self.roster: Roster = Roster(
+            self.queue_id.hex()[:8], ranks, extra, self.ring, options.on_reader_death, self._welcome
+        )
         self.overflows: int = 0
         self._options = options
         self.overflow: Overflow = OverflowSegments(self.ring, self.secret, self.roster.hand_over, self._second_way)
@@ -95,7 +99,7 @@ class RingAudience:
             except BaseException:
                 self.close()
                 raise
-        self.roster.came = self.overflow.expect_reader
+        self.roster.came, self.roster.body_gone = self.overflow.expect_reader, self.overflow.is_gone
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -107,9 +111,12 @@ class RingAudience:
         """What readers wake the writer by; None where that is a byte on their connection."""
         return self.listener.bell
 
-    def _welcome(self) -> tuple[Welcome, list[int]]:
-        by_descriptor = self.segment_name is None
-        welcome = Welcome(os.getpid(), self.secret, by_descriptor, self.listener.bell is not None, slow=True)
+    def _welcome(self, rank: int, first: int, going: bool) -> tuple[Welcome, list[int]]:
+        by_descriptor = self.segment_name is None or going  # when all were ready, the memory has lost its name
+        bells = self.listener.bell is not None
+        welcome = Welcome(
+            os.getpid(), self.secret, by_descriptor, bells, slow=True, rank=rank, first=first, going=going
+        )
         return welcome, [self.buffer.fd] if by_descriptor else []
 
     def _publisher(self) -> Overflow:
@@ -122,8 +129,9 @@ class RingAudience:
 
     def _second_way(self, why: AioshmError) -> Overflow:
         publisher = self._publisher()
-        for _ in self.roster.attached_ranks():
-            publisher.expect_reader()
+        for peer in self.roster.peers:
+            if peer is not None:
+                publisher.expect_reader(peer)
         self.roster.call_to_subscribe()
         logger.warning(
             "queue %s: there is no overflow segment to be had, so what does not fit a chunk goes over ZeroMQ, several "
@@ -174,34 +182,34 @@ class RingAudience:
 
     def laggards(self, slots: int = 1, large: Sequence[int] = ()) -> list[str]:
         """Name the readers that keep so many messages from being written, as `RingWriter.laggards`."""
-        return self.roster.laggards(slots, large)
+        return self.roster.behind.laggards(slots, large)
 
     def slowest(self, slots: int = 1, large: Sequence[int] = ()) -> list[int]:
         """Return, by rank, which of those that keep so many messages from being written are furthest behind."""
-        return self.roster.slowest(slots, large)
+        return self.roster.behind.slowest(slots, large)
 
     def lag_of(self, rank: int) -> tuple[str, int] | None:
         """Name a reader, and say how many messages it is behind; None if it is not there."""
-        return self.roster.lag_of(rank)
+        return self.roster.behind.lag_of(rank)
 
     def free(self, slots: int = 1, large: Sequence[int] = ()) -> bool:
         """Return whether there is room for so many messages, as `RingWriter.free`; who copies is not waited for."""
-        return self.ring.free(slots, large) or (bool(self.roster.lenient) and self._make_room(slots, large))
+        return self.ring.free(slots, large) or (bool(self.roster.behind.lenient) and self._make_room(slots, large))
 
     def claim(self, nbytes: int) -> Slot | None:
         """Return the next slot for writing so many bytes, or None while there is no room."""
         slot = self.ring.claim(nbytes)
-        if slot is not None or not self.roster.lenient or not self._make_room(1, self.ring.large(nbytes)):
+        if slot is not None or not self.roster.behind.lenient or not self._make_room(1, self.ring.large(nbytes)):
             return slot
         return self.ring.claim(nbytes)
 
     def _make_room(self, slots: int, large: Sequence[int]) -> bool:
-        self.roster.make_room(slots, large)
+        self.roster.behind.make_room(slots, large)
         return self.ring.free(slots, large)
 
     def backlog(self) -> int:
         """Return how many messages the slowest reader has not finished with."""
-        return self.roster.backlog()
+        return self.roster.behind.backlog()
 
     @property
     def trouble(self) -> Callable[[], AioshmError] | None:

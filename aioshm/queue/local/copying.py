@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
@@ -101,13 +102,6 @@ class CopyingSlots:
         self._gate.count_turn()
         self._core.release()
 
-    def evicted(self) -> ReaderEvicted:
-        """Return the error of a reader that the writer goes on without."""
-        return ReaderEvicted(
-            f"{self._gate!r}: too slow: the queue goes on without this reader; "
-            "more max_chunks allow longer pauses, and slow='skip' loses messages instead"
-        )
-
     def bind_leases(self, *_: object) -> None:
         """Do nothing: each lease makes a copy here."""
 
@@ -140,8 +134,9 @@ class CopyingSlots:
                     raise failure
                 return copied
         if self._ring.evicted():
-            self._gate.refuse(self.evicted)
-            raise self.evicted()
+            refusal = functools.partial(eviction, self._gate, self._ring)
+            self._gate.refuse(refusal)
+            raise refusal()
         first, last = self._core.lose()
         raise MessagesLost(first, last, "this reader was too slow, and the writer does not wait for it")
 
@@ -163,6 +158,18 @@ class CopyingSlots:
         nbytes = body_bytes(size, [len(buffer) for buffer in buffers])
         with slot.body[:nbytes] as body:
             return Copied(kind, n_buffers, size, memoryview(own_copy(body)))
+
+
+def eviction(gate: Gate, ring: RingReader) -> ReaderEvicted:
+    """Return the error of a reader that the writer goes on without."""
+    if not gate.dismantled and ring.dismissed():
+        return ReaderEvicted(
+            f"{gate!r}: the writer has dismissed this reader; close it, and make another one for what comes next"
+        )
+    return ReaderEvicted(
+        f"{gate!r}: too slow: the queue goes on without this reader; "
+        "more max_chunks allow longer pauses, and slow='skip' loses messages instead"
+    )
 
 
 class CopiedBlock:

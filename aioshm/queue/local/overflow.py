@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import DEFAULT_BACKING
 from aioshm.errors import AioshmError, CorruptSlot, OutOfDescriptors, SharedMemoryError
+from aioshm.lifeline.peer import Peer
 from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors, shortage
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import round_up
@@ -69,8 +70,11 @@ class Overflow(Protocol):
             SharedMemoryError: There is not enough memory; nothing was sent.
         """
 
-    def expect_reader(self) -> None:
-        """Make room for a reader that is about to be told where bodies come from."""
+    def expect_reader(self, peer: Peer) -> None:
+        """Let a reader that has just been admitted have what it needs for the bodies to come."""
+
+    def is_gone(self, seq: int) -> bool:
+        """Return whether the body of a message that was published, and read by all, is not kept any more."""
 
     def close(self) -> None:
         """Give everything back, or begin to; what was sent stays readable, or is delivered. Idempotent."""
@@ -190,10 +194,19 @@ class OverflowSegments:
         self._tidy()
         pack_marker(header, self._secret, self._ring.seq, number, size)
 
-    def expect_reader(self) -> None:
-        """Make room for a reader, where some bodies go over ZeroMQ."""
+    def expect_reader(self, peer: Peer) -> None:
+        """Pass on the segments that there are, in the order of their numbers; some bodies may go over ZeroMQ."""
+        for written in self.segments:
+            peer.hand_over(written.passed_fd)
         if self._second_way is not None:
-            self._second_way.expect_reader()
+            self._second_way.expect_reader(peer)
+            peer.call_to_subscribe()
+
+    def is_gone(self, seq: int) -> bool:
+        """Return whether the segment of a message has another one by now, or nothing."""
+        if any(written.used and written.seq == seq for written in self.segments):
+            return False
+        return self._second_way is None or self._second_way.is_gone(seq)
 
     def close(self) -> None:
         """Unmap them; readers still have them. Idempotent."""

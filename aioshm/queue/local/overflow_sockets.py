@@ -30,6 +30,7 @@ from aioshm.codec.frames import INLINE
 from aioshm.config import Options
 from aioshm.errors import CorruptSlot, SharedMemoryError
 from aioshm.lifeline.address import new_address
+from aioshm.lifeline.peer import Peer
 from aioshm.process.limits import Reserve, naming_limits
 from aioshm.queue.local.overflow import BY_ZEROMQ, pack_marker
 from aioshm.queue.remote import wire
@@ -150,9 +151,16 @@ class OverflowPublisher:
         self._outbox.tidy()
         self._outbox.let_go(free)
 
-    def expect_reader(self) -> None:
+    def expect_reader(self, peer: Peer) -> None:
         """Let go of the descriptor that was kept for a reader's connection: it is about to come."""
         self._reserve.spend()
+        with self._lock:
+            self._subscribed.discard(peer.rank)  # that was the reader before it
+
+    def is_gone(self, seq: int) -> bool:
+        """Return whether a body is not kept any more."""
+        with self._lock:
+            return all(kept != seq for kept, _ in self._kept)
 
     # Closing
 

@@ -4,120 +4,151 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterator
 
 from aioshm.config import SLOW_READER, OnReaderDeath
-from aioshm.errors import AioshmError, HandleError, PeerDied
+from aioshm.errors import AioshmError, HandleError, NoPlaceVacant, PeerDied
 from aioshm.lifeline.peer import Peer
-from aioshm.lifeline.protocol import Hello, Welcome
-from aioshm.logs import LogLimiter
-from aioshm.process.state import process_state
+from aioshm.lifeline.protocol import ANY_RANK, Hello, Welcome
+from aioshm.queue.local.behind import Behind
+from aioshm.queue.local.place import Place
+from aioshm.queue.membership import Change, ChangeLog, ReaderDied, ReaderInfo, ReaderJoined, ReaderLeft
 from aioshm.ring import RingWriter
-from aioshm.ring.layout import ABSENT, ATTACHED, DIED, EVICTED, LEFT
+from aioshm.ring.layout import ABSENT, ATTACHED, DIED, DISMISSED, EVICTED, LEFT
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
-COMPLAINT_S = 10.0  # between two warnings of messages that are lost
+MakeWelcome = Callable[[int, int, bool], tuple[Welcome, list[int]]]
+"""Makes the answer to an admitted reader, with the descriptors that go along: of its rank, its first message, and
+whether all are ready."""
 
 
 class Roster:
-    """The readers of one queue; what a `LifelineListener` calls its host.
+    """The places for the readers of one queue; what a `LifelineListener` calls its host.
+
+    A vacant place counts as having read everything. A newcomer is admitted between two messages.
 
     Args:
         name: The queue's, for messages.
-        ranks: Of the local readers, in the order of the ring's flags.
+        ranks: Of the places, in the order of the ring's flags.
+        extra: Those of them that nobody waits for before the queue is ready.
         ring: The writer's cursor.
         policy: What to do when a reader dies.
-        welcome: Makes the answer to an admitted reader, with the descriptors that go along.
+        welcome: Makes the answer to an admitted reader.
 
     Attributes:
-        ranks: Of the local readers.
-        peers: Who is attached, in the same order.
-        came: Called when a reader has just been told where to connect.
-        lenient: Which of them the writer does not wait for, by their places in that order, and whether they are evicted
-            instead of losing messages.
+        ranks: Of the places.
+        came: Called with a reader that has just been told where to connect.
+        body_gone: Says of a message that did not fit a chunk whether it is not to be had any more.
+        behind: Which of them keep messages from being written.
         changed: Called after every change, and when a reader rang for the writer.
-        trouble: Makes the error that the writer has to raise from now on, if any.
     """
 
     def __init__(
         self,
         name: str,
         ranks: tuple[int, ...],
+        extra: frozenset[int],
         ring: RingWriter,
         policy: OnReaderDeath,
-        welcome: Callable[[], tuple[Welcome, list[int]]],
+        welcome: MakeWelcome,
     ) -> None:
         self._name = name
         self.ranks = ranks
         self._ring = ring
         self._policy = policy
         self._welcome = welcome
-        self.came: Callable[[], None] = _nothing
+        self.came: Callable[[Peer], None] = _nothing
+        self.body_gone: Callable[[int], bool] = bool
         self.changed: Callable[[], None] = _nothing
-        self.peers: list[Peer | None] = [None] * len(ranks)
-        self.lenient: dict[int, bool] = {}
-        self._limiter = LogLimiter(COMPLAINT_S)
-        self._settled = [False] * len(ranks)  # proven, or gone
+        self._places = [Place(rank, rank in extra, settled=rank in extra) for rank in ranks]
+        self._index = {rank: index for index, rank in enumerate(ranks)}
+        self.behind: Behind = Behind(name, self._places, ring, self._evict_slow)
         self._going = False
         self._left: dict[int, str] = {}  # who was there before all were ready, by rank, and what became of it
-        self._gone: dict[int, str] = {}  # the same of who was there after that
         self._died: dict[int, PeerDied] = {}  # who of them has died, which nobody has been told
-        self.trouble: Callable[[], AioshmError] | None = None
+        self._bells: tuple[tuple[int, Peer], ...] = ()  # who is attached, with the places in the order of the flags
+        self._first = 0  # the number of the first message of the reader that is being admitted
+        self._logs: weakref.WeakSet[ChangeLog] = weakref.WeakSet()
+        for index, place in enumerate(self._places):
+            if place.extra:
+                ring.evict(index)
+
+    @property
+    def peers(self) -> list[Peer | None]:
+        """Who is attached, in the order of the ring's flags."""
+        return [place.peer for place in self._places]
 
     @property
     def complete(self) -> bool:
         """Whether no reader is waited for any more."""
-        return all(self._settled)
+        return all(place.settled for place in self._places)
 
     @property
     def alive(self) -> int:
         """How many readers are attached."""
-        return sum(peer is not None for peer in self.peers)
+        return len(self._bells)
+
+    @property
+    def awaits_replacement(self) -> bool:
+        """Whether the place of a reader that has died is held."""
+        return any(place.held for place in self._places)
+
+    @property
+    def trouble(self) -> Callable[[], AioshmError] | None:
+        """What makes the error that the writer has to raise for now, if any."""
+        return next((place.trouble for place in self._places if place.trouble is not None), None)
 
     def attached_ranks(self) -> list[int]:
         """Return the ranks of the readers that are attached."""
-        return [peer.rank for peer in self.peers if peer is not None]
+        return [peer.rank for peer in self._there()]
 
     def pids(self) -> list[int]:
         """Return the readers' process ids as this process sees them; 0 for one that it cannot see, or that is gone."""
-        return [0 if peer is None else peer.seen_pid for peer in self.peers]
+        there = [place for place in self._places if place.peer is not None or not place.extra]
+        return [0 if place.peer is None else place.peer.seen_pid for place in there]
 
     def go(self) -> None:
-        """Tell every reader that all are ready; from now on a reader that is gone is not replaced."""
+        """Tell every reader that all are ready; from now on a newcomer begins at the present."""
         self._going = True
-        for peer in self.peers:
-            if peer is not None:
-                peer.go()
+        for peer in self._there():
+            peer.go()
 
     def hand_over(self, fd: int) -> None:
         """Pass a descriptor to every reader."""
-        for peer in self.peers:
-            if peer is not None:
-                peer.hand_over(fd)
+        for peer in self._there():
+            peer.hand_over(fd)
 
     def call_to_subscribe(self) -> None:
         """Tell every reader that messages begin to come over ZeroMQ, too."""
-        for peer in self.peers:
-            if peer is not None:
-                peer.call_to_subscribe()
+        for peer in self._there():
+            peer.call_to_subscribe()
+
+    def _there(self) -> Iterator[Peer]:
+        return (peer for _, peer in self._bells)
+
+    def _have(self, index: int, peer: Peer | None) -> None:
+        """Note who is attached to a place."""
+        self._places[index].peer = peer
+        self._bells = tuple((index, place.peer) for index, place in enumerate(self._places) if place.peer is not None)
 
     def ring_bells(self) -> None:
         """Wake the readers whose parked flags are up."""
         parked = self._ring.readers_parked
-        for index, peer in enumerate(self.peers):
+        for index, peer in self._bells:
             if parked[index]:
                 parked[index] = 0  # one ring is enough, however many messages follow until it wakes
                 try:
-                    if peer is not None:
-                        peer.ring()
+                    peer.ring()
                 except BaseException:  # a signal's handler has interrupted this: the next call rings again
                     parked[index] = 1
                     raise
 
     def missing(self) -> list[str]:
         """Name the readers that are not attached yet."""
-        missing = [rank for rank, ok in zip(self.ranks, self._settled, strict=True) if not ok]
+        missing = [place.rank for place in self._places if not place.settled]
         return [f"rank {rank} ({self._left[rank]})" if rank in self._left else f"rank {rank}" for rank in missing]
 
     @property
@@ -129,156 +160,205 @@ class Roster:
         """Return, once, who of them has died."""
         return self._died.pop(next(iter(self._died))) if self._died else None
 
-    def laggards(self, slots: int = 1, large: Sequence[int] = ()) -> list[str]:
-        """Name the readers that keep so many messages from being written, with pid and process state."""
-        return list(self._described(self._ring.laggards(slots, large)))
+    # Telling of changes
 
-    def slowest(self, slots: int = 1, large: Sequence[int] = ()) -> list[int]:
-        """Return, by rank, which of those that keep so many messages from being written are furthest behind."""
-        read = {index: self._ring.messages_read(index) for index in self._ring.laggards(slots, large)}
-        least = min(read.values(), default=0)
-        return [self.ranks[index] for index, count in read.items() if count == least]
+    def readers(self) -> list[ReaderInfo]:
+        """Return who reads, or did: every place but those extra ones that never had a reader."""
+        ring, known = self._ring, [(i, p) for i, p in enumerate(self._places) if p.state != "absent" or not p.extra]
+        return [place.info(ring.messages_read(index), ring.seq) for index, place in known]
 
-    def lag_of(self, rank: int) -> tuple[str, int] | None:
-        """Name a reader, and say how many messages it is behind; None if it is not there."""
-        if rank not in self.ranks or self.peers[index := self.ranks.index(rank)] is None:
-            return None
-        return next(iter(self._described([index]))), self._ring.seq - self._ring.messages_read(index)
+    def new_log(self) -> ChangeLog:
+        """Return what notes the changes from now on, as long as somebody has it."""
+        log = ChangeLog()
+        self._logs.add(log)
+        return log
 
-    def make_room(self, slots: int, large: Sequence[int]) -> None:
-        """Let no reader that need not be waited for keep so many messages from being written."""
-        blocker = self._ring.core.blocker(slots, large)
-        for index, evicts in list(self.lenient.items()):
-            if not self._ring.pass_over(index, blocker):
-                continue
-            behind = self._ring.seq - self._ring.messages_read(index)
-            if evicts:
-                self._evict_slow(index, behind)
-            elif (held_back := self._limiter.admit()) is not None:
-                (who,) = self._described([index])
-                text = "queue %s: %s is too slow, %d messages behind, and loses some (and %d more warnings)"
-                logger.warning(text, self._name, who, behind, held_back)
-
-    def _evict_slow(self, index: int, behind: int) -> None:
-        peer = self.peers[index]
-        assert peer is not None
-        text = "queue %s: reader %d (pid %d) was too slow and was evicted, %d messages behind"
-        logger.warning(text, self._name, peer.rank, peer.pid, behind)
-        self._ring.set_reader_state(index, EVICTED, peer.pid)  # first: it looks there when its messages are gone
-        self._ring.evict(index)
-        del self.lenient[index]
-        self.peers[index], self._settled[index] = None, True
-        self._gone[peer.rank] = f"pid {peer.pid} was evicted"
-        peer.hang_up()
-        self.changed()
-
-    def backlog(self) -> int:
-        """Return how many messages the slowest reader has not finished with."""
-        written = self._ring.seq
-        return max((written - self._ring.messages_read(i) for i, peer in enumerate(self.peers) if peer), default=0)
-
-    def _described(self, indices: Iterable[int]) -> Iterable[str]:
-        for index in indices:
-            peer = self.peers[index]
-            state = "gone" if peer is None else f"pid {peer.pid}, {process_state(peer.seen_pid)}"
-            yield f"rank {self.ranks[index]} ({state})"
+    def _tell(self, change: Change) -> None:
+        for log in list(self._logs):
+            log.add(change)
 
     # What the lifelines tell (see `lifeline.Host`)
 
     def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
-        """Admit a reader to a place that is free: nobody has it, or had it when all were ready."""
-        if hello.rank not in self.ranks:
-            raise HandleError(f"no local reader has rank {hello.rank}")
+        """Admit a reader to a place that is vacant: nobody has it, or it is held for a replacement."""
         if hello.slow not in SLOW_READER:
             raise HandleError(f"this writer knows no slow={hello.slow!r}")
-        index = self.ranks.index(hello.rank)
-        taken_by = self.peers[index]
-        if taken_by is not None:
-            raise HandleError(f"rank {hello.rank} is taken by pid {taken_by.pid}, which {_lives(taken_by.seen_pid)}")
-        if self._settled[index]:
-            who = f"its reader ({self._gone[hello.rank]}) is gone"
-            raise HandleError(f"rank {hello.rank} is taken: {who}, and the queue goes on without it")
-        return self._welcome()
+        if hello.rank == ANY_RANK:
+            index = next((index for index, place in enumerate(self._places) if place.vacant), None)
+            if index is None:
+                who = ", ".join(f"rank {place.rank} ({place.whose()})" for place in self._places)
+                raise NoPlaceVacant(f"no place is vacant: {who or 'the queue has none'}")
+        else:
+            index = self._index.get(hello.rank)
+            if index is None:
+                raise HandleError(f"no local reader has rank {hello.rank}")
+        place = self._places[index]
+        if not place.vacant:
+            raise HandleError(f"rank {place.rank} is taken{place.why_taken()}")
+        if place.held:
+            self._first = self._ring.resume(index, copies=place.copies and hello.slow != "block")
+        elif self._going or place.extra:
+            self._first = self._ring.admit(index, min(max(0, hello.history), self._ring.seq), self.body_gone)
+        else:
+            self._first = 0
+        return self._welcome(place.rank, self._first, self._going)
+
+    def withdrawn(self, welcome: Welcome) -> None:
+        """Let the place of a reader that could not be told be vacant again."""
+        index = self._index[welcome.rank]
+        place = self._places[index]
+        if (self._going or place.extra) and not place.held:
+            self._ring.evict(index)
 
     def missed(self, hello: Hello, said_goodbye: bool) -> None:
         """Note a reader that was never here; the reader that takes its place makes up for it."""
-        if hello.rank in self.ranks and not self._going and self.peers[self.ranks.index(hello.rank)] is None:
-            self._note_end(hello.rank, hello.pid, said_goodbye)
+        index = self._index.get(hello.rank)
+        if index is not None and not self._going and self._places[index].vacant:
+            self._note_end(self._places[index], hello.pid, said_goodbye)
 
     def attached(self, peer: Peer) -> None:
         """Note a new reader."""
-        index = self.ranks.index(peer.rank)
-        self.peers[index] = peer
+        index = self._index[peer.rank]
+        place = self._places[index]
+        self._have(index, peer)
+        place.pid, place.state, place.joined_at = peer.pid, "attached", time.time()
+        place.copies, place.trouble = peer.slow != "block", None
         self._left.pop(peer.rank, None)
         self._died.pop(peer.rank, None)
+        self.behind.lenient.pop(index, None)
         self._ring.set_reader_state(index, ATTACHED, peer.pid)
-        self.came()
-        if peer.slow != "block":
-            self.lenient[index] = peer.slow == "evict"
+        self.came(peer)
+        if place.copies:
+            self.behind.lenient[index] = peer.slow == "evict"
+        self._tell(ReaderJoined(peer.rank, peer.pid, self._first))
+        self.changed()
 
     def proven(self, peer: Peer) -> None:
         """Note that a reader can receive everything."""
-        self._settled[self.ranks.index(peer.rank)] = True
+        self._places[self._index[peer.rank]].settled = True
         self.changed()
 
     def gone(self, peer: Peer, said_goodbye: bool) -> None:
         """Go on without a reader that left; one that died is a matter of policy.
 
-        Before all are ready nothing has been sent, so its place is free for another one.
+        Before all are ready nothing has been sent, so there is nothing to go on without.
         """
-        index = self.ranks.index(peer.rank)
-        self.peers[index] = None
-        self.lenient.pop(index, None)
+        index = self._index[peer.rank]
+        place = self._places[index]
+        if place.leaving is peer:
+            place.leaving = None
+            self.changed()
+            return
+        self._have(index, None)
         if not self._going:
             self._vacate(index, peer, said_goodbye)
             return
-        self._settled[index] = True
-        self._gone[peer.rank] = _end_of(peer.pid, said_goodbye)
-        self._ring.set_reader_state(index, LEFT if said_goodbye else DIED, peer.pid)
-        if not said_goodbye and self._policy == "raise":
-            if self.trouble is None:
-                self.trouble = functools.partial(PeerDied, peer.rank, peer.pid, "reader", f"queue {self._name}")
+        place.settled = True
+        if said_goodbye:
+            self._leave(index)
         else:
-            if not said_goodbye:
-                logger.warning(
-                    "queue %s: reader %d (pid %d) died and was evicted at message %d",
-                    self._name,
-                    peer.rank,
-                    peer.pid,
-                    self._ring.messages_read(index),
-                )
-            self._ring.evict(index)
+            self._die(index)
         self.changed()
 
-    def _vacate(self, index: int, peer: Peer, said_goodbye: bool) -> None:
-        self._settled[index] = False
-        self._ring.set_reader_state(index, ABSENT, 0)
-        self._note_end(peer.rank, peer.pid, said_goodbye)
+    def _leave(self, index: int) -> None:
+        place = self._places[index]
+        place.state = "left"
+        self._ring.set_reader_state(index, LEFT, place.pid)
+        self._tell(ReaderLeft(place.rank, place.pid, self._ring.messages_read(index)))
+        self._give_up(index)
 
-    def _note_end(self, rank: int, pid: int, said_goodbye: bool) -> None:
-        self._left[rank] = _end_of(pid, said_goodbye)
+    def _die(self, index: int) -> None:
+        place, read = self._places[index], self._ring.messages_read(index)
+        held = self._policy == "hold"
+        place.state = "held" if held else "died"
+        self._ring.set_reader_state(index, DIED, place.pid)
+        self._tell(ReaderDied(place.rank, place.pid, read, held))
+        if self._policy == "raise":
+            place.trouble = functools.partial(PeerDied, place.rank, place.pid, "reader", f"queue {self._name}")
+        elif held:
+            text = "queue %s: reader %d (pid %d) died; its place is held for a replacement, from message %d on"
+            logger.warning(text, self._name, place.rank, place.pid, read)
+            self._ring.resume(index, copies=place.copies)  # what it had leased goes back
+            return
+        else:
+            text = "queue %s: reader %d (pid %d) died and was evicted at message %d"
+            logger.warning(text, self._name, place.rank, place.pid, read)
+        self._give_up(index)
+
+    def _give_up(self, index: int) -> None:
+        """Count a place as having read everything."""
+        self.behind.lenient.pop(index, None)
+        self._ring.evict(index)
+
+    def _vacate(self, index: int, peer: Peer, said_goodbye: bool) -> None:
+        place = self._places[index]
+        self.behind.lenient.pop(index, None)
+        place.settled, place.state = place.extra, "left" if said_goodbye else "died"
+        self._ring.set_reader_state(index, ABSENT, 0)
+        change = ReaderLeft if said_goodbye else ReaderDied
+        self._tell(change(peer.rank, peer.pid, 0))
+        if place.extra:
+            self._ring.evict(index)
+        self._note_end(place, peer.pid, said_goodbye)
+
+    def _note_end(self, place: Place, pid: int, said_goodbye: bool) -> None:
+        if not place.extra:
+            self._left[place.rank] = f"pid {pid} has {'left' if said_goodbye else 'died'}"
         if not said_goodbye:
-            if self._policy == "raise":
-                self._died[rank] = PeerDied(rank, pid, "reader", f"queue {self._name}, before all readers were ready")
+            if self._policy == "raise" and not place.extra:
+                about = f"queue {self._name}, before all readers were ready"
+                self._died[place.rank] = PeerDied(place.rank, pid, "reader", about)
             else:
-                logger.warning("queue %s: reader %d (pid %d) died; its place is free", self._name, rank, pid)
+                logger.warning("queue %s: reader %d (pid %d) died; its place is free", self._name, place.rank, pid)
         self.changed()
 
     def woken(self) -> None:
         """Look at the ring again."""
         self.changed()
 
+    # Evicting
 
-def _lives(pid: int) -> str:
-    """Say whether a process lives that has a place."""
-    state = process_state(pid)
-    if state in ("gone", "zombie", "dead"):
-        return f"does not live any more ({state}): something that it has left running keeps its connection open"
-    return f"lives ({state})" if pid > 0 else f"is {state}"
+    def _evict_slow(self, index: int, behind: int) -> None:
+        place = self._places[index]
+        text = "queue %s: reader %d (pid %d) was too slow and was evicted, %d messages behind"
+        logger.warning(text, self._name, place.rank, place.pid, behind)
+        self._evict(index, EVICTED)
+        self.changed()
+
+    def dismiss(self, rank: int) -> None:
+        """Wait for a reader no more, whether it is there, has died, or never came.
+
+        Raises:
+            ValueError: No local reader has this rank.
+        """
+        index = self._index.get(rank)
+        if index is None:
+            raise ValueError(f"rank must be a local reader's, one of {self.ranks}, not {rank}")
+        place = self._places[index]
+        place.trouble, place.settled, place.extra = None, True, True
+        self._left.pop(rank, None)
+        self._died.pop(rank, None)
+        if place.peer is not None:
+            self._evict(index, DISMISSED)
+        else:
+            if place.held:
+                place.state = "died"
+            self._give_up(index)
+        self.changed()
+
+    def _evict(self, index: int, state: int) -> None:
+        """Go on without a reader that is there, or whose place is held."""
+        place = self._places[index]
+        self._ring.set_reader_state(index, state, place.pid)  # first: it looks there when its messages are gone
+        self._give_up(index)
+        place.settled, place.leaving = True, place.peer
+        self._have(index, None)
+        if place.leaving is None:
+            place.state = "died"
+            return
+        place.state = "evicted"
+        self._tell(ReaderLeft(place.rank, place.pid, self._ring.messages_read(index), evicted=True))
+        place.leaving.evict()
 
 
-def _end_of(pid: int, said_goodbye: bool) -> str:
-    return f"pid {pid} has {'left' if said_goodbye else 'died'}"
-
-
-def _nothing() -> None: ...
+def _nothing(*_: object) -> None: ...

@@ -24,7 +24,7 @@ from aioshm.queue.ends.source import SourceBlock
 from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import findings
 from aioshm.queue.local.attachment import Attachment
-from aioshm.queue.local.copying import CopyingSlots
+from aioshm.queue.local.copying import CopyingSlots, eviction
 from aioshm.queue.local.leases import Leases
 from aioshm.queue.local.slots import SlotReader
 from aioshm.queue.local.waker import WriterWaker
@@ -47,9 +47,10 @@ class RingSource:
     Args:
         gate: The end's.
         handle: The writer's.
-        rank: Which reader this is.
+        rank: Which reader this is; `ANY_RANK`: the writer says which.
         codec: Makes objects of bytes.
         slow: What becomes of it when it is too slow.
+        history: How many of the latest messages to begin with.
         failed: Is told what has kept this from attaching; None: every call is refused with that.
 
     Attributes:
@@ -77,6 +78,7 @@ class RingSource:
         rank: int,
         codec: Codec,
         slow: SlowReader,
+        history: int = 0,
         failed: Callable[[AioshmError], None] | None = None,
     ) -> None:
         self._gate = gate
@@ -92,7 +94,7 @@ class RingSource:
         self.attachment: Attachment | None = None
         self.waker: WriterWaker | None = None
         self._attaching: asyncio.Task[None] | None = None
-        self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid(), slow)
+        self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid(), slow, history)
         self._dialled_pid = 0  # the process that listens, as this one sees it
         self._sock: socket.socket | None = dial(handle.lifeline, self._hello)
         if self._sock is not None:
@@ -114,6 +116,7 @@ class RingSource:
                 self._handle, self._hello, sock, gate.options.prefault_bytes, self._subscriber
             )
         self._lifeline, self._cursor = lifeline, ring = attachment.lifeline, attachment.ring
+        self._rank = attachment.rank
         gate.use(ring.core)
         self.waker = waker = WriterWaker(gate, ring, lifeline, loop)
 
@@ -131,16 +134,24 @@ class RingSource:
         self.ready = self.look = ring.ready
         self.ring, self.receive = ring, ring.core.receive
         lifeline.start(
-            self._on_go, gate.wake, self._on_writer_gone, self._on_descriptor, gate.interrupt, self._on_subscribe
+            self._on_go,
+            gate.wake,
+            self._on_writer_gone,
+            self._on_descriptor,
+            gate.interrupt,
+            self._on_subscribe,
+            self._on_evicted,
         )
         lifeline.prove()
+        if lifeline.welcome.going:
+            self._on_go()
 
-    def _subscriber(self, secret: bytes) -> OverflowSubscriber:
+    def _subscriber(self, secret: bytes, rank: int) -> OverflowSubscriber:
         with naming_limits("a reader"):  # which reading the files may reach; and who has segments needs no ZeroMQ
             from aioshm.queue.local.overflow_sockets import OverflowSubscriber
         gate, handle = self._gate, self._handle
         endpoint = f"ipc://{socket_file(handle.options, handle.queue_id, 'overflow')}"
-        return OverflowSubscriber(endpoint, secret, self._rank, handle.options.remote_timeout, gate.interrupt)
+        return OverflowSubscriber(endpoint, secret, rank, handle.options.remote_timeout, gate.interrupt)
 
     def _attached(self, attaching: asyncio.Task[None]) -> None:
         if attaching.cancelled():
@@ -165,8 +176,8 @@ class RingSource:
 
     def _writer_gone(self, said_goodbye: bool) -> None:
         gate = self._gate
-        if isinstance(self._slots, CopyingSlots) and self._cursor.evicted():
-            self.gone = self._slots.evicted
+        if self._cursor.evicted():
+            self.gone = functools.partial(eviction, gate, self._cursor)
         elif said_goodbye or self._cursor.writer_closed():  # its goodbye may have found no room in a full socket
             self.gone = lambda: PeerClosed(f"{gate!r}: the writer has closed the queue")
         else:
@@ -182,6 +193,9 @@ class RingSource:
         assert self.attachment is not None
         with suppress(LimitReached, OSError):  # it is tried again for the first message that needs it
             self.attachment.overflow.subscribe()
+
+    def _on_evicted(self) -> None:
+        self._gate.refuse(functools.partial(eviction, self._gate, self._cursor))
 
     def other_ends(self) -> list[int]:
         others = self._cursor.reader_pids()

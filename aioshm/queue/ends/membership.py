@@ -1,0 +1,52 @@
+"""Iterating over the changes of who reads a queue."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from aioshm.queue.ends.waiting import deadline_after
+from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.membership import Change
+from aioshm.wait.line import settle
+
+
+class Membership:
+    """The changes from when this was made on; see `aioshm.MessageQueue.membership`.
+
+    Args:
+        writer: Whose readers.
+        timeout: For how long each step waits, in seconds; None: for ever.
+
+    Raises:
+        ValueError, TypeError: ``timeout`` is none.
+    """
+
+    def __init__(self, writer: WritingEnd, timeout: float | None) -> None:
+        deadline_after(timeout)
+        self._writer = writer
+        self._timeout = timeout
+        self._log = writer.ring.roster.new_log()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Change:
+        change = await self.next(self._timeout)
+        if change is None:
+            raise StopAsyncIteration
+        return change
+
+    async def next(self, timeout: float | None) -> Change | None:
+        """Wait for the next change, and return it; None: the queue was closed.
+
+        Raises:
+            TimeoutError: There was none in time.
+        """
+        deadline, gate = deadline_after(timeout), self._writer.gate
+        while (change := self._log.take()) is None and not gate.closed:
+            self._writer.listen()
+            try:
+                await settle(gate.news(), deadline=deadline)
+            except TimeoutError:
+                raise TimeoutError(f"{gate!r}: no reader has come or gone in time") from None
+        return change

@@ -1,0 +1,190 @@
+"""`on_reader_death="hold"`: the place of a reader that was killed, and its messages, wait for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from children import child
+from remotes import wide_writer
+from support import until
+
+from aioshm import MessageQueue, Options, PeerClosed, QueueFull, ReaderDied, ReaderJoined
+
+SCRIPT = Path(__file__).with_name("journal_child.py")
+
+
+class Nursery:
+    """A running ``journal_child.py``."""
+
+    def __init__(self, process: subprocess.Popen[str], journal: Path) -> None:
+        self._process = process
+        self._journal = journal
+
+    def start(self) -> int:
+        """Start a reader; return its process id."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def lines(self) -> list[tuple[int, int]]:
+        """Return what was written down: which process, and what it received."""
+        if not self._journal.exists():
+            return []
+        whole = self._journal.read_text().rpartition("\n")[0]
+        return [(int(pid), int(number)) for pid, number in (line.split() for line in whole.splitlines())]
+
+    def count(self) -> int:
+        return self._journal.read_bytes().count(b"\n") if self._journal.exists() else 0
+
+
+@contextmanager
+def nursery(handle: str, rank: int, journal: Path) -> Iterator[Nursery]:
+    command = [sys.executable, str(SCRIPT), handle, str(rank), str(journal)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Nursery(process, journal)
+        finally:
+            process.kill()
+
+
+def check(lines: list[tuple[int, int]], kills: int, sent: int) -> None:
+    """Check that each message was received once, or was in the hands of one that was killed."""
+    runs = [(pid, [number for _, number in run]) for pid, run in groupby(lines, lambda line: line[0])]
+    assert len({pid for pid, _ in runs}) == len(runs), "they come one after the other"
+    received = [number for _, run in runs for number in run]
+    assert received == sorted(set(received)), "nothing twice, all in order"
+    for pid, run in runs:
+        assert run == list(range(run[0], run[-1] + 1)), f"a hole within what {pid} received"
+    in_hands = set(range(sent)) - set(received)
+    assert len(in_hands) <= kills, f"at most one each of {kills}: {sorted(in_hands)}"
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(500, marks=pytest.mark.slow)])
+async def test_killed_under_traffic_and_replaced(kills: int, tmp_path: Path) -> None:
+    chance, sent, done = random.Random(kills), 0, False
+    options = Options(on_reader_death="hold")
+    async with MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=4, slots=16, options=options) as writer:
+        handle = writer.export_handle()
+
+        async def send() -> None:
+            nonlocal sent
+            while not done:
+                await writer.enqueue(sent)
+                sent += 1
+
+        async def other() -> list[int]:
+            return [number async for number in bystander]
+
+        with nursery(handle.to_json(), 1, tmp_path / "journal") as readers:
+            async with MessageQueue.create_from_handle(handle, 0) as bystander:
+                pid, ends = readers.start(), monotonic() + 45
+                await writer.wait_until_ready(20)
+                sending, others = asyncio.ensure_future(send()), asyncio.ensure_future(other())
+                killed = 0
+                while killed < kills and monotonic() < ends:
+                    before, more = readers.count(), chance.randrange(40)
+                    await until(lambda before=before, more=more: readers.count() >= before + more, "traffic")
+                    os.kill(pid, signal.SIGKILL)
+                    await until(lambda: writer.readers[1].state == "held", "its death")  # it may outlive the signal
+                    pid, killed = readers.start(), killed + 1
+                await until(lambda: writer.readers[1].state == "attached", "the last replacement")
+                done = True
+                await asyncio.wait_for(sending, 60)
+                await writer.aclose()
+                assert await asyncio.wait_for(others, 60) == list(range(sent)), "the other one loses nothing"
+                await until(lambda: readers.lines()[-1:] and readers.lines()[-1][1] == sent - 1, "the last message")
+    lines = readers.lines()
+    assert killed >= min(kills, 50)
+    check(lines, killed, sent)
+
+
+async def test_the_writer_waits_and_says_for_whom() -> None:
+    async with wide_writer(2, 0, chunks=4, on_reader_death="hold") as writer:
+        handle = writer.export_handle()
+        changes = writer.membership(20)
+        async with MessageQueue.create_from_handle(handle, 0) as patient:
+            async with child("idle", handle.to_json(), "1") as doomed:
+                await writer.wait_until_ready(20)
+                assert {type(await anext(changes)) for _ in range(2)} == {ReaderJoined}
+                doomed.signal(signal.SIGKILL)
+                await doomed.end()
+                assert await anext(changes) == ReaderDied(1, doomed.pid, 0, held=True)
+            for number in range(4):
+                await writer.enqueue(number, 20)
+                assert await patient.dequeue(20) == number
+            held = rf"rank 1 \(pid {doomed.pid} has died; its place is held\)"
+            with pytest.raises(QueueFull, match=held):
+                writer.enqueue_nowait(4)
+            with pytest.raises(TimeoutError, match=held):
+                await writer.enqueue(4, 0.01)
+            (info,) = [info for info in writer.readers if info.rank == 1]
+            assert (info.state, info.pid, info.read, info.lag) == ("held", doomed.pid, 0, 4)
+            waiting = asyncio.ensure_future(writer.enqueue(4))
+            async with MessageQueue.create_from_handle(handle, history=2) as heir:
+                assert [await heir.dequeue(20) for _ in range(4)] == [0, 1, 2, 3], "what it had not taken, all of it"
+                await asyncio.wait_for(waiting, 20)
+                assert await heir.dequeue(20) == await patient.dequeue(20) == 4
+                assert heir.stats().rank == 1
+
+
+@pytest.mark.parametrize("what", ["hold", "lease"])
+async def test_what_it_had_in_hands_comes_again(what: str) -> None:
+    """A block that was not left has finished with nothing."""
+    async with wide_writer(1, 0, on_reader_death="hold") as writer:
+        handle = writer.export_handle()
+        async with child(what, handle.to_json(), "0") as doomed:
+            for number in range(2):
+                await writer.enqueue(number, 20)
+            await doomed.says("ready")
+            await doomed.says({"hold": "holding", "lease": "leasing"}[what])
+        async with MessageQueue.create_from_handle(handle, 0) as heir:
+            assert [await heir.dequeue(20) for _ in range(2)] == [0, 1]
+
+
+async def test_a_held_place_is_given_up() -> None:
+    async with wide_writer(2, 0, on_reader_death="hold") as writer:
+        handle = writer.export_handle()
+        async with MessageQueue.create_from_handle(handle, 0) as patient:
+            async with child("idle", handle.to_json(), "1") as doomed:
+                await writer.wait_until_ready(20)
+                doomed.signal(signal.SIGKILL)
+                await doomed.end()
+            for number in range(4):
+                await writer.enqueue(number, 20)
+                await patient.dequeue(20)
+            waiting = asyncio.ensure_future(writer.enqueue(4))
+            await asyncio.sleep(0)
+            writer.dismiss(1)
+            await asyncio.wait_for(waiting, 20)
+            assert await patient.dequeue(20) == 4
+            async with MessageQueue.create_from_handle(handle, 1) as newcomer:
+                await newcomer.wait_until_ready(20)
+                await writer.enqueue(5, 20)
+                assert await newcomer.dequeue(20) == 5, "from the present on"
+
+
+async def test_one_that_leaves_holds_nothing() -> None:
+    async with wide_writer(1, 0, on_reader_death="hold") as writer:
+        async with MessageQueue.create_from_handle(writer.export_handle(), 0):
+            await writer.wait_until_ready(20)
+        await until(lambda: writer.readers[0].state == "left", "goodbye")
+        with pytest.raises(PeerClosed, match="every reader has left"):
+            await writer.enqueue("x", 20)
+
+
+async def test_remote_readers_are_not_held() -> None:
+    with pytest.raises(ValueError, match="on_reader_death='hold' is for local readers"):
+        wide_writer(1, 1, on_reader_death="hold")

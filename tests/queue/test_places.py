@@ -1,0 +1,467 @@
+"""Readers that come after all were ready: in the place of one that is gone, or in one that nobody has had."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from children import child
+from faces import Thread, make_writer
+from remotes import ready_ends, wide_writer
+from support import until
+
+from aioshm import (
+    ChangesLost,
+    HandleError,
+    MessageQueue,
+    MessagesLost,
+    NoPlaceVacant,
+    Options,
+    PeerClosed,
+    PeerDied,
+    ReaderDied,
+    ReaderEvicted,
+    ReaderJoined,
+    ReaderLeft,
+    blocking,
+)
+from aioshm.queue.membership import KEPT_CHANGES
+
+LARGE = 20_000
+"""Bytes that do not fit a chunk here."""
+
+
+@asynccontextmanager
+async def joined(writer: MessageQueue, rank: int | None = None, **arguments: Any) -> AsyncIterator[MessageQueue]:
+    """Give a reader that has just come to the block."""
+    async with MessageQueue.create_from_handle(writer.export_handle(), rank, **arguments) as reader:
+        await reader.wait_until_ready(20)
+        yield reader
+
+
+async def left(writer: MessageQueue, rank: int) -> None:
+    await until(lambda: any(info.rank == rank and info.state == "left" for info in writer.readers), "goodbye")
+
+
+async def received(reader: MessageQueue, amount: int) -> list[Any]:
+    return [await reader.dequeue(20) for _ in range(amount)]
+
+
+class TestReplaced:
+    """Its first message is the next one that is sent, whatever its predecessor had read."""
+
+    @pytest.mark.parametrize("backing", ["memfd", "named"])
+    async def test_after_it_left(self, backing: Any) -> None:
+        async with ready_ends(2, 0, backing=backing) as (writer, (patient, leaver)):
+            await writer.enqueue("before", 20)
+            await leaver.aclose()
+            await left(writer, 1)
+            for number in range(10):
+                await writer.enqueue(number, 20)
+                await patient.dequeue(20)
+            async with joined(writer, 1) as newcomer:
+                await writer.enqueue("after", 20)
+                assert await newcomer.dequeue(20) == "after"
+                assert newcomer.stats().messages == 12, "numbers are those of all messages"
+                assert await received(patient, 2) == [9, "after"]
+
+    async def test_after_it_was_killed(self) -> None:
+        async with wide_writer(2, 0, on_reader_death="evict") as writer:
+            handle = writer.export_handle()
+            async with MessageQueue.create_from_handle(handle, 0) as patient:
+                async with child("lease", handle.to_json(), "1") as doomed:
+                    await writer.enqueue(0, 20)
+                    await doomed.says("ready")
+                    await doomed.says("leasing")
+                for number in range(1, 9):
+                    assert await patient.dequeue(20) == number - 1
+                    await writer.enqueue(number, 20)
+                async with joined(writer, 1) as newcomer:
+                    await writer.enqueue(9, 20)
+                    assert await newcomer.dequeue(20) == 9
+                    assert await received(patient, 2) == [8, 9]
+
+    async def test_many_times(self) -> None:
+        async with ready_ends(2, 0) as (writer, (patient, reader)):
+            for number in range(50):
+                await reader.aclose()
+                reader = MessageQueue.create_from_handle(writer.export_handle(), 1)
+                await reader.wait_until_ready(20)
+                await writer.enqueue(number, 20)
+                assert await patient.dequeue(20) == number
+                if number % 2:
+                    assert await reader.dequeue(20) == number
+            await reader.aclose()
+
+    @pytest.mark.parametrize("overflow", ["segments", "zmq"])
+    async def test_what_does_not_fit_a_chunk_reaches_it(self, overflow: Any) -> None:
+        async with ready_ends(2, 0, overflow=overflow) as (writer, (patient, leaver)):
+            for size in (LARGE, 2 * LARGE):
+                await writer.enqueue(bytes(size), 20)
+            for reader in (patient, leaver):
+                assert list(map(len, await received(reader, 2))) == [LARGE, 2 * LARGE]
+            await leaver.aclose()
+            await left(writer, 1)
+            async with joined(writer, 1) as newcomer:
+                for size in (LARGE, 3 * LARGE, 2 * LARGE):
+                    await writer.enqueue(bytes(size), 20)
+                for reader in (patient, newcomer):
+                    assert list(map(len, await received(reader, 3))) == [LARGE, 3 * LARGE, 2 * LARGE]
+
+    async def test_by_one_that_is_not_waited_for(self) -> None:
+        async with ready_ends(2, 0) as (writer, (patient, leaver)):
+            await leaver.aclose()
+            await left(writer, 1)
+            async with joined(writer, 1, slow="skip") as newcomer:
+                for number in range(10):
+                    await writer.enqueue(number, 20)
+                    await patient.dequeue(20)
+                with pytest.raises(MessagesLost) as caught:
+                    await newcomer.dequeue(20)
+                assert caught.value.first == 0
+                got = await received(newcomer, 10 - 1 - caught.value.last)
+                assert got == list(range(caught.value.last + 1, 10))
+
+    async def test_while_a_slot_is_being_filled(self) -> None:
+        async with ready_ends(2, 0, codec="raw") as (writer, (patient, leaver)):
+            await leaver.aclose()
+            await left(writer, 1)
+            async with writer.acquire_write(20, nbytes=1) as room:
+                async with MessageQueue.create_from_handle(writer.export_handle(), 1) as newcomer:
+                    await newcomer.wait_until_ready(20)
+                    room[:] = b"x"
+                    leaver = newcomer
+                    assert newcomer.stats().messages == 0, "its first message is this one"
+            assert bytes(await patient.dequeue(20)) == b"x"
+
+    async def test_its_place_is_its_own(self) -> None:
+        async with ready_ends(1, 0) as (writer, (reader,)):
+            with pytest.raises(HandleError, match=rf"rank 0 is taken by pid {os.getpid()}, which lives"):
+                async with joined(writer, 0):
+                    pass
+            await writer.enqueue("x", 20)
+            assert await reader.dequeue(20) == "x"
+
+    async def test_when_all_had_left(self) -> None:
+        async with ready_ends(1, 0) as (writer, (reader,)):
+            await reader.aclose()
+            await left(writer, 0)
+            with pytest.raises(PeerClosed, match="every reader has left"):
+                await writer.enqueue("nobody's", 20)
+            async with joined(writer, 0) as newcomer:
+                await writer.enqueue("x", 20)
+                assert await newcomer.dequeue(20) == "x"
+
+    def test_on_the_blocking_face(self) -> None:
+        with make_writer(1) as writer:
+            handle = writer.export_handle()
+
+            def read_one() -> Any:
+                with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+                    return reader.dequeue(20)
+
+            first = Thread(read_one)
+            writer.wait_until_ready(20)
+            writer.enqueue(0, 20)
+            assert first.result() == 0
+            changes = writer.membership(20)
+            second = Thread(read_one)
+            while not isinstance(next(changes), ReaderJoined):
+                pass
+            writer.enqueue(1, 20)
+            assert second.result() == 1
+            with pytest.raises(PeerClosed):
+                for _ in range(1000):
+                    writer.enqueue(2, 20)
+            third = Thread(read_one)
+            while writer.readers[0].state != "attached":
+                pass
+            writer.enqueue(3, 20)
+            assert third.result() == 3
+            with pytest.raises(TimeoutError, match="no reader has come or gone in time"):
+                for _ in writer.membership(0.01):
+                    pass
+        assert list(writer.membership()) == []
+        assert writer.readers == ()
+
+
+class TestRaise:
+    """The error ends when somebody takes the place, or it is dismissed."""
+
+    @asynccontextmanager
+    async def bereaved(self) -> AsyncIterator[tuple[MessageQueue, MessageQueue]]:
+        async with wide_writer(2, 0) as writer:
+            handle = writer.export_handle()
+            async with MessageQueue.create_from_handle(handle, 0) as patient:
+                async with child("idle", handle.to_json(), "1") as doomed:
+                    await writer.wait_until_ready(20)
+                    doomed.signal(signal.SIGKILL)
+                    await doomed.end()
+                await until(lambda: writer.readers[1].state == "died", "death")
+                for _ in range(2):
+                    with pytest.raises(PeerDied, match=str(doomed.pid)):
+                        await writer.enqueue("x", 20)
+                yield writer, patient
+
+    async def test_a_replacement(self) -> None:
+        async with self.bereaved() as (writer, patient), joined(writer, 1) as newcomer:
+            await writer.enqueue("x", 20)
+            assert await newcomer.dequeue(20) == await patient.dequeue(20) == "x"
+
+    async def test_of_several_each_is_told(self) -> None:
+        async with wide_writer(3, 0) as writer:
+            handle = writer.export_handle()
+            async with MessageQueue.create_from_handle(handle, 0) as patient:
+                async with (
+                    child("idle", handle.to_json(), "1") as first,
+                    child("idle", handle.to_json(), "2") as second,
+                ):
+                    await writer.wait_until_ready(20)
+                    for rank, doomed in ((2, second), (1, first)):
+                        doomed.signal(signal.SIGKILL)
+                        await doomed.end()
+                        await until(lambda rank=rank: writer.readers[rank].state == "died", "death")
+                for rank, left_dead in ((1, second), (2, None)):
+                    with pytest.raises(PeerDied):
+                        await writer.enqueue("x", 20)
+                    writer.dismiss(rank)
+                    if left_dead is not None:
+                        with pytest.raises(PeerDied, match=str(left_dead.pid)):
+                            await writer.enqueue("x", 20)
+                await writer.enqueue("x", 20)
+                assert await patient.dequeue(20) == "x"
+
+    async def test_dismissed(self) -> None:
+        async with self.bereaved() as (writer, patient):
+            writer.dismiss(1)
+            for number in range(9):
+                await writer.enqueue(number, 20)
+                assert await patient.dequeue(20) == number
+
+
+class TestDismiss:
+    async def test_one_that_lives(self) -> None:
+        async with ready_ends(2, 0) as (writer, (patient, idle)):
+            for number in range(4):
+                await writer.enqueue(number, 20)
+                await patient.dequeue(20)
+            waiting = asyncio.ensure_future(writer.enqueue(4))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            writer.dismiss(1)
+            await asyncio.wait_for(waiting, 20)
+            for _ in range(2):
+                with pytest.raises(ReaderEvicted, match="the writer has dismissed this reader"):
+                    await idle.dequeue(20)
+            with pytest.raises(HandleError, match=rf"rank 1 is taken: its reader \(pid {os.getpid()} was evicted\)"):
+                async with joined(writer, 1):
+                    pass
+            await idle.aclose()
+            async with joined(writer, 1) as newcomer:
+                await writer.enqueue(5, 20)
+                assert await newcomer.dequeue(20) == 5
+                assert await received(patient, 2) == [4, 5]
+
+    async def test_in_the_middle_of_a_lease(self) -> None:
+        """What the evicted one gives back does not count for its successor."""
+        async with ready_ends(2, 0) as (writer, (patient, idle)):
+            await writer.enqueue(0, 20)
+            async with idle.lease():
+                writer.dismiss(1)
+            for number in range(1, 9):
+                assert await patient.dequeue(20) == number - 1
+                await writer.enqueue(number, 20)
+            with pytest.raises(ReaderEvicted):
+                await idle.dequeue(20)
+
+    async def test_one_that_never_came(self) -> None:
+        async with wide_writer(2, 0) as writer:
+            waiting = asyncio.ensure_future(writer.wait_until_ready(20))
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                await until(lambda: writer.readers[0].state == "attached", "admission")
+                writer.dismiss(1)
+                await waiting
+                for number in range(9):
+                    await writer.enqueue(number, 20)
+                    assert await reader.dequeue(20) == number
+
+    async def test_nobodys_rank(self) -> None:
+        async with wide_writer(1, 0) as writer:
+            with pytest.raises(ValueError, match=r"rank must be a local reader's, one of \(0,\), not 1"):
+                writer.dismiss(1)
+        with pytest.raises(Exception, match="this end was closed"):
+            writer.dismiss(0)
+
+    def test_while_another_thread_waits_for_it(self) -> None:
+        with make_writer(1, chunks=1) as writer:
+            handle = writer.export_handle()
+            attached = Thread(lambda: blocking.MessageQueue.create_from_handle(handle, 0))
+            with attached.result() as reader:
+                ready = Thread(reader.wait_until_ready, 20)
+                writer.wait_until_ready(20)
+                ready.result()
+                writer.enqueue(0, 20)
+                waiting = Thread(writer.enqueue, 1, 60)
+                while writer.held.gate.core.user == 0:
+                    pass
+                writer.dismiss(0)
+                with pytest.raises(PeerClosed, match="every reader has left"):
+                    waiting.result()
+
+
+class TestMaxReaders:
+    async def test_nobody_waits_for_them(self) -> None:
+        async with wide_writer(1, 0, max_readers=3) as writer:
+            handle = writer.export_handle()
+            async with MessageQueue.create_from_handle(handle) as reader:
+                await writer.wait_until_ready(20)
+                await writer.enqueue(0, 20)
+                async with joined(writer) as second, joined(writer) as third:
+                    assert [end.stats().rank for end in (reader, second, third)] == [0, 1, 2]
+                    who = ", ".join(rf"rank {rank} \(pid {os.getpid()}, \w+\)" for rank in range(3))
+                    with pytest.raises(NoPlaceVacant, match=f"no place is vacant: {who}"):
+                        async with joined(writer):
+                            pass
+                    await writer.enqueue(1, 20)
+                    assert await second.dequeue(20) == await third.dequeue(20) == 1
+                    await second.aclose()
+                    await left(writer, 1)
+                    async with joined(writer) as again:
+                        assert again.stats().rank == 1, "the lowest that is vacant"
+                assert await received(reader, 2) == [0, 1]
+
+    async def test_of_a_queue_that_waits_for_nobody(self) -> None:
+        async with wide_writer(0, 0, max_readers=2) as writer:
+            for number in range(9):
+                await writer.enqueue(number, 20)
+            async with joined(writer) as reader:
+                await writer.enqueue(9, 20)
+                assert await reader.dequeue(20) == 9
+            await left(writer, 0)
+            for number in range(9):
+                await writer.enqueue(number, 20)
+
+    async def test_before_all_are_ready(self) -> None:
+        async with wide_writer(1, 0, max_readers=2) as writer:
+            waiting = asyncio.ensure_future(writer.wait_until_ready(20))
+            for _ in range(2):
+                async with MessageQueue.create_from_handle(writer.export_handle(), 1):
+                    await until(lambda: len(writer.readers) > 1 and writer.readers[1].state == "attached", "admission")
+                await left(writer, 1)
+            async with MessageQueue.create_from_handle(writer.export_handle(), 1) as extra:
+                await until(lambda: writer.readers[1].state == "attached", "admission")
+                assert not waiting.done(), "the other one is waited for"
+                async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                    await waiting
+                    for number in range(9):
+                        await writer.enqueue(number, 20)
+                        assert await reader.dequeue(20) == await extra.dequeue(20) == number
+
+    @pytest.mark.parametrize(("n_reader", "most"), [(2, 1), (0, 1 << 17), (1, -1), (1, "2")])
+    async def test_out_of_range(self, n_reader: int, most: Any) -> None:
+        with pytest.raises((ValueError, TypeError), match="max_readers"):
+            MessageQueue(n_reader, n_reader, options=Options(max_readers=most))
+
+    async def test_ranks_beside_those_that_were_chosen(self) -> None:
+        async with MessageQueue(2, 2, [1, 3], options=Options(max_readers=4)) as writer:
+            assert writer.export_handle().local_reader_ranks == (1, 3, 2, 4)
+
+    async def test_found_by_name(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(tmp_path))
+        async with MessageQueue(0, 0, name="steps", options=Options.from_env()) as writer:
+            async with MessageQueue.attach("steps") as reader:
+                with pytest.raises(HandleError, match="the queue has none"):
+                    await reader.wait_until_ready(20)
+        options = Options(max_readers=2, runtime_dir=str(tmp_path))
+        async with MessageQueue(1, 1, name="steps", options=options) as writer:
+            async with MessageQueue.attach("steps") as reader, MessageQueue.attach("steps") as second:
+                await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, reader, second)))
+                assert {reader.stats().rank, second.stats().rank} == {0, 1}
+
+
+class TestHistory:
+    @pytest.mark.parametrize(("wanted", "first"), [(0, 6), (1, 5), (3, 3), (100, 2)])
+    async def test_comes_first(self, wanted: int, first: int) -> None:
+        async with ready_ends(1, 0, max_readers=2) as (writer, (reader,)):
+            for number in range(6):
+                await writer.enqueue((number, b"in the slot"), 20)
+                await reader.dequeue(20)
+            async with joined(writer, history=wanted) as newcomer:
+                assert [number for number, _ in await received(newcomer, 6 - first)] == list(range(first, 6))
+                await writer.enqueue((6, b""), 20)
+                assert (await newcomer.dequeue(20))[0] == 6
+
+    @pytest.mark.parametrize("overflow", ["segments", "zmq"])
+    async def test_of_what_does_not_fit_a_chunk(self, overflow: Any) -> None:
+        async with ready_ends(1, 0, max_readers=2, overflow=overflow) as (writer, (reader,)):
+            for number in (0, 1):
+                await writer.enqueue(bytes([number]) * LARGE, 20)
+                await reader.dequeue(20)
+            async with joined(writer, history=4) as newcomer:
+                # The body of the first one is gone, in the place of which the second one lies.
+                assert await received(newcomer, 1) == [bytes([1]) * LARGE]
+                await writer.enqueue(2, 20)
+                assert await newcomer.dequeue(20) == await reader.dequeue(20) == 2
+
+    async def test_of_a_remote_reader(self) -> None:
+        async with wide_writer(0, 1) as writer:
+            with pytest.raises(ValueError, match="history is for local readers"):
+                MessageQueue.create_from_handle(writer.export_handle(), 0, history=1)
+
+    @pytest.mark.parametrize("history", [-1, "2", 1 << 63, None])
+    async def test_out_of_range(self, history: Any) -> None:
+        async with wide_writer(1, 0) as writer:
+            with pytest.raises((ValueError, TypeError), match="history"):
+                MessageQueue.create_from_handle(writer.export_handle(), 0, history=history)
+
+
+class TestMembership:
+    async def test_tells_who_comes_and_goes(self) -> None:
+        async with wide_writer(1, 0, max_readers=2, on_reader_death="evict") as writer:
+            handle, changes, me = writer.export_handle(), writer.membership(20), os.getpid()
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                assert await anext(changes) == ReaderJoined(0, me, 0), "also before all are ready"
+                await writer.wait_until_ready(20)
+                await writer.enqueue(0, 20)
+                async with child("idle", handle.to_json(), "1") as doomed:
+                    assert await anext(changes) == ReaderJoined(1, doomed.pid, 1)
+                    await writer.enqueue(1, 20)
+                    infos = writer.readers
+                    assert [(info.rank, info.pid, info.state, info.lag) for info in infos] == [
+                        (0, me, "attached", 2),
+                        (1, doomed.pid, "attached", 1),
+                    ]
+                    assert infos[0].host
+                    assert infos[0].joined_at > 0
+                    doomed.signal(signal.SIGKILL)
+                    assert await anext(changes) == ReaderDied(1, doomed.pid, 1)
+                await received(reader, 1)
+                writer.dismiss(0)
+                assert await anext(changes) == ReaderLeft(0, me, 1, evicted=True)
+            async with joined(writer, 0):
+                assert await anext(changes) == ReaderJoined(0, me, 2)
+            assert await anext(changes) == ReaderLeft(0, me, 2)
+            waiting = asyncio.ensure_future(anext(changes, None))
+            await writer.aclose()
+            assert await waiting is None, "the end of the iteration"
+            assert [change async for change in changes] == []
+
+    async def test_keeps_so_many(self) -> None:
+        async with wide_writer(0, 0, max_readers=1) as writer:
+            changes = writer.membership(20)
+            await writer.wait_until_ready(20)
+            for number in range(KEPT_CHANGES + 2):
+                writer.end.ring.roster._tell(ReaderJoined(0, 1, number))  # type: ignore[union-attr]
+            assert await anext(changes) == ChangesLost(2)
+            assert await anext(changes) == ReaderJoined(0, 1, 2)
+
+    async def test_belongs_to_the_writer(self) -> None:
+        async with ready_ends(1, 0) as (_, (reader,)):
+            for call in (lambda: reader.readers, reader.membership, lambda: reader.dismiss(0)):
+                with pytest.raises(Exception, match="belongs to the queue's writer"):
+                    call()
