@@ -69,6 +69,7 @@ typedef struct {
     Pool pools[MAX_POOLS];    /* the largest chunks first */
     Pool *claimed;            /* of what size the claimed slot has a chunk, which is the last of the free ones */
     uint8_t *own;             /* this end's line */
+    size_t n_places;          /* readers but those behind the last one that was not evicted, whose flags stay 1 */
     size_t reader;            /* a reader's flag within the flags of a slot */
     uint8_t *unread;          /* what a writer sets the reader flags to: 1 for those that were evicted */
     uint64_t seq;
@@ -183,7 +184,7 @@ static inline bool is_free(const Core *self, size_t index)
     uint8_t *flags = flags_of(self, index), written = load_acquire(flags);
     if (!written)
         return true;
-    bool all = written == 1 && all_are(flags + 1, self->n_reader, 1);
+    bool all = written == 1 && all_are(flags + 1, self->n_places, 1);
     atomic_thread_fence(memory_order_acquire);  /* the chunk is filled only after every reader's flag was seen */
     return all;
 }
@@ -610,7 +611,7 @@ static inline void publish(Core *self)
         self->claimed = NULL;
     }
     atomic_thread_fence(memory_order_release);  /* what is cleared already was filled before; see is_ready */
-    memcpy(flags + 1, self->unread, self->n_reader);
+    memcpy(flags + 1, self->unread, self->n_places);
     store_release(flags, 1);  /* last: readers may look the moment this is visible */
     advance(self);
     store_count(self->own, self->seq);
@@ -619,7 +620,7 @@ static inline void publish(Core *self)
 static inline bool readers_parked(const Core *self)
 {
     full_fence();
-    return !all_are(self->base + READERS_PARKED, self->n_reader, 0);
+    return !all_are(self->base + READERS_PARKED, self->n_places, 0);
 }
 
 static PyObject *writer_commit(Core *self, PyObject *Py_UNUSED(ignored))
@@ -821,6 +822,8 @@ static PyObject *writer_evict(Core *self, PyObject *arg)
     for (size_t index = 0; index < self->n_slots; index++)
         store_release(flags_of(self, index) + 1 + reader, 1);
     store_release(self->base + READERS_PARKED + reader, 0);
+    while (self->n_places > 0 && self->unread[self->n_places - 1])
+        self->n_places--;
     Py_RETURN_NONE;
 }
 
@@ -906,6 +909,8 @@ static PyObject *writer_admit(Core *self, PyObject *args)
         store_release(flags_of(self, (seq - 1) % self->n_slots) + 1 + reader, 0);
     }
     self->unread[reader] = 0;
+    if (self->n_places <= (size_t)reader)
+        self->n_places = (size_t)reader + 1;
     store_release(self->base + READERS_PARKED + reader, 0);
     return PyLong_FromUnsignedLongLong(first);
 }
@@ -1608,6 +1613,7 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
         PyErr_SetString(PyExc_ValueError, "the memory is smaller than the layout says, or lies crooked");
         return -1;
     }
+    self->n_places = self->n_reader;
     self->unread = calloc(self->n_reader + 1, 1);  /* never nothing */
     if (self->unread == NULL || (line == WRITER_LINE && make_stacks(self) < 0)) {
         PyBuffer_Release(&self->buffer);

@@ -279,9 +279,8 @@ class WriterCore(_Core):
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, /) -> None:
         super().__init__(layout, view, slots, at.WRITER_LINE)
         self._parked = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
-        self._nobody = bytes(layout.n_reader)
         self._unread = bytearray(layout.n_reader)
-        self._read_by_all = bytes([1]) * layout.flag_bytes
+        self._count_places()
         self._room = layout.max_chunk_bytes
         self._chunks = {pool: _Chunks(pool) for pool in self._pools}
         self._claimed: tuple[_Chunks, int] | None = None  # the chunk of the slot that is claimed
@@ -352,7 +351,7 @@ class WriterCore(_Core):
         fence = self._fence
         fence.acquire(False)
         fence.release()
-        return self._parked != self._nobody
+        return self._parked_here != self._nobody
 
     def put(self, message: bytes, /) -> bool:
         """Publish an encoded message that fits the ring; return False if it does not, or while there is no room."""
@@ -394,7 +393,7 @@ class WriterCore(_Core):
         self.published_ns: int = now
         self._count_turn(number - start, monotonic_ns())
         memory_fence()
-        if self._parked != self._nobody:
+        if self._parked_here != self._nobody:
             self._notify()
         return number - start
 
@@ -451,6 +450,14 @@ class WriterCore(_Core):
         for row in range(0, self._amount * self._row_bytes, self._row_bytes):
             self._flags[row + 1 + reader] = 1
         self._parked[reader] = 0
+        self._count_places()
+
+    def _count_places(self) -> None:
+        """Look no further than to the last reader that was not evicted: the flags behind it stay 1."""
+        places = self._unread.rfind(0) + 1
+        self._parked_here = self._parked[:places]
+        self._nobody, self._cleared = bytes(places), bytes(self._unread[:places])
+        self._read_by_all = bytes([1]) * (1 + places)
 
     def admit(self, reader: int, history: int, gone: Callable[[int], object] | None, /) -> int:
         """Admit a reader to the place of one that was evicted; return the number of its first message.
@@ -474,6 +481,7 @@ class WriterCore(_Core):
             self._keep_again(seq)
             self._flags[seq % self._amount * self._row_bytes + 1 + reader] = 0
         self._unread[reader] = self._parked[reader] = 0
+        self._count_places()
         return first
 
     def _oldest_of(self, history: int, gone: Callable[[int], object] | None) -> int:
@@ -507,11 +515,12 @@ class WriterCore(_Core):
 
     def close(self) -> None:
         super().close()
+        self._parked_here.release()
         self._parked.release()
 
     def _publish(self) -> None:
-        flags, row = self._flags, self._index * self._row_bytes
-        flags[row + 1 : row + self._row_bytes] = self._unread
+        flags, row, cleared = self._flags, self._index * self._row_bytes, self._cleared
+        flags[row + 1 : row + 1 + len(cleared)] = cleared
         self._announce(row)
 
     def _announce(self, row: int) -> None:
@@ -592,7 +601,8 @@ class WriterCore(_Core):
 
     def _is_free(self, index: int) -> bool:
         flags, row = self._flags, index * self._row_bytes
-        return flags[row : row + self._row_bytes] == self._read_by_all or not flags[row]
+        read_by_all = self._read_by_all
+        return flags[row : row + len(read_by_all)] == read_by_all or not flags[row]
 
     def _spin_for_room(self, nbytes: int) -> bool:
         if self.spin_ns <= 0:
@@ -933,8 +943,8 @@ class OrderedWriterCore(WriterCore):
 
     def _publish(self) -> None:
         memory_fence()
-        row = self._index * self._row_bytes
-        self._flags[row + 1 : row + self._row_bytes] = self._unread
+        row, cleared = self._index * self._row_bytes, self._cleared
+        self._flags[row + 1 : row + 1 + len(cleared)] = cleared
         memory_fence()  # the written flag becomes visible after what it announces, the cleared flags included
         self._announce(row)
 

@@ -91,7 +91,8 @@ def watch(cursor: RingWriter | RingReader, monkeypatch: pytest.MonkeyPatch) -> l
     core: Any = cursor.core
     core._flags = Watched(core._flags, "flags", log)
     core._slots = WatchedSlots(core._slots, log)
-    core._parked = ParkedFlags(core._parked, "parked", log)
+    parked = "_parked_here" if isinstance(cursor, RingWriter) else "_parked"
+    setattr(core, parked, ParkedFlags(getattr(core, parked), "parked", log))
     core._fence = NotedLock(log)
     monkeypatch.setattr(_portable, "memory_fence", lambda: log.append("fence"))
     return log
