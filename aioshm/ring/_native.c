@@ -98,6 +98,7 @@ typedef struct {
     bool made;
     char quiet;               /* whether send and receive leave it to their caller to tell a parked end */
     char hushed, owes;        /* whether one of them is under way; whether there is somebody to be told */
+    unsigned long long due;   /* from which message on: before it, the other end is to be told later anyway */
     int in_use;               /* calls that release the GIL, or run code of others, with the memory in their hands */
     PyObject *nothing, *elsewhere;
     PyTypeObject *at_once;
@@ -295,7 +296,8 @@ static inline void count_turn(Core *self, Py_ssize_t messages, uint64_t now)
 static void notify(Core *self)
 {
     if (self->hushed) {
-        self->owes = 1;
+        if (self->seq >= self->due)
+            self->owes = 1;
         return;
     }
     if (self->on_parked == Py_None)
@@ -1808,6 +1810,7 @@ static PyMemberDef members[] = {
     {"user", T_ULONG, offsetof(Core, user), 0, "The thread that uses this end, if any thread may; 0: none."},
     {"quiet", T_BOOL, offsetof(Core, quiet), 0, "Whether send and receive set `owes` instead of telling a parked end."},
     {"owes", T_BOOL, offsetof(Core, owes), 0, "Whether the other end has to be told that it may go on."},
+    {"due", T_ULONGLONG, offsetof(Core, due), 0, "Before which message that is not set: the other end is told later."},
     {"leased", T_BOOL, offsetof(Core, leased), READONLY, "Whether a block has the next message."},
     {"holder", T_ULONGLONG, offsetof(Core, holder), READONLY, "The id of the task that leased it."},
     {"shown", T_BOOL, offsetof(Core, shown), 0, "Whether it is seen where it lies."},

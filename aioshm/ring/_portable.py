@@ -72,6 +72,7 @@ class _Core(ABC):
         quiet: Whether `send` and `receive` set ``owes`` instead of telling a parked end, which a signal's handler could
             interrupt halfway.
         owes: Whether the other end has to be told that it may go on.
+        due: Before which message that is not set: the other end is to be told later anyway.
         spin_ns: How long `send` and `receive` spin where they cannot go on at once.
         leased: Whether a block has the next message (of a reader).
         kept: Whether a slot was skipped and has not been given back (of a reader).
@@ -123,6 +124,7 @@ class _Core(ABC):
         self.quiet: bool = False
         self._hushed = False
         self.owes: bool = False
+        self.due: int = 0
 
     def bind(self, code: Callable[[Any], Any], what: int, raw: bool, on_parked: Callable[[], object] | None, /) -> None:
         """Say how messages are coded, and whom to tell that the other end sleeps.
@@ -227,7 +229,7 @@ class _Core(ABC):
 
     def _notify(self) -> None:
         if self._hushed:
-            self.owes = True
+            self.owes = self.owes or self.seq >= self.due
             return
         if self._on_parked is None:
             return

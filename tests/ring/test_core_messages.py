@@ -215,6 +215,15 @@ class TestTake:
         assert pair.reader.take() == b"2"
         assert notes == ["parked"] * 2, "these are for who is asked to wait, and tells at once"
 
+    def test_it_owes_nothing_before_what_is_told_later_is_due(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 4)
+        pair.ring.view[128] = 1
+        pair.reader.quiet, pair.reader.due = True, 2
+        for owes in (False, True):
+            pair.writer.put(b"x")
+            assert pair.reader.next == b"x"
+            assert pair.reader.owes is owes
+
     def test_a_copy_of_its_own(self, new_pair: NewPair) -> None:
         pair = new_pair()
         pair.writer.put(b"abc")

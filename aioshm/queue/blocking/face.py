@@ -329,11 +329,7 @@ class MessageQueue(QueueBase[T], Closing):
                         timeout = max(0.0, timeout - (monotonic() - began))
                     watch(self._reading_end("dequeue"), timeout)
             elif core.owes:
-                waker: Any = held.waker  # from here on no call until the message is kept: a handler could run in it
-                if waker.pending and core.seq < waker.due:  # the writer is to be woken later: no need to go there
-                    core.owes = False
-                    return obj  # type: ignore[no-any-return]
-                held.kept = [obj]
+                held.kept = [obj]  # no call until it is: a handler could run in it
                 obj = None
                 held.tell()
             else:

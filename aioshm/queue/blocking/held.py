@@ -19,7 +19,6 @@ from aioshm.queue.blocking.private_loop import PrivateLoop
 from aioshm.queue.blocking.turns import Turns
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.source import Waker
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, ReaderCore, native_core
@@ -42,7 +41,6 @@ class Held:
             something off takes no call: nothing comes in between, nor on the way back to the caller.
         sending, reading: What usually is all that a call needs; until the end is ready, both say that they cannot.
         leasing: What is the block of a lease, if one can be had at once; None until the end is ready.
-        waker: What `reading` leaves it to, to wake the writer.
         block: What has a slot.
         to_close: Whether the thread that has the turn is to close the end when it is over.
     """
@@ -58,7 +56,6 @@ class Held:
         self.reading: Any = NotAtOnce
         self.leasing: Any = None
         self._leased: object = None  # the core that it is of
-        self.waker: Waker | None = None
         self.block: Block | None = None
         self.to_close: bool = False
 
@@ -124,7 +121,6 @@ class Held:
             self.reading = NotAtOnce
         elif getattr(end.source.receive, "__self__", None) is core:
             core.quiet = True
-            self.waker = end.source.waker
             self.reading = core
             if self._leased is not core:
                 self._leased, self.leasing = core, Leasing(self, end).block

@@ -27,11 +27,9 @@ class Waker(Protocol):
 
     Attributes:
         pending: Whether the loop is to wake it after its turn.
-        due: From which message on that is not waited for.
     """
 
     pending: bool
-    due: int
 
     def wake(self) -> None:
         """Wake the writer if it can go on."""

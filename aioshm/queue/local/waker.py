@@ -38,14 +38,16 @@ class WriterWaker:
         """Wake the writer now or soon: it is parked, and a slot went back to it."""
         seq = self._ring.core.seq
         if not self.pending:
-            self.due = seq - 1 + self._ring.messages_wanted() // 2
+            self.due = max(0, seq - 1 + self._ring.messages_wanted() // 2)
             self._loop.call_soon(self.wake)
             self.pending = True  # last: a signal's handler may interrupt this
+            self._ring.core.due = self.due
         if seq >= self.due:
             self.wake()
 
     def wake(self) -> None:
         """Wake the writer if it can go on."""
+        self._ring.core.due = 0  # first: as above
         self.pending = False
         if not self._gate.dismantled and self._ring.writer_can_go_on():
             self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
