@@ -58,6 +58,8 @@ class WorkerAnswers:
             self._merged = merge(self._readers)
             self._answered = [0] * len(self._readers)
         answered, failed = self._answered, self._merged.failed
+        # Where all answers to come are to this call, one wakes it: with earlier ones a worker's ring might fill up.
+        self._merged.needed = missing if all(answered[rank] == call for rank in missing) else frozenset()
         results: list[Any] = [None] * len(answered)
         errors: dict[int, RemoteFailure] = {}
         async for rank, answer in self._merged:

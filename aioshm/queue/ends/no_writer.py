@@ -153,6 +153,11 @@ class NoWriter:
     def ask_writer(self) -> bool:
         return False
 
+    @property
+    def bell(self) -> None:
+        """There is none."""
+        return None
+
     def other_ends(self) -> list[int]:
         return []
 

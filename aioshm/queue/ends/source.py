@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from aioshm.errors import AioshmError
+from aioshm.lifeline.bell import Bell
 from aioshm.queue.ends.closing import Inside
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import ReaderCore
@@ -133,6 +134,10 @@ class Source(Inside, Protocol):
 
     def report_waiting(self, waited_s: float) -> None:
         """Report for how many seconds what has been waited for, with what is known of the writer."""
+
+    @property
+    def bell(self) -> Bell | None:
+        """What the writer wakes this end by, where that is a bell."""
 
     def other_ends(self) -> list[int]:
         """Return the process of each other end that this one shares CPUs with, 0 where that is not known."""

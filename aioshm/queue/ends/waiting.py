@@ -49,7 +49,8 @@ def new_poller(
     told = cursor.costs if isinstance(cursor, RingReader) else None
     tell = cursor.set_costs if isinstance(cursor, RingWriter) else None
     if not isinstance(loop, BlockingLoop):
-        return Poller(loop, cursor.parked, predictor_among(others, options), options.wait, spin, told, tell)
+        predictor, bells = predictor_among(others, options), () if bell is None else (bell,)
+        return Poller(loop, cursor.parked, predictor, options.wait, spin, told, tell, bells)
     # Its spins are for an answer, whichever end that comes to: every other end that is under way needs a CPU too.
     _others[owner] = {pid for pid in others if pid > 0}
     processes = {*others}.union(*_others.values())

@@ -15,6 +15,7 @@ from aioshm.codec import Codec
 from aioshm.config import SlowReader
 from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerClosed, PeerDied
 from aioshm.lifeline.address import peer_credentials, socket_file
+from aioshm.lifeline.bell import Bell
 from aioshm.lifeline.dialer import Lifeline, dial, hang_up
 from aioshm.lifeline.protocol import Hello
 from aioshm.process.limits import naming_limits
@@ -196,6 +197,10 @@ class RingSource:
 
     def _on_evicted(self) -> None:
         self._gate.refuse(functools.partial(eviction, self._gate, self._cursor))
+
+    @property
+    def bell(self) -> Bell | None:
+        return None if self.attachment is None else self._lifeline.bell
 
     def other_ends(self) -> list[int]:
         others = self._cursor.reader_pids()

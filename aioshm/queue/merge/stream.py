@@ -9,7 +9,7 @@ reader in whose line another task stands already is left out until that has ende
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from time import monotonic, monotonic_ns
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from aioshm.closing import AsyncClosing
 from aioshm.codec import T
 from aioshm.config import Options
 from aioshm.errors import AioshmError, HandleError, QueueClosed, RoleError
+from aioshm.lifeline.bell import Bell
 from aioshm.queue.api import MessageQueue
 from aioshm.queue.ends.gate import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.reading import ReadingEnd
@@ -67,6 +68,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     Attributes:
         failed: The errors of the queues that have ended with one, by rank.
+        needed: Ranks whose queues have one more message each to come, all of which are needed before anything is done:
+            then the sleep is for one of them, and the others' messages wake nobody. Usually empty.
     """
 
     def __init__(self, readers: Mapping[int, ReadingEnd]) -> None:
@@ -75,6 +78,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._options = places[0].reader.gate.options if places else Options()
         self._round = Round(places, self._options.stall_warning_s, monotonic())
         self.failed: dict[int, AioshmError] = self._round.failed
+        self.needed: Set[int] = frozenset()
         self._turn = 0
         self._turn_ends_ns = 0
         self._spin_ns = 0
@@ -203,8 +207,9 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             if place.ring is not None:
                 count += place.ring.seq
                 self._newest_ns = max(self._newest_ns, place.ring.core.published_ns)
-        watched = (place.ring for place in entered if place.running and not place.late)
-        rings = [ring for ring in watched if ring is not None]
+        watched = [(place.rank, place.ring) for place in entered if place.running and not place.late and place.ring]
+        needed = [ring for rank, ring in watched if rank in self.needed]
+        rings = needed[-1:] or [ring for _, ring in watched]
         poller = shared.poller
         if poller is None:
             shared.poller = poller = self._new_poller(self._loop)
@@ -220,14 +225,17 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     def _new_poller(self, loop: asyncio.AbstractEventLoop) -> Poller:
         options = self._options
         others: list[int] = []
+        bells: list[Bell] = []
         for place in self._round.running:
             if place.ring is not None:
                 others += place.reader.source.other_ends()
+                if (bell := place.reader.source.bell) is not None:
+                    bells.append(bell)
         if not others:  # what comes through sockets cannot be spun for
             return Poller(loop, self._shared, Predictor(may_spin=False), "park", self._shared.spin)
         processes = [*{pid for pid in others if pid}, *(pid for pid in others if not pid)]
         predictor, shared = predictor_among(processes, options), self._shared
-        return Poller(loop, shared, predictor, options.wait, shared.spin, self._told)
+        return Poller(loop, shared, predictor, options.wait, shared.spin, self._told, bells=bells)
 
     def _told(self) -> tuple[int, ...]:
         """Return what one of the writers has told of what waiting costs."""

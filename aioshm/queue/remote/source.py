@@ -220,6 +220,11 @@ class NetworkSource:
     def report_waiting(self, waited_s: float) -> None:
         self.link.writer.report_waiting(waited_s, self.progress)
 
+    @property
+    def bell(self) -> None:
+        """There is none."""
+        return None
+
     def other_ends(self) -> list[int]:
         return []
 
