@@ -36,7 +36,7 @@ def test_basics(arguments: list[str], native: str) -> None:
     assert lines[0].startswith("darwin" if arguments else sys.platform)
     assert ("backing='named', lifeline='directory'" in lines[0]) == bool(arguments)
     done_once = [line.partition(":")[0] for line in lines[1:]]
-    assert (len(done_once), done_once[0], done_once[-1]) == (9, "one_loop", "events")
+    assert (len(done_once), done_once[0], done_once[-1]) == (10, "one_loop", "events")
 
 
 def test_version_has_one_source() -> None:

@@ -44,6 +44,10 @@ class SharedSleep:
             if monotonic_ns() >= until:
                 return False
 
+    def told(self) -> tuple[int, ...]:
+        """Return what one of the writers has told of what waiting costs."""
+        return next((told for ring in self.rings if any(told := ring.costs())), ())
+
     def wake(self) -> None:
         """Let the wait look again, if there is one."""
         if self.poller is not None:

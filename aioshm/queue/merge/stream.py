@@ -235,11 +235,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             return Poller(loop, self._shared, Predictor(may_spin=False), "park", self._shared.spin)
         processes = [*{pid for pid in others if pid}, *(pid for pid in others if not pid)]
         predictor, shared = predictor_among(processes, options), self._shared
-        return Poller(loop, shared, predictor, options.wait, shared.spin, self._told, bells=bells)
-
-    def _told(self) -> tuple[int, ...]:
-        """Return what one of the writers has told of what waiting costs."""
-        return next((told for ring in self._shared.rings if any(told := ring.costs())), ())
+        return Poller(loop, shared, predictor, options.wait, shared.spin, shared.told, bells=bells)
 
     def _may_go_on(self) -> bool:
         for place in self._round.running:
