@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from aioshm.config import Options
@@ -57,12 +58,23 @@ class WorkerAnswers:
         if self._merged is None:
             self._merged = merge(self._readers)
             self._answered = [0] * len(self._readers)
-        answered, failed = self._answered, self._merged.failed
+        answered = self._answered
         # Where all answers to come are to this call, one wakes it: with earlier ones a worker's ring might fill up.
         self._merged.needed = missing if all(answered[rank] == call for rank in missing) else frozenset()
+        try:
+            return await self._collect(self._merged, call, missing)
+        except asyncio.CancelledError:  # asleep for one of them, it has not looked at the others
+            if self._merged.needed:
+                missing -= {rank for rank in missing if self._readers[rank].stats().backlog}
+            raise
+
+    async def _collect(
+        self, merged: Merged, call: int, missing: set[int]
+    ) -> tuple[list[Any], dict[int, RemoteFailure]]:
+        answered, failed = self._answered, merged.failed
         results: list[Any] = [None] * len(answered)
         errors: dict[int, RemoteFailure] = {}
-        async for rank, answer in self._merged:
+        async for rank, answer in merged:
             if rank in failed:
                 error = failed[rank]
                 raise error if isinstance(error, LimitReached) else WorkerLost(rank)

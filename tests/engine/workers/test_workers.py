@@ -234,17 +234,19 @@ class TestTime:
             go.touch()
             assert await group.collective_rpc("slowly", (0, "on time")) == ["on time"] * 2
 
-    async def test_a_stopped_worker_is_told_as_stopped(self) -> None:
+    @pytest.mark.parametrize("rank", [0, 1])
+    async def test_a_stopped_worker_is_told_as_stopped(self, rank: int) -> None:
         async with group_of(shutdown_timeout=0.2) as group:
-            os.kill(group.pids[0], signal.SIGSTOP)
-            await until(lambda: process_state(group.pids[0]) == "stopped")
-            with pytest.raises(TimeoutError, match=rf"Worker_0 \(pid {group.pids[0]}, stopped\) within 1\.0 s"):
+            pid = group.pids[rank]
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: process_state(pid) == "stopped")
+            with pytest.raises(TimeoutError, match=rf"from Worker_{rank} \(pid {pid}, stopped\) within 1\.0 s"):
                 await group.collective_rpc("add", timeout=1.0)  # in which the other one answers
-            with pytest.raises(TimeoutError, match="Worker_0"):
+            with pytest.raises(TimeoutError, match=f"Worker_{rank}"):
                 await group.collective_rpc("add", timeout=0)
-            os.kill(group.pids[0], signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
             assert await group.collective_rpc("add", (5,)) == [5, 6]
-            os.kill(group.pids[0], signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
 
     async def test_a_call_in_line_may_run_out_of_time_or_be_cancelled(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
