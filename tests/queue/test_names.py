@@ -31,6 +31,7 @@ from aioshm import (
     blocking,
     merge,
 )
+from aioshm.process.state import process_state
 from aioshm.ring.atomics import native_core
 
 NAMED = Path(__file__).with_name("named_child.py")
@@ -323,6 +324,8 @@ async def test_a_reader_that_is_not_to_reconnect() -> None:
         running.signal(signal.SIGKILL)
         with pytest.raises(PeerDied):
             await reader.dequeue(20)
+        # A process that is being killed closes one descriptor after the other: first it is heard of, then it lets go.
+        await until(lambda: process_state(running.pid) in ("zombie", "gone"), "the end of the writer")
         async with new_writer():
             with pytest.raises(PeerDied):
                 await reader.dequeue(20)
