@@ -1,62 +1,70 @@
-"""aioshm: messages between the processes of one asyncio service."""
+"""aioshm: messages between the processes of one asyncio service.
 
-from aioshm.codec import Codec, MsgpackCodec, register_codec
-from aioshm.config import Options
-from aioshm.errors import (
-    AioshmError,
-    CallFailed,
-    CodecError,
-    CorruptSlot,
-    EndClosed,
-    EndpointError,
-    EngineDead,
-    EngineStartupError,
-    EventsLost,
-    GroupBroken,
-    HandleError,
-    HandshakeError,
-    IdentityError,
-    LimitReached,
-    MessagesLost,
-    MessageTooLarge,
-    NameTaken,
-    NoPlaceVacant,
-    OutOfDescriptors,
-    OutOfThreads,
-    PeerClosed,
-    PeerDied,
-    ProcessDied,
-    QueueCancelled,
-    QueueClosed,
-    QueueEmpty,
-    QueueFull,
-    QueueGone,
-    QueueRestarted,
-    ReaderEvicted,
-    RemoteFailure,
-    RequestFailed,
-    RoleError,
-    SharedMemoryError,
-    UnsafePayload,
-    WorkerDied,
-    WorkerError,
-)
-from aioshm.queue import (
-    ChangesLost,
-    Handle,
-    Merged,
-    MessageQueue,
-    QueueStats,
-    ReaderDied,
-    ReaderInfo,
-    ReaderJoined,
-    ReaderLeft,
-    StatelessProcessGroup,
-    in_the_same_node_as,
-    merge,
-)
-from aioshm.ring import ShmRingBuffer, memory_fence
-from aioshm.ring.atomics import native_core
+What stands here is imported when it is first used: whoever imports aioshm for one of its parts pays for that part.
+"""
+
+from typing import TYPE_CHECKING
+
+from aioshm.deferred import import_when_used as _import_when_used
+
+if TYPE_CHECKING:
+    from aioshm.codec import Codec, MsgpackCodec, register_codec
+    from aioshm.config import Options
+    from aioshm.errors import (
+        AioshmError,
+        CallFailed,
+        CodecError,
+        CorruptSlot,
+        EndClosed,
+        EndpointError,
+        EngineDead,
+        EngineStartupError,
+        EventsLost,
+        GroupBroken,
+        HandleError,
+        HandshakeError,
+        IdentityError,
+        LimitReached,
+        MessagesLost,
+        MessageTooLarge,
+        NameTaken,
+        NoPlaceVacant,
+        OutOfDescriptors,
+        OutOfThreads,
+        PeerClosed,
+        PeerDied,
+        ProcessDied,
+        QueueCancelled,
+        QueueClosed,
+        QueueEmpty,
+        QueueFull,
+        QueueGone,
+        QueueRestarted,
+        ReaderEvicted,
+        RemoteFailure,
+        RequestFailed,
+        RoleError,
+        SharedMemoryError,
+        UnsafePayload,
+        WorkerDied,
+        WorkerError,
+    )
+    from aioshm.queue import (
+        ChangesLost,
+        Handle,
+        Merged,
+        MessageQueue,
+        QueueStats,
+        ReaderDied,
+        ReaderInfo,
+        ReaderJoined,
+        ReaderLeft,
+        StatelessProcessGroup,
+        in_the_same_node_as,
+        merge,
+    )
+    from aioshm.ring import ShmRingBuffer, memory_fence
+    from aioshm.ring.atomics import native_core
 
 __version__ = "0.1.0"  # the only place that says so: pyproject.toml reads it here
 
@@ -118,3 +126,67 @@ __all__ = [
     "native_core",
     "register_codec",
 ]
+
+if not TYPE_CHECKING:  # to which any name would be one of the package's
+    __getattr__, __dir__ = _import_when_used(
+        __name__,
+        {
+            "aioshm.codec": ("Codec", "MsgpackCodec", "register_codec"),
+            "aioshm.config": ("Options",),
+            "aioshm.errors": (
+                "AioshmError",
+                "CallFailed",
+                "CodecError",
+                "CorruptSlot",
+                "EndClosed",
+                "EndpointError",
+                "EngineDead",
+                "EngineStartupError",
+                "EventsLost",
+                "GroupBroken",
+                "HandleError",
+                "HandshakeError",
+                "IdentityError",
+                "LimitReached",
+                "MessagesLost",
+                "MessageTooLarge",
+                "NameTaken",
+                "NoPlaceVacant",
+                "OutOfDescriptors",
+                "OutOfThreads",
+                "PeerClosed",
+                "PeerDied",
+                "ProcessDied",
+                "QueueCancelled",
+                "QueueClosed",
+                "QueueEmpty",
+                "QueueFull",
+                "QueueGone",
+                "QueueRestarted",
+                "ReaderEvicted",
+                "RemoteFailure",
+                "RequestFailed",
+                "RoleError",
+                "SharedMemoryError",
+                "UnsafePayload",
+                "WorkerDied",
+                "WorkerError",
+            ),
+            "aioshm.queue": (
+                "ChangesLost",
+                "Handle",
+                "Merged",
+                "MessageQueue",
+                "QueueStats",
+                "ReaderDied",
+                "ReaderInfo",
+                "ReaderJoined",
+                "ReaderLeft",
+                "StatelessProcessGroup",
+                "in_the_same_node_as",
+                "merge",
+            ),
+            "aioshm.ring": ("ShmRingBuffer", "memory_fence"),
+            "aioshm.ring.atomics": ("native_core",),
+        },
+    )

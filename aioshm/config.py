@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -74,8 +73,10 @@ def default_runtime_dir() -> str:
     if runtime:
         return str(Path(runtime) / "aioshm")
     try:
+        import tempfile  # costs 6 ms, and is only wanted for socket files and names
+
         temporary = tempfile.gettempdir()
-    except FileNotFoundError as error:  # it tries to write to each
+    except OSError as error:  # it tries to write to each; or there was no descriptor to import it
         raise shortage("looking for the directory of temporary files") or error from None
     return str(Path(temporary) / f"aioshm-{os.getuid()}")
 

@@ -10,6 +10,7 @@ import pkgutil
 import pydoc
 import re
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -312,7 +313,7 @@ class TestRuntimeDirectory:
             monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
         else:
             monkeypatch.setenv("XDG_RUNTIME_DIR", value)
-        monkeypatch.setattr(config.tempfile, "gettempdir", lambda: "/var/tmp")
+        monkeypatch.setattr(tempfile, "gettempdir", lambda: "/var/tmp")
         assert default_runtime_dir() == f"/var/tmp/aioshm-{os.getuid()}"
 
 

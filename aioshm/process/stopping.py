@@ -9,12 +9,14 @@ import time
 from collections.abc import Collection, Iterable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-
-import psutil
+from typing import TYPE_CHECKING
 
 from aioshm.errors import OutOfThreads
 from aioshm.process.background import in_thread
 from aioshm.process.watch import ProcessWatch
+
+if TYPE_CHECKING:  # it costs 12 ms, which nobody pays who stops nothing
+    import psutil
 
 SHUTDOWN_TIMEOUT_S = 5.0
 """How long processes may take to exit when asked to."""
@@ -116,10 +118,7 @@ class _Stopping:
         for proc in self._running():  # from the top, so that nothing more is started
             proc.kill()
         for process in self._below:
-            try:
-                process.kill()
-            except psutil.Error:
-                pass
+            _kill(process)
 
     def below_run(self) -> bool:
         self._below = {process for process in self._below if _exists(process)}
@@ -149,8 +148,13 @@ def _below(roots: Collection[int]) -> set[psutil.Process]:
     inside = set(roots)
     found: set[psutil.Process] = set()
     try:
+        import psutil
+
         below = psutil.Process().children(recursive=True)
-    except OSError:  # no descriptor is left for the process table; each leads a group, which is killed with it
+    except (
+        ImportError,
+        OSError,
+    ):  # no descriptor is left for the process table; each leads a group, which is killed with it
         return found
     for process in below:  # parents come before their children
         try:
@@ -162,7 +166,18 @@ def _below(roots: Collection[int]) -> set[psutil.Process]:
     return found
 
 
+def _kill(process: psutil.Process) -> None:
+    from psutil import Error
+
+    try:
+        process.kill()
+    except Error:
+        pass
+
+
 def _exists(process: psutil.Process) -> bool:
+    import psutil
+
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -6,8 +6,6 @@ import errno
 import os
 from pathlib import Path
 
-import psutil
-
 from aioshm.config import Backing
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.process.limits import is_out_of_descriptors, why_no_descriptor
@@ -23,9 +21,16 @@ def check_memory(size: int) -> None:
         SharedMemoryError: This machine has less memory.
     """
     try:
+        if size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            return
+    except (OSError, ValueError):  # this system does not say
+        pass
+    try:
+        import psutil  # costs 12 ms: only what is large pays for it
+
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    except OSError:
-        return  # without /proc it is unknown
+    except (ImportError, OSError):
+        return  # without /proc, or without a descriptor to read it, it is unknown
     # Pages are committed when touched, so only what can never fit is refused.
     if size > memory.total + swap.total:
         raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
@@ -68,9 +73,11 @@ def refused(error: OSError, what: str) -> SharedMemoryError | OutOfDescriptors:
 
 def _available() -> int | None:
     try:
+        import psutil
+
         return int(psutil.virtual_memory().available)
-    except OSError:
-        return None  # without /proc it is unknown
+    except (ImportError, OSError):
+        return None  # without /proc, or without a descriptor to read it, it is unknown
 
 
 def _too_large(size: int, free: int | None, where: str, remedy: str) -> SharedMemoryError:

@@ -1,0 +1,97 @@
+"""What importing aioshm costs: names are imported when they are first asked for."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import aioshm
+from aioshm.deferred import import_when_used
+from aioshm.process.state import process_state
+
+
+def loaded_by(program: str) -> set[str]:
+    """Return the modules that are there after a program has run in an interpreter of its own."""
+    code = f"{program}\nimport sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_package_alone_loads_next_to_nothing() -> None:
+    loaded = loaded_by("import aioshm; aioshm.__version__, dir(aioshm)")
+    assert not {"psutil", "zmq", "asyncio", "asyncio.subprocess", "msgspec", "tempfile", "ssl"} & loaded
+    assert {name for name in loaded if name.startswith("aioshm.")} == {"aioshm.deferred"}
+
+
+def test_a_queue_of_one_machine_loads_no_network_and_no_process_table() -> None:
+    loaded = loaded_by(
+        "import asyncio\n"
+        "from aioshm import MessageQueue, Options\n"
+        "async def main():\n"
+        "    mq = MessageQueue(1, 1, options=Options(runtime_dir='/nowhere'))\n"
+        "    await mq.aclose()\n"
+        "asyncio.run(main())\n"
+    )
+    assert "aioshm.queue.api" in loaded
+    assert not {"psutil", "zmq", "tempfile", "numpy", "torch"} & loaded
+
+
+def test_stopping_processes_is_imported_without_the_process_table() -> None:
+    assert "psutil" not in loaded_by("import aioshm.engine")
+
+
+def test_each_name_is_what_type_checkers_are_told() -> None:
+    tree = ast.parse(Path(aioshm.__file__).read_text())
+    told, _ = (node for node in tree.body if isinstance(node, ast.If))
+    homes: dict[str, str] = {}
+    for statement in told.body:
+        assert isinstance(statement, ast.ImportFrom)
+        assert statement.module is not None
+        homes |= {alias.name: statement.module for alias in statement.names}
+    assert sorted(homes) == aioshm.__all__
+    assert set(aioshm.__all__) <= set(dir(aioshm))
+    for name, home in homes.items():
+        assert getattr(aioshm, name) is getattr(importlib.import_module(home), name)
+
+
+def test_what_importing_the_package_has_always_imported_is_still_its_attribute() -> None:
+    program = "import aioshm; print(aioshm.errors.QueueClosed is aioshm.QueueClosed, aioshm.queue.api.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True aioshm.queue.api\n"
+
+
+def test_no_such_name() -> None:
+    with pytest.raises(AttributeError, match="module 'aioshm' has no attribute 'Nothing'"):
+        aioshm.Nothing  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(ImportError, match="Nothing"):
+        from aioshm import Nothing  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("package_of_this_test")
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    find, names = import_when_used(package.__name__, {"math": ("pi",)})
+    assert "pi" not in vars(package)
+    assert "pi" in names()
+    assert find("pi") == vars(package)["pi"] > 3
+
+
+def test_a_process_is_not_visible_where_no_descriptor_is_left_to_import_what_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "psutil":
+                raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.delitem(sys.modules, "psutil", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Full(), *sys.meta_path])
+    assert process_state(1) == "not visible from here"
