@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 
 class AioshmError(Exception):
-    """The root of every error that aioshm defines."""
+    """The root of every error that aioshm defines.
+
+    Attributes:
+        rank: Whom it is about, where that is a matter of ranks; raised by a merge: the rank that this has the queue by.
+    """
+
+    rank: int | None = None
 
 
 class QueueClosed(AioshmError):
@@ -51,10 +57,12 @@ class PeerDied(AioshmError):
     """The process at the other end is gone without having said goodbye.
 
     Attributes:
-        rank: Reader rank, or -1 for the writer.
+        rank: Reader rank, or -1 for the writer; raised by a merge: the rank that this has the queue by.
         pid: Its process id as it saw itself.
         side: ``"reader"`` or ``"writer"``: which end died.
     """
+
+    rank: int
 
     def __init__(self, rank: int, pid: int, side: str, detail: str = "") -> None:
         who = "the writer" if side == "writer" else f"reader {rank}"

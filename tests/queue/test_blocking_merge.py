@@ -107,7 +107,7 @@ def test_one_that_closes_drops_out_and_one_that_dies_is_told() -> None:
     with queues(2) as (writers, readers), child("write", "2", "0") as dying:
         readers[7] = MessageQueue.create_from_handle(dying.says('{"type"'), 0)
         with readers[7]:
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             assert take(merged, 2) == [(7, (0, b"")), (7, (1, b""))]
             waiting = Thread(next, merged)
             asleep(readers)
@@ -128,7 +128,7 @@ def test_a_damaged_message_is_told_and_its_queue_goes_on() -> None:
             chunk[:2] = b"ok"
         writers[0].enqueue(Unloadable(), 20)
         writers[0].enqueue("after", 20)
-        merged = merge(readers)
+        merged = merge(readers, errors="yield")
         (_, raw), (rank, error), last = take(merged, 3)
         assert (bytes(raw[:2]), rank, type(error), last) == (b"ok", 0, CodecError, (0, "after"))
         assert merged.failed == {}

@@ -37,7 +37,7 @@ class TestAttaching:
     @pytest.mark.parametrize("n_remote", [0, 1])
     async def test_readers_that_are_not_ready_are_made_ready(self, n_remote: int) -> None:
         async with queues(3 - n_remote, n_remote, ready=False) as (writers, readers):
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             waiting = asyncio.ensure_future(anext(merged))
             await asyncio.gather(*(writer.wait_until_ready(10) for writer in writers))
             await writers[2].enqueue("first")
@@ -49,7 +49,7 @@ class TestAttaching:
 
     async def test_those_that_are_ready_do_not_wait_for_the_others(self) -> None:
         async with queues(2, 2, ready=False) as (writers, readers):
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             for rank in (1, 3, 0, 2):
                 waiting = asyncio.ensure_future(anext(merged))
                 await writers[rank].wait_until_ready(10)
@@ -58,7 +58,7 @@ class TestAttaching:
 
     async def test_giving_up_leaves_no_task(self) -> None:
         async with queues(2, 1, ready=False) as (writers, readers):
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             for turns in range(8):
                 waiting = asyncio.ensure_future(anext(merged))
                 for _ in range(turns):
@@ -75,7 +75,7 @@ class TestAttaching:
     @pytest.mark.slow_on_uvloop
     async def test_one_that_is_closed_while_it_attaches(self) -> None:
         async with queues(2, 1, ready=False) as (_, readers):
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             waiting = await asleep(merged)
             for reader in readers.values():
                 assert not waiting.done()
@@ -88,14 +88,14 @@ class TestAttaching:
             await readers[0].aclose()
             await writers[1].enqueue(1)
             await writers[1].aclose()
-            assert await _rest(merge(readers)) == [(1, 1)]
+            assert await _rest(merge(readers, errors="yield")) == [(1, 1)]
 
     async def test_one_that_cannot_attach_is_reported(self) -> None:
         async with queues(1) as (writers, readers), child("write", "0", "0") as writer:
             handle = await writer.says("{")
             writer.signal(signal.SIGSTOP)
             async with MessageQueue.create_from_handle(handle, 0) as reader:
-                merged = merge({4: reader, **readers})
+                merged = merge({4: reader, **readers}, errors="yield")
                 waiting = await asleep(merged)
                 await writers[0].enqueue(1)
                 assert await waiting == (0, 1)
@@ -111,7 +111,7 @@ class TestAttaching:
     async def test_a_remote_one_whose_address_is_malformed_is_reported(self) -> None:
         async with queues(1, 1, ready=False) as (writers, readers):
             readers[1].end.source.link.start = _refuse  # type: ignore[attr-defined]
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             rank, error = await anext(merged)
             assert (rank, str(error), merged.failed) == (1, "not a handle: no such thing", {1: error})
             waiting = asyncio.ensure_future(anext(merged))
@@ -131,7 +131,7 @@ class TestEnds:
                 for number in range(rank + 1):
                     await writer.enqueue(number)
                 await writer.aclose()
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             expected = [(rank, number) for rank in range(4) for number in range(rank + 1)]
             assert sorted(await _rest(merged)) == expected
             assert merged.failed == {}
@@ -146,7 +146,7 @@ class TestEnds:
                 await writer.says("written")
                 writer.signal(signal.SIGKILL)
                 await writer.end()
-                merged = merge({**readers, -3: reader})
+                merged = merge({**readers, -3: reader}, errors="yield")
                 for number in range(5):
                     assert await anext(merged) == (-3, (number, bytes([number]) * size))
                 rank, error = await anext(merged)
@@ -159,7 +159,7 @@ class TestEnds:
     async def test_a_death_wakes_it(self) -> None:
         async with queues(1) as (writers, readers), child("write", "0", "0") as writer:
             async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
-                merged = merge({**readers, 1: reader})
+                merged = merge({**readers, 1: reader}, errors="yield")
                 await reader.wait_until_ready(20)
                 waiting = await asleep(merged)
                 writer.signal(signal.SIGKILL)
@@ -179,7 +179,7 @@ class TestEnds:
             for writer in writers[:-1]:
                 writer.enqueue_nowait("flood")
             items = []
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             for _ in range(1000):
                 rank, obj = await anext(merged)
                 if rank < others:
@@ -192,7 +192,7 @@ class TestEnds:
         async with queues(1, 1, remote_timeout=0.3) as (writers, readers):
             await writers[1].enqueue("last words")
             await until(lambda: readers[1].end.source.link.window.ready)  # type: ignore[attr-defined]
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             link: Any = readers[1].end.source.link
             link.give_up(link.writer.death("it is not to be reached"))
             assert await anext(merged) == (1, "last words")
@@ -209,7 +209,7 @@ class TestEnds:
                 await reader.wait_until_ready(20)
                 writer.signal(signal.SIGSTOP)
                 with caplog.at_level(logging.WARNING, "aioshm"):
-                    waiting = await asleep(merge({**readers, 1: reader}))
+                    waiting = await asleep(merge({**readers, 1: reader}, errors="yield"))
                     await until(lambda: caplog.records)
                     await until(lambda: len(caplog.records) == 2, "the next")
                 for record in caplog.records:
@@ -240,7 +240,7 @@ class TestDamage:
                 await writers[0].enqueue(number)
                 await writers[1].enqueue(number)
             slot_of(writers[0], 1)[8] ^= 0xFF  # its number
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             items = [await anext(merged) for _ in range(6)]
             assert [rank for rank, _ in items] == [0, 1] * 3
             assert isinstance(items[2][1], CorruptSlot)
@@ -253,7 +253,7 @@ class TestDamage:
     @pytest.mark.parametrize("size", [0, 2000, BIG])
     async def test_what_cannot_be_decoded_is_reported(self, n_remote: int, size: int) -> None:
         async with queues(2 - n_remote, n_remote) as (writers, readers):
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             for number in range(100):  # in both ways
                 await writers[1].enqueue(pickle.PickleBuffer(b"x" * 2000) if number % 3 else number)
                 await writers[1].enqueue(Bomb(size))
@@ -264,7 +264,7 @@ class TestDamage:
 
     async def test_messages_that_are_lost_are_reported(self) -> None:
         async with queues(1, 1) as (writers, readers):
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             waiting = await asleep(merged)
             readers[1].end.source.link.window.lost(0, 1)  # type: ignore[attr-defined]
             for number in range(4):
@@ -279,7 +279,7 @@ class TestDamage:
         async with queues(2, overflow=way) as (writers, readers):
             release = withhold(writers[0])
             await writers[0].enqueue(b"x" * BIG)
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             for number in range(200):
                 await writers[1].enqueue(number)
                 assert await anext(merged) == (1, number)
@@ -293,7 +293,7 @@ class TestDamage:
     async def test_a_message_for_which_there_is_no_room_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async with queues(2) as (writers, readers):
             await writers[0].enqueue(b"x" * BIG)
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
 
             def full(*_: int) -> None:
                 raise SharedMemoryError("no room")
@@ -312,7 +312,7 @@ class TestDamage:
             queue: Any = writers[0]
             withhold(queue)
             await queue.enqueue(b"x" * BIG)
-            merged = merge(readers)
+            merged = merge(readers, errors="yield")
             waiting = await asleep(merged)
             if closes:
                 await queue.aclose()

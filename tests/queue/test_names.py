@@ -428,7 +428,7 @@ async def test_a_rank_that_is_taken_is_tried_again_at_the_next_call() -> None:
             for _ in range(2):
                 with pytest.raises(HandleError, match=f"rank 0 is taken by pid {os.getpid()}"):
                     await late.dequeue(20)
-            merged = merge({5: late})
+            merged = merge({5: late}, errors="yield")
             assert [(rank, type(error)) async for rank, error in merged] == [(5, HandleError)]
             assert list(merged.failed) == [5]
         async with late, MessageQueue.attach("steps", 1) as other:
@@ -441,7 +441,7 @@ async def test_a_rank_that_is_taken_is_tried_again_at_the_next_call() -> None:
 async def test_a_merge_goes_on_with_the_next_writer() -> None:
     async with new_writer(name="steady") as steady, MessageQueue.attach("steady", 0) as other:
         async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
-            merged = merge({0: reader, 1: other})
+            merged = merge({0: reader, 1: other}, errors="yield")
             for incarnation in range(3):
                 async with new_writer() as writer:
                     sending = asyncio.ensure_future(writer.enqueue(incarnation, 20))
@@ -483,7 +483,7 @@ def test_the_blocking_face_goes_on_with_the_next_writer() -> None:
 def test_a_blocking_merge_goes_on_with_the_next_writer() -> None:
     with blocking.MessageQueue.attach("steps", 0, reconnect=True) as reader:
         writing = Thread(blocking_writers, 3)
-        merged = blocking.merge({7: reader})
+        merged = blocking.merge({7: reader}, errors="yield")
         received = [obj for _, (_, obj) in zip(range(17), merged, strict=False)]
         writing.result()
         assert [isinstance(obj, QueueRestarted) for obj in received] == ([False] * 5 + [True]) * 2 + [False] * 5

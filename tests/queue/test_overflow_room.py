@@ -216,7 +216,7 @@ async def test_closing_while_one_is_held_back() -> None:
 async def test_merged_readers_name_it_and_go_on() -> None:
     async with withheld() as (_writer, (reader,), hand_over):
         received: list[bytes] = []
-        async with merge({7: reader}) as merged:
+        async with merge({7: reader}, errors="yield") as merged:
             with starving() as lift:
                 hand_over()
                 rank, error = await anext(merged)
@@ -240,7 +240,7 @@ def read_blocking(reader: blocking.MessageQueue, lift: Callable[[], None]) -> li
 
 def read_merged(reader: blocking.MessageQueue, lift: Callable[[], None]) -> list[Any]:
     received: list[Any] = []
-    for _rank, message in blocking.merge({3: reader}):
+    for _rank, message in blocking.merge({3: reader}, errors="yield"):
         if isinstance(message, OutOfDescriptors):
             lift()
         received.append(message)

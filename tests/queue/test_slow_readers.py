@@ -135,7 +135,7 @@ class TestSkip:
             await publish(writer, patient, range(10))
             got: list[Any] = []
             closing = None
-            async for rank, item in merge({7: other}):
+            async for rank, item in merge({7: other}, errors="yield"):
                 got.append((rank, (item.first, item.last) if isinstance(item, MessagesLost) else item[0]))
                 if len(got) == 5:
                     await publish(writer, patient, range(10, 12))
@@ -153,7 +153,7 @@ class TestSkip:
                 for number in range(10):
                     writer.enqueue(number, 20)
                 writer.close()
-                items = list(blocking.merge({7: reader}))
+                items = list(blocking.merge({7: reader}, errors="yield"))
         assert [rank for rank, _ in items] == [7] * 5
         assert isinstance(items[0][1], MessagesLost)
         assert [number for _, number in items[1:]] == [6, 7, 8, 9]
@@ -216,7 +216,7 @@ class TestEvict:
     async def test_ends_a_merge(self) -> None:
         async with three_ends("evict") as (writer, patient, other):
             await publish(writer, patient, range(20))
-            items = [item async for item in merge({7: other})]
+            items = [item async for item in merge({7: other}, errors="yield")]
             assert [(rank, type(item)) for rank, item in items] == [(7, ReaderEvicted)]
 
     async def test_the_last_reader(self) -> None:

@@ -56,7 +56,7 @@ class WorkerAnswers:
             LimitReached: A queue cannot be attached to, for want of descriptors here.
         """
         if self._merged is None:
-            self._merged = merge(self._readers)
+            self._merged = merge(self._readers, errors="yield")
             self._answered = [0] * len(self._readers)
         answered = self._answered
         # Where all answers to come are to this call, one wakes it: with earlier ones a worker's ring might fill up.

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from aioshm.closing import Closing
 from aioshm.codec import T
+from aioshm.config import Options
 from aioshm.errors import (
     AioshmError,
     HandleError,
@@ -24,9 +25,11 @@ from aioshm.errors import (
 )
 from aioshm.process.guard import Guard
 from aioshm.queue.blocking.face import MessageQueue
+from aioshm.queue.ends.reading import ReadingEnd
+from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.blocking_places import BlockingPlace
-from aioshm.queue.merge.places import checked_readers
-from aioshm.queue.merge.round import Round
+from aioshm.queue.merge.places import check_rank, checked_reader, checked_readers
+from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, memory_fence
 
 LINGER_S = 100e-6
@@ -36,7 +39,7 @@ HOT_S = 1e-3
 TAKEN_S = 0.01  # how often to look after a reader that another thread uses
 
 
-def merge(readers: Mapping[int, MessageQueue[T]]) -> Merged[T]:
+def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -> Merged[T]:
     """Make one stream out of many queues.
 
     For use as ``for rank, obj in merge({rank: reader, ...})``; see `Merged`.
@@ -44,23 +47,28 @@ def merge(readers: Mapping[int, MessageQueue[T]]) -> Merged[T]:
     Args:
         readers: Readers' ends by the rank, or any other number, that their messages are to come with. They need not be
             ready; they stay open when the iteration ends. Without any, it ends at once.
+        errors: What becomes of an error of one of the queues: ``"raise"``: it comes out of the iteration, with the
+            queue's rank as its ``rank``; ``"yield"``: it is an item, ``(rank, error)``. Both ways one can go on.
 
     Raises:
         TypeError: Not a mapping from ints to queues of `aioshm.blocking`.
-        ValueError: A reader is there twice.
+        ValueError: A reader is there twice; ``errors`` is neither.
         RoleError: One of them is a writer.
     """
-    ends = checked_readers(readers, MessageQueue, "an aioshm.blocking.MessageQueue", lambda reader: reader.held.end)
-    return Merged([BlockingPlace(rank, readers[rank].held, end) for rank, end in ends.items()])
+    check_errors(errors)
+    ends = checked_readers(readers, MessageQueue, _KIND, _end_of)
+    return Merged([BlockingPlace(rank, readers[rank].held, end) for rank, end in ends.items()], errors)
 
 
 class Merged(Closing, Iterator[tuple[int, T | Any]]):
     """The messages of many queues, each as ``(rank, obj)``. Made by `merge`.
 
     Each queue's messages come in its order; among the queues that have messages, each has its turn before any of them
-    has another. A queue whose writer closes it drops out; one that ends otherwise, or cannot be attached to, first
-    gives ``(rank, error)``: a `PeerDied`, a `HandleError`, or a `MessagesLost`. The iteration ends when all have ended.
-    A message that is damaged or lost is given as ``(rank, error)``, too, and the queue goes on; `failed` tells which.
+    has another. A queue whose writer closes it drops out; one that ends otherwise, or cannot be attached to, does so
+    with an error: a `PeerDied`, a `HandleError`, a `ReaderEvicted`, or a `MessagesLost`. It is told once, by then the
+    queue is out, and the iteration can be gone on with: ``next``, or another ``for``. It ends when all have ended.
+    `add` and `remove` change what it is of. A message that is damaged or lost is told in the same way, as is a
+    `QueueRestarted`, and the queue goes on; `failed` tells which error is its queue's end.
 
     What a signal's handler raises ends a wait and loses nothing. Two threads that iterate get different messages. While
     this waits, calls that other threads make on one of the readers wait, too; `close` ends the wait from any thread.
@@ -70,11 +78,48 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         failed: The errors of the queues that have ended with one, by rank.
     """
 
-    def __init__(self, places: Sequence[BlockingPlace]) -> None:
-        after_s = places[0].held.gate.options.stall_warning_s if places else inf
+    def __init__(self, places: Sequence[BlockingPlace], errors: Errors = "raise") -> None:
+        self._raises = errors == "raise"
+        after_s = places[0].held.gate.options.stall_warning_s if places else Options().stall_warning_s
         self._round = Round(places, after_s, monotonic())
         self.failed: dict[int, AioshmError] = self._round.failed
         self._latest = 0.0  # when a message was returned
+
+    # Changing what is merged
+
+    def add(self, rank: int, reader: MessageQueue[T]) -> None:
+        """Let another queue have its turns, from any thread, also while one waits here.
+
+        Args:
+            rank: What its messages are to come with; that of a queue which has ended, or was removed, is free again.
+            reader: Its reader's end, which need not be ready.
+
+        Raises:
+            TypeError: Not an int and a queue of `aioshm.blocking`.
+            ValueError: The rank is taken, or the reader is there already.
+            RoleError: The queue is a writer.
+            EndClosed: This was closed.
+        """
+        check_rank("rank must be an int", rank)
+        end = checked_reader("reader", reader, MessageQueue, _KIND, _end_of)
+        self._round.add(BlockingPlace(rank, reader.held, end), monotonic())
+        self._wake()
+
+    def remove(self, rank: int) -> None:
+        """Leave a queue out from now on, from any thread, also while one waits here.
+
+        Its reader stays open, and receives what was not received here: the message alone that another thread is just
+        being given comes still. The iteration ends if it was the last.
+
+        Args:
+            rank: That of the queue; one that has ended is forgotten, with its error.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        place = self._round.remove(rank)
+        if place is not None:
+            place.held.loop.call_soon(_nothing)  # a thread that sleeps here has the reader's turn until it wakes
 
     def __iter__(self) -> Self:
         return self
@@ -84,6 +129,8 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
 
         Raises:
             StopIteration: All of them have ended, or this was closed.
+            AioshmError: One of them has ended with it, or has a damaged message, unless errors are items; its ``rank``
+                is the queue's.
             RoleError: This thread has an event loop that runs, or is inside of a block that has a reader's slot; or a
                 reader belongs to another process.
         """
@@ -98,8 +145,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                     try:
                         obj = held.reading.next
                     except Exception as failure:
-                        self._latest = monotonic()
-                        return place.rank, place.damage(failure)
+                        return self._tell(place, place.damage(failure))
                     if obj is not NOTHING and obj is not ELSEWHERE:
                         held.kept = [obj]  # what comes until it is returned may be interrupted
                         obj = None
@@ -121,9 +167,8 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             for other in around.behind(place):
                 error = self._look(other)
                 if error is not None:
-                    self._latest = monotonic()
                     around.begin_behind(other)
-                    return other.rank, error
+                    return self._tell(other, error)
                 found_any = found_any or bool(other.held.kept)
             if not found_any and running is around.running:
                 if monotonic() >= around.look_at and (found := self._check_silence()) is not None:
@@ -131,8 +176,17 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                 self._sleep(running)
         raise StopIteration
 
+    def _tell(self, place: BlockingPlace, error: AioshmError) -> tuple[int, Any]:
+        """Return an error as an item, or raise it."""
+        self._latest = monotonic()
+        if self._raises:
+            raise ranked(error, place.rank)
+        return place.rank, error
+
     def _look(self, place: BlockingPlace) -> AioshmError | None:
         """Let a queue's loop have a turn, and take what is there; return what is wrong with it, if anything."""
+        if not place.running:
+            return None
         try:
             place.poll()
         except QueueEmpty:
@@ -216,8 +270,8 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         if not around.silence_due(now):
             return None
         for place in around.asked:
-            if place.running and (error := self._look(place)) is not None:  # its loop finds the answer, if there is one
-                return place.rank, error
+            if (error := self._look(place)) is not None:  # its loop finds the answer, if there is one
+                return self._tell(place, error)
         around.tell_silence(now)
         return None
 
@@ -234,6 +288,13 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
 
     def __repr__(self) -> str:
         return f"<blocking {type(self).__name__} of {len(self._round.running)} queues>"
+
+
+_KIND = "an aioshm.blocking.MessageQueue"
+
+
+def _end_of(reader: MessageQueue[Any]) -> ReadingEnd | WritingEnd:
+    return reader.held.end
 
 
 def _nothing() -> None: ...

@@ -48,6 +48,12 @@ class SharedSleep:
         """Return what one of the writers has told of what waiting costs."""
         return next((told for ring in self.rings if any(told := ring.costs())), ())
 
+    def forget(self, ring: RingReader) -> None:
+        """Sleep for a ring no longer, in a wait that goes on too: its flag is its reader's again."""
+        if ring in self.rings:
+            self.rings = [other for other in self.rings if other is not ring]
+            ring.parked[0] = 0
+
     def wake(self) -> None:
         """Let the wait look again, if there is one."""
         if self.poller is not None:
@@ -73,6 +79,7 @@ class Place:
         hidden: Whether the quick way could not see, before its line was joined, what there is; then it goes first.
         failure: Why attaching could not even begin.
         running: Whether the queue has not ended.
+        watching: Whether this merge is told what happens to the reader.
     """
 
     __slots__ = (
@@ -88,6 +95,7 @@ class Place:
         "receive",
         "ring",
         "running",
+        "watching",
     )
 
     def __init__(self, rank: int, reader: ReadingEnd, shared: SharedSleep) -> None:
@@ -101,6 +109,7 @@ class Place:
         self.hidden: bool = False
         self.failure: AioshmError | None = None
         self.running: bool = True
+        self.watching: bool = False
         self._shared = shared
         self._source = reader.source
 
@@ -119,6 +128,7 @@ class Place:
         """
         gate = self.reader.gate
         gate.watch(self._woken)
+        self.watching = True
         if self._source is not self.reader.source:  # that of a writer which is gone
             self.unready()
         try:
@@ -129,13 +139,16 @@ class Place:
                 self.entered = True
                 self._arrived()
         except BaseException:
+            self.watching = False
             gate.unwatch()
             raise
 
     def leave(self) -> None:
-        """Leave the line, and watch no more."""
+        """Leave the line, and watch no more, if this merge does."""
         gate = self.reader.gate
-        gate.unwatch()
+        if self.watching:
+            self.watching = False
+            gate.unwatch()
         if self.entered:
             self.entered = False
             gate.leave()
@@ -159,13 +172,17 @@ class Place:
         return gate.ready or self._ending() or self.reader.has_news
 
     def poll(self) -> Any:
-        """Return the next message, or what is wrong with it, or `NOTHING`: see `late`."""
+        """Return the next message, or `NOTHING`: see `late`.
+
+        Raises:
+            AioshmError: There is something wrong with it.
+        """
         try:
             obj = self.reader.poll()
-        except AioshmError as error:
+        except AioshmError:
             if self.reader.gate.refusal is not None:  # which is the end of the queue, not of a message
                 return NOTHING
-            return error.with_traceback(None)
+            raise
         if obj is not ELSEWHERE:
             return obj
         self.late, self.receive = True, _nothing
@@ -206,6 +223,24 @@ class Place:
             self.late, self.receive = False, self.quick
 
 
+def check_rank(must: str, rank: object) -> None:
+    """Raise `TypeError` unless it is an int; ``must`` is the beginning of its text."""
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise TypeError(f"{must}, not {rank!r}")
+
+
+def checked_reader(
+    what: str, reader: object, kind: type[Q], name: str, end_of: Callable[[Q], ReadingEnd | WritingEnd]
+) -> ReadingEnd:
+    """Return the end of a reader that is to be merged; ``what`` names the argument, the others are as below."""
+    if not isinstance(reader, kind):
+        raise TypeError(f"{what} must be {name}, not {reader!r}")
+    end = end_of(reader)
+    if not isinstance(end, ReadingEnd):
+        raise RoleError(f"{what} must be a reader; this is a writer: {reader!r}")
+    return end
+
+
 def checked_readers(
     readers: Mapping[int, Q], kind: type[Q], name: str, end_of: Callable[[Q], ReadingEnd | WritingEnd]
 ) -> dict[int, ReadingEnd]:
@@ -226,13 +261,8 @@ def checked_readers(
         raise TypeError(f"readers must be a mapping from ranks to readers, not {readers!r}")
     ranks: dict[ReadingEnd, int] = {}
     for rank, reader in readers.items():
-        if not isinstance(rank, int) or isinstance(rank, bool):
-            raise TypeError(f"the keys of readers must be ints, not {rank!r}")
-        if not isinstance(reader, kind):
-            raise TypeError(f"readers[{rank}] must be {name}, not {reader!r}")
-        end = end_of(reader)
-        if not isinstance(end, ReadingEnd):
-            raise RoleError(f"readers[{rank}] must be a reader; this is a writer: {reader!r}")
+        check_rank("the keys of readers must be ints", rank)
+        end = checked_reader(f"readers[{rank}]", reader, kind, name, end_of)
         if ranks.setdefault(end, rank) != rank:
             raise ValueError(f"readers[{ranks[end]}] and readers[{rank}] must not be the same reader")
     return {rank: end for end, rank in ranks.items()}

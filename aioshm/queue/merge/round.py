@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from itertools import cycle
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
-from aioshm.errors import AioshmError
+from aioshm.errors import AioshmError, EndClosed
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.inquiry import answer_within
 from aioshm.wait.stall import MIN_PAUSE_S
@@ -33,9 +34,29 @@ class Place(Protocol):
 
 P = TypeVar("P", bound=Place)
 
+Errors = Literal["raise", "yield"]
+"""What becomes of a queue's error: it comes out of the iteration, or is an item of it."""
+
+
+def check_errors(errors: Errors) -> None:
+    """Refuse what is neither."""
+    if errors not in ("raise", "yield"):
+        raise ValueError(f'errors must be "raise" or "yield", not {errors!r}')
+
+
+def ranked(error: AioshmError, rank: int) -> AioshmError:
+    """Return an error that is to be raised, with the rank of the queue that it is about."""
+    error.rank = rank
+    note = f"this is about the queue that the merge has as rank {rank}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    return error
+
 
 class Round(Generic[P]):
     """The queues of a merge, each of which has its turn before any of them has another.
+
+    Threads may add and remove queues while another one has a message taken: ``running`` is replaced, never changed.
 
     Args:
         places: All of them; the first has the first turn.
@@ -46,6 +67,7 @@ class Round(Generic[P]):
         running: The queues that have not ended.
         order: The same in turn, without an end; where it stands, the next round begins.
         failed: The errors of the queues that have ended with one, by rank.
+        closed: Whether nothing can be added any more.
         look_at: When `tell_silence` is due.
         asked: The queues that it will report, unless they move: their writers have been asked.
     """
@@ -54,6 +76,9 @@ class Round(Generic[P]):
         self.running: list[P] = list(places)
         self.order: cycle[P] = cycle(self.running)
         self.failed: dict[int, AioshmError] = {}
+        self.closed = False
+        self._places = {place.rank: place for place in self.running}  # also those that have ended
+        self._changing = threading.RLock()  # a signal's handler may come in between
         self._after_s = after_s
         self.watch_silence(now)
 
@@ -71,23 +96,77 @@ class Round(Generic[P]):
 
     def begin_behind(self, place: P) -> None:
         """Let the next round begin behind this queue, which has had its turn."""
-        self.order = cycle(self.behind(place))
+        with self._changing:
+            self.order = cycle(self.behind(place))
 
     def drop(self, place: P) -> None:
         """Leave out a queue that has ended; the next round begins behind it."""
-        place.running = False
-        self.running = [other for other in self.behind(place) if other is not place]
-        self.order = cycle(self.running)
+        with self._changing:
+            place.running = False
+            self._go_round([other for other in self.behind(place) if other is not place])
 
     def fail(self, place: P, error: AioshmError) -> None:
         """Leave out a queue that has ended with an error."""
-        self.drop(place)
-        self.failed[place.rank] = error
+        with self._changing:
+            if place.running:  # nobody has removed it meanwhile
+                self.drop(place)
+                self.failed[place.rank] = error
+
+    def check_addition(self, rank: int, reader: ReadingEnd) -> None:
+        """Refuse a queue that cannot be added.
+
+        Raises:
+            ValueError: The rank is taken, or the reader is there already.
+            EndClosed: Nothing can be added any more.
+        """
+        if self.closed:
+            raise EndClosed("this merge was closed: merge the readers anew")
+        for place in self.running:
+            if place.rank == rank:
+                raise ValueError(f"rank {rank} is taken by {place.reader!r}: take another one, or remove({rank}) first")
+            if place.reader is reader:
+                raise ValueError(f"{reader!r} is there already, as rank {place.rank}")
+
+    def add(self, place: P, now: float) -> None:
+        """Let a queue have its turn, after all others; it may take the place of one that has ended.
+
+        Raises:
+            As `check_addition`.
+        """
+        with self._changing:
+            self.check_addition(place.rank, place.reader)
+            self._places[place.rank] = place
+            self.failed.pop(place.rank, None)
+            self._heard[place.rank] = (place.reader.source.progress, now)
+            self._go_round([*self.in_turn(), place])
+
+    def remove(self, rank: int) -> P | None:
+        """Leave out a queue, and forget what error it has ended with; return its place, unless it has ended.
+
+        Raises:
+            ValueError: There is none of that rank.
+        """
+        with self._changing:
+            place = self._places.pop(rank, None)
+            if place is None:
+                known = sorted(self._places) or "none at all"
+                raise ValueError(f"rank {rank!r} is not in this merge: there is {known}")
+            self.failed.pop(rank, None)
+            if not place.running:
+                return None
+            place.running = False
+            self._go_round([other for other in self.in_turn() if other is not place])
+            return place
 
     def close(self) -> None:
         """Leave out every queue."""
-        self.running = []
-        self.order = cycle(self.running)
+        with self._changing:
+            self.closed = True
+            self._go_round([])
+
+    def _go_round(self, running: list[P]) -> None:
+        self.running = running
+        self.order = cycle(running)
 
     # Reporting, queue by queue: that others have messages does not keep the silence of one from being told
 

@@ -22,8 +22,9 @@ from aioshm.queue.api import MessageQueue
 from aioshm.queue.ends.gate import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import predictor_among
-from aioshm.queue.merge.places import Place, SharedSleep, checked_readers
-from aioshm.queue.merge.round import Round
+from aioshm.queue.ends.writing import WritingEnd
+from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
+from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller
@@ -31,7 +32,7 @@ from aioshm.wait.predictor import Predictor
 from aioshm.wait.stall import Stall
 
 
-def merge(readers: Mapping[int, MessageQueue[T]]) -> Merged[T]:
+def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -> Merged[T]:
     """Make one stream out of many queues.
 
     For use as ``async for rank, obj in merge({rank: reader, ...})``; see `Merged`.
@@ -39,26 +40,31 @@ def merge(readers: Mapping[int, MessageQueue[T]]) -> Merged[T]:
     Args:
         readers: Readers' ends by the rank, or any other number, that their messages are to come with. They need not be
             ready; they stay open when the iteration ends. Without any, it ends at once.
+        errors: What becomes of an error of one of the queues: ``"raise"``: it comes out of the iteration, with the
+            queue's rank as its ``rank``; ``"yield"``: it is an item, ``(rank, error)``. Both ways one can go on.
 
     Raises:
         TypeError: Not a mapping from ints to queues.
-        ValueError: A reader is there twice.
+        ValueError: A reader is there twice; ``errors`` is neither.
         RoleError: One of them is a writer.
     """
-    return Merged(checked_readers(readers, MessageQueue, "a MessageQueue", lambda reader: reader.end))
+    check_errors(errors)
+    return Merged(checked_readers(readers, MessageQueue, _KIND, _end_of), errors)
 
 
 class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     """The messages of many queues, each as ``(rank, obj)``. Made by `merge`.
 
     Each queue's messages come in its order; among the queues that have messages, each has its turn before any of them
-    has another. A queue whose writer closes it drops out; one that ends otherwise, or cannot be attached to, first
-    gives ``(rank, error)``: a `PeerDied`, a `HandleError`, or a `MessagesLost`. The iteration ends when all have ended.
+    has another. A queue whose writer closes it drops out; one that ends otherwise, or cannot be attached to, does so
+    with an error: a `PeerDied`, a `HandleError`, a `ReaderEvicted`, or a `MessagesLost`. It is told once, by then the
+    queue is out, and the iteration can be gone on with: ``anext``, or another ``async for``. It ends when all have
+    ended. `add` and `remove` change what it is of.
 
-    A message that is damaged or lost is given as ``(rank, error)``, too: a `CorruptSlot`, `CodecError` or
-    `MessagesLost`; so is, for each try, a `SharedMemoryError` or `OutOfDescriptors` while a message has no room.
-    The queue goes on. An exception that was sent as a message comes in the same way: `failed` tells whether it is its
-    queue's end, but nothing tells it from damage.
+    A message that is damaged or lost is told in the same way, and its queue goes on: a `CorruptSlot`, `CodecError` or
+    `MessagesLost`, for each try a `SharedMemoryError` or `OutOfDescriptors` while a message has no room, and a
+    `QueueRestarted`. `failed` tells which error is its queue's end. With ``errors="yield"`` errors are items, as are
+    exceptions that were sent as messages: nothing else tells one from the other.
 
     Cancelling a wait loses nothing. Two tasks that iterate get different messages. While this waits, calls that other
     tasks make on one of the readers wait in line behind it, and go before it afterwards; between two messages the
@@ -72,7 +78,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             then the sleep is for one of them, and the others' messages wake nobody. Usually empty.
     """
 
-    def __init__(self, readers: Mapping[int, ReadingEnd]) -> None:
+    def __init__(self, readers: Mapping[int, ReadingEnd], errors: Errors = "raise") -> None:
+        self._raises = errors == "raise"
         self._shared = shared = SharedSleep()
         places = [Place(rank, reader, shared) for rank, reader in readers.items()]
         self._options = places[0].reader.gate.options if places else Options()
@@ -86,6 +93,63 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._line = Line()
         self._past = 0  # messages of the rings that have dropped out
         self._newest_ns = 0
+        self._changed = False  # whether a queue was added or removed since the lines were joined
+
+    # Changing what is merged
+
+    def add(self, rank: int, reader: MessageQueue[T]) -> None:
+        """Let another queue have its turns, from any task, also while one waits here; it begins to attach.
+
+        Args:
+            rank: What its messages are to come with; that of a queue which has ended, or was removed, is free again.
+            reader: Its reader's end, which need not be ready.
+
+        Raises:
+            TypeError: Not an int and a queue.
+            ValueError: The rank is taken, or the reader is there already.
+            RoleError: The queue is a writer, or belongs to another loop; or this does.
+            EndClosed: This was closed.
+        """
+        check_rank("rank must be an int", rank)
+        end = checked_reader("reader", reader, MessageQueue, _KIND, _end_of)
+        self._check_here()
+        self._round.check_addition(rank, end)
+        if not self._round.running:
+            self._options = end.gate.options
+        place = Place(rank, end, self._shared)
+        if self._loop is not None:
+            _attach(place)
+        self._round.add(place, monotonic())
+        self._changed = True
+        self._turn = 0  # the quick way knows it once the lines have been joined anew
+        self._shared.wake()
+
+    def remove(self, rank: int) -> None:
+        """Leave a queue out from now on, from any task, also while one waits here.
+
+        Its reader stays open and can be used at once; what was not received here, it receives. The iteration ends if
+        it was the last.
+
+        Args:
+            rank: That of the queue; one that has ended is forgotten, with its error.
+
+        Raises:
+            ValueError: There is no such rank.
+            RoleError: This belongs to another loop.
+        """
+        self._check_here()
+        place = self._round.remove(rank)
+        if place is not None:
+            if place.ring is not None:
+                self._past += place.ring.seq
+                self._shared.forget(place.ring)
+            place.leave()
+        self._changed = True
+        self._shared.wake()
+
+    def _check_here(self) -> None:
+        if self._loop is not None and asyncio._get_running_loop() is not self._loop:
+            raise RoleError(f"{self!r} belongs to another event loop than this one")
 
     # Receiving
 
@@ -97,6 +161,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
         Raises:
             StopAsyncIteration: All of them have ended, or this was closed.
+            AioshmError: One of them has ended with it, or has a damaged message, unless errors are items; its ``rank``
+                is the queue's.
             RoleError: A reader belongs to another loop, thread or process, or another merge is waiting for it, or this
                 was called inside of a block that has its slot.
         """
@@ -106,9 +172,12 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 try:
                     obj = place.receive()
                 except Exception as error:
-                    obj = place.damaged(error)
+                    return self._tell(place, place.damaged(error))
                 if obj is ELSEWHERE:
-                    obj = place.poll()
+                    try:
+                        obj = place.poll()
+                    except AioshmError as error:
+                        return self._tell(place, error)
                 if obj is not NOTHING:
                     self._turn -= 1
                     return place.rank, obj
@@ -126,8 +195,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     async def _next(self) -> tuple[int, Any]:
         loop = asyncio.get_running_loop()
-        if self._loop is not None and loop is not self._loop:
-            raise RoleError(f"{self!r} belongs to another event loop than this one")
+        self._check_here()
         await self._line.join(None, None)
         try:
             if self._loop is None:
@@ -146,12 +214,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Belong to the loop, and begin to attach wherever that was not done."""
         for place in self._round.running:
-            try:
-                place.reader.start_attaching()
-            except RoleError:
-                raise
-            except AioshmError as error:
-                place.failure = error
+            _attach(place)
         self._loop = loop
 
     async def _yield_turn(self) -> None:
@@ -175,6 +238,9 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
         Nobody else takes anything from the queues meanwhile but those who have stood in their lines before.
         """
+        if self._changed:
+            self._changed = False
+            self._shared.close()  # there are others to wait for than before
         running = self._round.in_turn()
         reached: list[Place] = []
         try:
@@ -188,7 +254,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 self._note_ready(entered)
                 if not self._may_go_on():
                     await self._sleep(entered)
-                if not self._round.running:  # this was closed
+                if self._changed or not self._round.running:
                     return None
                 for place in entered:
                     if place.running and (item := self._take(place)) is not None:
@@ -241,7 +307,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         for place in self._round.running:
             if place.may_go_on():
                 return True
-        return not self._round.running
+        return self._changed or not self._round.running
 
     def _lines_changed(self) -> bool:
         """Return whether a reader that was left out need not be any more."""
@@ -251,6 +317,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         for place in entered:
             if place.quick is None and place.reader.gate.ready:
                 place.now_ready()
+                if place.ring is not None:
+                    self._past -= place.ring.seq  # only what comes from here on is counted
                 self._shared.close()  # there are others to wait for than before
 
     def _tell_silence(self, _waited_s: float) -> float:
@@ -267,11 +335,15 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             if isinstance(news, HandleError):
                 error = news
             elif news is not None:
-                self._turn -= 1
-                return place.rank, news.with_traceback(None)
+                return self._tell(place, news)
         if error is None:
             gone = source.gone  # before looking: what was published before the writer went is then seen
-            obj = NOTHING if place.quick is None or place.late else place.poll()
+            try:
+                obj = NOTHING if place.quick is None or place.late else place.poll()
+            except AioshmError as damage:
+                if not place.hidden:
+                    self._round.begin_behind(place)
+                return self._tell(place, damage)
             if obj is not NOTHING:
                 self._turn -= 1
                 if not place.hidden:
@@ -299,8 +371,15 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         if isinstance(error, QueueClosed):
             self._round.drop(place)
             return None
-        self._turn -= 1
         self._round.fail(place, error)
+        return self._tell(place, error)
+
+    def _tell(self, place: Place, error: AioshmError) -> tuple[int, Any]:
+        """Return an error as an item, or raise it."""
+        self._turn -= 1
+        error = error.with_traceback(None)
+        if self._raises:
+            raise ranked(error, place.rank)
         return place.rank, error
 
     # Closing
@@ -317,3 +396,20 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._round.running)} queues>"
+
+
+_KIND = "a MessageQueue"
+
+
+def _end_of(reader: MessageQueue[Any]) -> ReadingEnd | WritingEnd:
+    return reader.end
+
+
+def _attach(place: Place) -> None:
+    """Begin to attach, unless that was done."""
+    try:
+        place.reader.start_attaching()
+    except RoleError:
+        raise
+    except AioshmError as error:
+        place.failure = error

@@ -1,0 +1,453 @@
+"""Queues join and leave a merge while it is iterated over, and their errors come out of it, on both faces."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from children import child
+from faces import Thread
+from faces import child as blocking_child
+from merging import BIG, asleep, poller_of, queues
+from slots import slot_of
+from support import eventually
+from test_blocking_merge import asleep as all_asleep
+from test_blocking_merge import queues as blocking_queues
+from test_blocking_merge import take
+
+from aioshm import (
+    CodecError,
+    CorruptSlot,
+    EndClosed,
+    HandleError,
+    MessageQueue,
+    MessagesLost,
+    PeerDied,
+    QueueRestarted,
+    RoleError,
+    blocking,
+    merge,
+)
+from aioshm.queue.merge import Merged
+
+
+def flags(writer: MessageQueue) -> int:
+    """Return whether the reader of a queue with one reader is parked."""
+    return writer.end.ring.ring.readers_parked[0]  # type: ignore[union-attr]
+
+
+class TestAdding:
+    @pytest.mark.parametrize("remote", [False, True])
+    async def test_one_that_is_added_to_a_merge_that_sleeps_wakes_it(self, remote: bool) -> None:
+        async with queues(2 - remote, remote, ready=False) as (writers, readers):
+            merged = merge({0: readers[0]})
+            waiting = asyncio.ensure_future(anext(merged))
+            await writers[0].wait_until_ready(20)
+            await writers[0].enqueue("before", 20)
+            assert await waiting == (0, "before")
+            waiting = await asleep(merged)
+            merged.add(7, readers[1])
+            await writers[1].wait_until_ready(20)  # to which the waiting task has it attach
+            await writers[1].enqueue("added", 20)
+            assert await waiting == (7, "added")
+            await writers[0].enqueue("still", 20)
+            assert await anext(merged) == (0, "still")
+
+    async def test_each_of_those_added_has_its_turns(self) -> None:
+        async with queues(3, chunks=64) as (writers, readers):
+            for number in range(30):
+                for writer in writers:
+                    writer.enqueue_nowait(number)
+            merged = merge({0: readers[0], 1: readers[1]})
+            items = [await anext(merged) for _ in range(20)]
+            merged.add(2, readers[2])
+            items += [await anext(merged) for _ in range(70)]
+            assert [rank for rank, _ in items[:20]] == [0, 1] * 10
+            assert [rank for rank, _ in items[20:80]] == [0, 1, 2] * 20
+            assert [number for rank, number in items if rank == 2] == list(range(30))
+
+    async def test_before_anything_is_iterated_over_and_to_nothing(self) -> None:
+        async with queues(2) as (writers, readers):
+            merged: Merged[Any] = merge({})
+            assert [item async for item in merged] == []
+            for rank, writer in enumerate(writers):
+                merged.add(rank, readers[rank])
+                await writer.enqueue(rank, 20)
+            assert sorted([await anext(merged), await anext(merged)]) == [(0, 0), (1, 1)]
+
+    async def test_one_whose_line_another_task_stands_in(self) -> None:
+        async with queues(2) as (writers, readers):
+            merged = merge({0: readers[0]})
+            direct = asyncio.ensure_future(readers[1].dequeue(20))
+            waiting = await asleep(merged)
+            merged.add(1, readers[1])
+            await writers[1].enqueue("direct", 20)
+            assert await direct == "direct"
+            await writers[1].enqueue("merged", 20)
+            assert await waiting == (1, "merged")
+
+    async def test_what_cannot_be_added(self) -> None:
+        async with queues(2) as (writers, readers):
+            merged: Merged[Any] = merge({0: readers[0]})
+            waiting = await asleep(merged)
+            for rank, reader, error, text in (
+                (0, readers[1], ValueError, r"rank 0 is taken by .*remove\(0\) first"),
+                (1, readers[0], ValueError, "is there already, as rank 0"),
+                ("1", readers[1], TypeError, "rank must be an int, not '1'"),
+                (1, readers[1].end, TypeError, "reader must be a MessageQueue"),
+                (1, writers[0], RoleError, "reader must be a reader; this is a writer"),
+            ):
+                with pytest.raises(error, match=text):
+                    merged.add(rank, reader)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=r"rank 5 is not in this merge: there is \[0\]"):
+                merged.remove(5)
+            for call in (lambda: merged.add(1, readers[1]), lambda: merged.remove(0)):
+                with pytest.raises(RoleError, match="another event loop"):
+                    await asyncio.to_thread(call)
+            with pytest.raises(ValueError, match='errors must be "raise" or "yield", not 1'):
+                merge({}, errors=1)  # type: ignore[arg-type]
+            assert not waiting.done()
+            await writers[0].enqueue("on", 20)
+            assert await waiting == (0, "on")
+            await merged.aclose()
+            with pytest.raises(EndClosed, match="merge the readers anew"):
+                merged.add(1, readers[1])
+
+
+class TestRemoving:
+    async def test_its_owner_can_use_it_at_once_while_the_merge_sleeps(self) -> None:
+        async with queues(2) as (writers, readers):
+            merged = merge(readers)
+            waiting = await asleep(merged)
+            assert flags(writers[1]) == 1
+            merged.remove(1)
+            assert flags(writers[1]) == 0
+            direct = asyncio.ensure_future(readers[1].dequeue(20))
+            await asyncio.sleep(0)
+            await writers[1].enqueue("its own", 20)
+            assert await direct == "its own"
+            await writers[0].enqueue("merged", 20)
+            assert await waiting == (0, "merged")
+            assert repr(merged) == "<Merged of 1 queues>"
+
+    @pytest.mark.parametrize("spins", [False, True])
+    async def test_its_owner_is_woken_however_the_merge_goes_on(self, spins: bool) -> None:
+        """The merge raises and lowers the flags of what it sleeps for, and no other flag."""
+        async with queues(2, wait="adaptive" if spins else "park") as (writers, readers):
+            merged = merge(readers)
+            for number in range(50):
+                waiting = await asleep(merged)
+                merged.remove(1)
+                direct = asyncio.ensure_future(readers[1].dequeue(20))
+                await asyncio.sleep(0)
+                await writers[0].enqueue(number, 20)
+                assert await waiting == (0, number)
+                await writers[1].enqueue(number, 20)
+                assert await direct == number
+                merged.add(1, readers[1])
+
+    async def test_nothing_is_lost_and_all_is_in_order(self) -> None:
+        async with queues(3, 1, chunks=8) as (writers, readers):
+            rng = random.Random(3)
+            merged = merge(readers)
+            received: list[tuple[int, Any]] = []
+
+            async def send(which: int) -> None:
+                for number in range(400):
+                    await writers[which].enqueue((number, bytes(BIG if number % 97 == 0 else 10)), 20)
+                    if number % 7 == which:
+                        await asyncio.sleep(0)
+
+            async def iterate() -> None:
+                async for rank, (number, _) in merged:
+                    received.append((rank, number))
+
+            sending = [asyncio.ensure_future(send(which)) for which in range(4)]
+            iterating = asyncio.ensure_future(iterate())
+            while len(received) < 1600:
+                await asyncio.sleep(0)
+                if rng.random() < 0.3 and len(received) < 1500:
+                    rank = rng.randrange(4)
+                    merged.remove(rank)
+                    left = 400 - sum(each == rank for each, _ in received)
+                    for _ in range(min(left, rng.randrange(3))):
+                        number, _ = await readers[rank].dequeue(20)
+                        received.append((rank, number))
+                    merged.add(rank, readers[rank])
+                assert not iterating.done()
+            await asyncio.gather(*sending)
+            iterating.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await iterating
+            for rank in readers:
+                assert [number for each, number in received if each == rank] == list(range(400))
+
+    async def test_the_last_one_ends_the_iteration_which_one_that_is_added_begins_again(self) -> None:
+        async with queues(2) as (writers, readers):
+            merged = merge({0: readers[0]})
+            waiting = await asleep(merged)
+            merged.remove(0)
+            with pytest.raises(StopAsyncIteration):
+                await asyncio.wait_for(waiting, 20)
+            merged.add(0, readers[1])
+            await writers[1].enqueue("again", 20)
+            assert await anext(merged) == (0, "again")
+
+    async def test_another_merge_can_have_it_at_once(self) -> None:
+        async with queues(2) as (writers, readers):
+            one, other = merge(readers), merge({})
+            waiting = await asleep(one)
+            one.remove(1)
+            other.add(9, readers[1])
+            second = await asleep(other)
+            await writers[1].enqueue("there", 20)
+            assert await second == (9, "there")
+            await writers[0].enqueue("here", 20)
+            assert await waiting == (0, "here")
+
+    async def test_one_that_another_merge_watches(self) -> None:
+        async with queues(2) as (writers, readers):
+            one, other = merge(readers), merge({1: readers[1]})
+            watching = await asleep(other)
+            one.remove(1)
+            await writers[1].enqueue("there", 20)
+            assert await watching == (1, "there")
+
+    async def test_while_it_is_closed_and_one_that_is_needed(self) -> None:
+        async with queues(2) as (writers, readers):
+            merged = merge(readers)
+            merged.needed = {1}
+            waiting = await asleep(merged)
+            assert [flags(writer) for writer in writers] == [0, 1]
+            closing = asyncio.ensure_future(readers[1].aclose())
+            await asyncio.sleep(0)
+            merged.remove(1)
+            await closing
+            await writers[0].enqueue("on", 20)
+            assert await waiting == (0, "on")
+            assert poller_of(merged) is not None
+
+
+class TestErrors:
+    async def test_a_death_is_raised_once_with_the_rank_and_the_rest_goes_on(self) -> None:
+        async with queues(2) as (writers, readers), child("write", "2", "10") as writer:
+            async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+                merged = merge({**readers, 7: reader})
+                assert [(await anext(merged))[0] for _ in range(2)] == [7, 7]
+                waiting = await asleep(merged)
+                writer.signal(signal.SIGKILL)
+                with pytest.raises(PeerDied, match=r"^the writer \(pid \d+\) died") as caught:
+                    await asyncio.wait_for(waiting, 20)
+                error = caught.value
+                assert (error.rank, error.pid, error.side) == (7, writer.pid, "writer")
+                assert error.__notes__ == ["this is about the queue that the merge has as rank 7"]
+                assert pickle.loads(pickle.dumps(error)).rank == 7
+                assert merged.failed == {7: error}
+                for number in range(100):
+                    await writers[number % 2].enqueue(number, 20)
+                    assert await anext(merged) == (number % 2, number)
+                merged.add(7, await self.replaced(merged, writers, readers))
+                assert merged.failed == {}
+
+    async def replaced(
+        self, merged: Merged[Any], writers: list[MessageQueue], readers: dict[int, MessageQueue]
+    ) -> MessageQueue:
+        """Take a queue out of the merge, for it to come in as another one."""
+        merged.remove(1)
+        await writers[1].enqueue("its own", 20)
+        assert await readers[1].dequeue(20) == "its own"
+        return readers[1]
+
+    async def test_one_that_has_failed_can_be_removed_and_is_forgotten(self) -> None:
+        async with queues(1) as (_, readers), child("write", "0", "10") as writer:
+            async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
+                await reader.wait_until_ready(20)
+                writer.signal(signal.SIGKILL)
+                merged = merge({**readers, 7: reader})
+                with pytest.raises(PeerDied):
+                    await asyncio.wait_for(anext(merged), 20)
+                merged.remove(7)
+                assert merged.failed == {}
+                with pytest.raises(ValueError, match="rank 7 is not in this merge"):
+                    merged.remove(7)
+
+    async def test_what_is_damaged_or_lost_is_raised_and_its_queue_goes_on(self) -> None:
+        async with queues(1, 1) as (writers, readers):
+            await writers[0].enqueue(0, 20)
+            slot_of(writers[0], 0)[8] ^= 0xFF
+            await writers[0].enqueue(Bomb(), 20)
+            await writers[0].enqueue(ValueError("sent"), 20)
+            readers[1].end.source.link.window.lost(0, 1)  # type: ignore[union-attr]
+            for number in range(3):
+                await writers[1].enqueue(number, 20)
+            merged = merge({3: readers[0], 4: readers[1]})
+            seen: dict[int, list[Any]] = {3: [], 4: []}
+            for _ in range(5):
+                try:
+                    rank, obj = await asyncio.wait_for(anext(merged), 20)
+                    seen[rank].append(obj)
+                except (CorruptSlot, CodecError, MessagesLost) as error:
+                    seen[error.rank or 0].append(type(error))
+            assert seen[3][:2] == [CorruptSlot, CodecError]
+            assert repr(seen[3][2]) == "ValueError('sent')"
+            assert seen[4] == [MessagesLost, 2]
+            assert merged.failed == {}
+
+    async def test_what_cannot_attach_is_raised(self) -> None:
+        async with queues(1) as (writers, readers), child("write", "0", "10") as writer:
+            handle = await writer.says("{")
+            writer.signal(signal.SIGSTOP)
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                writer.signal(signal.SIGKILL)
+                merged = merge(readers)
+                merged.add(4, reader)
+                with pytest.raises((PeerDied, HandleError)) as caught:
+                    await asyncio.wait_for(anext(merged), 20)
+                assert (caught.value.rank, list(merged.failed)) == (4, [4])
+                await writers[0].enqueue("on", 20)
+                assert await anext(merged) == (0, "on")
+
+    async def test_a_writer_that_comes_back_is_raised_once_and_its_queue_goes_on(self) -> None:
+        def make() -> MessageQueue:
+            return MessageQueue(1, 1, name="merged-again", max_chunk_bytes=4096, max_chunks=4)
+
+        async with queues(1) as (writers, readers), MessageQueue.attach("merged-again", 0, reconnect=True) as reader:
+            merged = merge(readers)
+            merged.add(5, reader)
+            for incarnation in range(3):
+                async with make() as writer:
+                    sending = asyncio.ensure_future(writer.enqueue(incarnation, 20))
+                    if incarnation:
+                        with pytest.raises(QueueRestarted) as caught:
+                            await asyncio.wait_for(anext(merged), 20)
+                        assert caught.value.rank == 5
+                    assert await asyncio.wait_for(anext(merged), 20) == (5, incarnation)
+                    await sending
+                    await writers[0].enqueue("steady", 20)
+                    assert await anext(merged) == (0, "steady")
+            assert merged.failed == {}
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return _fail, ()
+
+
+def _fail() -> None:
+    raise ArithmeticError("not to be loaded")
+
+
+class TestBlocking:
+    def test_one_is_added_and_one_removed_while_a_thread_waits(self) -> None:
+        with blocking_queues(3) as (writers, readers):
+            merged = blocking.merge({0: readers[0], 1: readers[1]})
+            waiting = Thread(take, merged, 2)
+            all_asleep({0: readers[0], 1: readers[1]})
+            merged.add(7, readers[2])
+            writers[2].enqueue("added", 20)
+            eventually(lambda: readers[2].messages == 1, "the message of the queue that was added")
+            all_asleep(readers)
+            merged.remove(1)
+            writers[1].enqueue("its own", 20)
+            assert readers[1].dequeue(20) == "its own"
+            writers[0].enqueue("still", 20)
+            assert waiting.result() == [(7, "added"), (0, "still")]
+
+    def test_the_last_one_ends_the_iteration(self) -> None:
+        with blocking_queues(1) as (writers, readers):
+            merged = blocking.merge(readers)
+            waiting = Thread(list, merged)
+            all_asleep(readers)
+            merged.remove(0)
+            assert waiting.result() == []
+            merged.add(3, readers[0])
+            writers[0].enqueue("again", 20)
+            assert next(merged) == (3, "again")
+
+    def test_a_death_is_raised_once_with_the_rank_and_the_rest_goes_on(self) -> None:
+        with blocking_queues(2) as (writers, readers), blocking_child("write", "2", "0") as dying:
+            with reader_of(dying) as reader:
+                merged = blocking.merge({**readers, 7: reader})
+                assert take(merged, 2) == [(7, (0, b"")), (7, (1, b""))]
+                dying.process.kill()
+                with pytest.raises(PeerDied) as caught:
+                    next(merged)
+                assert (caught.value.rank, merged.failed) == (7, {7: caught.value})
+                writers[1].enqueue("on", 20)
+                assert next(merged) == (1, "on")
+                writers[0].enqueue(Bomb(), 20)
+                with pytest.raises(CodecError) as damage:
+                    next(merged)
+                assert damage.value.rank == 0
+                merged.remove(7)
+                assert merged.failed == {}
+
+    def test_what_cannot_be_added(self) -> None:
+        with blocking_queues(2) as (writers, readers):
+            merged: blocking.Merged[Any] = blocking.merge({0: readers[0]})
+            for rank, reader, error, text in (
+                (0, readers[1], ValueError, "rank 0 is taken by"),
+                (1, readers[0], ValueError, "is there already, as rank 0"),
+                (True, readers[1], TypeError, "rank must be an int"),
+                (1, readers[1].held.end, TypeError, r"must be an aioshm\.blocking\.MessageQueue"),
+                (1, writers[0], RoleError, "this is a writer"),
+            ):
+                with pytest.raises(error, match=text):
+                    merged.add(rank, reader)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="rank 5 is not in this merge"):
+                merged.remove(5)
+            with pytest.raises(ValueError, match="errors must be"):
+                blocking.merge({}, errors="both")  # type: ignore[arg-type]
+            merged.close()
+            with pytest.raises(EndClosed):
+                merged.add(1, readers[1])
+
+    def test_a_storm_of_changes_loses_nothing(self) -> None:
+        """Two threads iterate, one changes what is merged, and takes messages itself meanwhile."""
+        with blocking_queues(3) as (writers, readers):
+            count, stop = 600, threading.Event()
+            received: dict[int, list[int]] = {rank: [] for rank in readers}
+            lock = threading.Lock()
+            merged = blocking.merge(readers)
+
+            def note(rank: int, number: int) -> None:
+                with lock:
+                    received[rank].append(number)
+
+            def iterate() -> None:
+                for rank, number in merged:
+                    note(rank, number)
+
+            def write(rank: int) -> None:
+                for number in range(count):
+                    writers[rank].enqueue(number, 60)
+
+            def change(choose: Callable[[int], int]) -> None:
+                while not stop.is_set():
+                    rank = choose(3)
+                    merged.remove(rank)
+                    if choose(2):
+                        for number in readers[rank].dequeue_many(4, 60) if len(received[rank]) < count - 50 else ():
+                            note(rank, number)
+                    merged.add(rank, readers[rank])
+                    stop.wait(choose(3) / 1000)
+
+            threads = [Thread(iterate), Thread(iterate), *(Thread(write, rank) for rank in readers)]
+            changing = Thread(change, random.Random(5).randrange)
+            eventually(lambda: all(len(numbers) >= count for numbers in received.values()), "all messages")
+            stop.set()
+            changing.result()
+            merged.close()
+            for thread in threads:
+                thread.result()
+            assert all(sorted(numbers) == list(range(count)) for numbers in received.values())
+
+
+def reader_of(writer: Any) -> blocking.MessageQueue:
+    return blocking.MessageQueue.create_from_handle(writer.says('{"type"'), 0)
