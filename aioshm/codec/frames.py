@@ -5,11 +5,12 @@
     |  header  |  the body of the message, if it has no chunk                  |
     +----------+---------------------------------------------------------------+
 
-    header     kind u8 | codec u8 | 0 u16 | n_buffers u32 | sequence u64 | published u64 | main_bytes u64 | chunk u64 |
+    header     kind u8 | codec u8 | how u16 | n_buffers u32 | sequence u64 | published u64 | main_bytes u64 |
+               chunk u64 | ...
 
-``published`` is the writer's ``CLOCK_MONOTONIC`` in nanoseconds, ``chunk`` 0, or 1 + the number of the chunk that has
-the body (see ``ring/layout.py``), all numbers are little-endian. A body without out-of-band buffers is the main part
-alone, so that a message of exactly ``inline_bytes``, or ``max_chunk_bytes``, still fits:
+``how`` is 0, or `PLACED`, ``published`` the writer's ``CLOCK_MONOTONIC`` in nanoseconds, ``chunk`` 0, or 1 + the number
+of the chunk that has the body (see ``ring/layout.py``), all numbers are little-endian. A body without out-of-band
+buffers is the main part alone, so that a message of exactly ``inline_bytes``, or ``max_chunk_bytes``, still fits:
 
     0                main_bytes
     +----------------+
@@ -23,6 +24,14 @@ A body with buffers begins with the table of their lengths. Each later part star
     +------------------+--------------------+-----------------+-----------------+
     | lengths: n x u64 | main               | buffer 0        | buffer 1 ...    |
     +------------------+--------------------+-----------------+-----------------+
+
+The buffers of a `PLACED` body were written where they lie, before anybody knew the main part: the body begins with the
+place of a table, behind them, which says where each part is, the main part first:
+
+    0       *                                table
+    +-------+--------------------------------+--------------------+------------------------------+-----------------+
+    | table | buffers, with gaps between ... | main's offset, u64 | n x (offset u64, length u64) | main, as a rule |
+    +-------+--------------------------------+--------------------+------------------------------+-----------------+
 """
 
 from __future__ import annotations
@@ -43,6 +52,9 @@ INLINE = 1  # the body is in the ring: in the slot, or in its chunk
 OVERFLOW = 2  # the body did not fit a chunk and lies in an overflow segment, which the rest of the header names
 RAW = 3  # the body was written with acquire_write: no codec
 
+PLACED = 1
+"""In the header's third field: the body has a table that says where its parts are."""
+
 
 def plain(code: int) -> int:
     """Return the first word of the header of an inline message of this codec that has no out-of-band buffers."""
@@ -55,6 +67,7 @@ zeros could be read as millions of them."""
 
 _LENGTH = struct.Struct("<Q")
 _LENGTH_BYTES = 8
+_ENTRY_BYTES = 2 * _LENGTH_BYTES
 
 
 def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
@@ -140,6 +153,74 @@ def split_body(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[memor
         end = start + size
         buffers.append(body[start:end])
     return main, buffers
+
+
+def placed_bytes(n_buffers: int, main_bytes: int) -> int:
+    """Return how many bytes of a placed body lie behind its buffers: the table, and the main part."""
+    return _LENGTH_BYTES + _ENTRY_BYTES * n_buffers + main_bytes
+
+
+def pack_table(main: int, places: Sequence[int]) -> bytes:
+    """Return the table of a placed body.
+
+    Args:
+        main: Where the main part is.
+        places: Offset and length of each buffer, one after the other.
+    """
+    return struct.pack(f"<{1 + len(places)}Q", main, *places)
+
+
+def write_placed(target: memoryview, table: int, tail: bytes) -> None:
+    """Write what lies behind the buffers of a placed body, which are in their places.
+
+    Args:
+        target: The body.
+        table: Where the table is to be.
+        tail: The table, and what is to be behind it.
+    """
+    _LENGTH.pack_into(target, 0, table)
+    target[table : table + len(tail)] = tail
+
+
+def placed_end(body: memoryview, n_buffers: int, main_bytes: int) -> int:
+    """Return where a placed body ends.
+
+    Raises:
+        CodecError: That would be beyond what is there.
+    """
+    if 0 <= n_buffers <= MAX_BUFFERS and main_bytes >= 0 and len(body) >= _LENGTH_BYTES:
+        (table,) = _LENGTH.unpack_from(body)
+        end = table + placed_bytes(n_buffers, 0)
+        if end <= len(body):
+            (main,) = _LENGTH.unpack_from(body, table)
+            end = max(end, main + main_bytes)
+            if end <= len(body):
+                return int(end)
+    raise CodecError(f"damaged message: a table of {n_buffers} buffers is not in its {len(body)} bytes")
+
+
+def split_placed(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[memoryview, list[memoryview]]:
+    """Return views of the main part and of each buffer of a placed body, as `split_body` does of others.
+
+    Raises:
+        CodecError: A part would reach beyond the body.
+    """
+    end = placed_end(body, n_buffers, main_bytes)
+    (table,) = _LENGTH.unpack_from(body)
+    main, *entries = struct.unpack_from(f"<{1 + 2 * n_buffers}Q", body, table)
+    buffers = []
+    for i in range(0, len(entries), 2):
+        start = entries[i]
+        stop = start + entries[i + 1]
+        if stop > end:
+            raise CodecError(f"damaged message: a buffer reaches to byte {stop} of {end}")
+        buffers.append(body[start:stop])
+    return body[main : main + main_bytes], buffers
+
+
+def split(body: memoryview, how: int, n_buffers: int, main_bytes: int) -> tuple[memoryview, list[memoryview]]:
+    """Return what `split_placed` or `split_body` does, as the header's third field says."""
+    return (split_placed if how else split_body)(body, n_buffers, main_bytes)
 
 
 def _aligned(offset: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, overload
 
@@ -13,11 +13,13 @@ from aioshm.config import Options, SlowReader
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
 from aioshm.queue.base import QueueBase
+from aioshm.queue.ends.lending import Message
 from aioshm.queue.ends.membership import Membership
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle, refuse_to_pickle
+from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
@@ -404,6 +406,85 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         """
         writer = self._writer or self._wrong_end("acquire_write", "writer")
         return writer.acquire_write(timeout, nbytes)
+
+    def loan(
+        self,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        like: Like = "numpy",
+        timeout: float | None = None,
+    ) -> AbstractAsyncContextManager[Any]:
+        """Lend an array to the block, to be filled where readers will see it, and send it when the block ends.
+
+        Nothing is copied: an array of 64 KiB and more lies in the ring, or in a segment beside it, of whatever size; a
+        smaller one is copied, which takes less time. Nothing is sent where the block raises or is cancelled. Readers
+        receive what they would if the array had been enqueued: a copy of their own from `dequeue`, a view from `lease`.
+
+        The array is the queue's when the block has ended, and must not be read any more, for its memory is used again:
+        what had one name only is read-only then, and a tensor is empty. What is still held under another name, or
+        through a view, is exchanged for a private copy, which takes the time of one. So nothing that is written
+        afterwards is seen by a reader.
+
+        Meanwhile other tasks that send wait, and calls of this one are refused with `RoleError`. With remote readers a
+        copy goes over the network; with ``Options(overflow="zmq")`` what is larger than ``max_chunk_bytes`` is copied.
+
+        Args:
+            shape: The array's shape, or its length.
+            dtype: The name of its type, or that of NumPy or torch itself.
+            like: ``"numpy"``, or ``"torch"`` for a tensor.
+            timeout: Seconds to wait for room; None waits for ever.
+
+        Raises:
+            TimeoutError, PeerDied, QueueClosed, CodecError: As `enqueue`.
+            TypeError, ValueError: An argument is not what it has to be; the text names it.
+            MessageTooLarge: It has more bytes than ``options.max_message_bytes``.
+            SharedMemoryError: At the end: what is still held has to be copied, and there is no memory for that. Nothing
+                was sent.
+        """
+        writer = self._writer or self._wrong_end("loan", "writer")
+        return writer.lender.loan(writer.prepare, ArraySpec(shape, dtype, like), timeout)
+
+    def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
+        """Lend so many writable bytes to the block, as `loan` does an array.
+
+        The bytes hold whatever was there before. Readers receive what the codec makes of bytes-like objects: ``bytes``
+        with ``"raw"`` and ``"msgpack"``, a writable bytes-like object with ``"pickle"``; and a lease shows a read-only
+        ``memoryview`` of them. When the block has ended, the ``memoryview`` is released, or is a private copy where
+        something else refers to it.
+
+        Args:
+            nbytes: How many.
+            timeout: Seconds to wait for room; None waits for ever.
+
+        Raises:
+            TimeoutError, PeerDied, QueueClosed, MessageTooLarge, SharedMemoryError: As `loan`.
+        """
+        writer = self._writer or self._wrong_end("loan_bytes", "writer")
+        return writer.lender.loan_bytes(writer.prepare, nbytes, timeout)
+
+    def build(self, nbytes: int | None = None, timeout: float | None = None) -> AbstractAsyncContextManager[Message]:
+        """Lend a message to the block that can have arrays inside, to be filled where readers will see them.
+
+        Other parts are encoded as usual::
+
+            async with mq.build() as message:
+                message["hidden"] = message.empty((256, 4096), "float16")
+                message["hidden"][...] = ...
+                message["step"] = 3
+
+        A dict is sent, or whatever ``message.value`` was set to, with the arrays anywhere inside of it. What becomes of
+        them is what `loan` says.
+
+        Args:
+            nbytes: How much room the arrays need together; None: as much as ``max_chunk_bytes``. Arrays for which that
+                is not enough are copied when the block ends.
+            timeout: Seconds to wait for room; None waits for ever.
+
+        Raises:
+            TimeoutError, PeerDied, QueueClosed, CodecError, MessageTooLarge, SharedMemoryError: As `loan`.
+        """
+        writer = self._writer or self._wrong_end("build", "writer")
+        return writer.lender.build(writer.prepare, nbytes, timeout)
 
     def acquire_read(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False

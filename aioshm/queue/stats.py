@@ -15,6 +15,8 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         ready: Whether `wait_until_ready` has succeeded.
         messages: Messages sent or received.
         overflows: How many of them did not fit a chunk.
+        copied_bytes: Bytes that this end has copied into messages, or out of leased ones: none of what is loaned, and
+            leased where it lies. What `dequeue` returns is a copy, and does not count.
         backlog: Messages that this end (a writer: the slowest reader) has not finished with.
         max_chunks: Chunks of ``max_chunk_bytes`` in the ring.
         slots: Messages that the ring holds.
@@ -51,3 +53,4 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     resent: int = 0
     reconnects: int = 0
     restarts: int = 0
+    copied_bytes: int = 0

@@ -98,6 +98,7 @@ typedef struct {
     bool made;
     char quiet;               /* whether send and receive leave it to their caller to tell a parked end */
     char hushed, owes;        /* whether one of them is under way; whether there is somebody to be told */
+    unsigned long long copied;  /* bytes, into messages; or out of those that were leased */
     unsigned long long due;   /* from which message on: before it, the other end is to be told later anyway */
     int in_use;               /* calls that release the GIL, or run code of others, with the memory in their hands */
     PyObject *nothing, *elsewhere;
@@ -642,6 +643,7 @@ static bool put_bytes(Core *self, const char *bytes, size_t size, uint64_t now)
     uint64_t words[4] = {self->what, self->seq, now, size};
     memcpy(slot_of(self, self->index), words, sizeof words);
     memcpy(body, bytes, size);
+    self->copied += size;
     publish(self);
     return true;
 }
@@ -733,6 +735,7 @@ static PyObject *send_beside(Core *self, PyObject *message)
     if (filled != Py_True)  /* which is never freed, nor is False */
         return Py_NewRef(message);
     self->published_ns = load_word(slot_of(self, self->index) + 16);
+    self->copied += nbytes;
     publish(self);
     count_turn(self, 1, now_ns());
     if (readers_parked(self))
@@ -1291,6 +1294,9 @@ static PyObject *lease(Core *self)
     self->hushed = 0;
     self->holder = holder;
     self->leased = 1;
+    const uint8_t *slot = slot_of(self, self->index);
+    if (!self->shown && load_word(slot) == self->what)
+        self->copied += load_word(slot + 24);
     return obj;
 }
 
@@ -1819,6 +1825,7 @@ static PyMemberDef members[] = {
     {"spins", T_ULONGLONG, offsetof(Core, spins), READONLY, "Spins so far."},
     {"hits", T_ULONGLONG, offsetof(Core, hits), READONLY, "Spins that ended with what was waited for."},
     {"spun_ns", T_ULONGLONG, offsetof(Core, spun_ns), READONLY, "Time spent spinning."},
+    {"copied", T_ULONGLONG, offsetof(Core, copied), 0, "Bytes copied into messages, or out of leased ones."},
     {NULL, 0, 0, 0, NULL},
 };
 

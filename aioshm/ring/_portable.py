@@ -77,6 +77,7 @@ class _Core(ABC):
         leased: Whether a block has the next message (of a reader).
         kept: Whether a slot was skipped and has not been given back (of a reader).
         spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
+        copied: Bytes that were copied into messages (of a writer), or out of those that were leased (of a reader).
     """
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, line: int) -> None:
@@ -95,6 +96,7 @@ class _Core(ABC):
         self.spins: int = 0
         self.hits: int = 0
         self.spun_ns: int = 0
+        self.copied: int = 0
         self._thread = -1
         self.user: int = 0
         self._runs: Callable[[], object] | None = bool
@@ -438,6 +440,7 @@ class WriterCore(_Core):
         finally:
             self._in_use -= 1
         self.published_ns = _unpack(self._view, begin)[2]
+        self.copied += nbytes
         self._count_turn(1, monotonic_ns())
         if self.commit():
             self._notify()
@@ -566,6 +569,7 @@ class WriterCore(_Core):
         _pack(view, start, self._what, self.seq, now_ns, size, number)
         body = self._chunk_at(number)[0] + at.CHUNK_HEADER_BYTES if number else start + at.SLOT_HEADER_BYTES
         view[body : body + size] = message
+        self.copied += size
 
     def _chunk_at(self, number: int) -> tuple[int, int]:
         place = chunk_at(self._pools, number - 1)
@@ -808,6 +812,9 @@ class ReaderCore(_Core):
                 self.user, self.shown = before, False
             else:
                 self.holder, self.leased = holder, True
+                if not self.shown:
+                    what, _, _, size, _ = _unpack(self._view, self._first + self._index * self._stride)
+                    self.copied += size if what == self._what else 0
 
     def unlease(self) -> None:
         """Give the leased slot back."""

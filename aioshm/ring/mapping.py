@@ -93,8 +93,8 @@ class _Buffer(ctypes.Structure):
     )
 
 
-def address_of(mapped: mmap.mmap) -> int:
-    """Return where a mapping is."""
+def address_of(mapped: mmap.mmap | memoryview) -> int:
+    """Return where a mapping is, or what a view shows."""
     buffer = _Buffer()  # ctypes' own from_buffer() takes writable memory only
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(mapped), ctypes.byref(buffer), 0)
     address = int(buffer.buf)

@@ -61,6 +61,7 @@ class Windows:
         self._windows: dict[int, mmap.mmap] = {}
         self._faults: dict[int, int] = {}  # of this process, before a window was last shown
         self._pagemap = -1
+        self._files: dict[int, tuple[int, int]] = {}  # descriptor and size, by negative numbers
         self._pools = layout.pools
         try:
             size = os.fstat(fd).st_size
@@ -86,6 +87,20 @@ class Windows:
         self._faults[chunk] = _faults()
         # From the mapping anew each time: a view that was kept would be one reference for all leases together.
         return memoryview(window)[start : start + nbytes]
+
+    def view_file(self, number: int, fd: int, room: int, nbytes: int) -> memoryview:
+        """Return a read-only view of the beginning of another file, as `view` does of a chunk.
+
+        Args:
+            number: A negative one, which stands for that file as a chunk's does for the chunk.
+            fd: The file's descriptor, which has to stay open.
+            room: Its size; where it has grown, it gets a new window.
+            nbytes: How much of it to show.
+        """
+        if self._files.get(number) != (fd, room):
+            self._windows.pop(number, None)
+            self._files[number] = fd, room
+        return self.view(number, nbytes)
 
     def held(self, chunk: int) -> bool:
         """Return whether a view of a chunk is held."""
@@ -121,7 +136,7 @@ class Windows:
             raise ValueError(f"a view has 0 to {room} bytes, not {nbytes}")
         # Not the window itself: the traceback of an error would hold it.
         address, length = address_of(self._windows[chunk]), len(self._windows[chunk])
-        _replace(address, length, start & _IN_PAGE, nbytes)
+        make_private(address, length, start & _IN_PAGE, nbytes)
         del self._windows[chunk]  # its holders unmap it
         return True
 
@@ -149,7 +164,9 @@ class Windows:
                 self.close()
 
     def _place(self, chunk: int) -> tuple[int, int]:
-        """Return where a chunk's room begins, and how large it is."""
+        """Return where a chunk's room begins in its file, and how large it is."""
+        if chunk in self._files:
+            return 0, self._files[chunk][1]
         place = chunk_at(self._pools, chunk)
         if place is None:
             raise ValueError(f"there is no chunk {chunk}")
@@ -165,7 +182,8 @@ class Windows:
         try:
             # Anonymous at first: over a descriptor, the object would keep a duplicate of that for each window.
             window = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
-            map_memory(address_of(window), length, *_WINDOW, self._fd, begin)
+            fd = self._fd if chunk >= 0 else self._files[chunk][0]
+            map_memory(address_of(window), length, *_WINDOW, fd, begin)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
         self._windows[chunk] = window
@@ -202,7 +220,7 @@ def _count_unheld() -> int:
 _UNHELD: Final = _count_unheld()
 
 
-def _replace(address: int, length: int, start: int, nbytes: int) -> None:
+def make_private(address: int, length: int, start: int, nbytes: int) -> None:
     """Replace a window by private memory: these bytes of it, zeros elsewhere."""
     try:
         _exchange(address, length, start, nbytes)

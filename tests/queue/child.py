@@ -192,6 +192,19 @@ async def write(count: str, size: str, chunks: str = "10") -> None:
     await asyncio.sleep(1000)
 
 
+async def lend(size: str) -> None:
+    """Lend an array and send it; lend another one, and stay inside of its block."""
+    writer = MessageQueue(1, 1, max_chunk_bytes=1 << 20, max_chunks=2)
+    say(writer.export_handle().to_json())
+    await writer.wait_until_ready(20)
+    for number in range(2):
+        async with writer.loan(int(size), "uint8") as array:
+            array[:] = number + 1
+            if number:
+                say("lending")
+                await asyncio.sleep(1000)
+
+
 def main() -> NoReturn:
     logging.disable()  # what is on standard error counts as a complaint
     role = globals()[sys.argv[1]]

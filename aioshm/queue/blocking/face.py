@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, overload
@@ -25,11 +25,13 @@ from aioshm.queue.blocking.held import Held
 from aioshm.queue.blocking.lingering import linger, watch
 from aioshm.queue.blocking.membership import BlockingMembership
 from aioshm.queue.encoded import body_of
+from aioshm.queue.ends.lending import Message
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.groups.making import GroupCall
 from aioshm.queue.handle import Handle, refuse_to_pickle
+from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
@@ -291,6 +293,28 @@ class MessageQueue(QueueBase[T], Closing):
         """Give so many writable bytes of the ring to the block to fill."""
         writer = self._writer or self._wrong_end("acquire_write", "writer")
         return self.held.new_block(lambda _, left: writer.acquire_write(left, nbytes), timeout)
+
+    def loan(
+        self,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        like: Like = "numpy",
+        timeout: float | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Lend an array to the block, to be filled where readers will see it, and send it when the block ends."""
+        writer = self._writer or self._wrong_end("loan", "writer")
+        spec = ArraySpec(shape, dtype, like)
+        return self.held.new_block(lambda _, left: writer.lender.loan(writer.prepare, spec, left), timeout)
+
+    def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractContextManager[memoryview]:
+        """Lend so many writable bytes to the block, as `loan` does an array."""
+        writer = self._writer or self._wrong_end("loan_bytes", "writer")
+        return self.held.new_block(lambda _, left: writer.lender.loan_bytes(writer.prepare, nbytes, left), timeout)
+
+    def build(self, nbytes: int | None = None, timeout: float | None = None) -> AbstractContextManager[Message]:
+        """Lend a message to the block that can have arrays inside, to be filled where readers will see them."""
+        writer = self._writer or self._wrong_end("build", "writer")
+        return self.held.new_block(lambda _, left: writer.lender.build(writer.prepare, nbytes, left), timeout)
 
     # Receiving
 

@@ -21,6 +21,7 @@ class Core(Protocol):
     spins: int
     hits: int
     spun_ns: int
+    copied: int
 
     @property
     def leased(self) -> bool: ...
@@ -40,6 +41,7 @@ class NoRing:
         self.user: int = 0
         self.owes = self.quiet = self.leased = False
         self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
+        self.copied: int = 0
         self._thread = -1
         self._runs: Callable[[], object] | None = bool
 

@@ -387,6 +387,7 @@ class Gate:
             spin_s=core.spun_ns / 1e9,
             naps=waits.naps,
             parks=waits.parks,
+            copied_bytes=core.copied,
         )
 
     def __repr__(self) -> str:

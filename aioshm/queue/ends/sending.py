@@ -15,6 +15,7 @@ from aioshm.queue.encoded import message_bytes, parts_of
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.local.audience import RingAudience
+from aioshm.queue.local.loans import Extent, Placed
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots
 from aioshm.wait.line import settle
@@ -22,6 +23,7 @@ from aioshm.wait.stall import Stall
 
 if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
     from aioshm.queue.remote.audience import NetworkAudience
+    from aioshm.queue.remote.outgoing import Outgoing
 
 EVICT_POLL_S = 0.05
 """How often a full window looks whether a remote reader is too slow by now to be waited for."""
@@ -138,8 +140,31 @@ class Sender:
             return
         content = [bytes(slot.body[:nbytes])]
         outgoing = network.flow.outbox.pack(RAW, 0, self._core.seq, content, (), nbytes)
+        self._core.copied += nbytes
         self._ring.put_raw(slot, nbytes)
         network.flow.publish(outgoing)
+
+    def pack(self, message: Encoded) -> Outgoing | None:
+        """Return what goes over the network of an encoded message, with a copy of all of it; None: nothing does."""
+        network = self._network
+        if network is None:
+            return None
+        parts, buffers = parts_of(message)
+        size = message_bytes(message)
+        self._core.copied += size
+        return network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size)
+
+    def put_placed(self, slot: Slot, extent: Extent, placed: Placed, outgoing: Outgoing | None) -> None:
+        """Publish a message that lies in its place, and what `pack` has returned; as `RingAudience.put_placed`."""
+        network = self._network
+        try:
+            self._ring.put_placed(slot, extent, placed, self._code)
+        except BaseException:
+            if network is not None and outgoing is not None:
+                network.flow.outbox.let_go([outgoing])
+            raise
+        if network is not None and outgoing is not None:
+            network.flow.publish(outgoing)
 
     def _publish(self, network: NetworkAudience, message: Encoded) -> bool:
         """Publish a message that the window has room for, or return False if the ring has none."""
@@ -149,6 +174,7 @@ class Sender:
         # First what may fail: then either all readers get it, or none.
         parts, buffers = parts_of(message)
         outgoing = network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size)
+        self._core.copied += size
         if not self._put(message if self._ring.ranks else b""):  # without local readers only to be counted
             network.flow.outbox.let_go([outgoing])
             return False

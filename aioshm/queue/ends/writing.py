@@ -18,6 +18,7 @@ from aioshm.process.limits import shortage
 from aioshm.queue.ends.audience import Audience
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
+from aioshm.queue.ends.lending import Lender
 from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle, host_id
@@ -53,6 +54,7 @@ class WritingEnd:
         ring: The readers on this host.
         network: The others.
         send: As `Sender.send`.
+        lender: Lends memory to be filled.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class WritingEnd:
         lag = LagWatch(gate.options.lag_warning_s, gate.options.stall_warning_s, self._report_lag)
         self._sender = Sender(gate, ring, network, codec, self._report_laggards, lag)
         self.send: Callable[[Any], Any] = self._sender.send
+        self.lender: Lender = Lender(gate, ring, self._sender, codec)
         gate.core = ring.ring.core
         gate.enclose(self)
 
@@ -264,7 +267,7 @@ class WritingEnd:
         """
         deadline = deadline_after(timeout)
         if message is False:
-            await self._prepare(deadline)
+            await self.prepare(deadline)
             message = self._sender.encode(obj)
         if not (self.gate.core.open and self._sender.put(message)):
             await self._put_waiting([message], deadline)
@@ -274,7 +277,7 @@ class WritingEnd:
         deadline = deadline_after(timeout)
         sender, core = self._sender, self.gate.core
         if not core.passes():
-            await self._prepare(deadline)
+            await self.prepare(deadline)
         messages = list(map(sender.encode, objs))
         need = sender.need(messages)
         parts = sender.parts(messages, need)
@@ -299,7 +302,7 @@ class WritingEnd:
         deadline = deadline_after(timeout)
         gate, sender, most = self.gate, self._sender, self.ring.ring.layout.max_chunk_bytes
         nbytes = most if nbytes is None else check_int("nbytes", nbytes, minimum=0, maximum=most)
-        await self._prepare(deadline)
+        await self.prepare(deadline)
         await gate.enter(deadline)
         try:
             while (slot := sender.claim(nbytes)) is None:
@@ -315,7 +318,7 @@ class WritingEnd:
         finally:
             gate.leave()
 
-    async def _prepare(self, deadline: float | None) -> None:
+    async def prepare(self, deadline: float | None) -> None:
         """Do what comes before anything that sends: be ready, give the loop its turn, refuse what is refused."""
         gate = self.gate
         if not gate.ready:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
 from aioshm.codec import Encoded
-from aioshm.codec.frames import INLINE, OVERFLOW, RAW, pack_header, write_body
+from aioshm.codec.frames import INLINE, OVERFLOW, PLACED, RAW, pack_header, write_body, write_placed
 from aioshm.config import Options
 from aioshm.errors import AioshmError, OutOfDescriptors, PeerDied
 from aioshm.lifeline.address import new_address
@@ -19,6 +19,7 @@ from aioshm.lifeline.listener import LifelineListener
 from aioshm.lifeline.protocol import Welcome
 from aioshm.process.limits import naming_limits
 from aioshm.queue.encoded import parts_of
+from aioshm.queue.local.loans import Extent, Loans, Placed
 from aioshm.queue.local.overflow import SECRET_BYTES, Overflow, OverflowSegments
 from aioshm.queue.local.roster import Roster
 from aioshm.ring import RingWriter, ShmRingBuffer
@@ -49,6 +50,7 @@ class RingAudience:
         listener: Where readers attach.
         overflow: How what does not fit a chunk is sent.
         overflows: How many messages were sent so.
+        loans: The memory that is lent.
         queue_id: The queue's.
         token: What a reader must know.
         secret: What the markers of overflowing messages repeat.
@@ -92,7 +94,9 @@ class RingAudience:
         )
         self.overflows: int = 0
         self._options = options
-        self.overflow: Overflow = OverflowSegments(self.ring, self.secret, self.roster.hand_over, self._second_way)
+        segments = OverflowSegments(self.ring, self.secret, self.roster.hand_over, self._second_way)
+        self.overflow: Overflow = segments
+        self.loans: Loans = Loans(self.buffer, None if options.overflow == "zmq" else segments)
         if options.overflow == "zmq" and ranks:
             try:
                 self.overflow = self._publisher()
@@ -243,6 +247,7 @@ class RingAudience:
             kind = OVERFLOW
             self.overflow.put(slot.header, parts, buffers, size)
             self.overflows += 1
+        self.ring.core.copied += size
         pack_header(slot.header, 0, kind, code, 0, len(buffers), self.ring.seq, monotonic_ns(), sum(map(len, parts)))
         self._commit()
         return True
@@ -251,6 +256,31 @@ class RingAudience:
         """Publish a claimed slot of which so many bytes have been filled."""
         pack_header(slot.header, 0, RAW, 0, 0, 0, self.ring.seq, monotonic_ns(), nbytes)
         self._commit()
+
+    def put_placed(self, slot: Slot, extent: Extent, placed: Placed, code: int) -> None:
+        """Publish a message that was written where it lies, for which the slot is claimed.
+
+        Raises:
+            SharedMemoryError: What the caller still holds of it should be a copy now, for which there is no memory.
+                Nothing was sent.
+        """
+        kind, header = INLINE, slot.header
+        write_placed(self.loans.body(slot, extent), placed.table, placed.tail)
+        extent.end = placed.table
+        self.take_back(extent)  # before anybody sees the message
+        self.ring.core.copied += placed.copied
+        if extent.segment is not None:
+            assert isinstance(self.overflow, OverflowSegments)
+            kind = OVERFLOW
+            self.overflow.mark(header, extent.segment, placed.end)
+            self.overflows += 1
+        pack_header(header, 0, kind, code, PLACED, placed.n_buffers, self.ring.seq, monotonic_ns(), placed.main_bytes)
+        self._commit()
+
+    def take_back(self, extent: Extent) -> None:
+        """Let nothing that was lent reach the message any more, as `Loans.take_back`."""
+        if self.loans.take_back(extent):
+            self.ring.core.copied += extent.end
 
     def _commit(self) -> None:
         core = self.ring.core
@@ -270,6 +300,7 @@ class RingAudience:
     def close(self) -> None:
         """Give everything back but what still has to be delivered. Idempotent."""
         self.listener.close()
+        self.loans.close()
         self.overflow.close()
         self.ring.close()
         self.buffer.close()

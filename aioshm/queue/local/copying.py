@@ -7,7 +7,7 @@ from typing import Any
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.buffers import own_copy
-from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, plain, split_body, unpack_header
+from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, placed_end, plain, split, split_body, unpack_header
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
 from aioshm.queue.ends.gate import Gate
@@ -21,14 +21,13 @@ class Copied:
     """A message in memory of the reader's own.
 
     Attributes:
-        kind: As in a slot's header.
-        n_buffers: As there.
-        size: As there.
+        kind, how, n_buffers, size: As in a slot's header.
         body: What lay in the slot, the chunk, or the overflow segment.
     """
 
-    def __init__(self, kind: int, n_buffers: int, size: int, body: memoryview) -> None:
+    def __init__(self, kind: int, how: int, n_buffers: int, size: int, body: memoryview) -> None:
         self.kind = kind
+        self.how = how
         self.n_buffers = n_buffers
         self.size = size
         self.body = body
@@ -72,7 +71,7 @@ class CopyingSlots:
         self.finished()
         if copied.kind == RAW:
             return bytearray(copied.body)
-        main, buffers = split_body(copied.body, copied.n_buffers, copied.size)
+        main, buffers = split(copied.body, copied.how, copied.n_buffers, copied.size)
         return self._codec.decode(main, buffers)
 
     def take_many(self, most: int) -> list[Any]:
@@ -85,15 +84,18 @@ class CopyingSlots:
     def open_block(self, *, decoded: bool) -> CopiedBlock | None:
         """Return the next message for a block, as `Source.open_block`: a copy of it."""
         copied = self._copy()
-        return None if copied is None else CopiedBlock(self, copied, decoded=decoded)
+        if copied is None:
+            return None
+        self._core.copied += len(copied.body)
+        return CopiedBlock(self, copied, decoded=decoded)
 
     def seen(self, copied: Copied, *, decoded: bool) -> Any:
         """Return what a block sees of a message."""
         if not decoded:
-            return (copied.body if copied.n_buffers else copied.body[: copied.size]).toreadonly()
+            return (copied.body if copied.n_buffers or copied.how else copied.body[: copied.size]).toreadonly()
         if copied.kind == RAW:
             return copied.body
-        main, buffers = split_body(copied.body, copied.n_buffers, copied.size)
+        main, buffers = split(copied.body, copied.how, copied.n_buffers, copied.size)
         return self._view(main, buffers)
 
     def finished(self) -> None:
@@ -142,22 +144,25 @@ class CopyingSlots:
 
     def _copy_slot(self) -> Copied | None:
         slot, seq = self._core.slot, self._core.seq
-        kind, code, _, n_buffers, _, self._core.published_ns, size = unpack_header(bytes(slot.header))
+        kind, code, how, n_buffers, _, self._core.published_ns, size = unpack_header(bytes(slot.header))
         if kind == OVERFLOW and self._overflow.has(slot.header, seq):
             body = self._overflow.body(slot.header, seq)
             if body is None:
                 return None
             self.overflows += 1
             with body:
-                return Copied(kind, n_buffers, size, memoryview(own_copy(body)))
+                return Copied(kind, how, n_buffers, size, memoryview(own_copy(body)))
         if kind not in (INLINE, RAW):
             raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
         if kind == INLINE and code != self._codec.code:
             raise CodecError(f"message {seq} has codec {code}, the queue has {self._codec.code} ({self._codec.name!r})")
-        _, buffers = split_body(slot.body, n_buffers, size)
-        nbytes = body_bytes(size, [len(buffer) for buffer in buffers])
+        if how:
+            nbytes = placed_end(slot.body, n_buffers, size)
+        else:
+            _, buffers = split_body(slot.body, n_buffers, size)
+            nbytes = body_bytes(size, [len(buffer) for buffer in buffers])
         with slot.body[:nbytes] as body:
-            return Copied(kind, n_buffers, size, memoryview(own_copy(body)))
+            return Copied(kind, how, n_buffers, size, memoryview(own_copy(body)))
 
 
 def eviction(gate: Gate, ring: RingReader) -> ReaderEvicted:

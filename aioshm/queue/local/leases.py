@@ -19,6 +19,9 @@ RESPITE_S = 0.010
 VIEW_BYTES = 512 * 1024
 """Smaller messages are leased as a copy: views, and finding out whether one is still held, cost more than that."""
 
+PLACED_VIEW_BYTES = 64 * 1024
+"""The same for what its writer has not copied either: it takes about the same time whatever its size is."""
+
 
 class Leases:
     """Hands out views of chunks, and gives their slots back.
@@ -45,6 +48,7 @@ class Leases:
         self._loop = loop
         self._writer_waits = writer_waits
         self._kept: tuple[int, int, int] | None = None  # chunk, slot, bytes
+        self._kept_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def view(self, chunk: int, nbytes: int) -> memoryview:
@@ -54,6 +58,14 @@ class Leases:
             SharedMemoryError: The process has too many mappings.
         """
         return self._windows.view(chunk, nbytes)
+
+    def view_file(self, number: int, fd: int, room: int, nbytes: int) -> memoryview:
+        """Return a read-only view of the beginning of another file, as `Windows.view_file`.
+
+        Raises:
+            SharedMemoryError: The process has too many mappings.
+        """
+        return self._windows.view_file(number, fd, room, nbytes)
 
     def end(self, chunk: int, index: int, nbytes: int) -> None:
         """Give the next message's slot back, or soon.
@@ -70,9 +82,11 @@ class Leases:
         if self._respites and self._windows.held(chunk):
             self._core.skip()
             self._kept = chunk, index, nbytes
-            self._timer = self._loop.call_later(RESPITE_S, self.settle)
+            self._kept_at = self._loop.time()
+            if self._timer is None:  # one for many leases: a timer for each would take as long as the rest
+                self._timer = self._loop.call_later(RESPITE_S, self._respite_ends)
             return
-        self._windows.settle(chunk, nbytes)
+        self._free(chunk, nbytes)
         if self._core.release():
             self._writer_waits()
 
@@ -84,18 +98,31 @@ class Leases:
         """
         if self._kept is None:
             return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         chunk, index, nbytes = self._kept
-        self._windows.settle(chunk, nbytes)
+        self._free(chunk, nbytes)
         self._kept = None
         if self._core.give_back(index):
             self._writer_waits()
+
+    def _respite_ends(self) -> None:
+        self._timer = None
+        if self._kept is None:
+            return
+        left = self._kept_at + RESPITE_S - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._respite_ends)
+        else:
+            self.settle()
+
+    def _free(self, chunk: int, nbytes: int) -> None:
+        """Let nothing that is still held show the chunk any more."""
+        if self._windows.settle(chunk, nbytes):
+            self._core.copied += nbytes
 
     def close(self) -> None:
         """Leave a copy behind under every view that is still held. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         self._kept = None
         self._windows.close()

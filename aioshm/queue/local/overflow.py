@@ -97,6 +97,12 @@ class OverflowReader(Protocol):
             SharedMemoryError, LimitReached: There is no room for it now; it can be tried again.
         """
 
+    def where(self, header: memoryview, seq: int) -> tuple[int, int, int, int] | None:
+        """Return which segment has a message's body, its descriptor and size, and how many bytes of it the body has.
+
+        None: there is none, or not here, or not yet; `body` says which.
+        """
+
     def finished(self) -> None:
         """Note that the body that was asked for last is not needed any more."""
 
@@ -186,9 +192,21 @@ class OverflowSegments:
         except (SharedMemoryError, OutOfDescriptors) as error:
             self._put_second_way(header, parts, buffers, size, error)
             return
-        written = self.segments[number]
-        with written.segment.view[:size] as target:
+        with self.segments[number].segment.view[:size] as target:
             write_body(target, parts, buffers)
+        self.mark(header, number, size)
+
+    def reserve(self, size: int) -> int:
+        """Return the number of a segment for the next message, which is written there by other means; see `mark`.
+
+        Raises:
+            SharedMemoryError, OutOfDescriptors: There is none to be had.
+        """
+        return self._fitting(size)
+
+    def mark(self, header: memoryview, number: int, size: int) -> None:
+        """Note in the claimed slot's header that a segment has the body of its message, and how many bytes."""
+        written = self.segments[number]
         self._uses += 1
         written.seq, written.used = self._ring.seq, self._uses
         self._tidy()
@@ -365,6 +383,19 @@ class PassedSegments:
             raise CorruptSlot(seq, seq, f"its overflow segment has fewer bytes than {size}")
         return view
 
+    def where(self, header: memoryview, seq: int) -> tuple[int, int, int, int] | None:
+        """Return which segment has a message's body, as `OverflowReader.where`."""
+        marker = unpack_marker(header, self._secret, seq)
+        if marker is None or marker[0] & BY_ZEROMQ:
+            return None
+        number, size = marker
+        if number >= len(self.segments):
+            self._look()
+        passed = self.segments[number] if number < len(self.segments) else None
+        if passed is None or not passed.has(size):
+            return None
+        return number, passed.fd, passed.size, size
+
     def finished(self) -> None:
         """Note that the body that was asked for last is not needed any more."""
         if self.subscription is not None:
@@ -385,12 +416,20 @@ class PassedSegment:
 
     Attributes:
         fd: Its descriptor.
+        size: How large it was when this was last found out.
         mapping: What is mapped of it, if anything.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.size: int = 0
         self.mapping: mmap.mmap | None = None
+
+    def has(self, size: int) -> bool:
+        """Return whether it has so many bytes."""
+        if self.size < size:
+            self.size = os.fstat(self.fd).st_size
+        return size <= self.size
 
     def view(self, size: int) -> memoryview | None:
         """Return its first bytes, or None if it has not so many."""

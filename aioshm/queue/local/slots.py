@@ -9,16 +9,28 @@ from typing import Any
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.buffers import own_copy
-from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, plain, split_body, unpack_header
+from aioshm.codec.frames import (
+    INLINE,
+    OVERFLOW,
+    RAW,
+    body_bytes,
+    placed_end,
+    plain,
+    split,
+    split_body,
+    split_placed,
+    unpack_header,
+)
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock
-from aioshm.queue.local.leases import VIEW_BYTES, Leases
+from aioshm.queue.local.leases import PLACED_VIEW_BYTES, VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import ELSEWHERE, ReaderCore
+from aioshm.ring.layout import SLOT_HEADER_BYTES
 from aioshm.ring.slot import Slot
 
 
@@ -81,25 +93,25 @@ class SlotReader:
 
     def _decode_beside(self, begin: int) -> Any:
         """Decode a message with buffers for the core; `ELSEWHERE` if there is anything else about it."""
-        kind, code, _, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
+        kind, code, how, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
         if kind != INLINE or code != self._code or seq != self._core.seq:
             return ELSEWHERE
-        main, buffers = split_body(self._slots.body(begin), n_buffers, size)
+        main, buffers = (split_placed if how else split_body)(self._slots.body(begin), n_buffers, size)
         obj = self._codec.decode(main, buffers)
         self._core.published_ns = at
         return obj
 
     def _take_unusual(self) -> Any:
         slot = self.next_slot()
-        kind, _, _, n_buffers, _, at, size = unpack_header(slot.header)
+        kind, _, how, n_buffers, _, at, size = unpack_header(slot.header)
         elsewhere = self.overflowed(slot)
         body: memoryview | None = None
         try:
             if elsewhere:
                 body = self.overflow_body(slot)
-                return ELSEWHERE if body is None else self._decoded(body, n_buffers, size)
+                return ELSEWHERE if body is None else self._decoded(body, how, n_buffers, size)
             room = self.inline_body(slot)
-            return bytearray(room[:size]) if kind == RAW else self._decoded(room, n_buffers, size)
+            return bytearray(room[:size]) if kind == RAW else self._decoded(room, how, n_buffers, size)
         except CorruptSlot:
             elsewhere = False
             raise
@@ -113,7 +125,7 @@ class SlotReader:
     def open_block(self, *, decoded: bool) -> SourceBlock | None:
         """Return the next message for a block, as `Source.open_block`."""
         slot = self.next_slot()
-        if not self.overflowed(slot):
+        if not self.overflowed(slot) or (decoded and self._overflow.where(slot.header, self.seq) is not None):
             return LeasedSlot(self, slot) if decoded else RawBlock(self, slot, None)
         try:
             body = self.overflow_body(slot)
@@ -167,16 +179,12 @@ class SlotReader:
             raise CodecError(f"damaged message: {size} bytes announced, {len(body)} there")
         return body
 
-    def _decoded(self, body: memoryview, n_buffers: int, size: int) -> Any:
-        main, buffers = split_body(body, n_buffers, size)
-        return self._codec.decode(main, buffers)
+    def _decoded(self, body: memoryview, how: int, n_buffers: int, size: int) -> Any:
+        return self._codec.decode(*split(body, how, n_buffers, size))
 
-    def seen(self, body: memoryview, kind: int, n_buffers: int, size: int) -> Any:
+    def seen(self, body: memoryview, kind: int, how: int, n_buffers: int, size: int) -> Any:
         """Decode a message where it lies."""
-        if kind == RAW:
-            return body[:size]
-        main, buffers = split_body(body, n_buffers, size)
-        return self._view(main, buffers)
+        return body[:size] if kind == RAW else self._view(*split(body, how, n_buffers, size))
 
     # Leases
 
@@ -194,14 +202,17 @@ class SlotReader:
 
     def _show_beside(self, begin: int) -> Any:
         """Decode a message with buffers for the core's lease; `ELSEWHERE` if there is anything else about it."""
-        kind, code, _, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
-        if kind != INLINE or code != self._code or seq != self._core.seq:
+        kind, code, how, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
+        if code != self._code or seq != self._core.seq:
             return ELSEWHERE
-        body = self._slots.body(begin)
-        main, buffers = split_body(body, n_buffers, size)
-        small = len(body) < VIEW_BYTES  # nothing that lies there can be worth a view
-        obj = self._codec.decode(main, buffers) if small else self._show(begin, kind, main, buffers)
-        self._core.published_ns = at
+        if kind == OVERFLOW:
+            obj = self._show_overflow(begin, how, n_buffers, size)
+        elif kind == INLINE:
+            obj = self._show(begin, self._slots.body(begin), kind, how, n_buffers, size)
+        else:
+            return ELSEWHERE
+        if obj is not ELSEWHERE:
+            self._core.published_ns = at
         return obj
 
     def show(self, slot: Slot) -> Any:
@@ -210,27 +221,54 @@ class SlotReader:
         Raises:
             CorruptSlot, CodecError: It is no whole message of this queue.
         """
-        body = self.inline_body(slot)
-        kind, _, _, n_buffers, _, at, size = unpack_header(slot.header)
+        kind, _, how, n_buffers, _, at, size = unpack_header(slot.header)
+        if kind == OVERFLOW and self.overflowed(slot):
+            obj = self._show_overflow(slot.begin, how, n_buffers, size)
+            if obj is ELSEWHERE and (body := self.overflow_body(slot)) is not None:  # no mapping is left
+                with body:
+                    obj = self._decoded(body, how, n_buffers, size)
+        else:
+            obj = self._show(slot.begin, self.inline_body(slot), kind, how, n_buffers, size)
         self._core.published_ns = at
-        return self._show(slot.begin, kind, *split_body(body, n_buffers, size))
+        return obj
 
-    def _show(self, begin: int, kind: int, main: memoryview, buffers: list[memoryview]) -> Any:
-        size = len(main)
-        whole = size + sum(map(len, buffers)) if buffers else size
-        if whole >= VIEW_BYTES and (chunk := self._slots.chunk(begin)) is not None:
-            nbytes = body_bytes(size, [len(part) for part in buffers])
+    def _show(self, begin: int, body: memoryview, kind: int, how: int, n_buffers: int, size: int) -> Any:
+        main, buffers = (split_placed if how else split_body)(body, n_buffers, size)
+        whole = size + len(buffers[0]) if n_buffers == 1 else size + sum(map(len, buffers))
+        if whole >= (PLACED_VIEW_BYTES if how else VIEW_BYTES) and (chunk := self._slots.chunk(begin)) is not None:
+            nbytes = placed_end(body, n_buffers, size) if how else body_bytes(size, [len(part) for part in buffers])
+            del main, buffers
             with suppress(SharedMemoryError):  # no mapping is left
-                obj = self.seen(self._window(chunk, nbytes).toreadonly(), kind, len(buffers), size)
-                self._shown = chunk, self._slots.index(begin), nbytes
-                self._core.shown = True
+                view = self._window().view
+                obj = self.seen(view(chunk, nbytes).toreadonly(), kind, how, n_buffers, size)
+                self._note_shown(chunk, begin, nbytes)
                 return obj
+            main, buffers = split(body, how, n_buffers, size)
+        self._core.copied += whole
         return bytearray(main) if kind == RAW else self._codec.decode(main, buffers)
 
-    def _window(self, chunk: int, nbytes: int) -> memoryview:
+    def _show_overflow(self, begin: int, how: int, n_buffers: int, size: int) -> Any:
+        """Decode a leased message where it lies in its overflow segment; `ELSEWHERE` if it cannot be seen there."""
+        found = self._overflow.where(self._slots.bodies[begin : begin + SLOT_HEADER_BYTES], self._core.seq)
+        if found is None:
+            return ELSEWHERE
+        number, fd, room, nbytes = found
+        with suppress(SharedMemoryError):
+            view = self._window().view_file
+            obj = self.seen(view(-1 - number, fd, room, nbytes).toreadonly(), OVERFLOW, how, n_buffers, size)
+            self._note_shown(-1 - number, begin, nbytes)
+            self.overflows += 1
+            return obj
+        return ELSEWHERE
+
+    def _window(self) -> Leases:
         if self._leases is None:
             self._leases = self._make_leases()
-        return self._leases.view(chunk, nbytes)
+        return self._leases
+
+    def _note_shown(self, chunk: int, begin: int, nbytes: int) -> None:
+        self._shown = chunk, self._slots.index(begin), nbytes
+        self._core.shown = True
 
     def end_shown(self) -> None:
         """Give a leased slot back, or soon.
@@ -290,13 +328,13 @@ class RawBlock:
         self._at = 0
 
     def open(self) -> memoryview:
-        kind, _, _, n_buffers, seq, self._at, size = unpack_header(self._slot.header)
+        kind, _, how, n_buffers, seq, self._at, size = unpack_header(self._slot.header)
         if (self._body is None and kind not in (INLINE, RAW)) or seq != self._slots.seq:
             raise CorruptSlot(seq, self._slots.seq)
         body = self._slot.body if self._body is None else self._body
         if size > len(body):
             raise CorruptSlot(seq, seq)
-        self._view = body[: len(body) if n_buffers else size].toreadonly()
+        self._view = body[: len(body) if n_buffers or how else size].toreadonly()
         return self._view
 
     def close(self, *, undo: bool) -> None:
@@ -312,7 +350,7 @@ class RawBlock:
 
 
 class OverflowBlock:
-    """A leased message that did not fit a chunk: in memory of its own, as there is no window into such a segment."""
+    """A leased message whose body came over ZeroMQ: in memory of its own, as there is no window into that."""
 
     def __init__(self, slots: SlotReader, slot: Slot, body: memoryview) -> None:
         self._slots = slots
@@ -321,8 +359,8 @@ class OverflowBlock:
         self._at = 0
 
     def open(self) -> Any:
-        kind, _, _, n_buffers, _, self._at, size = unpack_header(self._slot.header)
-        return self._slots.seen(memoryview(own_copy(self._body)).toreadonly(), kind, n_buffers, size)
+        kind, _, how, n_buffers, _, self._at, size = unpack_header(self._slot.header)
+        return self._slots.seen(memoryview(own_copy(self._body)).toreadonly(), kind, how, n_buffers, size)
 
     def close(self, *, undo: bool) -> None:
         self._body.release()

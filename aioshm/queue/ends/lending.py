@@ -1,0 +1,253 @@
+"""Loans: memory of the next message, given to a block to fill, and sent by reference when the block ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pickle import PickleBuffer
+from types import TracebackType
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from aioshm.arguments import check_int
+from aioshm.codec import Codec, Encoded, PickleCodec
+from aioshm.codec.frames import ALIGNMENT
+from aioshm.errors import MessageTooLarge, RoleError
+from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.sending import Sender
+from aioshm.queue.ends.waiting import deadline_after
+from aioshm.queue.local.audience import RingAudience
+from aioshm.queue.local.loans import IN_PLACE_BYTES, MAIN_BYTES, ArraySpec, Extent, Like
+from aioshm.ring.slot import Slot
+
+T = TypeVar("T")
+Prepare: TypeAlias = Callable[[float | None], Awaitable[None]]
+
+
+class Lender:
+    """Lends memory, one block at a time.
+
+    Args:
+        gate: The end's.
+        ring: The local readers.
+        sender: Publishes.
+        codec: Makes bytes of objects.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        ring: RingAudience,
+        sender: Sender,
+        codec: Codec,
+    ) -> None:
+        self.gate = gate
+        self._ring = ring
+        self._sender = sender
+        self._pickles = isinstance(codec, PickleCodec)
+        self._largest = ring.ring.layout.max_chunk_bytes
+        self._most = gate.options.max_message_bytes
+
+    def loan(self, prepare: Prepare, spec: ArraySpec, timeout: float | None) -> Loan[Any]:
+        """Lend an array, as `aioshm.MessageQueue.loan`; ``prepare`` does what comes before anything that sends."""
+        room = self._room_for(spec.nbytes)
+        return Loan(self, prepare, room, lambda extent: extent.lend(spec), lambda array: array, timeout)
+
+    def loan_bytes(self, prepare: Prepare, nbytes: int, timeout: float | None) -> Loan[memoryview]:
+        """Lend bytes, as `aioshm.MessageQueue.loan_bytes`."""
+        room = self._room_for(check_int("nbytes", nbytes, minimum=0))
+        as_sent = PickleBuffer if self._pickles else lambda view: view
+        return Loan(self, prepare, room, lambda extent: extent.lend_bytes(nbytes), as_sent, timeout)
+
+    def build(self, prepare: Prepare, nbytes: int | None, timeout: float | None) -> Loan[Message]:
+        """Lend arrays inside of an object, as `aioshm.MessageQueue.build`."""
+        room = self._largest if nbytes is None else self._room_for(check_int("nbytes", nbytes, minimum=0))
+        return Loan(self, prepare, room, Message, Message.take, timeout)
+
+    def _room_for(self, nbytes: int) -> int:
+        """Return how much memory a message needs, at most, that has so many bytes of what is lent."""
+        if nbytes > self._most:
+            raise MessageTooLarge(f"the message has {nbytes} bytes, options.max_message_bytes allows {self._most}")
+        return ALIGNMENT + nbytes + MAIN_BYTES
+
+    async def open(self, room: int, deadline: float | None) -> tuple[Slot, Extent]:
+        """Wait in line for a slot and for room, which are the caller's until `close`."""
+        gate, sender = self.gate, self._sender
+        await gate.enter(deadline)
+        try:
+            while (slot := sender.claim(room)) is None:
+                await sender.wait_for_bytes(room, deadline)
+            in_place = room >= IN_PLACE_BYTES and self._ring.ranks
+            extent = self._ring.loans.extent(slot, room) if in_place else Extent()
+            gate.hold()
+        except BaseException:
+            gate.leave()
+            raise
+        return slot, extent
+
+    def publish(self, slot: Slot, extent: Extent, filled: list[Any], as_sent: Callable[[Any], Any]) -> Encoded | None:
+        """Publish what was filled; return an encoded message of it, if that has to be copied.
+
+        No name here or in what this calls keeps what was lent, or a view of it: who else has it is counted.
+
+        Args:
+            slot: Is claimed for it.
+            extent: Where it was filled.
+            filled: What the block was given; emptied.
+            as_sent: Returns what is encoded of that.
+        """
+        sender = self._sender
+        self.gate.check_usable()
+        message = sender.encode(as_sent(filled.pop()))
+        placed = extent.place(message)
+        if placed is None:
+            message = extent.copied_out(message)
+            self._ring.take_back(extent)
+            return message
+        sender.checked_size(message)
+        outgoing = sender.pack(message)
+        message = b""
+        sender.put_placed(slot, extent, placed, outgoing)
+        return None
+
+    async def publish_copy(self, message: Encoded, deadline: float | None) -> None:
+        """Publish an encoded message that lies elsewhere."""
+        sender = self._sender
+        need = sender.need([message])
+        while not sender.has_room([message], need):
+            await sender.wait_for_room([message], need, deadline)
+            self.gate.check_usable()
+        sender.put_all([message])
+
+    def close(self, extent: Extent) -> None:
+        """Take back what is lent still, and end the caller's turn."""
+        try:
+            self._ring.take_back(extent)
+        finally:
+            self.gate.leave()
+
+
+class Loan(AbstractAsyncContextManager[T], Generic[T]):
+    """The block of one loan; see `Lender`.
+
+    Args:
+        lender: Has the memory.
+        prepare: Does what comes before anything that sends, until a deadline.
+        room: How much of it is needed.
+        lend: Returns what the block is given.
+        as_sent: Returns what is encoded of that.
+        timeout: For the wait for room, in seconds.
+    """
+
+    def __init__(
+        self,
+        lender: Lender,
+        prepare: Prepare,
+        room: int,
+        lend: Callable[[Extent], T],
+        as_sent: Callable[[T], Any],
+        timeout: float | None,
+    ) -> None:
+        self._lender = lender
+        self._prepare = prepare
+        self._room = room
+        self._lend = lend
+        self._as_sent = as_sent
+        self._timeout = timeout
+        self._deadline: float | None = None
+        self._slot: Slot | None = None
+        self._extent: Extent | None = None
+        self._filled: list[T] = []
+
+    async def __aenter__(self) -> T:
+        lender = self._lender
+        self._deadline = deadline_after(self._timeout)
+        await self._prepare(self._deadline)
+        slot, extent = await lender.open(self._room, self._deadline)
+        try:
+            self._filled.append(self._lend(extent))
+        except BaseException:
+            lender.close(extent)
+            raise
+        self._slot, self._extent = slot, extent
+        return self._filled[-1]
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        lender, slot, extent = self._lender, self._slot, self._extent
+        if slot is None or extent is None:
+            return
+        self._slot = self._extent = None
+        try:
+            if exc_type is None:
+                message = lender.publish(slot, extent, self._filled, self._as_sent)
+                if message is not None:
+                    await lender.publish_copy(message, self._deadline)
+        finally:
+            self._filled.clear()
+            lender.close(extent)
+
+    def __del__(self) -> None:
+        if getattr(self, "_extent", None) is None:
+            return
+        loop = self._lender.gate.loop
+        try:
+            text = f"a block of {self._lender.gate!r} that has its slot was never left"
+            warnings.warn(text, ResourceWarning, 2, self)
+        finally:
+            assert self._extent is not None
+            self._filled.clear()
+            if loop is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(self._lender.close, self._extent)
+
+
+class Message(MutableMapping[str, Any]):
+    """A message that is being built; see `aioshm.MessageQueue.build`.
+
+    Attributes:
+        value: What is sent: the dict that indexing refers to, unless something else was set.
+    """
+
+    def __init__(self, extent: Extent) -> None:
+        self._extent: Extent | None = extent
+        self.value: Any = {}
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32", like: Like = "numpy") -> Any:
+        """Return an array, or a tensor, of whatever bytes are there, to be filled and to be put into the message.
+
+        It lies where readers will see it, as far as the room goes for which `build` was asked. What is not put into the
+        message is not sent.
+
+        Args:
+            shape: Its shape, or its length.
+            dtype: The name of its type, or that of NumPy or torch itself.
+            like: ``"numpy"`` or ``"torch"``.
+
+        Raises:
+            TypeError, ValueError: An argument is not what it has to be; the text names it.
+            RoleError: The block has ended.
+        """
+        if self._extent is None:
+            raise RoleError("the block of this message has ended, and its memory was given back: build another one")
+        return self._extent.lend(ArraySpec(shape, dtype, like))
+
+    def take(self) -> Any:
+        """Return what is sent, and keep nothing; for this package."""
+        value, self.value, self._extent = self.value, None, None
+        return value
+
+    def __getitem__(self, key: str) -> Any:
+        return self.value[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.value[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.value[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.value)
+
+    def __len__(self) -> int:
+        return len(self.value)

@@ -1,0 +1,158 @@
+"""Lent windows: second, writable mappings of what a loan is filled in, replaced by a private copy where it is kept.
+
+The twin of ``window.py`` for the writing end, which says how it is known that memory is held, and how it is exchanged.
+What differs: a lent window shows the segment itself, so what is written to it is in the message at once. When its block
+ends, whatever still reaches the window must not reach the message any more. Mapping the window anew for each loan would
+cost a page fault for every page that is filled, several times the rest of sending a large message; so a window stays,
+and what reaches it is taken away from it:
+
+* an array that one name alone refers to, the caller's, becomes read-only; a tensor loses its memory, a memoryview is
+  released;
+* where anything else refers to the window, what it shows is exchanged for a private copy, and the next loan gets a new
+  window.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from contextlib import suppress
+from sys import getrefcount
+from typing import Any, Final
+
+from aioshm.errors import SharedMemoryError
+from aioshm.ring.layout import round_up
+from aioshm.ring.mapping import MAP_NORESERVE, address_of, map_memory
+from aioshm.ring.window import make_private
+
+_PAGE: Final = mmap.PAGESIZE
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+class LentWindow:
+    """A writable mapping of one range of a file.
+
+    Args:
+        fd: The file's descriptor, which is not needed any more afterwards.
+        start: Where the range begins.
+        room: Its length.
+
+    Attributes:
+        room: As above.
+        memory: The mapping, which begins up to a page before the range; what is made over it holds a reference to it.
+        begin: Where the range begins in it.
+        address: Where the range is in this process.
+
+    Raises:
+        SharedMemoryError: The process has too many mappings.
+    """
+
+    def __init__(self, fd: int, start: int, room: int) -> None:
+        page = start // _PAGE * _PAGE
+        length = round_up(start + room, _PAGE) - page
+        try:
+            # Anonymous at first: over a descriptor, the object would keep a duplicate of that.
+            memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, _READ_WRITE)
+            map_memory(address_of(memory), length, _READ_WRITE, mmap.MAP_SHARED, fd, page)
+        except OSError as error:
+            raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
+        self.room = room
+        self.begin: int = start - page
+        self.memory: mmap.mmap = memory
+        self.address: int = address_of(memory) + self.begin
+        self._quiet: list[weakref.ref[Any]] = []  # arrays that are read-only by now
+
+    def offset_of(self, part: memoryview) -> int:
+        """Return where a view of memory begins in the range, -1 if it is not all in it."""
+        offset = address_of(part) - self.address
+        return offset if 0 <= offset <= self.room - len(part) else -1
+
+    def take_back(self, lent: list[Any], nbytes: int) -> bool:
+        """Let nothing that was lent reach the range any more; return whether the window can be used again.
+
+        Args:
+            lent: The arrays, tensors and memoryviews over it that were given to the caller; emptied. Nothing but this
+                list and the caller may refer to them.
+            nbytes: How much of the range they are in; what lies behind reads as zeros in a private copy.
+
+        Raises:
+            SharedMemoryError: There is no memory for a private copy: what is still held reads as zeros now.
+        """
+        held = _UNHELD
+        if self._quiet:
+            self._quiet = [reader for reader in self._quiet if reader() is not None]
+            held += len(self._quiet)
+        lone, quiet = True, []
+        for i in range(len(lent)):
+            lone = lone and getrefcount(lent[i]) <= _LONE
+        while lone and lent:
+            each = lent.pop()
+            if hasattr(each, "flags"):
+                each.flags.writeable = False
+                quiet.append(weakref.ref(each))
+            else:
+                lone = _emptied(each)
+            del each
+        lent.clear()
+        if lone and getrefcount(self.memory) <= held + len(quiet):
+            self._quiet += quiet
+            return True
+        for reader in quiet:
+            array = reader()
+            if array is not None:
+                array.flags.writeable = True  # a copy of its own, as the rest is
+            del array
+        self._make_private(nbytes)
+        return False
+
+    def close(self) -> None:
+        """Leave a private copy behind if the window is held."""
+        if getrefcount(self.memory) > _UNHELD:
+            with suppress(SharedMemoryError):  # zeros, then
+                self._make_private(self.room)
+
+    def _make_private(self, nbytes: int) -> None:
+        address, length = address_of(self.memory), len(self.memory)
+        try:
+            make_private(address, length, self.begin, nbytes)
+        except SharedMemoryError:
+            with suppress(OSError):  # it takes no more room than what is there
+                map_memory(address, length, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+            raise
+
+
+def _emptied(each: Any) -> bool:
+    """Take its memory away from a tensor or a memoryview; return whether that could be done."""
+    try:
+        if isinstance(each, memoryview):
+            each.release()
+        else:
+            each.set_()
+    except (BufferError, RuntimeError):  # there are arrays over it, or it is a part of a graph by now
+        return False
+    return True
+
+
+class _Sample:
+    """What a window is for counting references."""
+
+    def __init__(self) -> None:
+        self.memory: mmap.mmap = mmap.mmap(-1, 1)
+
+
+def _count_unheld() -> int:
+    """Return what `getrefcount` says of a mapping that only its window holds, asked as above."""
+    sample = _Sample()
+    return getrefcount(sample.memory)
+
+
+def _count_lone() -> int:
+    """Return what `getrefcount` says of what one name of the caller's refers to, asked as above."""
+    name = _Sample()
+    lent = [name]
+    i = 0
+    return getrefcount(lent[i])
+
+
+_UNHELD: Final = _count_unheld()
+_LONE: Final = _count_lone()

@@ -1,0 +1,609 @@
+"""Loans: arrays that are filled where readers see them, sent by reference, and the queue's own afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from children import child
+from faces import Thread, make_writer
+from pairs import attached
+from remotes import ready_ends
+from support import cancelled_after, until
+
+from aioshm import MessageQueue, MessageTooLarge, PeerDied, QueueClosed, RoleError, blocking
+from aioshm.queue.local.loans import IN_PLACE_BYTES
+
+CHUNK = 1 << 20
+LIKE = pytest.mark.parametrize("like", ["numpy", "torch"])
+CODECS = pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+SIZES = [0, 1, 900, 1024, 4096, 4609, IN_PLACE_BYTES - 1, IN_PLACE_BYTES, 72 * 1024, 600_000, CHUNK, CHUNK + 1, 3 << 20]
+"""Around where it matters: in the slot, the sizes of chunks, in place, seen where it lies, in a segment."""
+
+
+def _fill(array: Any, number: int) -> None:
+    array[:] = number % 251
+
+
+def _is(array: Any, number: int, size: int) -> bool:
+    return len(array) == size and bool((array == number % 251).all())
+
+
+def _scribble(array: Any) -> None:
+    """Write to what was lent, if it lets itself be written to."""
+    with suppress(ValueError):
+        array[:] = 255
+
+
+@CODECS
+@LIKE
+@pytest.mark.parametrize("leases", [False, True], ids=["dequeue", "lease"])
+async def test_arrays_of_every_size(codec: str, like: Any, leases: bool) -> None:
+    async with attached(2, codec=codec, chunk=CHUNK, chunks=3) as (writer, readers):
+        for lap in range(3):
+            for number, size in enumerate(SIZES, lap):
+                async with writer.loan(size, "uint8", like) as array:
+                    assert len(array) == size
+                    _fill(array, number)
+                _scribble(array)
+                for reader in readers:
+                    if not leases:
+                        received = await reader.dequeue(5)
+                        assert _is(received, number, size)
+                        received[:] = 1  # its own
+                    else:
+                        async with reader.lease(5) as received:
+                            assert _is(received, number, size)
+                    assert type(received) is (np.ndarray if like == "numpy" else torch.Tensor)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "<i2", np.complex128, np.dtype([("a", "u1"), ("b", "<f8")]), "M8[s]"])
+@pytest.mark.parametrize("shape", [(), 7, (3, 5), (40_000, 2), (2, 0)])
+async def test_shapes_and_types_of_arrays(dtype: Any, shape: Any) -> None:
+    async with attached(chunk=CHUNK) as (writer, (reader,)):
+        async with writer.loan(shape, dtype) as array:
+            assert array.dtype == np.dtype(dtype)
+            array[...] = np.zeros((), dtype)
+            sent = array.copy()
+        received = await reader.dequeue(5)
+        assert received.dtype == sent.dtype
+        assert received.shape == sent.shape
+        assert received.tobytes() == sent.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", torch.float8_e5m2, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3, 5), (300, 1000), (2, 0)])
+async def test_shapes_and_types_of_tensors(dtype: Any, shape: tuple[int, ...]) -> None:
+    async with attached(chunk=CHUNK) as (writer, (reader,)):
+        async with writer.loan(shape, dtype, "torch") as tensor:
+            tensor.fill_(1)
+            assert tensor.shape == shape
+            assert tensor.is_contiguous()
+        async with reader.lease(5) as received:
+            assert received.dtype == (getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+            assert received.shape == shape
+            assert bool((received.to(torch.float32) == 1).all())
+
+
+@pytest.mark.parametrize("size", [100, 100_000, 2_000_000], ids=["own", "chunk", "segment"])
+@LIKE
+async def test_what_is_kept_becomes_a_copy_and_reaches_nobody(size: int, like: Any) -> None:
+    kept: list[Any] = []
+    async with attached(chunk=CHUNK, chunks=2) as (writer, (reader,)):
+        for number in range(6):
+            async with writer.loan(size, "uint8", like) as array:
+                _fill(array, number)
+                kept.append(array[10:20])
+                if like == "numpy":
+                    kept += [memoryview(array)[30:40], torch.from_numpy(array)[40:50], np.from_dlpack(array)[:9]]
+                else:
+                    kept += [array.numpy()[30:40], torch.from_dlpack(array)[40:50], array.view(-1, 2)[3:5]]
+                if number == 3:
+                    kept.append(array)
+            if number == 3:
+                assert _is(array, number, size), "a private copy"
+            array[:] = 255
+            for view in kept:
+                view[:1] = b"\xff" if isinstance(view, memoryview) else 255
+            assert _is(await reader.dequeue(5), number, size)
+        async with writer.loan(size, "uint8", like) as array:
+            _fill(array, 7)
+            for view in kept:
+                view[:1] = b"\xee" if isinstance(view, memoryview) else 238
+            assert _is(array, 7, size), "what was kept of earlier loans shows none of this one"
+        assert _is(await reader.dequeue(5), 7, size)
+
+
+@pytest.mark.parametrize("size", [100_000, 2_000_000], ids=["chunk", "segment"])
+async def test_one_name_alone_costs_no_copy(size: int) -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        for number in range(6):
+            async with writer.loan(size, "uint8") as array:
+                _fill(array, number)
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 9
+            async with writer.loan(size, "uint8", "torch") as tensor:
+                _fill(tensor, number)
+            assert tensor.numel() == 0
+            for _ in range(2):
+                async with reader.lease(5) as received:
+                    assert _is(received, number, size)
+        for end in (writer, reader):
+            assert end.stats().copied_bytes < 12 * 400, "no more than the pickles"
+
+
+async def test_a_segment_is_used_again_and_again() -> None:
+    size = 2_000_000
+    async with attached(chunk=CHUNK, chunks=4) as (writer, (reader,)):
+        for number in range(8):
+            async with writer.loan(size, "uint8") as array:
+                _fill(array, number)
+            async with reader.lease(5) as received:
+                assert _is(received, number, size)
+            del received
+        assert len(writer.end.ring.overflow.segments) <= 2  # type: ignore[union-attr]
+        assert writer.stats().overflows == reader.stats().overflows == 8
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 2_000_000])
+@LIKE
+async def test_nothing_is_sent_where_the_block_raises(size: int, like: Any) -> None:
+    async with attached(chunk=CHUNK, chunks=2) as (writer, (reader,)):
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                async with writer.loan(size, "uint8", like) as array:
+                    _fill(array, 1)
+                    raise ZeroDivisionError
+            assert writer.stats().messages == 0
+            _scribble(array)
+        await writer.enqueue(np.full(size, 5, np.uint8))
+        _scribble(array)
+        assert _is(await reader.dequeue(5), 5, size)
+
+
+async def test_cancelled_at_every_await() -> None:
+    async with attached(chunk=CHUNK, chunks=2) as (writer, (reader,)):
+
+        async def lend(number: int) -> None:
+            async with writer.loan(100_000, "uint8") as array:
+                await asyncio.sleep(0)
+                _fill(array, number)
+                await asyncio.sleep(0)
+            sent.append(number)
+
+        sent: list[int] = []
+        for turns in range(8):
+            for number in range(5):  # more than there is room for: some wait
+                await cancelled_after(lend(number), turns)
+            assert writer.stats().messages - reader.stats().messages == len(sent)
+            while sent:
+                assert _is(await reader.dequeue(5), sent.pop(0), 100_000)
+        assert reader.stats().messages > 0, "some were not cancelled"
+
+
+async def test_blocks_of_other_tasks_wait_and_those_of_this_one_are_refused() -> None:
+    async with attached(chunk=CHUNK, chunks=4) as (writer, (reader,)):
+        order: list[int] = []
+
+        async def lend(number: int) -> None:
+            async with writer.loan(100_000, "uint8") as array:
+                _fill(array, number)
+                await asyncio.sleep(0.001)
+                order.append(number)
+
+        async with writer.loan(100_000, "uint8") as array:
+            tasks = [asyncio.ensure_future(lend(number)) for number in range(3)]
+            plain = asyncio.ensure_future(writer.enqueue("plain"))
+            await asyncio.sleep(0.01)
+            assert order == []
+            with pytest.raises(RoleError, match="inside of a block"):
+                await writer.enqueue("nested")
+            with pytest.raises(RoleError, match="inside of a block"):
+                async with writer.loan(10):
+                    pass
+            _fill(array, 77)
+        assert _is(await reader.dequeue(5), 77, 100_000)
+        for number in range(3):
+            assert _is(await reader.dequeue(5), number, 100_000)
+        assert await reader.dequeue(5) == "plain"
+        await asyncio.gather(plain, *tasks)
+
+
+async def test_closed_inside_of_the_block() -> None:
+    async with attached(chunk=CHUNK) as (writer, (reader,)):
+        for size in (100_000, 2_000_000):
+            async with writer.loan(size, "uint8") as array:
+                _fill(array, 1)
+            assert _is(await reader.dequeue(5), 1, size)
+        with pytest.raises(QueueClosed):
+            async with writer.loan(100_000, "uint8") as array:
+                closing = asyncio.ensure_future(writer.aclose())
+                await until(lambda: writer.end.gate.closed)
+                _fill(array, 2)
+        await closing
+        _scribble(array)
+        assert len(array) == 100_000, "what is left of it can be touched"
+        with pytest.raises(QueueClosed):
+            await reader.dequeue(5)
+
+
+async def test_a_forgotten_block() -> None:
+    async with attached(chunk=CHUNK) as (writer, (reader,)):
+        writer.loan(100_000)  # nothing was entered
+        forgotten = writer.loan(100_000, "uint8")
+        array = await forgotten.__aenter__()
+        with pytest.warns(ResourceWarning, match="never left"):
+            del forgotten
+            gc.collect()
+        await asyncio.wait_for(writer.enqueue("after"), 5)
+        _scribble(array)
+        assert await reader.dequeue(5) == "after"
+
+
+async def test_backpressure_and_timeouts() -> None:
+    async with attached(chunk=CHUNK, chunks=2) as (writer, (reader,)):
+        for number in range(2):
+            async with writer.loan(300_000, "uint8") as array:
+                _fill(array, number)
+        with pytest.raises(TimeoutError, match="became free"):
+            async with writer.loan(300_000, "uint8", timeout=0.02):
+                pass
+        waiting = asyncio.ensure_future(writer.loan(300_000, "uint8").__aenter__())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        for number in range(2):
+            assert _is(await reader.dequeue(5), number, 300_000)
+        async with writer.loan(300_000, "uint8") as array:
+            _fill(array, 2)
+        assert _is(await reader.dequeue(5), 2, 300_000)
+
+
+async def test_remote_readers_get_it_too() -> None:
+    async with ready_ends(1, 1, chunk=CHUNK) as (writer, readers):
+        for number, size in enumerate((10, 100_000, 2_000_000)):
+            async with writer.loan(size, "uint8") as array:
+                _fill(array, number)
+            _scribble(array)
+            for reader in readers:
+                assert _is(await reader.dequeue(10), number, size)
+            async with writer.loan_bytes(size) as buffer:
+                buffer[:] = b"x" * size
+            for reader in readers:
+                assert bytes(await reader.dequeue(10)) == b"x" * size
+    async with ready_ends(0, 1, chunk=CHUNK) as (writer, (reader,)):
+        async with writer.loan(100_000, "uint8") as array:
+            _fill(array, 3)
+        assert _is(await reader.dequeue(10), 3, 100_000)
+
+
+@pytest.mark.parametrize("options", [{"overflow": "zmq"}, {"slow_reader": "skip"}, {"slow_reader": "evict"}], ids=str)
+async def test_with_options(options: dict[str, Any]) -> None:
+    async with attached(chunk=CHUNK, **options) as (writer, (reader,)):
+        for number, size in enumerate(SIZES):
+            async with writer.loan(size, "uint8") as array:
+                _fill(array, number)
+            async with reader.lease(5) as received:
+                assert _is(received, number, size)
+            async with writer.loan(size, "uint8") as array:
+                _fill(array, number)
+            assert _is(await reader.dequeue(5), number, size)
+
+
+async def test_nobody_reads() -> None:
+    async with attached(0) as (writer, _):
+        async with writer.loan(100_000, "uint8") as array:
+            _fill(array, 1)
+        async with writer.build() as message:
+            message["x"] = message.empty(100_000)
+        assert writer.stats().messages == 2
+
+
+async def test_bad_arguments() -> None:
+    async with attached(max_message_bytes=200_000) as (writer, (reader,)):
+        for shape in ("3", 2.5, (1, None), True):
+            with pytest.raises(TypeError, match="shape"):
+                writer.loan(shape)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="shape"):
+            writer.loan((2, -1))
+        with pytest.raises(ValueError, match="like"):
+            writer.loan(1, like="jax")  # type: ignore[arg-type]
+        for dtype, like in (
+            ("nothing", "numpy"),
+            (object, "numpy"),
+            ("float31", "torch"),
+            ("Tensor", "torch"),
+            (3, "torch"),
+        ):
+            with pytest.raises(TypeError, match="dtype"):
+                writer.loan(1, dtype, like)  # type: ignore[arg-type]
+        for nbytes in (-1, 2.5):
+            with pytest.raises((TypeError, ValueError), match="nbytes"):
+                writer.loan_bytes(nbytes)  # type: ignore[arg-type]
+            with pytest.raises((TypeError, ValueError), match="nbytes"):
+                writer.build(nbytes)  # type: ignore[arg-type]
+        with pytest.raises(MessageTooLarge):
+            writer.loan(200_001, "uint8")
+        with pytest.raises(RoleError, match="writer"):
+            reader.loan(1)
+        async with writer.build() as message:
+            pass
+        assert await reader.dequeue(5) == {}
+        with pytest.raises(RoleError, match="has ended"):
+            message.empty(1)
+
+
+# Objects with arrays inside
+
+
+@CODECS
+@pytest.mark.parametrize("leases", [False, True], ids=["dequeue", "lease"])
+@pytest.mark.parametrize("nbytes", [None, 500_000, 4_000_000])
+async def test_arrays_inside_of_an_object(codec: str, leases: bool, nbytes: int | None) -> None:
+    async with attached(codec=codec, chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        for number in range(4):
+            async with writer.build(nbytes) as message:
+                message["array"] = message.empty((100, 1000), "int32")
+                message["array"][:] = number
+                message["tensor"] = tensor = message.empty(50_000, "bfloat16", "torch")
+                tensor.fill_(number)
+                message["small"] = message.empty(3, "uint8")
+                message["small"][:] = number
+                message["foreign"] = np.full(20_000, number, np.uint8)
+                message["step"] = number
+                message["unused"] = message.empty(10_000)
+                del message["unused"]
+                assert list(message) == ["array", "tensor", "small", "foreign", "step"]
+            tensor.fill_(9)
+            with_block = reader.lease(5) if leases else None
+            received = await (with_block.__aenter__() if with_block else reader.dequeue(5))
+            assert type(received) is dict
+            assert received["step"] == number
+            assert received["array"].shape == (100, 1000)
+            assert bool((received["array"] == number).all())
+            assert bool((received["tensor"] == number).all())
+            assert received["small"].tolist() == [number] * 3
+            assert bool((received["foreign"] == number).all())
+            if with_block:
+                del received
+                await with_block.__aexit__(None, None, None)
+        if nbytes:
+            assert writer.stats().copied_bytes < 4 * 21_000, "the foreign array, and the pickles"
+
+
+async def test_any_object_and_views_of_what_was_lent() -> None:
+    async with attached(chunk=CHUNK) as (writer, (reader,)):
+        async with writer.build() as message:
+            whole = message.empty((1000, 100), "uint8")
+            whole[:] = np.arange(1000)[:, None] % 256
+            message.value = [whole, whole[100:900], ("tail", whole[900:])]
+        first, middle, (_, tail) = await reader.dequeue(5)
+        assert first[:, 0].tolist() == [n % 256 for n in range(1000)]
+        assert np.array_equal(middle, first[100:900])
+        assert np.array_equal(tail, first[900:])
+
+
+async def test_more_than_there_is_room_for_is_copied() -> None:
+    async with attached(chunk=CHUNK, chunks=2) as (writer, (reader,)):
+        for lap in range(3):
+            async with writer.build() as message:
+                for number in range(5):
+                    message[str(number)] = message.empty(400_000, "uint8")
+                    _fill(message[str(number)], number + lap)
+            received = await reader.dequeue(5)
+            assert all(_is(received[str(number)], number + lap, 400_000) for number in range(5))
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack", "raw"])
+async def test_bytes(codec: str) -> None:
+    async with attached(codec=codec, chunk=CHUNK, chunks=2) as (writer, (reader,)):
+        for number, size in enumerate(SIZES):
+            kept = []
+            for leases in (False, True):
+                async with writer.loan_bytes(size) as buffer:
+                    buffer[:] = bytes([number]) * size
+                    if number % 2:
+                        kept.append(buffer[:1])
+                for view in kept:
+                    view[:] = b"\xff" * len(view)
+                if leases:
+                    async with reader.lease(5) as received:
+                        assert bytes(received) == bytes([number]) * size
+                else:
+                    received = await reader.dequeue(5)
+                    assert bytes(received) == bytes([number]) * size
+                    if codec != "pickle":
+                        assert type(received) is bytes
+            if size >= IN_PLACE_BYTES and not number % 2:
+                with pytest.raises(ValueError, match="released"):
+                    buffer[0] = 1
+
+
+# Others
+
+
+def test_pyarrow_and_dlpack() -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    with (
+        make_writer(chunk=CHUNK) as writer,
+        blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader,
+    ):
+        ready = Thread(reader.wait_until_ready, 10)
+        writer.wait_until_ready(10)
+        ready.result()
+        with writer.loan(100_000, "int64") as array:
+            array[:] = range(100_000)
+        with reader.lease() as received:
+            column = pyarrow.Array.from_buffers(pyarrow.int64(), len(received), [None, pyarrow.py_buffer(received)])
+            assert column[99_999].as_py() == 99_999
+            assert column.buffers()[1].address == received.ctypes.data
+            del column
+
+
+async def test_leased_arrays_by_dlpack() -> None:
+    async with attached(chunk=CHUNK) as (writer, (reader,)):
+        async with writer.loan(100_000, "float32") as array:
+            given = torch.from_dlpack(array)
+            given[:] = 3
+            del given
+        async with reader.lease(5) as received:
+            seen = np.from_dlpack(received)
+            assert seen.ctypes.data == received.ctypes.data
+            assert bool((seen == 3).all())
+            del seen, received
+        assert writer.stats().copied_bytes + reader.stats().copied_bytes < 400
+
+
+# The other face
+
+
+@LIKE
+def test_threads(like: Any) -> None:
+    with make_writer(chunk=CHUNK, chunks=3) as writer:
+        handle = writer.export_handle()
+
+        def read() -> list[bool]:
+            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+                reader.wait_until_ready(10)
+                found = []
+                for number, size in enumerate(SIZES):
+                    with reader.lease() as received:
+                        found.append(_is(received, number, size))
+                    found.append(_is(reader.dequeue(), number, size))
+                found.append(reader.dequeue()["x"].shape == (50, 2000))
+                found.append(bytes(reader.dequeue()) == b"y" * 100_000)
+                return found
+
+        thread = Thread(read)
+        writer.wait_until_ready(10)
+        for number, size in enumerate(SIZES):
+            for _ in range(2):
+                with writer.loan(size, "uint8", like) as array:
+                    _fill(array, number)
+                _scribble(array)
+        with pytest.raises(ZeroDivisionError), writer.loan(100_000, "uint8", like) as array:
+            raise ZeroDivisionError
+        with writer.build() as message:
+            message["x"] = message.empty((50, 2000), like=like)
+        with writer.loan_bytes(100_000) as buffer:
+            buffer[:] = b"y" * 100_000
+        assert all(thread.result())
+
+
+def test_threads_copy_nothing() -> None:
+    with make_writer(chunk=CHUNK, chunks=3) as writer:
+        handle = writer.export_handle()
+
+        def read() -> int:
+            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+                reader.wait_until_ready(10)
+                for number in range(5):
+                    with reader.lease() as received:
+                        assert _is(received, number, 2_000_000)
+                    del received
+                return reader.stats().copied_bytes
+
+        thread = Thread(read)
+        writer.wait_until_ready(10)
+        for number in range(5):
+            with writer.loan(2_000_000, "uint8") as array:
+                _fill(array, number)
+        assert thread.result() < 5 * 200
+        assert writer.stats().copied_bytes < 5 * 200
+
+
+# Deaths
+
+
+@pytest.mark.parametrize("size", [100_000, 2_000_000], ids=["chunk", "segment"])
+async def test_a_writer_killed_inside_of_a_block(size: int) -> None:
+    async with child("lend", str(size)) as writer:
+        handle = await writer.says()
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            await reader.wait_until_ready(20)
+            await writer.says("lending")
+            writer.signal(signal.SIGKILL)
+            assert _is(await reader.dequeue(10), 1, size), "what was sent before is whole"
+            with pytest.raises(PeerDied):
+                await reader.dequeue(10)
+
+
+@pytest.mark.parametrize("size", [100_000, 2_000_000], ids=["chunk", "segment"])
+async def test_a_reader_killed_with_a_lease_of_it(size: int) -> None:
+    writer = MessageQueue(1, 1, max_chunk_bytes=CHUNK, max_chunks=2)
+    async with writer, child("lease", writer.export_handle().to_json(), "0") as reader:
+        await writer.wait_until_ready(20)
+        async with writer.loan(size, "uint8") as array:
+            _fill(array, 1)
+        await reader.says("ready")
+        await reader.says("leasing")
+        reader.signal(signal.SIGKILL)
+        with pytest.raises(PeerDied):
+            for _ in range(10):
+                async with writer.loan(size, "uint8", timeout=10) as array:
+                    _fill(array, 2)
+        _scribble(array)
+
+
+def test_no_memory_for_a_private_copy_is_an_error() -> None:
+    """Nothing is sent then, and what is kept reaches nobody."""
+    code = """
+import asyncio, resource, numpy as np
+from aioshm import MessageQueue
+from aioshm.errors import SharedMemoryError
+
+async def main():
+    writer = MessageQueue(1, 1)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    async with reader, writer:
+        await asyncio.gather(writer.wait_until_ready(), reader.wait_until_ready())
+        try:
+            async with writer.loan(20_000_000, "uint8") as array:
+                array[:] = 1
+                view = array[5:]
+                with open("/proc/self/statm") as file:
+                    used = int(file.read().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (used + 10_000_000, -1))
+        except SharedMemoryError:
+            print("refused", writer.stats().messages)
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+        async with writer.loan(20_000_000, "uint8") as again:
+            again[:] = 2
+        view[:] = 3
+        print(int((await reader.dequeue()).sum()) // 20_000_000)
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["refused", "0", "2"], done.stderr
+
+
+def test_a_queue_of_either_core() -> None:
+    """The twin of the native core lends as well."""
+    code = (
+        "import asyncio, aioshm, test_loans\n"
+        "assert not aioshm.native_core\n"
+        "asyncio.run(test_loans.test_one_name_alone_costs_no_copy(100_000))\n"
+        "asyncio.run(test_loans.test_one_name_alone_costs_no_copy(2_000_000))\n"
+    )
+    environment = {
+        **os.environ,
+        "AIOSHM_NATIVE": "0",
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)]),
+    }
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
