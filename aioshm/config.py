@@ -104,10 +104,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             for, before a report says which, since when and how far behind it is, and between two reports.
         on_reader_death: ``"raise"`` lets every ``enqueue`` raise `PeerDied`, until the reader is replaced or dismissed;
             ``"evict"`` goes on with the others, and the place is vacant; ``"hold"`` keeps the place and the messages
-            that were not read, until a replacement goes on there: the writer waits when the ring is full. ``"hold"``
-            is for local readers.
-        max_readers: Places for readers in all; those beyond ``n_reader`` are for local readers that come and go, have
-            the ranks from ``n_reader`` on, and are not waited for by ``wait_until_ready()``. None: ``n_reader``.
+            that were not read, until a replacement goes on there: the writer waits when the ring, or the window, is
+            full. A remote reader's replacement may get again what that one had finished with only just now.
+        max_readers: Places for readers in all; those beyond ``n_reader`` are for readers that come and go, have the
+            ranks from ``n_reader`` on, and are not waited for by ``wait_until_ready()``. They are for readers on the
+            writer's host; where there are remote readers, too, or ``connect_ip`` is given, for either, whoever comes
+            first. None: ``n_reader``.
         slow_reader: What becomes of a reader that has a whole ring, or window, still to read when the writer needs the
             room: ``"block"`` lets the writer wait for it, ``"evict"`` goes on without it (`ReaderEvicted`), ``"skip"``
             lets it lose its oldest messages (`MessagesLost`). ``create_from_handle(slow=)`` says it for one reader.
@@ -115,6 +117,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         remote_timeout: Seconds of silence after which the other end of a network connection is dead.
         remote_window: Messages that may be on their way to remote readers, or wait there; then `enqueue` waits.
         remote_window_bytes: The same in bytes; a larger message goes alone.
+        remote_history: How many of the latest messages are kept for remote newcomers that ask for them (``history=``),
+            though all have finished with them; of ``remote_window`` and ``remote_window_bytes`` at most.
         secure: Whether connections are encrypted, and only holders of the handle let in. Without, pickle is refused.
         allow_insecure_pickle: Unpickle what comes over connections that are not: strangers can run code here.
     """
@@ -142,6 +146,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     remote_timeout: float = REMOTE_TIMEOUT_S
     remote_window: int = REMOTE_WINDOW
     remote_window_bytes: int = REMOTE_WINDOW_BYTES
+    remote_history: int = 0
     secure: bool = True
     allow_insecure_pickle: bool = False
 
@@ -164,6 +169,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"remote_timeout must be {bounds} seconds, not {self.remote_timeout}")
         check_int("remote_window", self.remote_window, minimum=1, maximum=MAX_REMOTE_WINDOW)
         check_int("remote_window_bytes", self.remote_window_bytes, minimum=1, maximum=MAX_BYTES)
+        check_int("remote_history", self.remote_history, minimum=0, maximum=MAX_REMOTE_WINDOW)
         check_bool("secure", self.secure)
         check_bool("allow_insecure_pickle", self.allow_insecure_pickle)
         _check_share("max_spin_cpu", self.max_spin_cpu)

@@ -79,6 +79,8 @@ class PeerDied(AioshmError):
 class QueueRestarted(AioshmError):
     """The writer of a name, or of an identity, is another one now; the next call receives what that one sends.
 
+    Or it is the same (``pid`` is ``old_pid``), that had given this reader up, and has it again.
+
     Told once, to a reader with ``reconnect=True`` that had been ready before, when it is ready again.
 
     Attributes:

@@ -530,15 +530,12 @@ class MessageQueue(QueueBase[T], AsyncClosing):
 
     @property
     def readers(self) -> tuple[ReaderInfo, ...]:
-        """Who reads, at every place for a local reader that has, had or awaits one; of the writer's end.
-
-        Empty once this end was closed. Remote readers are not among them.
-        """
+        """Who reads, at every place that has, had or awaits a reader; of the writer's end. Empty once it was closed."""
         writer = self._writer or self._wrong_end("readers", "writer")
         return writer.readers()
 
     def membership(self, timeout: float | None = None) -> Membership:
-        """Iterate over what becomes of local readers from now on, with ``async for``, until this end is closed.
+        """Iterate over what becomes of readers from now on, with ``async for``, until this end is closed.
 
         The items are `ReaderJoined`, `ReaderLeft` and `ReaderDied`. The last 1024 are kept for each iteration; one that
         is slower than that gets a `ChangesLost`. `readers` says how it is.
@@ -550,15 +547,15 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         return Membership(writer, timeout)
 
     def dismiss(self, rank: int) -> None:
-        """Go on without a local reader; its place is vacant then.
+        """Go on without a reader; its place is vacant then.
 
         One that has died with ``on_reader_death="raise"`` is not raised any more, and a place that ``"hold"`` keeps is
         given up with its messages. One that never came is not waited for. One that lives is evicted: its calls raise
-        `ReaderEvicted`, and what a block of it sees just now, or a call decodes, may be overwritten under it; its place
-        can be had again when it has closed its end, or has died.
+        `ReaderEvicted`. What a block of one on this host sees just now, or a call decodes, may be overwritten under it,
+        and its place can be had again when it has closed its end, or has died.
 
         Raises:
-            ValueError: No local reader has this rank.
+            ValueError: No reader has this rank.
             QueueClosed: This end was closed.
         """
         writer = self._writer or self._wrong_end("dismiss", "writer")

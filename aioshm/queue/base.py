@@ -101,14 +101,16 @@ class QueueBase(ABC, Generic[T]):
         """Make a reader's end: a local one if the rank is one of ``handle.local_reader_ranks``, else a remote one.
 
         While the queue waits for its readers, each begins with the first message. Later a place that is vacant, because
-        nobody ever took it or its reader has left or died, can be had by a newcomer on the writer's host, which begins
-        with the message that is sent next; or, where ``on_reader_death="hold"`` has kept the place of one that died,
-        with the first that this one had not finished with.
+        nobody ever took it or its reader has left or died, can be had by a newcomer, which begins with the message that
+        is sent next; or, where ``on_reader_death="hold"`` has kept the place of one that died, with the first that this
+        one had not finished with (a remote one: not acknowledged). A rank that both kinds of readers may have
+        (`Options.max_readers`) is a local reader's on the writer's host, and a remote one's elsewhere.
 
         Args:
             handle: The writer's handle, or its JSON text.
-            rank: Which reader this is. None: a local one, at the lowest place that has no reader; ``stats().rank`` says
-                which, once it is attached.
+            rank: Which reader this is. None: the lowest place that has no reader, on the writer's host of those for
+                local ones, if there are any, elsewhere of those for remote ones; ``stats().rank`` says which, once it
+                is attached.
             codec: This end's own instance of the writer's codec, such as ``MsgpackCodec(type=Step)``; None makes one.
             options: For this end; None takes the writer's.
             slow: What becomes of this reader when it is too slow; None: what the writer's ``options.slow_reader`` says.
@@ -116,10 +118,12 @@ class QueueBase(ABC, Generic[T]):
                 ``Step``. ``"msgpack"``, and a codec of one's own that has ``of_type``, decodes messages as that, and
                 what is not of it is a `CodecError`: the same as ``codec=MsgpackCodec(type=Step)``. With ``"pickle"`` it
                 is a promise to type checkers: what was sent arrives.
-            reconnect: For a remote reader of a writer with an identity: when that is gone, wait for the next one, raise
-                `QueueRestarted` once, and go on; see `attach`.
-            history: How many of the latest messages a newcomer on the writer's host gets first: fewer, if the ring has
-                overwritten some, but never with a hole. Nothing more at a place that was held.
+            reconnect: For a remote reader of a writer with an identity: when that is gone, or has given this reader up,
+                wait for the next one, or for this one, raise `QueueRestarted` once, and go on; see `attach`.
+            history: How many of the latest messages a newcomer gets first: fewer, if some are not kept any more, but
+                never with a hole. The ring has those that were not overwritten, of messages that did not fit a slot
+                only the last few where readers keep up; for remote readers there are those that another one has not
+                acknowledged, and `Options.remote_history`. Nothing more at a place that was held.
 
         Raises:
             HandleError: Not a handle, or of another version, host or user, or its queue is gone, or it needs a codec

@@ -43,7 +43,7 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
         data: Endpoint of the writer's XPUB socket.
         control: Endpoint of its ROUTER socket.
         topic: 16 random bytes that every data message begins with.
-        ranks: The remote readers.
+        ranks: The remote readers; some of them may be local ones, too: who comes first has the place.
         server_key: The writer's public CURVE key; None: the connections are not encrypted.
         client_public: The readers' public CURVE key, the same for all.
         client_secret: Its other half.
@@ -153,6 +153,10 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         """
         if self.version != VERSION:
             raise HandleError(f"the handle has layout version {self.version}, this aioshm reads {VERSION}")
+
+    def is_here(self) -> bool:
+        """Return whether the ring can be mapped by this process."""
+        return self.host == host_id() and self.uid == os.geteuid()
 
     def check_local(self) -> None:
         """Refuse a handle whose ring cannot be mapped here.

@@ -18,7 +18,7 @@ def wide_writer(
     chunk: int = 4096,
     chunks: int = 4,
     slots: int | None = None,
-    connect_ip: str | None = "127.0.0.1",
+    connect_ip: str | None = None,
     **options: Any,
 ) -> MessageQueue:
     return MessageQueue(
@@ -27,7 +27,7 @@ def wide_writer(
         max_chunk_bytes=chunk,
         max_chunks=chunks,
         slots=slots or chunks,
-        connect_ip=connect_ip,
+        connect_ip=connect_ip or ("127.0.0.1" if n_remote else None),
         codec=codec,
         options=Options(**options),
     )

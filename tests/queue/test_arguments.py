@@ -251,6 +251,7 @@ OPTIONS: list[tuple[str, list[Any]]] = [
     ("remote_timeout", NO_OPTION_SECONDS),
     ("remote_window", [*NO_SMALL_COUNT, 0]),
     ("remote_window_bytes", [*NO_SMALL_COUNT, 0]),
+    ("remote_history", NO_SMALL_COUNT),
     ("secure", NO_BOOL),
     ("allow_insecure_pickle", NO_BOOL),
 ]

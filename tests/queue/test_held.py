@@ -183,8 +183,3 @@ async def test_one_that_leaves_holds_nothing() -> None:
         await until(lambda: writer.readers[0].state == "left", "goodbye")
         with pytest.raises(PeerClosed, match="every reader has left"):
             await writer.enqueue("x", 20)
-
-
-async def test_remote_readers_are_not_held() -> None:
-    with pytest.raises(ValueError, match="on_reader_death='hold' is for local readers"):
-        wide_writer(1, 1, on_reader_death="hold")

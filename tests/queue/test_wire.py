@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, OVERFLOW, RAW
+from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.wire import HEAD_BYTES, MAX_CONTROL_BYTES, MAX_RANGES, WireError
 
@@ -23,7 +24,17 @@ TEXTS = st.text(max_size=50)
 
 FROM_READER: dict[type, st.SearchStrategy[Any]] = {
     wire.Hello: st.builds(
-        wire.Hello, NUMBERS, st.binary(max_size=32), st.binary(max_size=64), RANKS, NUMBERS, TEXTS, st.booleans()
+        wire.Hello,
+        NUMBERS,
+        st.binary(max_size=32),
+        st.binary(max_size=64),
+        st.integers(ANY_RANK, wire.MAX_RANK),
+        NUMBERS,
+        TEXTS,
+        st.booleans(),
+        history=NUMBERS,
+        admitted=st.booleans(),
+        leaving=st.booleans(),
     ),
     wire.Proven: st.builds(wire.Proven),
     wire.Acknowledge: st.builds(wire.Acknowledge, NUMBERS),
@@ -32,8 +43,10 @@ FROM_READER: dict[type, st.SearchStrategy[Any]] = {
     wire.Leave: st.builds(wire.Leave),
 }
 FROM_WRITER: dict[type, st.SearchStrategy[Any]] = {
-    wire.Welcome: st.builds(wire.Welcome, NUMBERS, TEXTS),
-    wire.Refused: st.builds(wire.Refused, TEXTS, st.booleans()),
+    wire.Welcome: st.builds(wire.Welcome, NUMBERS, TEXTS, RANKS, st.integers(0, wire.MAX_SEQ)),
+    wire.Wait: st.builds(wire.Wait, TEXTS),
+    wire.Refused: st.builds(wire.Refused, TEXTS, st.booleans(), st.booleans(), st.booleans()),
+    wire.Renewed: st.builds(wire.Renewed, st.binary(min_size=wire.SECRET_BYTES, max_size=wire.SECRET_BYTES)),
     wire.Go: st.builds(wire.Go),
     wire.Tick: st.builds(wire.Tick),
     wire.Lost: RUNS.map(lambda run: wire.Lost(*run)),
@@ -76,7 +89,11 @@ def valid_control(parse: Callable[[bytes], Any], kinds: dict[type, Any], data: b
     assert type(message) in kinds
     assert len(data) <= MAX_CONTROL_BYTES
     if isinstance(message, wire.Hello):
+        assert ANY_RANK <= message.rank <= wire.MAX_RANK
+        assert message.history >= 0
+    if isinstance(message, wire.Welcome):
         assert 0 <= message.rank <= wire.MAX_RANK
+        assert 0 <= message.first <= wire.MAX_SEQ
     if isinstance(message, wire.Resend):
         assert len(message.ranges) <= MAX_RANGES
         assert all(0 <= first <= last for first, last in message.ranges)
@@ -146,7 +163,9 @@ def test_garbage_is_no_control_message(parse: Callable[[bytes], Any], kinds: dic
         ["Resend", [[-1, 1]]],
         ["Resend", [[0, 1, 2]]],
         ["Resend", [[0, 1]] * (MAX_RANGES + 1)],
-        ["Hello", 1, b"", b"", -1, 1, "", False],
+        ["Hello", 1, b"", b"", ANY_RANK - 1, 1, "", False],
+        ["Hello", 1, b"", b"", 0, 1, "", False, "block", b"", -1],
+        ["Hello", 1, b"", b"", 0, 1, "", False, "block", b"", 0, 1],
         ["Hello", 1, b"", b"", wire.EVERYONE, 1, "", False],
         ["Hello", 1, b"", b"", 0, 1, "x" * 5000, False],
         ["Hello", 1, b"", b"", 0, 1, "", 1],
@@ -175,11 +194,11 @@ def test_bounds_of_control_messages() -> None:
     largest = wire.Resend([(2**62, 2**63 - 1)] * MAX_RANGES)
     assert wire.parse_from_reader(largest.pack()) == largest
     assert len(largest.pack()) < MAX_CONTROL_BYTES
-    name = wire.Welcome(1, "").pack()
+    name = wire.Welcome(1, "", 0, 0).pack()
     room = MAX_CONTROL_BYTES - len(name) - 2  # a long text's length takes more
-    assert wire.parse_from_writer(wire.Welcome(1, "x" * room).pack()) == wire.Welcome(1, "x" * room)
+    assert wire.parse_from_writer(wire.Welcome(1, "x" * room, 0, 0).pack()) == wire.Welcome(1, "x" * room, 0, 0)
     with pytest.raises(WireError, match=f"a control message of {MAX_CONTROL_BYTES + 1} bytes"):
-        wire.parse_from_writer(wire.Welcome(1, "x" * (room + 1)).pack())
+        wire.parse_from_writer(wire.Welcome(1, "x" * (room + 1), 0, 0).pack())
     for parse, _ in PARSERS:
         with pytest.raises(WireError, match="no control message"):
             parse(b"\x91" * 60_000)  # lists in lists in lists

@@ -474,7 +474,7 @@ class MessageQueue(QueueBase[T], Closing):
         return found[0] if found else ()
 
     def membership(self, timeout: float | None = None) -> BlockingMembership:
-        """Iterate over what becomes of local readers from now on, until this end is closed.
+        """Iterate over what becomes of readers from now on, until this end is closed.
 
         As that of `aioshm.MessageQueue`. Each step is a call that waits: other threads' calls wait for its end, for at
         most ``timeout`` seconds, after which it raises ``TimeoutError`` and the next one goes on.
@@ -483,7 +483,7 @@ class MessageQueue(QueueBase[T], Closing):
         return BlockingMembership(self.held, writer, timeout)
 
     def dismiss(self, rank: int) -> None:
-        """Go on without a local reader, also while another thread's call waits for it."""
+        """Go on without a reader, also while another thread's call waits for it."""
         writer = self._writer or self._wrong_end("dismiss", "writer")
         self.held.do(lambda: writer.dismiss(rank))
 

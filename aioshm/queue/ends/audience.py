@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aioshm.errors import AioshmError, PeerDied
+from aioshm.queue.membership import ReaderInfo
 
 
 class Audience(Protocol):
@@ -17,6 +18,10 @@ class Audience(Protocol):
 
     def look(self) -> None:
         """Find out who has gone, or come, since the loop has looked."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the places for such readers."""
 
     @property
     def complete(self) -> bool:
@@ -36,8 +41,18 @@ class Audience(Protocol):
     def take_death(self) -> PeerDied | None:
         """Return, once, who of them has died."""
 
+    @property
+    def held(self) -> dict[int, tuple[int, int]]:
+        """Whose places wait for a replacement: by rank, its process, and the first message that is kept for it."""
+
+    def readers(self) -> list[ReaderInfo]:
+        """Return who reads, or did."""
+
+    def dismiss(self, rank: int, /) -> None:
+        """Wait for a reader of its own no more, whether it is there, has died, or never came."""
+
     def go(self) -> None:
-        """Tell every reader that all are ready; from now on one that is gone is not replaced."""
+        """Tell every reader that all are ready; from now on a newcomer begins at the present."""
 
     def laggards(self) -> list[str]:
         """Name the readers that the next message waits for."""

@@ -63,10 +63,9 @@ def writing_end(
     n_reader = len(local) + len(remote)
     extra = extra_ranks((*local, *remote), options.max_readers)
     places = (*local, *extra), frozenset(extra)
-    if remote and options.on_reader_death == "hold":
-        raise ValueError("on_reader_death='hold' is for local readers, and there are remote ones: take another one")
-    gate = Gate("writer", options, networked=bool(remote))
-    if not remote:
+    far = (*remote, *extra) if remote or (extra and connect_ip is not None) else ()
+    gate = Gate("writer", options, networked=bool(far))
+    if not far:
         if identity is not None:
             raise ValueError("identity is for remote readers, and there are none: leave it out, or say name=")
         audience = RingAudience(places[0], sizes, options, extra=places[1])
@@ -80,7 +79,7 @@ def writing_end(
     try:
         ring = RingAudience(places[0], sizes, options, None if lasting is None else lasting.token, places[1])
         check_safety(own_codec, options.secure, options)
-        network = NetworkAudience(ring.queue_id, ring.token, remote, ip, options, lasting)
+        network = NetworkAudience(ring.queue_id, ring.token, far, ip, options, lasting, frozenset(extra))
         return WritingEnd(gate, n_reader, ring, network, own_codec, ip, name)
     except BaseException:
         if ring is not None:
@@ -132,8 +131,11 @@ class ReaderArguments:
             typed_codec(get_codec(self.codec), self.message)
 
     def is_remote(self, handle: Handle) -> bool:
-        """Return whether the reader of this rank is a remote one."""
-        return handle.remote is not None and self.rank in handle.remote.ranks
+        """Return whether this is a remote reader: its rank is one's, or either kind's and the writer elsewhere."""
+        here = handle.local_reader_ranks
+        if handle.remote is None or not (self.rank is None or self.rank in handle.remote.ranks):
+            return False
+        return not (handle.is_here() and (bool(here) if self.rank is None else self.rank in here))
 
     def connect(
         self, gate: Gate, handle: Handle, failed: Callable[[AioshmError], None] | None = None, *, patient: bool = False
@@ -152,14 +154,13 @@ class ReaderArguments:
         gate.options = handle.options if self.options is None else self.options
         remote, gate.networked = handle.remote, self.is_remote(handle)
         if remote is not None and gate.networked:
-            if self.history:
-                raise ValueError("history is for local readers: a remote one begins at the present")
-            assert self.rank is not None
             with naming_limits("a reader"):  # as above
                 from aioshm.queue.remote.source import NetworkSource
 
             own_codec = _codec_for(handle, self.codec, self.message)
-            source: Source = NetworkSource(gate, handle, remote, self.rank, own_codec, slow, patient=patient)
+            source: Source = NetworkSource(
+                gate, handle, remote, self.number, own_codec, slow, self.history, patient=patient
+            )
             return source, own_codec
         handle.check_local()
         if self.rank is not None or not handle.local_reader_ranks:

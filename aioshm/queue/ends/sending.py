@@ -138,6 +138,10 @@ class Sender:
         if network is None:
             self._ring.put_raw(slot, nbytes)
             return
+        if network.flow.window.idle:
+            self._ring.put_raw(slot, nbytes)
+            network.flow.window.skip()
+            return
         content = [bytes(slot.body[:nbytes])]
         outgoing = network.flow.outbox.pack(RAW, 0, self._core.seq, content, (), nbytes)
         self._core.copied += nbytes
@@ -171,6 +175,11 @@ class Sender:
         size = self.checked_size(message)
         if self._ring.ranks and not self._ring.free(*self.need([message])):  # without local readers there is room
             return False
+        window = network.flow.window
+        if not window.readers and window.idle:  # whoever comes is not to have it
+            if published := self._put(message if self._ring.ranks else b""):
+                window.skip()
+            return published
         # First what may fail: then either all readers get it, or none.
         parts, buffers = parts_of(message)
         outgoing = network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -23,6 +24,7 @@ from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle, host_id
 from aioshm.queue.local.audience import RingAudience
+from aioshm.queue.local.roster import Roster
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.names.files import OwnFile
 from aioshm.queue.names.registry import register
@@ -33,8 +35,12 @@ from aioshm.wait.stall import seconds
 
 if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
     from aioshm.queue.remote.audience import NetworkAudience
+    from aioshm.queue.remote.places import RemotePlaces
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
+
+THERE = ("attached", "held")
+"""States of places that nobody else can have."""
 
 
 class WritingEnd:
@@ -83,8 +89,17 @@ class WritingEnd:
         self._sender = Sender(gate, ring, network, codec, self._report_laggards, lag)
         self.send: Callable[[Any], Any] = self._sender.send
         self.lender: Lender = Lender(gate, ring, self._sender, codec)
+        if network is not None:
+            self._share_places(ring.roster, network.places)
         gate.core = ring.ring.core
         gate.enclose(self)
+
+    @staticmethod
+    def _share_places(here: Roster, there: RemotePlaces) -> None:
+        """Let the places that either kind of reader may have be had by one reader at a time."""
+        here.elsewhere, there.elsewhere = there.why_taken, here.why_taken
+        here.came_to, there.came = there.supplanted, here.supplanted
+        there.tell = here.tell
 
     def export_handle(self) -> Handle:
         """Return what readers need in order to attach."""
@@ -187,7 +202,7 @@ class WritingEnd:
             gate.interrupt()
 
     def _has_readers(self) -> bool:
-        return self._alive() > 0 or self.ring.roster.awaits_replacement
+        return self._alive() > 0 or any(audience.held for audience in self._audiences)
 
     def _check_usable(self) -> None:
         """Raise whatever forbids using this end; readers that come in the place of others may have ended that."""
@@ -246,14 +261,28 @@ class WritingEnd:
             return ()
         self.gate.check_owner()
         if self._listening:
-            self.ring.look()
-        return tuple(self.ring.roster.readers())
+            for audience in self._audiences:
+                audience.look()
+        return tuple(self._merged([audience.readers() for audience in self._audiences]))
+
+    def _merged(self, told: list[list[ReaderInfo]]) -> list[ReaderInfo]:
+        """Return what is known of each place; of one for either kind of reader, who has it, or had it last."""
+        if len(told) == 1:
+            return told[0]
+        everybody = sorted(itertools.chain(*told), key=lambda info: (info.state in THERE, info.joined_at))
+        latest = {info.rank: info for info in everybody}
+        return [latest[rank] for rank in sorted(latest)]
 
     def dismiss(self, rank: int) -> None:
         """Wait for a reader no more, as `aioshm.MessageQueue.dismiss`."""
         check_int("rank", rank, minimum=0)
         self.gate.check_owner()
-        self.ring.roster.dismiss(rank)
+        ranks = sorted({rank for audience in self._audiences for rank in audience.ranks})
+        if rank not in ranks:
+            raise ValueError(f"rank must be a reader's, one of {tuple(ranks)}, not {rank}")
+        for audience in self._audiences:
+            if rank in audience.ranks:
+                audience.dismiss(rank)
 
     # Sending
 

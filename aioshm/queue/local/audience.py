@@ -22,6 +22,7 @@ from aioshm.queue.encoded import parts_of
 from aioshm.queue.local.loans import Extent, Loans, Placed
 from aioshm.queue.local.overflow import SECRET_BYTES, Overflow, OverflowSegments
 from aioshm.queue.local.roster import Roster
+from aioshm.queue.membership import ReaderInfo
 from aioshm.ring import RingWriter, ShmRingBuffer
 from aioshm.ring.slot import Slot
 
@@ -183,6 +184,19 @@ class RingAudience:
     def take_death(self) -> PeerDied | None:
         """Return, once, who of them has died."""
         return self.roster.take_death()
+
+    @property
+    def held(self) -> dict[int, tuple[int, int]]:
+        """Whose places wait for a replacement, as `Roster.held`."""
+        return self.roster.held
+
+    def readers(self) -> list[ReaderInfo]:
+        """Return who reads, or did."""
+        return self.roster.readers()
+
+    def dismiss(self, rank: int) -> None:
+        """Wait for a reader no more, whether it is there, has died, or never came."""
+        self.roster.dismiss(rank)
 
     def laggards(self, slots: int = 1, large: Sequence[int] = ()) -> list[str]:
         """Name the readers that keep so many messages from being written, as `RingWriter.laggards`."""

@@ -41,6 +41,8 @@ class Roster:
     Attributes:
         ranks: Of the places.
         came: Called with a reader that has just been told where to connect.
+        came_to: Called with the rank of a reader that was admitted.
+        elsewhere: Says why a rank is taken by a remote reader, if it is.
         body_gone: Says of a message that did not fit a chunk whether it is not to be had any more.
         behind: Which of them keep messages from being written.
         changed: Called after every change, and when a reader rang for the writer.
@@ -61,6 +63,8 @@ class Roster:
         self._policy = policy
         self._welcome = welcome
         self.came: Callable[[Peer], None] = _nothing
+        self.came_to: Callable[[int], None] = _nothing
+        self.elsewhere: Callable[[int], str | None] = _nowhere
         self.body_gone: Callable[[int], bool] = bool
         self.changed: Callable[[], None] = _nothing
         self._places = [Place(rank, rank in extra, settled=rank in extra) for rank in ranks]
@@ -92,9 +96,10 @@ class Roster:
         return len(self._bells)
 
     @property
-    def awaits_replacement(self) -> bool:
-        """Whether the place of a reader that has died is held."""
-        return any(place.held for place in self._places)
+    def held(self) -> dict[int, tuple[int, int]]:
+        """Whose places wait for a replacement: by rank, its process, and the first message that is kept for it."""
+        held = [(index, place) for index, place in enumerate(self._places) if place.held]
+        return {place.rank: (place.pid, self._ring.messages_read(index)) for index, place in held}
 
     @property
     def trouble(self) -> Callable[[], AioshmError] | None:
@@ -173,7 +178,8 @@ class Roster:
         self._logs.add(log)
         return log
 
-    def _tell(self, change: Change) -> None:
+    def tell(self, change: Change) -> None:
+        """Note a change."""
         for log in list(self._logs):
             log.add(change)
 
@@ -184,7 +190,8 @@ class Roster:
         if hello.slow not in SLOW_READER:
             raise HandleError(f"this writer knows no slow={hello.slow!r}")
         if hello.rank == ANY_RANK:
-            index = next((index for index, place in enumerate(self._places) if place.vacant), None)
+            vacant = (index for index, place in enumerate(self._places) if place.vacant)
+            index = next((index for index in vacant if self.elsewhere(self._places[index].rank) is None), None)
             if index is None:
                 who = ", ".join(f"rank {place.rank} ({place.whose()})" for place in self._places)
                 raise NoPlaceVacant(f"no place is vacant: {who or 'the queue has none'}")
@@ -193,8 +200,9 @@ class Roster:
             if index is None:
                 raise HandleError(f"no local reader has rank {hello.rank}")
         place = self._places[index]
-        if not place.vacant:
-            raise HandleError(f"rank {place.rank} is taken{place.why_taken()}")
+        taken = self.elsewhere(place.rank) if place.vacant else place.why_taken()
+        if taken is not None:
+            raise HandleError(f"rank {place.rank} is taken{taken}")
         if place.held:
             self._first = self._ring.resume(index, copies=place.copies and hello.slow != "block")
         elif self._going or place.extra:
@@ -202,6 +210,20 @@ class Roster:
         else:
             self._first = 0
         return self._welcome(place.rank, self._first, self._going)
+
+    def why_taken(self, rank: int) -> str | None:
+        """Say why a rank is not to be had by a remote reader; None: it is."""
+        index = self._index.get(rank)
+        if index is None or (self._places[index].vacant and not self._places[index].held):
+            return None
+        place = self._places[index]
+        return f": {place.whose()}" if place.held else place.why_taken()
+
+    def supplanted(self, rank: int) -> None:
+        """Note that a remote reader has come to a place that either may have."""
+        index = self._index.get(rank)
+        if index is not None:
+            self._places[index].trouble = None
 
     def withdrawn(self, welcome: Welcome) -> None:
         """Let the place of a reader that could not be told be vacant again."""
@@ -230,7 +252,8 @@ class Roster:
         self.came(peer)
         if place.copies:
             self.behind.lenient[index] = peer.slow == "evict"
-        self._tell(ReaderJoined(peer.rank, peer.pid, self._first))
+        self.came_to(peer.rank)
+        self.tell(ReaderJoined(peer.rank, peer.pid, self._first))
         self.changed()
 
     def proven(self, peer: Peer) -> None:
@@ -264,7 +287,7 @@ class Roster:
         place = self._places[index]
         place.state = "left"
         self._ring.set_reader_state(index, LEFT, place.pid)
-        self._tell(ReaderLeft(place.rank, place.pid, self._ring.messages_read(index)))
+        self.tell(ReaderLeft(place.rank, place.pid, self._ring.messages_read(index)))
         self._give_up(index)
 
     def _die(self, index: int) -> None:
@@ -272,7 +295,7 @@ class Roster:
         held = self._policy == "hold"
         place.state = "held" if held else "died"
         self._ring.set_reader_state(index, DIED, place.pid)
-        self._tell(ReaderDied(place.rank, place.pid, read, held))
+        self.tell(ReaderDied(place.rank, place.pid, read, held))
         if self._policy == "raise":
             place.trouble = functools.partial(PeerDied, place.rank, place.pid, "reader", f"queue {self._name}")
         elif held:
@@ -296,7 +319,7 @@ class Roster:
         place.settled, place.state = place.extra, "left" if said_goodbye else "died"
         self._ring.set_reader_state(index, ABSENT, 0)
         change = ReaderLeft if said_goodbye else ReaderDied
-        self._tell(change(peer.rank, peer.pid, 0))
+        self.tell(change(peer.rank, peer.pid, 0))
         if place.extra:
             self._ring.evict(index)
         self._note_end(place, peer.pid, said_goodbye)
@@ -326,14 +349,8 @@ class Roster:
         self.changed()
 
     def dismiss(self, rank: int) -> None:
-        """Wait for a reader no more, whether it is there, has died, or never came.
-
-        Raises:
-            ValueError: No local reader has this rank.
-        """
-        index = self._index.get(rank)
-        if index is None:
-            raise ValueError(f"rank must be a local reader's, one of {self.ranks}, not {rank}")
+        """Wait for a reader no more, whether it is there, has died, or never came."""
+        index = self._index[rank]
         place = self._places[index]
         place.trouble, place.settled, place.extra = None, True, True
         self._left.pop(rank, None)
@@ -357,8 +374,12 @@ class Roster:
             place.state = "died"
             return
         place.state = "evicted"
-        self._tell(ReaderLeft(place.rank, place.pid, self._ring.messages_read(index), evicted=True))
+        self.tell(ReaderLeft(place.rank, place.pid, self._ring.messages_read(index), evicted=True))
         place.leaving.evict()
 
 
 def _nothing(*_: object) -> None: ...
+
+
+def _nowhere(_rank: int) -> str | None:
+    return None

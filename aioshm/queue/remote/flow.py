@@ -29,7 +29,9 @@ class Flow:
         self._sockets = sockets
         self._secret = secret
         self._everyone = wire.address(secret)
-        self.window: SendWindow[Outgoing] = SendWindow(options.remote_window, options.remote_window_bytes)
+        self.window: SendWindow[Outgoing] = SendWindow(
+            options.remote_window, options.remote_window_bytes, options.remote_history
+        )
         self.outbox: Outbox = Outbox()
         self.resent: int = 0
 
@@ -75,8 +77,7 @@ class Flow:
     def publish(self, message: Outgoing) -> None:
         """Send the next message to every reader."""
         if not self.window.readers:
-            self.window.sent(message)
-            self.outbox.let_go([message])
+            self.outbox.let_go(self.window.sent(message))
             return
         self.window.sent(message)
         self._transmit(self._everyone, message)

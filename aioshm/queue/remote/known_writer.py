@@ -33,6 +33,7 @@ class KnownWriter:
         proven: Whether data has come from it.
         heard: When it said something last, by the monotonic clock.
         asked: When it was last asked whether it is there.
+        why_not_yet: Why it has not admitted this reader yet, if it has said so.
     """
 
     def __init__(self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int) -> None:
@@ -45,6 +46,7 @@ class KnownWriter:
         self.proven = False
         self.heard: float = 0.0
         self.asked: float = 0.0
+        self.why_not_yet: str = ""
 
     @property
     def reachable(self) -> bool:
@@ -67,6 +69,8 @@ class KnownWriter:
         remote, sockets = self._remote, self.sockets
         if sockets is None or not sockets.control_connection.up:
             return f"no connection to {remote.control}: does the writer run there, and is the port open?"
+        if self.welcome is None and self.why_not_yet:
+            return f"the writer at {remote.control} does not admit it yet: {self.why_not_yet}"
         if self.welcome is None:
             return f"the writer at {remote.control} does not answer: does its event loop run, in wait_until_ready()?"
         if not self.proven:
@@ -81,7 +85,8 @@ class KnownWriter:
             logger.warning("%r: waited %s: %s%s", gate, waited, self.why_not_ready(), about)
             return
         level, about = self._findings()
-        logger.log(level, "%r, rank %d: waited %s for message %d: %s", gate, self._rank, waited, seq, about)
+        rank = self._rank if self.welcome is None else self.welcome.rank
+        logger.log(level, "%r, rank %d: waited %s for message %d: %s", gate, rank, waited, seq, about)
 
     def _findings(self) -> tuple[int, str]:
         """Return at which level to log what is known of it, and the words."""

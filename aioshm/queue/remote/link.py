@@ -12,7 +12,7 @@ from time import monotonic
 import msgspec
 
 from aioshm.config import SlowReader
-from aioshm.errors import AioshmError, HandleError, OutOfDescriptors, PeerClosed, ReaderEvicted
+from aioshm.errors import AioshmError, HandleError, NoPlaceVacant, OutOfDescriptors, PeerClosed, ReaderEvicted
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import shortage
 from aioshm.queue.ends.gate import Gate
@@ -48,11 +48,13 @@ class WriterLink:
         gate: The end's.
         handle: The writer's.
         remote: Where it is.
-        rank: Which reader this is.
+        rank: Which reader this is; `ANY_RANK`: the writer says which.
         slow: What becomes of it when it is too slow.
+        history: How many of the latest messages to begin with.
         patient: Whether to wait for a writer that is not there, however long that takes.
 
     Attributes:
+        rank: Which reader this is.
         window: What has arrived, in order.
         writer: What is known of it.
         sockets: The connections, once there are any.
@@ -65,14 +67,23 @@ class WriterLink:
     """
 
     def __init__(
-        self, gate: Gate, handle: Handle, remote: RemoteAddress, rank: int, slow: SlowReader, patient: bool = False
+        self,
+        gate: Gate,
+        handle: Handle,
+        remote: RemoteAddress,
+        rank: int,
+        slow: SlowReader,
+        history: int = 0,
+        *,
+        patient: bool = False,
     ) -> None:
         _check(remote, encrypted=gate.options.secure)
         self._gate = gate
         self._handle = handle
         self._remote = remote
-        self._rank = rank
+        self.rank = rank
         self._slow = slow
+        self._history = history
         self._patient = patient
         self._topic = remote.topic
         options = handle.options  # the writer's, not this end's own
@@ -113,7 +124,6 @@ class WriterLink:
                 remote.data,
                 remote.control,
                 remote.keys,
-                self._topics(),
                 msgspec.structs.replace(gate.options, max_message_bytes=largest),
                 self._on_data,
                 self._on_message,
@@ -128,33 +138,35 @@ class WriterLink:
         gate.poller = Poller(loop, flag, predictor, "park", gate.core.spin)
         self._check_connections()
 
-    def _topics(self) -> list[bytes]:
-        return [wire.address(self._topic), wire.address(self._topic, self._rank)]
-
     def _introduce(self) -> None:
         """Say who this is, and whatever the writer may not have heard: the connection is new."""
         if self._introducing is not None:
             self._introducing.cancel()
             self._introducing = None
         self.window.ask_again()
-        if self._tell(self._hello()):
-            self._acknowledge()
-            self._ask_for_missing()
-            if self._goodbye is not None:
+        admitted, leaving = self.writer.welcome is not None, self._goodbye is not None
+        if self._tell(self._hello(leaving=leaving and not admitted)):
+            if admitted:
+                self._acknowledge()
+                self._ask_for_missing()
+            if leaving:
                 self._tell(wire.Leave())
 
-    def _hello(self) -> wire.Hello:
+    def _hello(self, *, leaving: bool = False) -> wire.Hello:
         handle = self._handle
         return wire.Hello(
             VERSION,
             handle.queue_id,
             handle.token,
-            self._rank,
+            self.rank,
             os.getpid(),
             platform.node(),
             self.writer.proven,
             self._slow,
             self._topic,
+            self._history,
+            admitted=self.writer.welcome is not None,
+            leaving=leaving,
         )
 
     def _tell(self, message: wire.Control) -> bool:
@@ -213,7 +225,9 @@ class WriterLink:
         if isinstance(message, wire.Tick):
             self._acknowledge()
         elif isinstance(message, wire.Welcome):
-            self.writer.welcome = message
+            self._welcomed(message)
+        elif isinstance(message, wire.Wait):
+            self.writer.why_not_yet = message.reason
         elif isinstance(message, wire.Renewed):
             self._renew(message.topic)
         elif isinstance(message, wire.Go):
@@ -231,24 +245,42 @@ class WriterLink:
         else:
             if isinstance(message, wire.Refused):
                 self._on_refused(message)
+                if self.gone is None:
+                    return
             self._released = True
             if self._goodbye is not None and not self._goodbye.done():
                 self._goodbye.set_result(None)
+
+    def _welcomed(self, welcome: wire.Welcome) -> None:
+        """Begin with the first message that is this reader's, unless that was done."""
+        if self.writer.welcome is not None:
+            return
+        assert self.sockets is not None
+        self.writer.welcome = welcome
+        self.rank = welcome.rank
+        self.window.begin(welcome.first)
+        self.sockets.subscribe([wire.address(self._topic), wire.address(self._topic, self.rank)])
 
     def _renew(self, topic: bytes) -> None:
         """Read what another writer sends that has taken the place of the handle's, unless this end has read any."""
         if topic == self._topic:  # it has answered two greetings
             return
-        if self.writer.welcome is not None or self.writer.proven:
+        if self.writer.welcome is not None:
             self.give_up(self.writer.death("another writer has taken its place"))
             return
-        assert self.sockets is not None
-        before, self._topic = self._topics(), topic
-        self.sockets.subscribe(self._topics(), instead_of=before)
+        self._topic = topic
         self._introduce()
 
     def _on_refused(self, message: wire.Refused) -> None:
-        if message.reason == wire.TOO_SLOW:
+        if message.closed and self._patient and self.writer.welcome is None:
+            self.writer.why_not_yet = message.reason  # there will be another one, to which this then has a connection
+        elif message.closed:
+            self.give_up(self._closed_by_writer)
+        elif message.full:
+            self.give_up(lambda: NoPlaceVacant(f"{self._gate!r}: {message.reason}"))
+        elif message.reason == wire.DISMISSED:
+            self.give_up(lambda: ReaderEvicted(f"{self._gate!r}: {message.reason}"))
+        elif message.reason == wire.TOO_SLOW:
             what = "the queue goes on without this reader; a larger remote_window allows longer pauses"
             self.give_up(lambda: ReaderEvicted(f"{self._gate!r}: too slow: {what}"))
         elif message.evicted:
@@ -284,6 +316,8 @@ class WriterLink:
 
     def _acknowledge(self) -> None:
         """Tell the writer which messages this end has finished with."""
+        if self.writer.welcome is None:
+            return
         if self._acknowledging is not None:
             self._acknowledging.cancel()
             self._acknowledging = None

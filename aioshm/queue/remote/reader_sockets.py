@@ -27,7 +27,6 @@ class ReaderSockets:
         data: The endpoint of the writer's data socket.
         control: The endpoint of its control socket.
         keys: What lets this reader in.
-        topics: What to subscribe to.
         options: For how long peers may be silent.
         on_data: A data message came: its first frame, and its second.
         on_message: A control message came.
@@ -43,7 +42,6 @@ class ReaderSockets:
         data: str,
         control: str,
         keys: CurveKeys | None,
-        topics: Sequence[bytes],
         options: Options,
         on_data: Callable[[memoryview, memoryview | None], None],
         on_message: Callable[[bytes], None],
@@ -62,8 +60,6 @@ class ReaderSockets:
             add(self.data_connection.pair)
             self.control_connection: Connection = Connection(self._dealer)
             add(self.control_connection.pair)
-            for topic in topics:
-                self._sub.setsockopt(zmq.SUBSCRIBE, topic)
             self._sub.setsockopt(zmq.MAXMSGSIZE, _largest_frame(options.max_message_bytes))
             watched_by_tcp(self._sub, options.remote_timeout)
             self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
@@ -83,14 +79,11 @@ class ReaderSockets:
             for connection in (self.data_connection, self.control_connection)
         ]
 
-    def subscribe(self, topics: Sequence[bytes], instead_of: Sequence[bytes]) -> None:
-        """Receive what begins with other topics from now on."""
-        if self._sockets.closed:
-            return
-        for topic in instead_of:
-            self._sub.setsockopt(zmq.UNSUBSCRIBE, topic)
-        for topic in topics:
-            self._sub.setsockopt(zmq.SUBSCRIBE, topic)
+    def subscribe(self, topics: Sequence[bytes]) -> None:
+        """Receive what begins with these, too."""
+        if not self._sockets.closed:
+            for topic in topics:
+                self._sub.setsockopt(zmq.SUBSCRIBE, topic)
 
     def send(self, message: wire.Control) -> bool:
         """Send a control message; return False if too many wait already."""

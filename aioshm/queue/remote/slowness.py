@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from aioshm.queue.remote.peers import RemotePeer
+from aioshm.queue.remote.places import RemotePeer
 
 GRACE_S = 1.0
 """For how long a reader may finish with nothing while the window is full of what it has: news of what it has finished

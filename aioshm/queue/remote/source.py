@@ -36,9 +36,10 @@ class NetworkSource:
         gate: The end's.
         handle: The writer's.
         remote: Where it is.
-        rank: Which reader this is.
+        rank: Which reader this is; `ANY_RANK`: the writer says which.
         codec: Makes objects of bytes.
         slow: What becomes of it when it is too slow.
+        history: How many of the latest messages to begin with.
         patient: Whether to wait for a writer that is not there, however long that takes.
 
     Attributes:
@@ -60,14 +61,14 @@ class NetworkSource:
         rank: int,
         codec: Codec,
         slow: SlowReader,
+        history: int = 0,
         *,
         patient: bool = False,
     ) -> None:
-        self.link: WriterLink = WriterLink(gate, handle, remote, rank, slow, patient)
+        self.link: WriterLink = WriterLink(gate, handle, remote, rank, slow, history, patient=patient)
         check_safety(codec, remote.keys is not None, gate.options)
         self._window = self.link.window
         self._gate = gate
-        self._rank = rank
         self._codec = codec
         self._loads = loads_of(codec)
         self._view = view_of(codec)
@@ -235,7 +236,7 @@ class NetworkSource:
         window, link = self._window, self.link
         stats = self._gate.new_stats(
             side="reader",
-            rank=self._rank,
+            rank=link.rank,
             messages=window.taken,
             max_chunks=0,
             slots=0,

@@ -12,7 +12,7 @@ connection that ended is asked for again when the next mark has come.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -37,6 +37,8 @@ class SendWindow(Generic[K]):
     Args:
         max_messages: Most messages in it.
         max_bytes: Most bytes in it; a message of more goes alone.
+        history: How many messages to keep for newcomers, though every reader has finished with them; of as many bytes
+            at most.
 
     Attributes:
         seq: Sequence number of the next message.
@@ -44,10 +46,13 @@ class SendWindow(Generic[K]):
         readers: How many messages each reader has finished with, by rank.
     """
 
-    def __init__(self, max_messages: int, max_bytes: int) -> None:
+    def __init__(self, max_messages: int, max_bytes: int, history: int = 0) -> None:
         self._max_messages = max_messages
         self._max_bytes = max_bytes
+        self._history = min(history, max_messages)
         self._kept: deque[K] = deque()
+        self._past: deque[K] = deque()  # what comes before those, which nobody waits for
+        self._past_bytes = 0
         self.seq: int = 0
         self.nbytes: int = 0
         self.readers: dict[int, int] = {}
@@ -84,16 +89,41 @@ class SendWindow(Generic[K]):
                 return count
         return len(sizes)
 
-    def sent(self, message: K) -> None:
-        """Keep the next message; without readers, only count it."""
+    @property
+    def idle(self) -> bool:
+        """Whether messages need only be counted: nobody reads, and nobody who comes later may ask for them."""
+        return not self.readers and not self._history
+
+    def sent(self, message: K) -> Sequence[K]:
+        """Keep the next message; return what need not be kept any more, which without readers it may be itself."""
         self.seq += 1
         if self.readers:
             self._kept.append(message)
             self.nbytes += message.nbytes
+            return ()
+        return self._retire([message])
 
-    def join(self, rank: int) -> None:
-        """Count on a reader, from the next message on."""
-        self.readers[rank] = self.seq
+    def skip(self) -> None:
+        """Count the next message, while this is idle."""
+        self.seq += 1
+
+    def join(self, rank: int, history: int = 0) -> int:
+        """Count on a reader from now on; return the number of its first message.
+
+        Args:
+            rank: The reader's.
+            history: How many of the latest messages it is to get first: fewer, if they are not kept any more, or would
+                not leave the window its bounds.
+        """
+        while self._past and len(self._kept) < min(history, self._max_messages):
+            nbytes = self._past[-1].nbytes
+            if self._kept and self.nbytes + nbytes > self._max_bytes:
+                break
+            self._kept.appendleft(self._past.pop())
+            self._past_bytes -= nbytes
+            self.nbytes += nbytes
+        first = self.readers[rank] = self.seq - min(history, len(self._kept))
+        return first
 
     def connected(self, rank: int) -> None:
         """Note that a reader has a new connection, over which nothing was sent again so far."""
@@ -158,6 +188,19 @@ class SendWindow(Generic[K]):
             message = self._kept.popleft()
             self.nbytes -= message.nbytes
             free.append(message)
+        return self._retire(free) if self._history else free
+
+    def _retire(self, messages: list[K]) -> list[K]:
+        """Keep messages that all have finished with as long as newcomers may ask for them; return who goes for that."""
+        if not self._history:
+            return messages
+        free = []
+        for message in messages:
+            self._past.append(message)
+            self._past_bytes += message.nbytes
+        while len(self._past) > self._history or self._past_bytes > self._max_bytes:
+            free.append(self._past.popleft())
+            self._past_bytes -= free[-1].nbytes
         return free
 
 
@@ -200,6 +243,10 @@ class ReceiveWindow(Generic[M]):
     _acknowledged: int = 0
     _unacknowledged_bytes: int = 0
     _ready_bytes: int = 0
+
+    def begin(self, first: int) -> None:
+        """Expect this message first; said before any has come."""
+        self.next = self.taken = self._known = self._asked = self._acknowledged = first
 
     @property
     def released(self) -> int:

@@ -11,7 +11,8 @@ Data goes from the writer's XPUB socket to the readers' SUB sockets, in one fram
 ``whom`` is `EVERYONE`, or the rank of the one reader that asked for this message again. Both lie in the part of a frame
 that a subscription is for, so only subscribers that know the secret get anything at all.
 
-Control messages, readers' DEALER to writer's ROUTER and back, are MessagePack arrays that begin with their name.
+Control messages, readers' DEALER to writer's ROUTER and back, are MessagePack arrays that begin with their name. A
+reader subscribes once it was admitted: what it receives is for it, from its first message on.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from typing import TypeVar
 import msgspec
 
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, RAW
+from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.process.guard import built
 
 SECRET_BYTES = 16
 EVERYONE = 2**32 - 1
 MAX_RANK = EVERYONE - 1
+MAX_SEQ = 2**62  # more than there will ever be, and an end that can be counted on from
 
 MARK = 16
 """A kind of data message without a body: its sequence number is that of the message behind it. A reader that has just
@@ -121,12 +124,15 @@ class Hello(Control):
         version: Of the protocol, which changes with the segment's layout.
         queue_id: Of its handle.
         token: Of its handle.
-        rank: Its own.
+        rank: Its own; `ANY_RANK`: the lowest that has no reader.
         pid: Its process.
         host: Where that is, for people.
         proven: Whether data has reached it.
         slow: What becomes of it when it is too slow, as `Options.slow_reader`.
-        topic: What the data messages begin with that it has subscribed to: those of which writer.
+        topic: What the data messages begin with that it subscribes to: those of which writer.
+        history: How many of the latest messages it wants first.
+        admitted: Whether it was admitted before: if the writer knows it no more, it has missed something.
+        leaving: Whether this only says who it is that leaves.
     """
 
     version: int
@@ -138,6 +144,9 @@ class Hello(Control):
     proven: bool
     slow: str = "block"
     topic: bytes = b""
+    history: int = 0
+    admitted: bool = False
+    leaving: bool = False
 
 
 class Proven(Control):
@@ -173,19 +182,36 @@ class Leave(Control):
 
 
 class Welcome(Control):
-    """The writer admits a reader.
+    """The writer admits a reader, or has done so before.
 
     Attributes:
         pid: The writer's.
         host: Where that is, for people.
+        rank: Which reader this is.
+        first: Sequence number of its first message.
     """
 
     pid: int
     host: str
+    rank: int
+    first: int
+
+
+class Wait(Control):
+    """The writer cannot say yet whether it admits a reader; it will, once it knows what became of another one.
+
+    Attributes:
+        reason: For people.
+    """
+
+    reason: str
 
 
 TOO_SLOW = "it was too slow"
 """Why a reader is refused that its ``slow="evict"`` has ended."""
+
+DISMISSED = "the writer has dismissed this reader"
+"""Why a reader is refused that `MessageQueue.dismiss` has ended."""
 
 
 class Refused(Control):
@@ -193,11 +219,15 @@ class Refused(Control):
 
     Attributes:
         reason: For people.
-        evicted: Whether it had been admitted, but was silent for too long.
+        evicted: Whether it had been admitted.
+        full: Whether that is because all places have readers.
+        closed: Whether it is because the writer is closing the queue.
     """
 
     reason: str
-    evicted: bool
+    evicted: bool = False
+    full: bool = False
+    closed: bool = False
 
 
 class Renewed(Control):
@@ -247,7 +277,7 @@ class Closing(Control):
 
 
 FromReader = Hello | Proven | Acknowledge | Resend | Finished | Leave
-FromWriter = Welcome | Refused | Renewed | Go | Tick | Lost | Left | Closing
+FromWriter = Welcome | Wait | Refused | Renewed | Go | Tick | Lost | Left | Closing
 
 _encoder = msgspec.msgpack.Encoder()
 _from_reader: msgspec.msgpack.Decoder[FromReader] = built(lambda: msgspec.msgpack.Decoder(FromReader))
@@ -262,7 +292,9 @@ def parse_from_reader(data: bytes) -> FromReader:
         WireError: This is none.
     """
     message = _parse(_from_reader, data)
-    if isinstance(message, Hello) and (not 0 <= message.rank <= MAX_RANK or len(message.host) > _MAX_TEXT):
+    if isinstance(message, Hello) and (
+        not ANY_RANK <= message.rank <= MAX_RANK or len(message.host) > _MAX_TEXT or message.history < 0
+    ):
         raise WireError(f"a greeting from rank {message.rank}")
     if isinstance(message, Acknowledge) and message.consumed < 0:
         raise WireError(f"{message.consumed} messages acknowledged")
@@ -280,6 +312,8 @@ def parse_from_writer(data: bytes) -> FromWriter:
         WireError: This is none.
     """
     message = _parse(_from_writer, data)
+    if isinstance(message, Welcome) and not (0 <= message.rank <= MAX_RANK and 0 <= message.first <= MAX_SEQ):
+        raise WireError(f"a welcome to rank {message.rank} from message {message.first} on")
     if isinstance(message, Lost) and not 0 <= message.first <= message.last:
         raise WireError(f"{message.first} to {message.last} lost")
     if isinstance(message, Renewed) and len(message.topic) != SECRET_BYTES:

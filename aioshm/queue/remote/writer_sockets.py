@@ -195,6 +195,11 @@ class WriterSockets:
             self._router.getsockopt(zmq.EVENTS)  # sends look at what became of connections now and then only
         return self.send(identity, wire.Tick())
 
+    @property
+    def closed(self) -> bool:
+        """Whether this was closed."""
+        return self._sockets.closed
+
     def look(self) -> None:
         """Read everything that has come."""
         while not self._sockets.closed and any(pump.work() for pump in self._pumps):
