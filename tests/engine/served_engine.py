@@ -210,11 +210,12 @@ async def served_by_processes(
     addresses: EngineZmqAddresses | None = None,
     handshake: str | None = None,
     keys: EngineKeys | None = None,
+    **options: Any,
 ) -> AsyncIterator[Serving]:
     """Let engines in processes of their own serve clients."""
     addresses = addresses or here_and_there(n_clients)
     loop = "uvloop" if isinstance(asyncio.get_running_loop(), uvloop.Loop) else "asyncio"
-    async with clients_of(addresses, n_engines, n_clients, keys=keys) as serving:
+    async with clients_of(addresses, n_engines, n_clients, keys=keys, **options) as serving:
         async with starting(serving, handshake, addresses, keys=keys) as startup:
             async with CoreEngineProcManager(
                 serve, n_engines, args=(startup.handshake_address, loop), keys=keys

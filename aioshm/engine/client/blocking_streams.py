@@ -24,15 +24,13 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
 
     Attributes:
         request_id: Of the request.
-        engine: The rank of the engine that has it.
         timeout: Seconds that each output may take; None: as long as it takes. May be changed.
     """
 
-    __slots__ = ("__weakref__", "_bell", "_host", "_inbox", "_stream", "_turn", "engine", "request_id", "timeout")
+    __slots__ = ("__weakref__", "_bell", "_host", "_inbox", "_stream", "_turn", "request_id", "timeout")
 
     def __init__(self, stream: AwaitedStream[Output], host: LoopThread, timeout: float | None) -> None:
         self.request_id: str = stream.request_id
-        self.engine: int = stream.engine
         self.timeout: float | None = timeout
         # It aborts the request when it is forgotten. At the end the client's thread forgets it: where nothing of it is
         # left here, no interrupt can get lost in a __del__.
@@ -80,6 +78,11 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
     def forget_stream(self) -> None:
         """Let go of what aborts the request: it has ended. Called in the client's thread."""
         self._stream = None
+
+    @property
+    def engine(self) -> int:
+        """The rank of the engine that has the request."""
+        return self._inbox.engine
 
     def __repr__(self) -> str:
         return f"<OutputStream of request {self.request_id!r} at engine {self.engine}>"

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import msgspec
 
 from aioshm.arguments import check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
-from aioshm.engine.client.link import EngineLink
+from aioshm.engine.client.link import EngineLink, OnEngineDeath, Resubmit
 from aioshm.engine.client.pending import PendingCall
 from aioshm.engine.client.streams import OutputStream
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
 from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
+from aioshm.errors import EngineDead
 from aioshm.process.watch import WatchedManager, WatchedProcess
 
 _ADD = EngineCoreRequestType.ADD.value
@@ -38,7 +39,8 @@ class EngineClient(AsyncClosing):
 
     A request goes to the engine with the least to do: as the coordinator publishes it, with how full KV caches are, if
     the addresses name one, else by what this client has in flight. When one engine is gone, all that is pending raises
-    `EngineDead`, and so does everything that is begun later.
+    `EngineDead`, and so does everything that is begun later; with ``on_engine_death="continue"`` only what that engine
+    had does, the others go on, and it may come back.
 
     Args:
         addresses: Where to bind, one input and output for each client; the rest is used as it is when the engines are
@@ -54,6 +56,10 @@ class EngineClient(AsyncClosing):
         secure: Whether connections over TCP are encrypted, and only holders of keys get in; engines and the coordinator
             must say the same. False for engines that know no keys, as vLLM's: see SECURITY.md for what strangers can
             do then.
+        on_engine_death: What becomes of the rest when an engine is gone: ``"fail"``, or ``"continue"``, for engines
+            that do not need each other. An engine of the same rank that registers later is taken for its successor.
+        resubmit: Which requests of a dead engine others get, with ``"continue"``: ``"unstarted"``, those that have
+            brought no output yet, each to an engine that has not had it; None: none.
 
     Attributes:
         addresses: What engines are to be told.
@@ -73,8 +79,15 @@ class EngineClient(AsyncClosing):
         options: Options | None = None,
         keys: EngineKeys | None = None,
         secure: bool = True,
+        on_engine_death: OnEngineDeath = "fail",
+        resubmit: Resubmit | None = None,
     ) -> None:
-        self._link = EngineLink(addresses, engines, client_index, output_type, options, keys, secure)
+        if on_engine_death not in get_args(OnEngineDeath):
+            raise ValueError(f"on_engine_death must be 'fail' or 'continue', not {on_engine_death!r}")
+        if resubmit is not None and (resubmit not in get_args(Resubmit) or on_engine_death == "fail"):
+            raise ValueError(f"resubmit must be None, or 'unstarted' with on_engine_death='continue', not {resubmit!r}")
+        self._link = EngineLink(addresses, engines, client_index, output_type, options, keys, secure, on_engine_death)
+        self._resubmits = resubmit is not None
         self._request_type = request_type
         self._encode = PayloadEncoder(self._link.options.max_message_bytes).encode
 
@@ -95,6 +108,16 @@ class EngineClient(AsyncClosing):
     def ready(self) -> Mapping[int, dict[str, Any]]:
         """What each engine has said when it registered, by rank."""
         return self._link.engines.ready
+
+    @property
+    def deaths(self) -> Mapping[int, EngineDead]:
+        """How engines have died that are not back, by rank; empty unless ``on_engine_death="continue"``."""
+        return self._link.deaths
+
+    @property
+    def late_outputs(self) -> int:
+        """How many outputs came too late: their requests were aborted, or their engine was taken for dead."""
+        return self._link.pending.late_outputs
 
     @property
     def in_flight(self) -> int:
@@ -129,7 +152,7 @@ class EngineClient(AsyncClosing):
         self._link.liveness.watch(manager, processes)
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until every engine has registered. Cancelling this changes nothing.
+        """Wait until every engine has registered, also again after a death. Cancelling this changes nothing.
 
         Args:
             timeout: Seconds to wait; None waits for ever.
@@ -148,7 +171,8 @@ class EngineClient(AsyncClosing):
                 await link.settled.wait()
         except TimeoutError:
             missing = ", ".join(map(str, link.engines.missing))
-            raise TimeoutError(f"engines {missing} have not registered after {timeout} s") from None
+            died = "".join(f"; {error}" for error in link.deaths.values())
+            raise TimeoutError(f"engines {missing} have not registered after {timeout} s{died}") from None
         link.check_open()
 
     async def aclose(self) -> None:
@@ -183,11 +207,19 @@ class EngineClient(AsyncClosing):
         request_id = request_id_of(request)
         if request_id in link.pending.inboxes:
             raise ValueError(f"request_id {request_id!r} is that of another request in flight")
-        position = link.balance.choose() if engine is None else link.engines.position(engine)
+        position = link.choose(engine)
         self._stamp(request)
-        link.send(position, _ADD, self._encode(request))
-        inbox = link.pending.add(request_id, position)
-        return OutputStream(request_id, link.engines.ranks[position], inbox, link.leave)
+        frames = self._encode(request)
+        while True:
+            try:
+                link.send(position, _ADD, frames)
+                break
+            except EngineDead:
+                if engine is not None or not link.goes_on:
+                    raise
+                position = link.choose(None)  # another one: this one is none of the choices any more
+        inbox = link.pending.add(request_id, position, frames if self._resubmits else None)
+        return OutputStream(request_id, inbox, link.leave)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests: their streams end after what has come. Ids of requests that are not in flight do no harm.
@@ -211,7 +243,7 @@ class EngineClient(AsyncClosing):
         Args:
             method: Its name.
             args: What MessagePack can say, and arrays and tensors.
-            engine: The rank of the engine; None: all of them.
+            engine: The rank of the engine; None: all of them, with ``on_engine_death="continue"`` those that live.
 
         Returns:
             What the method returned, as plain data; of all engines a list, in the order of the engines.
@@ -225,11 +257,11 @@ class EngineClient(AsyncClosing):
         """
         link = self._link
         link.check_ready()
-        positions = range(len(link.engines.ranks)) if engine is None else [link.engines.position(engine)]
+        positions = link.all_positions() if engine is None else [link.choose(engine)]
         calls: list[PendingCall] = []
         try:
             for position in positions:
-                calls.append(link.pending.call(method))
+                calls.append(link.pending.call(method, position))
                 link.send(position, _UTILITY, self._encode((link.index, calls[-1].call_id, method, args)))
             results = await asyncio.gather(*(call.answer for call in calls))
         finally:

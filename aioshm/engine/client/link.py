@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import zmq
@@ -36,7 +36,11 @@ from aioshm.zeromq.endpoint import host_of
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _LOG_INTERVAL_S = 10.0
+_ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
+
+OnEngineDeath: TypeAlias = Literal["fail", "continue"]
+Resubmit: TypeAlias = Literal["unstarted"]
 
 _encode_plain = msgspec.msgpack.Encoder().encode
 _decode_counts = built(lambda: msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool])).decode
@@ -55,6 +59,8 @@ class EngineLink:
         liveness: Notices their deaths; once this is open.
         settled: Set when all engines have registered, or never will; once this is open.
         wave: The wave that the coordinator has told of.
+        goes_on: Whether the others go on when an engine dies.
+        deaths: How the engines have died that are not back, by rank, if this goes on without them.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class EngineLink:
         options: Options | None,
         keys: EngineKeys | None,
         secure: bool,
+        on_engine_death: OnEngineDeath,
     ) -> None:
         self.sockets: ClientSockets | None = None
         self._closed = False
@@ -79,13 +86,18 @@ class EngineLink:
         self.addresses = addresses
         self.options: Options = options or Options.from_env()
         self._secure = secure and self.options.secure
+        self.goes_on: bool = on_engine_death == "continue"
         self._given_keys = keys
         self.index = client_index
         n_engines = len(self.engines.ranks)
         self.balance: LoadBalancer = LoadBalancer(n_engines, n_engines * client_index // n_clients, n_clients)
-        self.pending: Pending = Pending(EnvelopeDecoder(output_type), self.balance, self.engines.ranks)
+        self.pending: Pending = Pending(
+            EnvelopeDecoder(output_type), self.balance, self.engines.ranks, strict=self.goes_on
+        )
         self.wave: int = 0
         self._dead: EngineDead | None = None
+        self.deaths: dict[int, EngineDead] = {}
+        self._began = False
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
     def __repr__(self) -> str:
@@ -119,7 +131,7 @@ class EngineLink:
         )
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
-        self.liveness: Liveness = Liveness(lambda error: this._die(error))
+        self.liveness: Liveness = Liveness(lambda rank: this._lose(rank), lambda error: this._die(error))
 
     async def aclose(self) -> None:
         """Abort what is in flight, and close the sockets."""
@@ -157,7 +169,7 @@ class EngineLink:
 
     def abort(self, position: int, request_ids: list[str]) -> None:
         """Abort requests that were not waited for to the end, if their engine is still there."""
-        if self._dead is None:
+        if self._dead is None and self.engines.ranks[position] not in self.deaths:
             try:
                 self.send(position, _ABORT, [_encode_plain(request_ids)])
             except EngineDead:
@@ -177,9 +189,14 @@ class EngineLink:
             )
             return
         self.liveness.connected(rank, connection, sender)
+        if self.deaths.pop(rank, None) is not None:
+            logger.info("engine %d is back: it is %s", rank, sender)
+        self.balance.take_in(self.engines.position(rank))
         if not self.engines.missing and not self.settled.is_set():
             self.settled.set()
-            self._subscribe(self.addresses.frontend_stats_publish_address or self.engines.stats_address)
+            if not self._began:
+                self._began = True
+                self._subscribe(self.addresses.frontend_stats_publish_address or self.engines.stats_address)
 
     def disconnected(self, connection: int) -> None:
         """Take the end of a connection."""
@@ -230,15 +247,59 @@ class EngineLink:
         self.pending.finish(request_id)
         self.abort(inbox.position, [request_id])
 
+    def _lose(self, rank: int) -> None:
+        """Give no more requests to an engine that cannot be reached; its death is told soon."""
+        if self.goes_on and rank in self.engines.ranks:
+            self.balance.leave_out(self.engines.position(rank))
+
     def _die(self, error: EngineDead) -> None:
         if self._closed or self._dead is not None:
             return
         assert self.sockets is not None
         self.sockets.read_outputs()  # its last words
+        if self.goes_on and error.engine in self.engines.ranks:
+            self._go_on_without(error.engine, error)
+            return
         self._dead = error
+        self.liveness.stop()
         # Waiting calls are told; where there are none, it is but an engine that was stopped.
         logger.debug("%s; %d requests and %d calls were pending", error, len(self.pending.inboxes), self.pending.calls)
         self._fail(lambda: _again(error))
+
+    def _go_on_without(self, rank: int, error: EngineDead) -> None:
+        """Fail what only a dead engine could have finished, and give others what it had not begun."""
+        position = self.engines.position(rank)
+        self.engines.died(rank)
+        self.balance.leave_out(position)
+        self.deaths[rank] = error
+        self.settled.clear()
+        its_own = self.pending.by_engine().get(position, [])
+        moved = [request_id for request_id in its_own if self._resubmit(request_id)]
+        for request_id in its_own:
+            if request_id not in moved:
+                self.pending.finish(request_id, lambda: _again(error))
+        self.pending.fail_calls(position, lambda: _again(error))
+        logger.warning(
+            "%s; %d of its requests failed, %d went to other engines", error, len(its_own) - len(moved), len(moved)
+        )
+
+    def _resubmit(self, request_id: str) -> bool:
+        """Send a request of a dead engine to another one, if it has brought nothing yet; return whether it was sent."""
+        inbox = self.pending.inboxes[request_id]
+        if inbox.request is None:
+            return False
+        # Not to one that has had it before: what its dead process may have sent must not be taken for the new one's.
+        tried = {inbox.position, *inbox.tried}
+        while choices := [position for position in self.balance.choices if position not in tried]:
+            position = self.balance.choose(choices)
+            tried.add(position)
+            try:
+                self.send(position, _ADD, inbox.request)
+            except EngineDead:
+                continue  # its own death is told soon
+            self.pending.move(request_id, position)
+            return True
+        return False
 
     def _fail(self, error: Callable[[], Exception]) -> None:
         self.pending.fail(error)
@@ -248,8 +309,46 @@ class EngineLink:
 
     def check_ready(self) -> None:
         self.check_open()
-        if not self.settled.is_set():
+        if not self._began:
             raise RoleError("the engines are not ready: await wait_until_ready() first")
+
+    def choose(self, rank: int | None) -> int:
+        """Return the position of the engine that gets the next request: that of this rank, or the least busy one.
+
+        Raises:
+            EngineDead: It is gone, or all of them are.
+            ValueError: There is no such engine.
+        """
+        if rank is not None:
+            if rank in self.deaths:
+                raise _again(self.deaths[rank])
+            return self.engines.position(rank)
+        if self.balance.choices:
+            return self.balance.choose()
+        raise self._nobody()
+
+    def all_positions(self) -> list[int]:
+        """Return the positions of the engines that live.
+
+        Raises:
+            EngineDead: None does.
+        """
+        if not self.deaths:
+            return list(range(len(self.engines.ranks)))
+        if not self.balance.choices:
+            raise self._nobody()
+        return self.balance.choices.copy()
+
+    def _nobody(self) -> EngineDead:
+        if len(self.deaths) == 1:
+            return _again(*self.deaths.values())
+        last = next(reversed(self.deaths.values()), None)
+        said = "; ".join(str(error) for error in self.deaths.values())
+        return EngineDead(
+            f"no engine is left: {said}" if said else "no engine can be reached",
+            engine=None if last is None else last.engine,
+            pid=None if last is None else last.pid,
+        )
 
     def check_open(self) -> None:
         if self._closed:

@@ -1,9 +1,10 @@
-"""Notices the death of an engine, and which one it was."""
+"""Notices the deaths of engines, and which ones they were."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from aioshm.engine.protocol.progress import engine_of
 from aioshm.errors import EngineDead
@@ -16,6 +17,13 @@ NAME_WITHIN_S = 1.0
 """How long to wait for a sign that says more: which engine it was, how its process has exited."""
 
 
+class _Loss(NamedTuple):
+    """An engine that is gone, and of which more may become known."""
+
+    said_dead: bool
+    timer: asyncio.TimerHandle
+
+
 class Liveness:
     """Puts together what connections, engines and process managers say.
 
@@ -23,26 +31,30 @@ class Liveness:
     is seldom what says most: ``ENGINE_CORE_DEAD`` does not say which engine, a connection not why.
 
     Args:
-        on_death: Called once, on the loop.
+        on_lost: Called on the loop with the rank of an engine that cannot be reached any more; why is not known yet.
+        on_death: Called on the loop, once for each death. Its error names no engine where nobody knows which one it
+            was, or where the process was no engine's.
 
     Attributes:
         hosts: Where engines have connected from, by their IP addresses, if over TCP.
     """
 
-    def __init__(self, on_death: Callable[[EngineDead], None]) -> None:
+    def __init__(self, on_lost: Callable[[int], None], on_death: Callable[[EngineDead], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._on_death = on_death
+        self._on_lost, self._on_death = on_lost, on_death
         self._watch: ProcessWatch | None = None
+        self._exits_told = 0
+        self._dismissed: set[int] = set()
         self._connections: dict[int, int] = {}  # engines' ranks
         self._senders: dict[int, str] = {}
         self.hosts: set[str] = set()
-        self._lost: int | None = None
-        self._said_dead = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._settled = False
+        self._losses: dict[int | None, _Loss] = {}  # None: an engine that has not said which one it is
+        self._told: set[int] = set()  # the dead, until they are back
+        self._told_until = 0.0  # until then an engine that says that it ends is the one that was told last
+        self._stopped = False
 
     def watch(self, manager: WatchedManager | None, processes: Iterable[WatchedProcess]) -> None:
-        """Watch processes, too.
+        """Watch processes, too; those that are watched already stay as they are.
 
         Raises:
             ValueError: A process was not started.
@@ -55,64 +67,102 @@ class Liveness:
 
     def connected(self, engine: int, connection: int, sender: str) -> None:
         """Note which connection is an engine's, and who that is, for people."""
+        if engine in self._losses:  # it is back before its death was told
+            self._settle(engine)
+        self._dismissed.discard(engine)
+        self._told.discard(engine)
         self._connections[connection] = engine
         self._senders[engine] = sender
         self.hosts.add(sender)
+
+    def dismiss(self, engine: int) -> None:
+        """Take the end of an engine for what was meant to be, until an engine of its rank connects again."""
+        self._dismissed.add(engine)
+        self._forget(engine)
 
     def disconnected(self, connection: int) -> None:
         """Note that a connection has ended; nothing happens if it is no engine's."""
         engine = self._connections.pop(connection, None)
         if engine is not None:
-            self.lost(engine)
+            self._lose(engine)
 
     def lost(self, engine: int) -> None:
-        """Note that an engine cannot be reached any more."""
-        if self._lost is None:
-            self._lost = engine
-            self._settle_within(NAME_WITHIN_S if self._watch is not None else LAST_WORDS_S)
+        """Note that an engine cannot be reached any more; nothing happens if its death was told."""
+        if engine in self._connections.values():
+            self._lose(engine)
 
     def said_dead(self, engine: int | None = None) -> None:
         """Note that an engine says that it ends, and which one, if that is known."""
-        self._said_dead = True
-        if self._lost is None:
-            self._lost = engine
-        self._settle_within(NAME_WITHIN_S)
+        if engine is not None:
+            if engine not in self._told:
+                self._lose(engine, said_dead=True)
+        elif self._losses:
+            self._losses.update({each: _Loss(True, loss.timer) for each, loss in self._losses.items()})
+        elif self._loop.time() >= self._told_until and not self._dismissed:
+            self._lose(None, said_dead=True)
 
     def stop(self) -> None:
         """Notice nothing any more. Idempotent; safe on a closed loop."""
-        self._settled = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stopped = True
+        for loss in self._losses.values():
+            loss.timer.cancel()
         if self._watch is not None:
             self._watch.close()
 
-    def _settle_within(self, seconds: float) -> None:
-        when = self._loop.time() + seconds
-        if self._settled or (self._timer is not None and self._timer.when() <= when):
+    def _lose(self, engine: int | None, *, said_dead: bool = False) -> None:
+        if self._stopped or engine in self._dismissed:
             return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._settle)
+        if engine is not None:
+            self._on_lost(engine)
+            nameless = self._losses.pop(None, None)
+            if nameless is not None:  # now it is known who it was
+                nameless.timer.cancel()
+                said_dead = True
+        former = self._losses.get(engine)
+        # Where it says so itself its connection ends next, or its process exits.
+        when = self._loop.time() + (
+            NAME_WITHIN_S if self._watch is not None or (said_dead and former is None) else LAST_WORDS_S
+        )
+        if former is not None:
+            said_dead = said_dead or former.said_dead
+            when = min(when, former.timer.when())
+            former.timer.cancel()
+        self._losses[engine] = _Loss(said_dead, self._loop.call_at(when, self._settle, engine))
 
     def _process_exited(self) -> None:
-        if self._settled:
+        if self._stopped:
             return
         assert self._watch is not None
-        exits = self._watch.exited()
+        exits = self._watch.exited()[self._exits_told :]
+        self._exits_told += len(exits)
         # Others may exit because of the one that was lost first.
-        first = next((each for each in exits if self._lost is not None and engine_of(each) == self._lost), exits[0])
-        self._tell(EngineDead(first.describe(), engine=engine_of(first), pid=first.pid))
+        exits.sort(key=lambda each: engine_of(each) not in self._losses)
+        for each in exits:
+            engine = engine_of(each)
+            if engine is None or engine not in self._dismissed:
+                self._tell(EngineDead(each.describe(), engine=engine, pid=each.pid))
 
-    def _settle(self) -> None:
-        engine = self._lost
+    def _settle(self, engine: int | None) -> None:
         if engine is None:
             self._tell(EngineDead("an engine has said that it ends, and not which one it is"))
             return
-        how = "has said that it ends" if self._said_dead else "is gone: its connection has ended"
+        how = "has said that it ends" if self._losses[engine].said_dead else "is gone: its connection has ended"
         sender = self._senders.get(engine, "")
         pid = int(sender.removeprefix("pid ")) if sender.startswith("pid ") else None
         self._tell(EngineDead(f"engine {engine}{f' ({sender})' if sender else ''} {how}", engine=engine, pid=pid))
 
     def _tell(self, error: EngineDead) -> None:
-        self.stop()
-        self._on_death(error)
+        if not self._stopped:
+            self._forget(error.engine)
+            if error.engine is not None:
+                self._told.add(error.engine)
+            self._told_until = self._loop.time() + NAME_WITHIN_S
+            self._on_death(error)
+
+    def _forget(self, engine: int | None) -> None:
+        loss = self._losses.pop(engine, None)
+        if loss is not None:
+            loss.timer.cancel()
+        if engine is not None:
+            for connection in [each for each, rank in self._connections.items() if rank == engine]:
+                del self._connections[connection]

@@ -22,11 +22,13 @@ class PendingCall(NamedTuple):
     Attributes:
         call_id: What the answer names.
         method: What was called.
+        position: Of the engine that was called.
         answer: The answer.
     """
 
     call_id: int
     method: str
+    position: int
     answer: asyncio.Future[Any]
 
 
@@ -37,13 +39,21 @@ class Pending:
         decoder: Of what engines send.
         balance: Is told where requests begin and end.
         ranks: Of the engines, by position.
+        strict: Whether an engine speaks only for the requests that it has, also where it is not recognised by its keys:
+            what a dead engine has sent may come when its requests are another one's.
 
     Attributes:
         inboxes: Of the requests in flight, by id.
+        late_outputs: How many outputs came for requests that their engine had no more: they were aborted, or their
+            engine was taken for dead.
     """
 
-    def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, decoder: EnvelopeDecoder, balance: LoadBalancer, ranks: Sequence[int], *, strict: bool = False
+    ) -> None:
         self.inboxes: dict[str, Inbox] = {}
+        self.late_outputs: int = 0
+        self._strict = strict
         self._decoder = decoder
         self._balance = balance
         self._ranks = ranks
@@ -56,11 +66,19 @@ class Pending:
         """How many calls wait for their answers."""
         return len(self._calls)
 
-    def add(self, request_id: str, position: int) -> Inbox:
+    def add(self, request_id: str, position: int, request: list[Frame] | None = None) -> Inbox:
         """Wait for the outputs of a request that an engine was sent."""
         self._balance.sent(position)
-        inbox = self.inboxes[request_id] = Inbox(position)
+        inbox = self.inboxes[request_id] = Inbox(position, self._ranks[position], request)
         return inbox
+
+    def move(self, request_id: str, position: int) -> None:
+        """Wait for the outputs of a request from another engine: the one that had it is dead."""
+        inbox = self.inboxes[request_id]
+        self._balance.done(inbox.position)
+        self._balance.sent(position)
+        inbox.tried += (inbox.position,)
+        inbox.position, inbox.engine = position, self._ranks[position]
 
     def finish(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
         """Let a request end."""
@@ -81,9 +99,9 @@ class Pending:
                 found.setdefault(inbox.position, []).append(request_id)
         return found
 
-    def call(self, method: str) -> PendingCall:
-        """Wait for the answer to a call."""
-        call = PendingCall(next(self._call_ids), method, asyncio.get_running_loop().create_future())
+    def call(self, method: str, position: int) -> PendingCall:
+        """Wait for an engine's answer to a call."""
+        call = PendingCall(next(self._call_ids), method, position, asyncio.get_running_loop().create_future())
         self._calls[call.call_id] = call
         return call
 
@@ -98,7 +116,14 @@ class Pending:
         """Let everything end."""
         for request_id in list(self.inboxes):
             self.finish(request_id, error)
-        for call in self._calls.values():
+        self._fail_calls(self._calls.values(), error)
+
+    def fail_calls(self, position: int, error: Callable[[], Exception]) -> None:
+        """Let the calls of one engine end."""
+        self._fail_calls([call for call in self._calls.values() if call.position == position], error)
+
+    def _fail_calls(self, calls: Iterable[PendingCall], error: Callable[[], Exception]) -> None:
+        for call in calls:
             if not call.answer.done():
                 call.answer.set_exception(error())
 
@@ -125,6 +150,8 @@ class Pending:
     def _deliver(self, envelope: EngineCoreOutputs[Any], sender: int | None) -> None:
         if sender is not None and envelope.engine_index != sender:
             raise CodecError(f"engine {sender} speaks for engine {envelope.engine_index}")
+        if self._strict:
+            sender = envelope.engine_index
         if envelope.utility_output is not None:
             self._answer(envelope.engine_index, envelope.utility_output)
         inboxes, nobodys = self.inboxes, None
@@ -135,14 +162,15 @@ class Pending:
                 nobodys = error
                 continue
             inbox = inboxes.get(request_id)
-            # Without an inbox it was aborted meanwhile.
-            if inbox is not None and (sender is None or self._ranks[inbox.position] == sender):
-                inbox.put(output)
-                if is_finished(output):
-                    self.finish(request_id)
+            if inbox is None or (sender is not None and inbox.engine != sender):
+                self.late_outputs += 1
+                continue
+            inbox.put(output)
+            if is_finished(output):
+                self.finish(request_id)
         for request_id in envelope.finished_requests or ():
             inbox = inboxes.get(request_id)
-            if inbox is not None and (sender is None or self._ranks[inbox.position] == sender):
+            if inbox is not None and (sender is None or inbox.engine == sender):
                 self.finish(request_id)
         if nobodys is not None:
             raise nobodys
@@ -150,17 +178,19 @@ class Pending:
     def _salvage(self, frames: list[Frame], sender: int | None) -> list[tuple[int, str]]:
         """Take what can be read of an envelope whose outputs are not all of the right type."""
         envelope, failures = self._decoder.salvage(frames)
+        if self._strict and sender is None:
+            sender = envelope.engine_index
         finished, envelope.finished_requests = envelope.finished_requests or set(), None
         self._deliver(envelope, sender)
         unwanted = []
         for failure in failures:
             inbox = self.inboxes.get(failure.request_id)
-            if inbox is not None and (sender is None or self._ranks[inbox.position] == sender):
+            if inbox is not None and (sender is None or inbox.engine == sender):
                 if not (failure.finished or failure.request_id in finished):
                     unwanted.append((inbox.position, failure.request_id))
                 self.finish(failure.request_id, failure.raising(envelope.engine_index))
         for request_id in finished & self.inboxes.keys():
-            if sender is None or self._ranks[self.inboxes[request_id].position] == sender:
+            if sender is None or self.inboxes[request_id].engine == sender:
                 self.finish(request_id)
         return unwanted
 

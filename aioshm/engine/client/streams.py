@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import RoleError
 
 Output = TypeVar("Output")
@@ -29,16 +30,22 @@ class Inbox:
 
     Attributes:
         position: Of the engine that has the request.
+        engine: The rank of that engine.
+        request: What to send another engine if this one dies before the first output; None: that is not to be done.
+        tried: The positions of engines that had the request, and died.
         outputs: What has come.
         waiter: Is told of what comes.
         ended: Whether no more will come.
         error: Why, if that is not because the request is finished.
     """
 
-    __slots__ = ("ended", "error", "outputs", "position", "waiter")
+    __slots__ = ("ended", "engine", "error", "outputs", "position", "request", "tried", "waiter")
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, engine: int, request: list[Frame] | None = None) -> None:
         self.position: int = position
+        self.engine: int = engine
+        self.request: list[Frame] | None = request
+        self.tried: tuple[int, ...] = ()
         self.outputs: deque[Any] = deque()
         self.waiter: Waiter | None = None
         self.ended: bool = False
@@ -46,6 +53,7 @@ class Inbox:
 
     def put(self, output: Any) -> None:
         """Add an output."""
+        self.request = None
         self.outputs.append(output)
         self._wake()
 
@@ -67,14 +75,12 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
 
     Attributes:
         request_id: Of the request.
-        engine: The rank of the engine that has it.
     """
 
-    __slots__ = ("_inbox", "_leave", "engine", "request_id")
+    __slots__ = ("_inbox", "_leave", "request_id")
 
-    def __init__(self, request_id: str, engine: int, inbox: Inbox, leave: Callable[[str, Inbox], None]) -> None:
+    def __init__(self, request_id: str, inbox: Inbox, leave: Callable[[str, Inbox], None]) -> None:
         self.request_id: str = request_id
-        self.engine: int = engine
         self._inbox = inbox
         self._leave = leave
 
@@ -85,7 +91,7 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
         """Wait for the next output.
 
         Raises:
-            EngineDead: An engine is gone.
+            EngineDead: The engine is gone; with ``on_engine_death="fail"`` another one may be it, too.
             RequestFailed: The engine has refused the request.
             QueueClosed: The client was closed.
             RoleError: Another task waits for the next output.
@@ -108,6 +114,11 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
                 inbox.waiter = None
         output: Output = inbox.outputs.popleft()
         return output
+
+    @property
+    def engine(self) -> int:
+        """The rank of the engine that has the request; another one's after a death, with ``resubmit="unstarted"``."""
+        return self._inbox.engine
 
     @property
     def inbox(self) -> Inbox:

@@ -26,25 +26,34 @@ class LoadBalancer:
         n_engines: How many engines there are.
         first: Which one to begin with; clients that begin with different ones do not all choose the same.
         n_clients: How many clients there are: the others are taken to send as much as this one between publications.
+
+    Attributes:
+        in_flight: How many requests of this client each engine has, by position.
+        choices: The positions of the engines that get requests.
     """
 
     def __init__(self, n_engines: int, first: int = 0, n_clients: int = 1) -> None:
         self.in_flight: list[int] = [0] * n_engines
+        self.choices: list[int] = list(range(n_engines))
         self._n_clients = n_clients
         self._published: list[float] | None = None
         self._usage = [0] * n_engines  # in tenths
         self._weights = [1.0] * n_engines  # of a request that is sent now
         self._turn = first % n_engines
 
-    def choose(self) -> int:
-        """Return the position of the engine that gets the next request; say `sent` once it has got it."""
+    def choose(self, among: Sequence[int] | None = None) -> int:
+        """Return the position of the engine that gets the next request; say `sent` once it has got it.
+
+        Args:
+            among: The positions to choose from; None: all `choices`, which must be some.
+        """
         loads, usage, turn, n_clients = self.in_flight, self._usage, self._turn, self._n_clients
         published = self._published
         if published is None:
-            return min(range(len(loads)), key=lambda at: (loads[at], (at - turn) % len(loads)))
+            return min(among or self.choices, key=lambda at: (loads[at], (at - turn) % len(loads)))
         # The distance from whose turn it is breaks ties.
         return min(
-            range(len(loads)),
+            among or self.choices,
             key=lambda at: (max(published[at], n_clients * loads[at]), usage[at], (at - turn) % len(loads)),
         )
 
@@ -58,6 +67,28 @@ class LoadBalancer:
     def done(self, position: int) -> None:
         """Note that a request has come to an end there."""
         self.in_flight[position] -= 1
+
+    def leave_out(self, position: int) -> None:
+        """Let an engine get no more requests. Idempotent."""
+        if position in self.choices:
+            self.choices.remove(position)
+
+    def take_in(self, position: int) -> None:
+        """Let an engine get requests, again or for the first time. Idempotent."""
+        if position not in self.choices:
+            self.choices.append(position)
+            self.choices.sort()
+
+    def resize(self, n_engines: int) -> None:
+        """Have more engines, who get requests once they are taken in, or fewer: the last ones go.
+
+        Published loads are forgotten until the next publication.
+        """
+        more = n_engines - len(self.in_flight)
+        self.in_flight = self.in_flight[:n_engines] + [0] * more
+        self._published, self._usage, self._weights = None, [0] * n_engines, [1.0] * n_engines
+        self.choices = [position for position in self.choices if position < n_engines]
+        self._turn %= n_engines
 
     def update(self, counts: Sequence[Sequence[float]]) -> None:
         """Take what was published: for each engine how many requests wait, how many run, and the use of its KV cache.

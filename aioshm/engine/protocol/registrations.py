@@ -78,6 +78,10 @@ class Registrations:
         self.ready[rank] = fields
         return rank
 
+    def died(self, rank: int) -> None:
+        """Forget the registration of an engine that is gone."""
+        self.ready.pop(rank, None)
+
     def position(self, rank: int) -> int:
         """Return an engine's position.
 

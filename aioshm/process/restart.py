@@ -1,0 +1,91 @@
+"""How often, and how soon, a process that has died is started again. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from aioshm.arguments import check_int, check_seconds
+
+MAX_RESTARTS, WITHIN_S = 5, 60.0
+BACKOFF_S, BACKOFF_MAX_S = 0.1, 10.0
+
+_SHOWN_CAUSES = 8  # of a crash loop's deaths, the latest ones, in the text of an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """The restart policy of a supervisor.
+
+    The first restart comes at once. Another one within ``within_s`` comes after ``backoff_s``, the next after twice as
+    long, and so on up to ``backoff_max_s``. One more than ``max_restarts`` of them within ``within_s`` is a crash loop:
+    then the process stays dead, and all that the supervisor has fails as if there were no policy.
+
+    Attributes:
+        max_restarts: Restarts of one process within ``within_s``; 0: none.
+        within_s: Seconds that a restart counts.
+        backoff_s: Seconds before the second restart.
+        backoff_max_s: Seconds before any restart, at most.
+
+    Raises:
+        TypeError, ValueError: A value makes no sense; the text names it.
+    """
+
+    max_restarts: int = MAX_RESTARTS
+    within_s: float = WITHIN_S
+    backoff_s: float = BACKOFF_S
+    backoff_max_s: float = BACKOFF_MAX_S
+
+    def __post_init__(self) -> None:
+        check_int("max_restarts", self.max_restarts, minimum=0)
+        for name in ("within_s", "backoff_s", "backoff_max_s"):
+            check_seconds(name, getattr(self, name))
+
+
+class RestartHistory:
+    """The deaths of one process, and what its restart policy says to the next one.
+
+    Args:
+        policy: The policy.
+
+    Attributes:
+        restarts: How many restarts there were in all.
+    """
+
+    def __init__(self, policy: Restart) -> None:
+        self._policy = policy
+        self._recent: deque[tuple[float, str]] = deque()  # when, and of what, it died
+        self.restarts: int = 0
+
+    def died(self, now: float, cause: str) -> float | None:
+        """Return the seconds to wait before the restart, or None if there is to be none: it is a crash loop.
+
+        Args:
+            now: The time, in seconds of any clock that only goes forward.
+            cause: Why the process died, for people.
+        """
+        policy, recent = self._policy, self._recent
+        while recent and now - recent[0][0] > policy.within_s:
+            recent.popleft()
+        recent.append((now, cause))
+        before = len(recent) - 1
+        if before >= policy.max_restarts:
+            return None
+        self.restarts += 1
+        if not before:
+            return 0.0
+        # Not 2 ** (before - 1) first: a policy of a million restarts would overflow a float.
+        doublings = min(before - 1, 64)
+        return min(policy.backoff_s * 2.0**doublings, policy.backoff_max_s)
+
+    @property
+    def story(self) -> str:
+        """The deaths that count now, for the text of an error."""
+        causes = [cause for _, cause in self._recent]
+        shown = "; ".join(causes[-_SHOWN_CAUSES:])
+        more = f"{len(causes) - _SHOWN_CAUSES} earlier deaths; " if len(causes) > _SHOWN_CAUSES else ""
+        policy = self._policy
+        return (
+            f"{len(causes)} deaths within {policy.within_s:g} s, and Restart(max_restarts={policy.max_restarts}) "
+            f"allows no further restart: {more}{shown}"
+        )

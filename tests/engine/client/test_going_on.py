@@ -1,0 +1,237 @@
+"""A client that goes on with the engines that live, and with those that come back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from served_engine import (
+    Engine,
+    Serving,
+    ask,
+    collected,
+    here_and_there,
+    served,
+    served_by_processes,
+    stop,
+    until,
+)
+from startups import tasks
+
+from aioshm.engine import (
+    CoreEngine,
+    EngineClient,
+    EngineCoreOutputs,
+    EngineStartupCoordinator,
+    EngineZmqAddresses,
+    get_engine_client_zmq_addr,
+    run_engine_core,
+)
+from aioshm.errors import EngineDead
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+
+@asynccontextmanager
+async def back(serving: Serving, rank: int, engine: Engine) -> AsyncIterator[None]:
+    """Let an engine of this rank shake hands with the clients, and serve them."""
+    place = get_engine_client_zmq_addr(True, "")
+    async with EngineStartupCoordinator(place, [CoreEngine(rank)], serving.client.addresses) as startup:
+        async with tasks(run_engine_core(engine, startup.handshake_address, rank)):
+            await startup.wait(30)
+            for client in serving.clients:
+                await client.wait_until_ready(30)
+            yield
+
+
+async def end(serving: Serving, rank: int) -> None:
+    """End an engine that runs in this loop, and wait until the clients know."""
+    serving.running[rank].cancel()
+    for client in serving.clients:
+        await until(lambda client=client: rank in client.deaths)
+
+
+async def test_only_what_the_dead_engine_had_fails() -> None:
+    async with served(Engine(), Engine(), on_engine_death="continue") as serving:
+        client = serving.client
+        streams = [client.submit(ask(f"{rank}", None), engine=rank) for rank in (0, 1)]
+        for stream in streams:
+            await anext(stream)
+        waiting = [asyncio.create_task(client.call("never", engine=rank)) for rank in (0, 1)]
+        await asyncio.sleep(0)
+        await end(serving, 1)
+
+        with pytest.raises(EngineDead) as caught:
+            await anext(streams[1])
+        assert caught.value.engine == 1
+        with pytest.raises(EngineDead):
+            await waiting[1]
+        assert not waiting[0].done()
+        assert client.in_flight == 1
+        for number in range(6):
+            stream = client.submit(ask(f"later {number}", 2))
+            assert stream.engine == 0
+            assert len(await collected(stream)) == 2
+        assert await client.call("add", 1, 2) == [3]
+        for attempt in (lambda: client.submit(ask("x"), engine=1), lambda: client.call("add", 1, engine=1)):
+            with pytest.raises(EngineDead, match="engine 1"):
+                result = attempt()
+                await result  # type: ignore[misc]
+        with pytest.raises(TimeoutError, match="engines 1 have not registered after 0.01 s; engine 1 .*ends"):
+            await client.wait_until_ready(0.01)
+        await client.abort("0")
+        with pytest.raises(StopAsyncIteration):
+            await anext(streams[0])
+        waiting[0].cancel()
+
+
+async def test_one_that_comes_back_is_served_again() -> None:
+    async with served(Engine(), Engine(), n_clients=2, on_engine_death="continue") as serving:
+        for _ in range(2):
+            await end(serving, 0)
+            successor = Engine()
+            async with back(serving, 0, successor):
+                for client in serving.clients:
+                    assert not client.deaths
+                    assert len(await collected(client.submit(ask("a", 3), engine=0))) == 3
+                    assert await client.call("add", 1, 2) == [3, 3]
+                # Half of what comes now is the successor's.
+                many = [serving.client.submit(ask(str(number), 1)) for number in range(20)]
+                assert sum(stream.engine == 0 for stream in many) == 10
+                for stream in many:
+                    assert len(await collected(stream)) == 1
+            for client in serving.clients:
+                await until(lambda client=client: 0 in client.deaths)
+
+
+class Idle(Engine):
+    """Takes requests, and gives them nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_begin = asyncio.Event()
+
+    async def step(self) -> Any:
+        await self.may_begin.wait()
+        return self._step()
+
+
+@pytest.mark.parametrize("resubmit", [None, "unstarted"])
+async def test_requests_without_output_move_if_they_may(resubmit: Any) -> None:
+    slow = Idle()
+    async with served(slow, Engine(), on_engine_death="continue", resubmit=resubmit) as serving:
+        client = serving.client
+        slow.may_begin.set()
+        begun = client.submit(ask("begun", None), engine=0)
+        await anext(begun)
+        slow.may_begin.clear()
+        waiting = [client.submit(ask(str(number), 3), engine=0) for number in range(5)]
+        await end(serving, 0)
+        with pytest.raises(EngineDead):
+            await anext(begun)
+        for stream in waiting:
+            if resubmit is None:
+                with pytest.raises(EngineDead):
+                    await anext(stream)
+            else:
+                assert stream.engine == 1
+                assert [output["token"] for output in await collected(stream)] == [0, 1, 2]
+        assert client.in_flight == 0
+        assert client._link.balance.in_flight == [0, 0]
+
+
+async def test_a_request_is_given_to_each_engine_once_at_most() -> None:
+    engines = Idle(), Idle()
+    async with served(*engines, on_engine_death="continue", resubmit="unstarted") as serving:
+        stream = serving.client.submit(ask("a", 3), engine=0)
+        await end(serving, 0)
+        assert stream.engine == 1
+        async with back(serving, 0, Idle()):
+            serving.running[1].cancel()
+            with pytest.raises(EngineDead) as caught:
+                await anext(stream)  # engine 0 has had it, and what its first process has sent may still come
+            assert caught.value.engine == 1
+
+
+async def test_without_any_engine_everything_says_so_until_one_is_back() -> None:
+    async with served(Engine(), Engine(), on_engine_death="continue") as serving:
+        client = serving.client
+        await end(serving, 1)
+        await end(serving, 0)
+        for attempt in (lambda: client.submit(ask("x")), lambda: client.call("add", 1)):
+            with pytest.raises(EngineDead, match="no engine is left: engine 1 .*; engine 0 ") as caught:
+                result = attempt()
+                await result  # type: ignore[misc]
+            assert caught.value.engine == 0
+        waiting = asyncio.create_task(client.wait_until_ready(30))
+        place = get_engine_client_zmq_addr(True, "")
+        async with EngineStartupCoordinator(place, [CoreEngine(0), CoreEngine(1)], client.addresses) as startup:
+            async with tasks(*(run_engine_core(Engine(), startup.handshake_address, rank) for rank in (0, 1))):
+                await waiting
+                assert len(await collected(client.submit(ask("y", 2)))) == 2
+
+
+async def test_what_a_dead_engine_had_sent_is_not_taken_for_another_one_s() -> None:
+    engines = Idle(), Idle()
+    async with served(*engines, on_engine_death="continue", resubmit="unstarted") as serving:
+        client = serving.client
+        stream = client.submit(ask("a", 2), engine=0)
+        await end(serving, 0)
+        assert stream.engine == 1
+        with zmq.Context() as context, context.socket(zmq.PUSH) as late:
+            late.connect(client.addresses.outputs[0])
+            output = {"request_id": "a", "token": 99, "finish_reason": "length"}
+            late.send(msgspec.msgpack.encode(EngineCoreOutputs(0, [output], finished_requests={"a"})))
+            await until(lambda: client.late_outputs == 1)
+        engines[1].may_begin.set()
+        assert [output["token"] for output in await collected(stream)] == [0, 1]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("place", ["ipc", "tcp"])
+@pytest.mark.slow_on_uvloop
+async def test_processes_that_are_killed(watched: bool, place: str) -> None:
+    anywhere = EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://127.0.0.1:0"]) if place == "tcp" else None
+    options = {"on_engine_death": "continue", "resubmit": "unstarted"}
+    async with served_by_processes(3, watched=watched, addresses=anywhere, **options) as serving:
+        client = serving.client
+        assert serving.manager is not None
+        endless = [client.submit(ask(f"endless {rank}", None), engine=rank) for rank in range(3)]
+        for stream in endless:
+            await anext(stream)
+        pids = [process.pid or 0 for process in serving.manager.processes]
+        stop(pids[2], signal.SIGSTOP)  # so that what it gets now is not begun
+        streams = [client.submit(ask(f"{number}", 4)) for number in range(30)]
+        assert {stream.engine for stream in streams} == {0, 1, 2}
+        stop(pids[2])
+        for stream in streams:
+            assert [output["token"] for output in await collected(stream)] == [0, 1, 2, 3]
+        with pytest.raises(EngineDead) as caught:
+            await anext(endless[2])
+        assert caught.value.engine == 2
+        if watched:
+            assert f"EngineCore_2 (pid {pids[2]}) was killed by SIGKILL" in str(caught.value)
+        stop(pids[0])
+        with pytest.raises(EngineDead):
+            await anext(endless[0])
+        assert sorted(client.deaths) == [0, 2]
+        assert len(await collected(client.submit(ask("last", 2)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"on_engine_death": "ignore"}, "on_engine_death must be 'fail' or 'continue', not 'ignore'"),
+        ({"resubmit": "unstarted"}, "resubmit must be None, or 'unstarted' with on_engine_death='continue'"),
+        ({"on_engine_death": "continue", "resubmit": "all"}, "not 'all'"),
+    ],
+)
+def test_arguments(options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EngineClient(here_and_there(), 1, **options)
