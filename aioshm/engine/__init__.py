@@ -26,10 +26,12 @@ from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines, wait_for_engine_startup
 from aioshm.engine.startup.processes import CoreEngineProcManager
+from aioshm.engine.startup.supervisor import EngineInfo, EngineSupervisor
 from aioshm.engine.usage import report_usage_stats
 from aioshm.engine.workers.group import WorkerGroup
 from aioshm.process.manager import ProcessManager
 from aioshm.process.parent import die_with_parent
+from aioshm.process.restart import Restart
 from aioshm.process.stopping import ashutdown, shutdown
 from aioshm.process.watch import WatchedManager, WatchedProcess
 
@@ -49,14 +51,17 @@ __all__ = [
     "EngineCredentials",
     "EngineHandshake",
     "EngineHandshakeMetadata",
+    "EngineInfo",
     "EngineKeys",
     "EngineNeeds",
     "EngineReport",
     "EngineStartupCoordinator",
+    "EngineSupervisor",
     "EngineZmqAddresses",
     "FrontEndHandshake",
     "OutputStream",
     "ProcessManager",
+    "Restart",
     "SchedulerStats",
     "StartupProgress",
     "StartupReport",

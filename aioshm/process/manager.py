@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from aioshm.arguments import check_int
 from aioshm.closing import AsyncClosing, Closing
+from aioshm.errors import RoleError
 from aioshm.process.background import give_back
 from aioshm.process.child import Child
 from aioshm.process.limits import naming_limits
@@ -74,6 +76,9 @@ class ProcessManager(Closing, AsyncClosing):
         capture_stderr: bool = True,
     ) -> None:
         self.processes: list[Child] = []
+        self._target = target
+        self._jobs: dict[str, Job] = {}
+        self._starting = threading.Lock()  # processes may be started in threads
         self._pid = os.getpid()
         self._shutdown_timeout = shutdown_timeout
         what = type(self).__name__
@@ -81,7 +86,7 @@ class ProcessManager(Closing, AsyncClosing):
         if capture_stderr:
             with naming_limits(what):
                 self._relay = StderrRelay()
-        self._closed = False
+        self._closed = self._closing = False
         self._forgotten = util.Finalize(
             self,
             _end_forgotten,
@@ -91,7 +96,7 @@ class ProcessManager(Closing, AsyncClosing):
         try:
             with naming_limits(what):
                 for job in jobs:
-                    self._start(target, job)
+                    self.processes.append(self._start(job))
         except BaseException:
             self._shutdown_timeout = 0
             self.close()
@@ -99,12 +104,76 @@ class ProcessManager(Closing, AsyncClosing):
         if self.processes:
             _log.debug("started %s", ", ".join(f"{process.name} (pid {process.pid})" for process in self.processes))
 
-    def _start(self, target: Callable[..., object], job: Job) -> None:
+    def _start(self, job: Job) -> Child:
         with nullcontext() if self._relay is None else self._relay.pipe(job.name) as stderr:
-            child = Child(target, job.name, job.args, job.kwargs, stderr=stderr)
+            child = Child(self._target, job.name, job.args, job.kwargs, stderr=stderr)
             vars(child).update(job.attributes)
             child.start()
-            self.processes.append(child)
+        self._jobs[job.name] = job
+        return child
+
+    def start_more(self, job: Job) -> Child:
+        """Start one more process, and return it. Blocks for some milliseconds; may be called in a thread.
+
+        Raises:
+            OutOfDescriptors, OutOfThreads: This process has not enough for it.
+            RoleError: The manager is closed.
+            ValueError: There is a process of that name.
+            Exception: It could not be started.
+        """
+        with self._starting:
+            self._check_open()
+            if any(process.name == job.name for process in self.processes):
+                raise ValueError(f"job must have a name of its own, not {job.name!r}")
+            with naming_limits(type(self).__name__):
+                self.processes.append(self._start(job))
+            return self.processes[-1]
+
+    def start_again(self, name: str, job: Job | None = None) -> Child:
+        """Start a new process in the place of one that has exited, and return it; as `start_more` does.
+
+        Args:
+            name: The name of that process.
+            job: Its work; None: that of the process before.
+
+        Raises:
+            RoleError: The manager is closed, or the process still runs.
+            ValueError: There is no such process.
+        """
+        with self._starting:
+            self._check_open()
+            place = self._place(name)
+            former = self.processes[place]
+            if former.exitcode is None:
+                raise RoleError(f"{name} (pid {former.pid}) still runs, and can be started again when it has exited")
+            with naming_limits(type(self).__name__):
+                self.processes[place] = self._start(job or self._jobs[name])
+            former.release()
+            return self.processes[place]
+
+    async def stop(self, name: str) -> None:
+        """Stop a process, see `ashutdown`, and have it no more; cancelling this kills it.
+
+        Raises:
+            ValueError: There is no such process.
+        """
+        process = self.processes[self._place(name)]
+        try:
+            await ashutdown([process], self._shutdown_timeout)
+        finally:
+            if process in self.processes and process.exitcode is not None:
+                self.processes.remove(process)
+                process.release()
+
+    def _place(self, name: str) -> int:
+        for place, process in enumerate(self.processes):
+            if process.name == name:
+                return place
+        raise ValueError(f"name must be that of one of the processes, not {name!r}")
+
+    def _check_open(self) -> None:
+        if self._closed or self._closing:
+            raise RoleError(f"this {type(self).__name__} is closed, and starts no process any more")
 
     def sentinels(self) -> list[int]:
         """Return a descriptor for each process, readable when it has exited; none when this is closed.
@@ -136,8 +205,7 @@ class ProcessManager(Closing, AsyncClosing):
         Raises:
             ValueError: There is no such process.
         """
-        if name not in {process.name for process in self.processes}:
-            raise ValueError(f"name must be that of one of the processes, not {name!r}")
+        self._place(name)
         check_int("count", count, minimum=1)
         return [] if self._relay is None else self._relay.last_lines(name, count)
 
@@ -146,6 +214,7 @@ class ProcessManager(Closing, AsyncClosing):
         if self._pid != os.getpid():  # a forked child's copy: the processes are the parent's
             return
         if not self._closed:
+            self._begin_to_close()
             shutdown(self.processes, self._shutdown_timeout)
             if self._relay is not None:
                 self._relay.close()
@@ -165,12 +234,17 @@ class ProcessManager(Closing, AsyncClosing):
         """Stop the processes, see `ashutdown`. Idempotent; cancelling this kills them, and nothing is left."""
         if self._closed or self._pid != os.getpid():
             return
+        self._begin_to_close()
         try:
             await ashutdown(self.processes, self._shutdown_timeout)
             if self._relay is not None:
                 await give_back(self._relay.close)
         finally:
             self._release()
+
+    def _begin_to_close(self) -> None:
+        with self._starting:  # what is being started in a thread is stopped, too
+            self._closing = True
 
     def _release(self) -> None:
         self._closed = True

@@ -70,10 +70,13 @@ class StderrRelay:
 
     @contextmanager
     def pipe(self, name: str) -> Iterator[int]:
-        """Return a descriptor for one more process to inherit within the block."""
+        """Return a descriptor for one more process to inherit within the block, maybe another one of the name."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         with self._lock:
+            former = self._streams.get(name)
+            if former is not None and former.fd >= 0:  # what a process has left behind may still write there
+                self._streams[f"{name} ({former.fd})"] = former
             self._streams[name] = _Stream(reader)
         try:
             if self._thread is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self, get_args
 
 import msgspec
@@ -11,10 +12,10 @@ import msgspec
 from aioshm.arguments import check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
-from aioshm.engine.client.link import EngineLink, OnEngineDeath, Resubmit
+from aioshm.engine.client.link import EngineLink, OnEngineChange, OnEngineDeath, Resubmit
 from aioshm.engine.client.pending import PendingCall
 from aioshm.engine.client.streams import OutputStream
-from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
+from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
 from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
@@ -60,6 +61,8 @@ class EngineClient(AsyncClosing):
             that do not need each other. An engine of the same rank that registers later is taken for its successor.
         resubmit: Which requests of a dead engine others get, with ``"continue"``: ``"unstarted"``, those that have
             brought no output yet, each to an engine that has not had it; None: none.
+        on_engine_change: Called on the loop, with ``"continue"``, when an engine is gone, with its rank and the error,
+            and when one is back, with its rank and None.
 
     Attributes:
         addresses: What engines are to be told.
@@ -81,12 +84,15 @@ class EngineClient(AsyncClosing):
         secure: bool = True,
         on_engine_death: OnEngineDeath = "fail",
         resubmit: Resubmit | None = None,
+        on_engine_change: OnEngineChange | None = None,
     ) -> None:
         if on_engine_death not in get_args(OnEngineDeath):
             raise ValueError(f"on_engine_death must be 'fail' or 'continue', not {on_engine_death!r}")
         if resubmit is not None and (resubmit not in get_args(Resubmit) or on_engine_death == "fail"):
             raise ValueError(f"resubmit must be None, or 'unstarted' with on_engine_death='continue', not {resubmit!r}")
-        self._link = EngineLink(addresses, engines, client_index, output_type, options, keys, secure, on_engine_death)
+        self._link = EngineLink(
+            addresses, engines, client_index, output_type, options, keys, secure, on_engine_death, on_engine_change
+        )
         self._resubmits = resubmit is not None
         self._request_type = request_type
         self._encode = PayloadEncoder(self._link.options.max_message_bytes).encode
@@ -174,6 +180,49 @@ class EngineClient(AsyncClosing):
             died = "".join(f"; {error}" for error in link.deaths.values())
             raise TimeoutError(f"engines {missing} have not registered after {timeout} s{died}") from None
         link.check_open()
+
+    def give_up(self, error: EngineDead) -> None:
+        """Raise this error from all that is pending, and from all that is begun later: no engine will come back."""
+        self._link.check_open()
+        self._link.give_up(error)
+
+    def add_engine(self, rank: int) -> None:
+        """Expect one more engine, which gets requests once it has registered.
+
+        Raises:
+            EngineDead, QueueClosed, RoleError: See `submit`.
+            TypeError, ValueError: There can be no such rank, or there is an engine of that rank.
+        """
+        identity(rank)
+        self._link.check_open()
+        self._link.add(rank)
+        self._link.tell_scale()
+
+    async def remove_engine(self, rank: int, *, timeout: float | None = None) -> None:
+        """Give the last engine no more requests, wait until it has finished those that it has, and forget it.
+
+        Then its process can be stopped. Cancelling this while it waits lets the engine go on as before.
+
+        Args:
+            rank: Its rank, the last one of `ranks`; not the only one.
+            timeout: Seconds to wait; what is unfinished then fails with `EngineDead`. None waits for ever.
+
+        Raises:
+            EngineDead, QueueClosed, RoleError: See `submit`.
+            ValueError: It is not the last one, or the only one.
+        """
+        link = self._link
+        link.check_open()
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        if len(link.engines.ranks) == 1 or rank != link.engines.ranks[-1]:
+            raise ValueError(f"rank must be the last one of several engines, {link.engines.ranks}, not {rank!r}")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await link.drain(rank)
+        link.check_open()
+        link.remove_last()
+        link.tell_scale()
 
     async def aclose(self) -> None:
         """Abort what is in flight, and close the sockets.

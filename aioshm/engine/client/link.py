@@ -25,6 +25,7 @@ from aioshm.engine.protocol.envelopes import EnvelopeDecoder
 from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
 from aioshm.engine.protocol.payloads import Frame, check_stranger
 from aioshm.engine.protocol.registrations import Registrations
+from aioshm.engine.protocol.reports import encode_scale
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
@@ -39,6 +40,7 @@ _LOG_INTERVAL_S = 10.0
 _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
 
+OnEngineChange: TypeAlias = Callable[[int, EngineDead | None], object]
 OnEngineDeath: TypeAlias = Literal["fail", "continue"]
 Resubmit: TypeAlias = Literal["unstarted"]
 
@@ -73,6 +75,7 @@ class EngineLink:
         keys: EngineKeys | None,
         secure: bool,
         on_engine_death: OnEngineDeath,
+        on_engine_change: OnEngineChange | None,
     ) -> None:
         self.sockets: ClientSockets | None = None
         self._closed = False
@@ -87,6 +90,7 @@ class EngineLink:
         self.options: Options = options or Options.from_env()
         self._secure = secure and self.options.secure
         self.goes_on: bool = on_engine_death == "continue"
+        self._on_change = on_engine_change
         self._given_keys = keys
         self.index = client_index
         n_engines = len(self.engines.ranks)
@@ -115,6 +119,7 @@ class EngineLink:
         self._loop = asyncio.get_running_loop()
         addresses = self.addresses.inputs[self.index], self.addresses.outputs[self.index]
         protection = Protection.of_front_end(addresses, self.engines.ranks, keys=self._given_keys, secure=self._secure)
+        self._protection = protection
         self.engines.identities = [protection.name(rank, addresses[0]) for rank in self.engines.ranks]
         # Where engines are recognised by their keys, they speak for nobody else.
         self._recognised = protection.encrypts(addresses[0]), protection.encrypts(addresses[1])
@@ -191,6 +196,7 @@ class EngineLink:
         self.liveness.connected(rank, connection, sender)
         if self.deaths.pop(rank, None) is not None:
             logger.info("engine %d is back: it is %s", rank, sender)
+            self._tell_change(rank, None)
         self.balance.take_in(self.engines.position(rank))
         if not self.engines.missing and not self.settled.is_set():
             self.settled.set()
@@ -282,6 +288,11 @@ class EngineLink:
         logger.warning(
             "%s; %d of its requests failed, %d went to other engines", error, len(its_own) - len(moved), len(moved)
         )
+        self._tell_change(rank, error)
+
+    def _tell_change(self, rank: int, error: EngineDead | None) -> None:
+        if self._on_change is not None:
+            self._loop.call_soon(self._on_change, rank, error)
 
     def _resubmit(self, request_id: str) -> bool:
         """Send a request of a dead engine to another one, if it has brought nothing yet; return whether it was sent."""
@@ -300,6 +311,65 @@ class EngineLink:
             self.pending.move(request_id, position)
             return True
         return False
+
+    def give_up(self, error: EngineDead) -> None:
+        """Fail everything that is pending, and all that is begun later, with this error."""
+        if not self._closed and self._dead is None:
+            self._dead = error
+            self.liveness.stop()
+            self._fail(lambda: _again(error))
+
+    # More engines, or fewer
+
+    def add(self, rank: int) -> None:
+        """Expect one more engine, which gets requests once it has registered."""
+        assert self.sockets is not None
+        self.engines.add(rank, self._protection.name(rank, self.sockets.input_address))
+        self._protection.expect(rank)
+        self.balance.resize(len(self.engines.ranks))
+        self.settled.clear()
+
+    async def drain(self, rank: int) -> None:
+        """Give an engine no more requests, and wait until it has finished what it has; cancelling this changes that."""
+        position = self.engines.position(rank)
+        idle = asyncio.Event()
+
+        def notice(now_idle: int) -> None:
+            if now_idle == position:
+                idle.set()
+
+        self.balance.leave_out(position)
+        try:
+            self.pending.idle = notice
+            if self.balance.in_flight[position]:
+                await idle.wait()
+            if answers := self.pending.calls_of(position):
+                await asyncio.wait(answers)
+        except BaseException:
+            if rank in self.engines.ready:
+                self.balance.take_in(position)
+            raise
+        finally:
+            self.pending.idle = None
+
+    def remove_last(self) -> None:
+        """Expect the last engine no more; what it still has fails."""
+        position, rank = len(self.engines.ranks) - 1, self.engines.ranks[-1]
+        gone = EngineDead(f"engine {rank} was taken out of service", engine=rank)
+        for request_id in self.pending.by_engine().get(position, []):
+            self.pending.finish(request_id, lambda: _again(gone))
+        self.pending.fail_calls(position, lambda: _again(gone))
+        self.liveness.dismiss(rank)
+        self.deaths.pop(rank, None)
+        self.engines.remove_last()
+        self.balance.resize(len(self.engines.ranks))
+        if not self.engines.missing:
+            self.settled.set()
+
+    def tell_scale(self) -> None:
+        """Tell the coordinator, if there is one, how many engines there are."""
+        assert self.sockets is not None
+        self.sockets.tell_coordinator(encode_scale(len(self.engines.ranks)))
 
     def _fail(self, error: Callable[[], Exception]) -> None:
         self.pending.fail(error)

@@ -44,6 +44,7 @@ class Pending:
 
     Attributes:
         inboxes: Of the requests in flight, by id.
+        idle: Is called with the position of an engine whose last request has come to an end.
         late_outputs: How many outputs came for requests that their engine had no more: they were aborted, or their
             engine was taken for dead.
     """
@@ -53,6 +54,7 @@ class Pending:
     ) -> None:
         self.inboxes: dict[str, Inbox] = {}
         self.late_outputs: int = 0
+        self.idle: Callable[[int], None] | None = None
         self._strict = strict
         self._decoder = decoder
         self._balance = balance
@@ -85,6 +87,8 @@ class Pending:
         inbox = self.inboxes.pop(request_id)
         self._balance.done(inbox.position)
         inbox.end(error)
+        if self.idle is not None and not self._balance.in_flight[inbox.position]:
+            self.idle(inbox.position)
 
     def by_engine(self, request_ids: str | Iterable[str] | None = None) -> dict[int, list[str]]:
         """Return which of these requests, or of all, each engine has, by its position."""
@@ -121,6 +125,10 @@ class Pending:
     def fail_calls(self, position: int, error: Callable[[], Exception]) -> None:
         """Let the calls of one engine end."""
         self._fail_calls([call for call in self._calls.values() if call.position == position], error)
+
+    def calls_of(self, position: int) -> list[asyncio.Future[Any]]:
+        """Return what waits for answers of an engine."""
+        return [call.answer for call in self._calls.values() if call.position == position]
 
     def _fail_calls(self, calls: Iterable[PendingCall], error: Callable[[], Exception]) -> None:
         for call in calls:

@@ -10,6 +10,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from aioshm.engine.protocol.messages import SUBSCRIBE_TO_ALL
 from aioshm.engine.protocol.payloads import MAX_FRAMES, MAX_STRANGE_FRAMES, Frame
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.doorkeeper import Doorkeeper
@@ -59,7 +60,7 @@ class Listener(Protocol):
 
 
 class ClientSockets:
-    """ROUTER for what engines are sent, PULL for what they send, SUB for counts.
+    """ROUTER for what engines are sent, PULL for what they send, XSUB for counts.
 
     Args:
         input_address: Where to bind the ROUTER.
@@ -93,6 +94,7 @@ class ClientSockets:
         self._pumps: list[Pump] = []
         self._files: list[BoundFile] = []
         self._closed = False
+        self._coordinator: Socket | None = None
         self._protection = protection
         self._doorkeeper: Doorkeeper | None = None
         open_to_all = over_tcp([output_address]) and not protection.encrypts(output_address)
@@ -154,11 +156,17 @@ class ClientSockets:
             OSError: The address is malformed.
         """
         sub = self._sockets.add(
-            open_socket(self._sockets.context, zmq.SUB, address, bind=False, hwm=_UNBOUNDED, curve=curve)
+            open_socket(self._sockets.context, zmq.XSUB, address, bind=False, hwm=_UNBOUNDED, curve=curve)
         )
-        sub.setsockopt(zmq.SUBSCRIBE, b"")
         attach(sub, address, bind=False)
+        sub.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
+        self._coordinator = sub
         self._pump(sub, lambda frames: self._listener.counts(frames[0]), whole(sub))
+
+    def tell_coordinator(self, payload: bytes) -> None:
+        """Send the coordinator something, if there is one."""
+        if self._coordinator is not None:
+            self._coordinator.send(payload, zmq.NOBLOCK)
 
     def read_outputs(self) -> None:
         """Read what engines have sent, some of it at a time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -92,25 +93,18 @@ class DPCoordinator(ProcessManager):
         )
         if not secure:
             warn_of_strangers(wanted)
-        found = keys_for_front_end(keys) if secure and over_tcp(wanted) else None
-        waves = Waves(n_engines, lockstep=enable_wave_coordination, kv_cache_usage=kv_cache_usage)
-        with naming_limits(NAME):
-            told, tells = multiprocessing.Pipe(duplex=False)
+        self._secure, self._timeout = secure, timeout
+        self._given_keys = keys_for_front_end(keys) if secure and over_tcp(wanted) else None
+        self._waves = Waves(n_engines, lockstep=enable_wave_coordination, kv_cache_usage=kv_cache_usage)
         self._files: list[BoundFile] = []
-        with told:
-            with tells:
-                super().__init__(
-                    run_coordinator,
-                    [Job(NAME, (tells, waves, wanted, found, secure))],
-                    shutdown_timeout=shutdown_timeout,
-                    capture_stderr=capture_stderr,
-                )
-            try:
-                self._addresses = self._await_addresses(told, timeout)
-            except BaseException:
-                self._shutdown_timeout = 0
-                self.close()
-                raise
+        super().__init__(run_coordinator, (), shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
+        try:
+            self._bound = self._run(wanted, lambda job: self.start_more(job))
+        except BaseException:
+            self._shutdown_timeout = 0
+            self.close()
+            raise
+        self._addresses = CoordinatorAddresses(*map(connectable, self._bound))
         self._files += [BoundFile(address) for address in self._addresses]
 
     @classmethod
@@ -138,10 +132,34 @@ class DPCoordinator(ProcessManager):
         """Return where engines subscribe, and where they report to."""
         return self._addresses.engine_input, self._addresses.engine_output
 
+    def run_again(self, n_engines: int | None = None) -> None:
+        """Start it once more at the same addresses, where engines and front ends find it again; it has exited.
+
+        Blocks until its process is bound.
+
+        Args:
+            n_engines: How many engines there are now; None: as many as before.
+
+        Raises:
+            EngineStartupError: As from the class.
+            RoleError: It still runs, or is closed.
+        """
+        if n_engines is not None:
+            self._waves.scale(n_engines, 0.0)
+        self._run(self._bound, lambda job: self.start_again(NAME, job))
+
+    def _run(self, wanted: CoordinatorAddresses, start: Callable[[Job], Child]) -> CoordinatorAddresses:
+        with naming_limits(NAME):
+            told, tells = multiprocessing.Pipe(duplex=False)
+        with told:
+            with tells:
+                start(Job(NAME, (tells, self._waves, wanted, self._given_keys, self._secure)))
+            return self._await_addresses(told, self._timeout)
+
     def _await_addresses(self, told: Connection, timeout: float) -> CoordinatorAddresses:
         try:
             if told.poll(timeout):
-                return CoordinatorAddresses(*map(connectable, told.recv()))
+                return CoordinatorAddresses(*told.recv())
         except EOFError:
             self.proc.join(_EXIT_S)
         found = ProcessExit(self.proc.name, self.proc.pid, self.proc.exitcode)

@@ -159,9 +159,25 @@ class FrontEndHandshake:
         return None
 
     def forget(self, index: int) -> None:
-        """Take back an engine's HELLO: its sender has left without an answer."""
+        """Take back what an engine has said: its sender has left, and another one may come."""
         self.hello.pop(index, None)
+        self.ready.pop(index, None)
         self.engines[index].state = CoreEngineState.NEW
+
+    def add(self, engine: CoreEngine) -> None:
+        """Expect one more engine.
+
+        Raises:
+            ValueError: There is one of this rank.
+        """
+        if engine.index in self.engines:
+            raise ValueError(f"engines must have a rank each, and two have {engine.index}")
+        self.engines[engine.index] = self._by_identity[engine.identity] = engine
+
+    def remove(self, index: int) -> None:
+        """Expect an engine no more."""
+        self.forget(index)
+        del self._by_identity[self.engines.pop(index).identity]
 
     def _parse(self, engine: CoreEngine, payload: bytes) -> tuple[dict[str, Any], _FromEngine]:
         expected = _NEXT[engine.state]

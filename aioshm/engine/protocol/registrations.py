@@ -78,6 +78,24 @@ class Registrations:
         self.ready[rank] = fields
         return rank
 
+    def add(self, rank: int, name: bytes) -> None:
+        """Expect one more engine, in the last position; ``name`` is what its socket is called.
+
+        Raises:
+            ValueError: There is one of this rank.
+        """
+        if rank in self.ranks:
+            raise ValueError(f"rank must be that of no engine, not {rank}")
+        self.ranks.append(rank)
+        self.identities.append(name)
+
+    def remove_last(self) -> int:
+        """Expect the last engine no more; return its rank."""
+        self.identities.pop()
+        rank = self.ranks.pop()
+        self.ready.pop(rank, None)
+        return rank
+
     def died(self, rank: int) -> None:
         """Forget the registration of an engine that is gone."""
         self.ready.pop(rank, None)

@@ -13,6 +13,8 @@ from aioshm.process.guard import built
 
 UNSUBSCRIBED = b"\x00"
 """What the end of a subscription to everything looks like to an XPUB socket."""
+SCALE = "SCALE_ELASTIC_EP"
+"""What a front end says before the new number of engines."""
 MAX_REPORT_BYTES = 1 << 16
 """Above any report: the coordinator gets counts, never outputs."""
 
@@ -69,7 +71,7 @@ def decode_from_front_end(frames: list[bytes]) -> Wake | int:
         ValueError: No front end sends this; the text says why.
     """
     what, number = _decode(_front_end, frames)
-    if what != "SCALE_ELASTIC_EP":
+    if what != SCALE:
         try:
             return msgspec.convert((what, number), Wake)
         except msgspec.MsgspecError as error:
@@ -77,6 +79,11 @@ def decode_from_front_end(frames: list[bytes]) -> Wake | int:
     if not 1 <= number <= MAX_INDEX + 1:
         raise ValueError(f"there cannot be {number} engines")
     return int(number)
+
+
+def encode_scale(n_engines: int) -> bytes:
+    """Return what a front end sends when there are more engines now, or fewer."""
+    return _encoder.encode((SCALE, n_engines))
 
 
 def encode_start(start: StartWave) -> list[bytes]:

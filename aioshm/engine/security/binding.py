@@ -114,6 +114,11 @@ class Protection:
             user = self._users.get((domain, key))
         return user
 
+    def expect(self, rank: int) -> None:
+        """Let the engine of one more rank connect."""
+        if self._keys is not None:
+            self._expect([rank])
+
     def _expect(self, ranks: Iterable[int]) -> None:
         assert self._keys is not None
         for rank in ranks:

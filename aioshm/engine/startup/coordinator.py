@@ -17,6 +17,7 @@ from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.protocol.progress import EngineReport, StartupProgress, StartupReport, Waiting
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.endpoints import check_handshake_address
+from aioshm.engine.startup.rejoining import Rejoining
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.engine.startup.supervision import Supervision, completed
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
@@ -127,6 +128,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self._refusal: HandshakeError | None = None
         self._failed, self._cause = False, ""
         self._conclusion: asyncio.Task[EngineStartupError] | None = None
+        self._rejoining: Rejoining | None = None
 
     def __repr__(self) -> str:
         return f"<EngineStartupCoordinator at {self.handshake_address}: {self.progress}>"
@@ -210,6 +212,21 @@ class EngineStartupCoordinator(AsyncClosing):
             self._conclusion = asyncio.create_task(self._conclude(), name="aioshm-engine-startup-failed")
         raise await asyncio.shield(self._conclusion)
 
+    def stay_open(self, on_ready: Callable[[int], object]) -> Rejoining:
+        """Shake hands with engines that come back, from now on until this is closed; once all of them were ready.
+
+        Args:
+            on_ready: Called on the loop with the rank of an engine that is ready again.
+
+        Raises:
+            RoleError: Not all were ready, or this is closed.
+        """
+        if self._report is None or self._closed or self._router is None:
+            raise RoleError("a startup of engines stays open once all of them were ready, and before it is closed")
+        self._rejoining = Rejoining(self._router, self._handshake, on_ready)
+        self._router.resume()
+        return self._rejoining
+
     async def aclose(self) -> None:
         """Close the socket, and stop the engines unless all of them were ready.
 
@@ -235,6 +252,8 @@ class EngineStartupCoordinator(AsyncClosing):
     def _take(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
         """Take a message; return whether to take more."""
         assert self._router is not None
+        if self._rejoining is not None:
+            return self._rejoining.take(identity, frames, sender)
         if self._settled.is_set():
             return self._hear_out(identity, frames, sender)
         index = int.from_bytes(identity, "little")

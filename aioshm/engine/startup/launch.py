@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from aioshm.arguments import check_int
 from aioshm.config import Options, engine_ready_timeout
 from aioshm.engine.client.client import EngineClient
+from aioshm.engine.client.link import OnEngineChange, OnEngineDeath, Resubmit
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.protocol.progress import StartupProgress, StartupReport
@@ -18,6 +19,7 @@ from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.layout import Layout
 from aioshm.engine.startup.processes import CoreEngineProcManager
+from aioshm.engine.startup.rejoining import Rejoining
 from aioshm.errors import RoleError
 from aioshm.process.child import Child
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
@@ -40,6 +42,7 @@ class CoreEngineLaunch:
         watched_processes: Processes without which there is nothing to start for, such as API servers; with
             ``wait=False`` they may be set until `wait_until_ready`.
         report: What the engines have said; None until they are ready.
+        watch_coordinator: Whether the client takes the exit of the coordinator for the end of everything.
     """
 
     engine_manager: CoreEngineProcManager | CoreEngineActorManager
@@ -53,6 +56,8 @@ class CoreEngineLaunch:
     _startup: EngineStartupCoordinator | None = field(default=None, repr=False)
     _cache_config: Any = field(default=None, repr=False)
     _progress_timeout: float = 0.0
+    _stays_open: bool = False
+    watch_coordinator: bool = field(default=True, repr=False)
 
     @property
     def processes(self) -> list[Child]:
@@ -96,15 +101,27 @@ class CoreEngineLaunch:
         if self.report is None:
             self._startup.watch_also(self.watched_processes)
             report = await self._startup.wait(timeout)
-            coordinators = [self.coordinator.proc] if self.coordinator is not None else []
+            coordinator = self.coordinator if self.watch_coordinator else None
+            coordinators = [coordinator.proc] if coordinator is not None else []
             if self._client is not None:
                 self._client.watch(self.engine_manager, coordinators)
             _add_gpu_blocks(report, self._cache_config)
             self.report = report
-            await self._startup.aclose()
+            if not self._stays_open:
+                await self._startup.aclose()
         if self._client is not None:
             await self._client.wait_until_ready(self._progress_timeout if timeout is None else timeout)
         return self.report
+
+    def stay_open(self, on_ready: Callable[[int], object]) -> Rejoining:
+        """Shake hands with engines that come back, see `EngineStartupCoordinator.stay_open`.
+
+        Raises:
+            RoleError: Not all engines were ready, or they were not launched with ``on_engine_death="continue"``.
+        """
+        if self._startup is None or not self._stays_open:
+            raise RoleError('engines may come back if they are launched with on_engine_death="continue"')
+        return self._startup.stay_open(on_ready)
 
 
 @asynccontextmanager
@@ -135,6 +152,9 @@ async def launch_core_engines(
     options: Options | None = None,
     keys: EngineKeys | None = None,
     secure: bool = True,
+    on_engine_death: OnEngineDeath = "fail",
+    resubmit: Resubmit | None = None,
+    on_engine_change: OnEngineChange | None = None,
     # How they are waited for
     wait: bool = True,
     watched_processes: Iterable[WatchedProcess] = (),
@@ -181,6 +201,10 @@ async def launch_core_engines(
         options: See `EngineClient`.
         keys: Who may connect over TCP, and as whom; None: those of this process. Engines on other hosts need theirs.
         secure: Whether connections over TCP are encrypted, see `EngineClient`.
+        on_engine_death: See `EngineClient`. With ``"continue"`` engines may come back, see
+            `CoreEngineLaunch.stay_open`.
+        resubmit: See `EngineClient`.
+        on_engine_change: See `EngineClient`.
         wait: Whether to wait until the engines are ready. Otherwise `CoreEngineLaunch.wait_until_ready` does it, after
             what can be started at the same time, such as API servers.
         watched_processes: Processes without which there is nothing to start for.
@@ -242,6 +266,9 @@ async def launch_core_engines(
                 options=options,
                 keys=keys,
                 secure=secure,
+                on_engine_death=on_engine_death,
+                resubmit=resubmit,
+                on_engine_change=on_engine_change,
             )
             await stack.enter_async_context(client)
         startup = EngineStartupCoordinator(
@@ -285,6 +312,7 @@ async def launch_core_engines(
             startup,
             cache_config,
             engine_ready_timeout() if progress_timeout is None else progress_timeout,
+            on_engine_death == "continue",
         )
         if wait:
             await launch.wait_until_ready()

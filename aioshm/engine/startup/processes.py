@@ -7,6 +7,7 @@ from typing import Any
 
 from aioshm.arguments import check_int
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
+from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 
@@ -46,13 +47,40 @@ class CoreEngineProcManager(ProcessManager):
         check_int("local_engine_count", local_engine_count, minimum=0)
         check_int("start_index", start_index, minimum=0)
         check_int("local_start_index", local_start_index, minimum=0)
-        jobs = [
-            Job(
-                f"EngineCore_{start_index + number}",
-                args,
-                kwargs | {"dp_rank": start_index + number, "local_dp_rank": local_start_index + number},
-                as_attributes(keys_to_hand_over(keys, start_index + number)),
-            )
-            for number in range(local_engine_count)
-        ]
+        self._args, self._kwargs, self._keys = args, kwargs, keys
+        self._offset = local_start_index - start_index
+        jobs = [self._job(start_index + number) for number in range(local_engine_count)]
         super().__init__(target_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
+
+    def start_engine(self, rank: int) -> Child:
+        """Start one more engine, or once more one that has exited, and return its process; see `start_more`.
+
+        Raises:
+            RoleError: The manager is closed, or that engine still runs.
+            Exception: It could not be started.
+        """
+        job = self._job(rank)
+        if any(process.name == job.name for process in self.processes):
+            return self.start_again(job.name, job)
+        return self.start_more(job)
+
+    async def stop_engine(self, rank: int) -> None:
+        """Stop an engine, see `stop`.
+
+        Raises:
+            ValueError: There is no such engine.
+        """
+        await self.stop(engine_name(rank))
+
+    def _job(self, rank: int) -> Job:
+        return Job(
+            engine_name(rank),
+            self._args,
+            self._kwargs | {"dp_rank": rank, "local_dp_rank": rank + self._offset},
+            as_attributes(keys_to_hand_over(self._keys, rank)),
+        )
+
+
+def engine_name(rank: int) -> str:
+    """Return what the process of an engine is called."""
+    return f"EngineCore_{rank}"

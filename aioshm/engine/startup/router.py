@@ -113,6 +113,10 @@ class HandshakeRouter:
         if not self.trusted:
             warn_of_strangers([self.address])
 
+    def resume(self) -> None:
+        """Go on after a message that was not to be gone on from."""
+        self._pump.resume()
+
     def look(self) -> None:
         """Read what has come, some of it at a time."""
         self._pump.run()

@@ -83,7 +83,7 @@ async def test_only_what_the_dead_engine_had_fails() -> None:
             with pytest.raises(EngineDead, match="engine 1"):
                 result = attempt()
                 await result  # type: ignore[misc]
-        with pytest.raises(TimeoutError, match="engines 1 have not registered after 0.01 s; engine 1 .*ends"):
+        with pytest.raises(TimeoutError, match=r"engines 1 have not registered after 0\.01 s; engine 1 .*ends"):
             await client.wait_until_ready(0.01)
         await client.abort("0")
         with pytest.raises(StopAsyncIteration):
@@ -165,7 +165,7 @@ async def test_without_any_engine_everything_says_so_until_one_is_back() -> None
         await end(serving, 1)
         await end(serving, 0)
         for attempt in (lambda: client.submit(ask("x")), lambda: client.call("add", 1)):
-            with pytest.raises(EngineDead, match="no engine is left: engine 1 .*; engine 0 ") as caught:
+            with pytest.raises(EngineDead, match=r"no engine is left: engine 1 .*; engine 0 ") as caught:
                 result = attempt()
                 await result  # type: ignore[misc]
             assert caught.value.engine == 0
