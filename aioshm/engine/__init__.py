@@ -26,7 +26,8 @@ from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines, wait_for_engine_startup
 from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.engine.startup.supervisor import EngineInfo, EngineSupervisor
+from aioshm.engine.startup.restarting import EngineInfo
+from aioshm.engine.startup.supervisor import EngineSupervisor
 from aioshm.engine.usage import report_usage_stats
 from aioshm.engine.workers.group import WorkerGroup
 from aioshm.process.manager import ProcessManager

@@ -101,7 +101,7 @@ class EngineLink:
         self.wave: int = 0
         self._dead: EngineDead | None = None
         self.deaths: dict[int, EngineDead] = {}
-        self._began = False
+        self._began = self._complete = False
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
     def __repr__(self) -> str:
@@ -171,6 +171,8 @@ class EngineLink:
             rank = self.engines.ranks[position]
             self.liveness.lost(rank)
             raise EngineDead(f"engine {rank} cannot be reached: {error}", engine=rank) from None
+        if not self._complete:
+            self.sockets.look_for_registrations()
 
     def abort(self, position: int, request_ids: list[str]) -> None:
         """Abort requests that were not waited for to the end, if their engine is still there."""
@@ -198,7 +200,10 @@ class EngineLink:
             logger.info("engine %d is back: it is %s", rank, sender)
             self._tell_change(rank, None)
         self.balance.take_in(self.engines.position(rank))
-        if not self.engines.missing and not self.settled.is_set():
+        if self.engines.missing:
+            return
+        self._complete = True
+        if not self.settled.is_set():
             self.settled.set()
             if not self._began:
                 self._began = True
@@ -278,7 +283,7 @@ class EngineLink:
         self.engines.died(rank)
         self.balance.leave_out(position)
         self.deaths[rank] = error
-        self.settled.clear()
+        self._expect_more()
         its_own = self.pending.by_engine().get(position, [])
         moved = [request_id for request_id in its_own if self._resubmit(request_id)]
         for request_id in its_own:
@@ -289,6 +294,12 @@ class EngineLink:
             "%s; %d of its requests failed, %d went to other engines", error, len(its_own) - len(moved), len(moved)
         )
         self._tell_change(rank, error)
+
+    def _expect_more(self) -> None:
+        assert self.sockets is not None
+        self._complete = False
+        self.settled.clear()
+        self.sockets.look_for_registrations()
 
     def _tell_change(self, rank: int, error: EngineDead | None) -> None:
         if self._on_change is not None:
@@ -327,7 +338,7 @@ class EngineLink:
         self.engines.add(rank, self._protection.name(rank, self.sockets.input_address))
         self._protection.expect(rank)
         self.balance.resize(len(self.engines.ranks))
-        self.settled.clear()
+        self._expect_more()
 
     async def drain(self, rank: int) -> None:
         """Give an engine no more requests, and wait until it has finished what it has; cancelling this changes that."""
@@ -364,6 +375,7 @@ class EngineLink:
         self.engines.remove_last()
         self.balance.resize(len(self.engines.ranks))
         if not self.engines.missing:
+            self._complete = True
             self.settled.set()
 
     def tell_scale(self) -> None:

@@ -130,7 +130,7 @@ class ClientSockets:
                 self._guards.append(Guard(self._pull, self._sockets, encrypted=True))
             self.output_address: str = self._bind(self._pull, output_address)
             registrations = MessageReader(self._router, 1 + _REGISTRATION_FRAMES, with_sender)
-            self._pump(self._router, self._registered, registrations.read)
+            self._registrations = self._pump(self._router, self._registered, registrations.read)
             # One frame more than may be, which is refused.
             kept = 1 + (MAX_STRANGE_FRAMES if open_to_all else MAX_FRAMES)
             self._outputs = self._pump(
@@ -161,12 +161,17 @@ class ClientSockets:
         attach(sub, address, bind=False)
         sub.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
         self._coordinator = sub
-        self._pump(sub, lambda frames: self._listener.counts(frames[0]), whole(sub))
+        self._counts = self._pump(sub, lambda frames: self._listener.counts(frames[0]), whole(sub))
 
     def tell_coordinator(self, payload: bytes) -> None:
         """Send the coordinator something, if there is one."""
         if self._coordinator is not None:
             self._coordinator.send(payload, zmq.NOBLOCK)
+            self._counts.run_soon()  # sending may swallow the sign that there is something to read
+
+    def look_for_registrations(self) -> None:
+        """Look soon whether an engine has registered: sending may have swallowed the sign of it."""
+        self._registrations.run_soon()
 
     def read_outputs(self) -> None:
         """Read what engines have sent, some of it at a time."""

@@ -1,0 +1,336 @@
+"""Starts the processes of engines, and of their coordinator, again when they have died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from aioshm.engine.client.client import EngineClient
+from aioshm.engine.dp.coordinator import NAME as COORDINATOR
+from aioshm.engine.dp.coordinator import DPCoordinator
+from aioshm.engine.protocol.addresses import CoreEngine
+from aioshm.engine.protocol.progress import engine_index, engine_of
+from aioshm.engine.startup.launch import CoreEngineLaunch
+from aioshm.engine.startup.processes import CoreEngineProcManager
+from aioshm.errors import EngineDead
+from aioshm.process.background import in_thread
+from aioshm.process.restart import Restart, RestartHistory
+from aioshm.process.stopping import ashutdown
+from aioshm.process.watch import ProcessExit, ProcessWatch
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
+
+EngineState: TypeAlias = Literal["running", "waiting", "starting", "stopping"]
+
+_SHOWN_LINES = 5  # of a dead engine's stderr, in what is logged and in the error of a crash loop
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An engine of a supervisor.
+
+    Attributes:
+        rank: Its rank.
+        pid: The process id of its process, or of its last one.
+        state: ``"running"``; ``"waiting"`` for its restart, see `Restart`; ``"starting"`` until it is ready; or
+            ``"stopping"``, since there are to be fewer.
+        restarts: How often it was started again.
+        cause: How it has died the last time; empty if it never has.
+    """
+
+    rank: int
+    pid: int | None
+    state: EngineState
+    restarts: int
+    cause: str
+
+
+class Life:
+    """The processes of one engine, one after the other.
+
+    Attributes:
+        rank: Its rank.
+        history: Its deaths.
+        state: See `EngineInfo`.
+        pid: See `EngineInfo`.
+        cause: See `EngineInfo`.
+        turn: While it starts: gets None when it is ready, or how it has exited.
+        task: Starts it.
+    """
+
+    def __init__(self, rank: int, restart: Restart) -> None:
+        self.rank: int = rank
+        self.history: RestartHistory = RestartHistory(restart)
+        self.state: EngineState = "starting"
+        self.pid: int | None = None
+        self.cause: str = ""
+        self.turn: asyncio.Future[ProcessExit | None] | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is told of it."""
+        return EngineInfo(self.rank, self.pid, self.state, self.history.restarts, self.cause)
+
+    def settle(self, found: ProcessExit | None) -> bool:
+        """Tell who waits that it is ready, or has exited; return whether anybody does."""
+        if self.turn is None or self.turn.done():
+            return False
+        self.turn.set_result(found)
+        return True
+
+
+class Restarting:
+    """Watches the processes of a launch, and starts again what dies; on the running loop.
+
+    Args:
+        launch: What was started, and is ready.
+        restart: When to start a process again.
+        lockstep: Whether all engines are started again when one dies.
+        start_timeout: Seconds that an engine may take until it is ready.
+        on_change: Called when an engine's state has changed.
+
+    Attributes:
+        lives: The engines of this host, by rank.
+        failure: Why nothing is started any more, once that is so.
+        failed: Set then, and when this is closed.
+    """
+
+    def __init__(
+        self,
+        launch: CoreEngineLaunch,
+        restart: Restart,
+        *,
+        lockstep: bool,
+        start_timeout: float,
+        on_change: Callable[[EngineInfo], object] | None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        manager = launch.engine_manager
+        assert isinstance(manager, CoreEngineProcManager)
+        self._launch, self._manager = launch, manager
+        self._client: EngineClient | None = launch.client if launch.has_client else None
+        self._restart, self._lockstep, self._start_timeout = restart, lockstep, start_timeout
+        self._on_change = on_change
+        self.lives: dict[int, Life] = {}
+        self.failure: EngineDead | None = None
+        self.failed: asyncio.Event = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._of_all = RestartHistory(restart)
+        self._of_coordinator = RestartHistory(restart)
+        self._group: asyncio.Task[None] | None = None
+        self._seen = 0
+        for process in manager.processes:
+            rank = engine_index(process.name)
+            assert rank is not None
+            life = self.lives[rank] = Life(rank, restart)
+            life.pid, life.state = process.pid, "running"
+        self._rejoining = launch.stay_open(self.ready)
+        self._watch = ProcessWatch(manager=manager, on_exit=self._process_exited)
+        if launch.coordinator is not None:
+            self._watch.add([launch.coordinator.proc])
+
+    async def aclose(self) -> None:
+        """Start nothing any more. Idempotent."""
+        self.failed.set()
+        self._watch.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def add(self, rank: int) -> asyncio.Task[None]:
+        """Have one more engine, and return the task that is done when it is ready."""
+        life = self.lives[rank] = Life(rank, self._restart)
+        self._rejoining.handshake.add(CoreEngine(rank))
+        life.task = self._spawn(self._bring_up(life, None), f"engine-{rank}")
+        return life.task
+
+    async def remove(self, rank: int) -> None:
+        """Stop an engine, and have it no more."""
+        life = self.lives.pop(rank)
+        if life.task is not None:
+            life.task.cancel()
+        self._rejoining.handshake.remove(rank)
+        with suppress(ValueError):  # it was about to be started for the first time
+            await self._manager.stop_engine(rank)
+
+    def expect(self, rank: int) -> None:
+        """Let an engine of another host, which has died, shake hands when it was started again there."""
+        self._rejoining.expect(rank)
+
+    # What happens to processes
+
+    def _process_exited(self) -> None:
+        exits = self._watch.exited()[self._seen :]
+        self._seen += len(exits)
+        for each in exits:
+            rank = engine_of(each)
+            if each.name == COORDINATOR:
+                self._spawn(self._bring_back_coordinator(each.describe()), "coordinator")
+            elif rank in self.lives:
+                self._engine_exited(self.lives[rank], each)
+
+    def _engine_exited(self, life: Life, found: ProcessExit) -> None:
+        if self.failure is not None or life.settle(found):
+            return
+        if self._lockstep:
+            if self._group is None or self._group.done():
+                self._group = self._spawn(self._bring_back_all(life, found), "all-engines")
+        else:
+            life.task = self._spawn(self._bring_up(life, found), f"engine-{life.rank}")
+
+    def ready(self, rank: int) -> None:
+        """Note that an engine has said READY."""
+        life = self.lives.get(rank)
+        if life is not None:
+            life.settle(None)
+
+    # Started, and started again
+
+    async def _bring_up(self, life: Life, found: ProcessExit | None) -> None:
+        """Start an engine until it is ready, or a crash loop is found; ``found`` is how it has died, if it has."""
+        cause = "" if found is None else self._died(life, found)
+        while True:
+            if cause:
+                delay = life.history.died(self._loop.time(), cause)
+                if delay is None:
+                    self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
+                    return
+                self.set_state(life, "waiting")
+                await asyncio.sleep(delay)
+            cause = await self._start(life)
+            if not cause:
+                return
+
+    async def _bring_back_all(self, life: Life, found: ProcessExit) -> None:
+        """Stop the engines that are left, and start all of them."""
+        cause = self._died(life, found)
+        while True:
+            delay = self._of_all.died(self._loop.time(), cause)
+            await self._kill_all()
+            if delay is None:
+                self._give_up(f"the engines are in a crash loop: {self._of_all.story}", life)
+                return
+            for each in self.lives.values():
+                self.set_state(each, "waiting")
+            await asyncio.sleep(delay)
+            coordinator = self._launch.coordinator
+            if coordinator is not None:  # what it knows of waves is void
+                await ashutdown([coordinator.proc], 0)
+                await self._coordinator_back(coordinator)
+            causes = await asyncio.gather(*(self._start_in_group(each) for each in self.lives.values()))
+            cause = "; ".join(filter(None, causes))
+            if not cause:
+                return
+            life = next(each for each, said in zip(self.lives.values(), causes, strict=True) if said)
+
+    async def _start_in_group(self, life: Life) -> str:
+        cause = await self._start(life)
+        if cause:  # the others may wait for it
+            for process in self._manager.processes:
+                process.kill()
+        return cause
+
+    async def _kill_all(self) -> None:
+        turns = []
+        for life, process in zip(self.lives.values(), self._manager.processes, strict=True):
+            if process.exitcode is None:
+                life.turn = self._loop.create_future()
+                turns.append(life.turn)
+                process.kill()
+        if turns:
+            await asyncio.wait(turns)
+
+    async def _start(self, life: Life) -> str:
+        """Start an engine, and wait until it is ready; return why it is not, or an empty string."""
+        rank = life.rank
+        self._rejoining.expect(rank)
+        life.turn = self._loop.create_future()
+        try:
+            process = await in_thread(lambda: self._manager.start_engine(rank))
+        except Exception as error:
+            life.cause = f"engine {rank} could not be started: {error}"
+            return life.cause
+        life.pid = process.pid
+        self.set_state(life, "starting")
+        self._watch.add([process], managed=True)
+        if self._client is not None:
+            self._client.watch(self._manager)
+        try:
+            async with asyncio.timeout(self._start_timeout):
+                found = await asyncio.shield(life.turn)
+        except TimeoutError:
+            process.kill()
+            await life.turn
+            life.cause = (
+                f"{process.name} (pid {process.pid}) was not ready after {self._start_timeout:g} s, and was killed"
+            )
+            return life.cause
+        if found is None:
+            self.set_state(life, "running")
+            logger.info("%s is ready: pid %d, restart %d", process.name, life.pid, life.history.restarts)
+            return ""
+        return self._died(life, found)
+
+    async def _bring_back_coordinator(self, cause: str) -> None:
+        if self._group is not None and not self._group.done():
+            return  # it starts it again
+        coordinator = self._launch.coordinator
+        assert coordinator is not None
+        while True:
+            delay = self._of_coordinator.died(self._loop.time(), cause)
+            if delay is None:
+                self._give_up(f"the coordinator is in a crash loop: {self._of_coordinator.story}", None)
+                return
+            logger.warning("%s; it is started again", cause)
+            await asyncio.sleep(delay)
+            try:
+                await self._coordinator_back(coordinator)
+                return
+            except Exception as error:
+                cause = str(error)
+
+    async def _coordinator_back(self, coordinator: DPCoordinator) -> None:
+        count = None if self._client is None else len(self._client.ranks)
+        await in_thread(lambda: coordinator.run_again(count))
+        self._watch.add([coordinator.proc])
+
+    def _give_up(self, text: str, life: Life | None) -> None:
+        logger.error("%s", text)
+        rank, pid = (None, None) if life is None else (life.rank, life.pid)
+        self.failure = EngineDead(text, engine=rank, pid=pid)
+        if self._client is not None:
+            self._client.give_up(self.failure)
+        self.failed.set()
+
+    # What is said
+
+    def _died(self, life: Life, found: ProcessExit) -> str:
+        """Note how an engine has died, and return it."""
+        lines = self._manager.last_lines(found.name, _SHOWN_LINES) if found.exitcode else []
+        last = f"; last of its stderr: {lines[-1]}" if lines else ""
+        life.cause = f"{found.describe(life.state)}{last}"
+        logger.warning("%s; its restart is number %d", life.cause, life.history.restarts + 1)
+        return life.cause
+
+    def set_state(self, life: Life, state: EngineState) -> None:
+        """Note how an engine fares, and tell of it."""
+        if state != life.state:
+            life.state = state
+            if self._on_change is not None:
+                self._loop.call_soon(self._on_change, life.info)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        task = self._loop.create_task(work, name=f"aioshm-supervises-{what}")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(f"the supervisor has failed: {type(error).__name__}: {error}", None)

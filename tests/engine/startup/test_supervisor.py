@@ -1,0 +1,266 @@
+"""Engines that are started again while the others serve."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_engine import Engine, ask, collected, stop, until
+
+from aioshm.engine import EngineInfo, EngineSupervisor, Restart, die_with_parent, run_engine_core
+from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
+
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
+
+MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
+
+
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, crash: str = "") -> None:
+    """Run an engine; once the file ``crash`` is there, end before HELLO."""
+    die_with_parent()
+    if crash and os.path.exists(crash):
+        raise SystemExit(f"no memory left on device {dp_rank}")
+    asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank))
+
+
+def serve_once_ready(handshake_address: str, dp_rank: int, local_dp_rank: int, stuck: str = "") -> None:
+    """Run an engine; once the file ``stuck`` is there, hang before HELLO until it is gone."""
+    die_with_parent()
+    if os.path.exists(stuck):
+        signal.pause()
+    asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank))
+
+
+class Lockstep(Engine):
+    """Needs the others, or says so."""
+
+    def has_unfinished_dp(self, unfinished: bool) -> bool:
+        return unfinished
+
+
+def serve_in_lockstep(handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
+    die_with_parent()
+    asyncio.run(run_engine_core(Lockstep(), handshake_address, dp_rank))
+
+
+def pids(supervisor: EngineSupervisor) -> list[int]:
+    return [engine.pid or 0 for engine in supervisor.engines]
+
+
+async def test_one_that_is_killed_comes_back_while_the_others_serve() -> None:
+    seen: list[EngineInfo] = []
+    async with EngineSupervisor(serve, 2, restart=MANY, on_change=seen.append) as supervisor:
+        client = supervisor.client
+        streams = [client.submit(ask(f"{rank}", None), engine=rank) for rank in (0, 1)]
+        for stream in streams:
+            await anext(stream)
+        before = pids(supervisor)
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            victim = pids(supervisor)[1]
+            seen.clear()
+            stop(victim, number)
+            await until(lambda: 1 in client.deaths)
+            for request in range(4):  # the others serve
+                assert len(await collected(client.submit(ask(f"meanwhile {request}", 2)))) == 2
+            await supervisor.wait_until_ready(30)
+            assert len(await collected(client.submit(ask("back", 2), engine=1))) == 2
+            await until(lambda: supervisor.engines[1].state == "running")
+            await until(lambda: len(seen) == 3)
+            assert [(info.rank, info.state) for info in seen] == [(1, "waiting"), (1, "starting"), (1, "running")]
+            assert str(victim) in seen[-1].cause
+            assert seen[-1].pid == pids(supervisor)[1] != victim
+        with pytest.raises(EngineDead, match=r"EngineCore_1 .* was killed by SIGKILL"):
+            await collected(streams[1])
+        assert pids(supervisor)[0] == before[0]
+        assert [info.restarts for info in supervisor.engines] == [0, 2]
+        await client.abort("0")
+    for pid in pids(supervisor):
+        assert not os.path.exists(f"/proc/{pid}")
+
+
+async def test_a_crash_loop_ends_everything_with_every_cause(tmp_path: Path) -> None:
+    crash = tmp_path / "crash"
+    async with EngineSupervisor(
+        serve, 2, restart=Restart(max_restarts=2, backoff_s=0.001), kwargs={"crash": str(crash)}, coordinator=False
+    ) as supervisor:
+        stream = supervisor.client.submit(ask("a", None), engine=0)
+        await anext(stream)
+        crash.touch()
+        stop(pids(supervisor)[1])
+        with pytest.raises(EngineDead, match="engine 1 is in a crash loop: 3 deaths within 60 s") as caught:
+            await supervisor.wait()
+        text = str(caught.value)
+        assert "was killed by SIGKILL" in text
+        assert text.count("exited with code 1; last of its stderr: no memory left on device 1") == 2
+        assert caught.value.engine == 1
+        for attempt in (lambda: anext(stream), lambda: supervisor.client.call("add", 1), supervisor.wait):
+            with pytest.raises(EngineDead, match="crash loop"):
+                await attempt()  # type: ignore[operator]
+        with pytest.raises(EngineDead, match="crash loop"):
+            supervisor.client.submit(ask("b"))
+
+
+async def test_one_that_does_not_get_ready_is_killed_and_tried_again(tmp_path: Path) -> None:
+    stuck = tmp_path / "stuck"
+    async with EngineSupervisor(
+        serve_once_ready, 1, restart=MANY, start_timeout=2.0, kwargs={"stuck": str(stuck)}
+    ) as supervisor:
+        stuck.touch()
+        stop(pids(supervisor)[0])
+        await until(lambda: "was not ready after 2 s, and was killed" in supervisor.engines[0].cause)
+        with pytest.raises(EngineDead):
+            supervisor.client.submit(ask("x"))
+        stuck.unlink()
+        # A slow machine may take longer than two seconds for a good start, too: it is tried until it succeeds.
+        await supervisor.wait_until_ready(30)
+        assert len(await collected(supervisor.client.submit(ask("y", 2)))) == 2
+
+
+async def test_scaling_under_load_loses_nothing() -> None:
+    async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
+        client = supervisor.client
+        answered, used = [0, 0], set[int]()
+        stopping = asyncio.Event()
+
+        async def ask_on(who: int) -> None:
+            number = 0
+            while not stopping.is_set():
+                number += 1
+                stream = client.submit(ask(f"{who} {number}", 5))
+                used.add(stream.engine)
+                outputs = await collected(stream)
+                assert [output["token"] for output in outputs] == [0, 1, 2, 3, 4]
+                answered[who] += 1
+
+        asking = [asyncio.create_task(ask_on(who)) for who in (0, 1)]
+        await supervisor.scale(4)
+        assert [info.state for info in supervisor.engines] == ["running"] * 4
+        assert sorted(client.ranks) == [0, 1, 2, 3]
+        await until(lambda: used == {0, 1, 2, 3})
+        went = pids(supervisor)[1:]
+        long = client.submit(ask("long", 400), engine=3)
+        await supervisor.scale(1)
+        assert len(await collected(long)) == 400
+        assert client.ranks == [0]
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in went)
+        before = list(answered)
+        await until(lambda: all(now > then for now, then in zip(answered, before, strict=True)))
+        stopping.set()
+        await asyncio.gather(*asking)
+        # One more, and one that dies while it is the only one.
+        await supervisor.scale(2)
+        stop(pids(supervisor)[1])
+        await until(lambda: 1 in client.deaths)
+        await supervisor.wait_until_ready(30)
+
+
+async def test_an_engine_that_does_not_finish_is_waited_for_as_long_as_said() -> None:
+    async with EngineSupervisor(serve, 2) as supervisor:
+        stream = supervisor.client.submit(ask("endless", None), engine=1)
+        await anext(stream)
+        going = asyncio.create_task(supervisor.scale(1))
+        await until(lambda: supervisor.engines[-1].state == "stopping")
+        assert supervisor.client.submit(ask("a", 1)).engine == 0
+        going.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await going
+        assert [info.state for info in supervisor.engines] == ["running"] * 2
+        await until(lambda: supervisor.client.submit(ask("b", 1)).engine == 1)
+        await supervisor.scale(1, timeout=0.01)
+        with pytest.raises(EngineDead, match="engine 1 was taken out of service"):
+            await anext(stream)
+
+
+async def test_a_coordinator_that_is_killed_is_found_again() -> None:
+    async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
+        launch, balance = supervisor.launch, supervisor.client._link.balance
+        assert launch.coordinator is not None
+        for _ in range(2):
+            victim = launch.coordinator.proc
+            assert victim.pid is not None
+            stop(victim.pid)
+            await until(lambda victim=victim: launch.coordinator and launch.coordinator.proc is not victim)
+            balance._published = None
+
+            async def counted() -> bool:
+                await collected(supervisor.client.submit(ask("a", 2)))
+                return balance._published is not None
+
+            await until(counted)
+        stop(pids(supervisor)[0])
+        await until(lambda: 0 in supervisor.client.deaths)
+        await supervisor.wait_until_ready(30)
+
+
+async def test_engines_in_lockstep_are_started_again_together() -> None:
+    async with EngineSupervisor(serve_in_lockstep, 2, restart=MANY, lockstep=True) as supervisor:
+        for _ in range(2):
+            assert len(await collected(supervisor.client.submit(ask("a", 3)))) == 3
+            before = pids(supervisor)
+            stop(before[1])
+            await until(lambda: len(supervisor.client.deaths) == 2)
+            await supervisor.wait_until_ready(30)
+            await until(lambda: [info.state for info in supervisor.engines] == ["running"] * 2)
+            assert not set(before) & set(pids(supervisor))
+        with pytest.raises(RoleError, match="lockstep"):
+            await supervisor.scale(3)
+
+
+async def test_closing_at_any_moment_of_a_restart_leaves_nothing() -> None:
+    for turns in (0, 1, 3, 10, 40):
+        async with EngineSupervisor(serve, 1, restart=MANY, coordinator=False) as supervisor:
+            victim = pids(supervisor)[0]
+            waiting = asyncio.create_task(supervisor.wait())
+            stop(victim)
+            await until(lambda: supervisor.engines[0].state != "running")
+            for _ in range(turns):
+                await asyncio.sleep(0.001)
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in [victim, *pids(supervisor)])
+        with pytest.raises(QueueClosed):
+            await waiting
+        for use in (lambda: supervisor.client, lambda: supervisor.launch):
+            with pytest.raises(RoleError, match="inside `async with`"):
+                use()
+        await supervisor.aclose()
+
+
+async def test_the_first_start_is_tried_once(tmp_path: Path) -> None:
+    crash = tmp_path / "crash"
+    crash.touch()
+    supervisor = EngineSupervisor(serve, 1, kwargs={"crash": str(crash)})
+    with pytest.raises(EngineStartupError, match="no memory left on device 0"):
+        await supervisor.open()
+    await supervisor.aclose()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"backend": "ray"}, ValueError, "backend must be 'mp'"),
+        ({"wait": False}, TypeError, "wait is the supervisor's own"),
+        ({"start_timeout": 0}, ValueError, "start_timeout"),
+        ({"engine_count": 0}, ValueError, "engine_count must be at least 1"),
+    ],
+)
+def test_arguments(options: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        EngineSupervisor(serve, **options)
+
+
+async def test_scaling_that_makes_no_sense() -> None:
+    async with EngineSupervisor(serve, 1) as supervisor:
+        wrong: list[tuple[Callable[[], Awaitable[Any]], type[Exception], str]] = [
+            (lambda: supervisor.scale(0), ValueError, "engine_count must be at least 1"),
+            (lambda: supervisor.client.remove_engine(0), ValueError, "the last one of several"),
+            (supervisor.open, RoleError, "once"),
+        ]
+        for attempt, error, text in wrong:
+            with pytest.raises(error, match=text):
+                await attempt()
+        with pytest.raises(ValueError, match="rank must be that of no engine, not 0"):
+            supervisor.client.add_engine(0)

@@ -1,0 +1,86 @@
+"""The arithmetic of restarts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioshm.process.restart import Restart, RestartHistory
+
+
+def test_the_first_restart_is_at_once_and_the_next_ones_later_and_later() -> None:
+    history = RestartHistory(Restart(max_restarts=6, backoff_s=0.1, backoff_max_s=1.0))
+    assert [history.died(0.1 * n, f"cause {n}") for n in range(6)] == [0.0, 0.1, 0.2, 0.4, 0.8, 1.0]
+    assert history.restarts == 6
+    assert history.died(0.7, "the last one") is None
+    assert history.restarts == 6
+    assert history.story == (
+        "7 deaths within 60 s, and Restart(max_restarts=6) allows no further restart: "
+        "cause 0; cause 1; cause 2; cause 3; cause 4; cause 5; the last one"
+    )
+
+
+def test_what_was_long_ago_does_not_count() -> None:
+    history = RestartHistory(Restart(max_restarts=1, within_s=10))
+    for start in (0.0, 11.0, 22.0):
+        assert history.died(start, "") == 0.0
+    assert history.restarts == 3
+    assert history.died(31.9, "again") is None
+
+
+def test_none_at_all() -> None:
+    history = RestartHistory(Restart(max_restarts=0))
+    assert history.died(5.0, "its only death") is None
+    assert "1 deaths" in history.story
+
+
+def test_a_long_story_is_cut() -> None:
+    history = RestartHistory(Restart(max_restarts=1000))
+    for number in range(20):
+        history.died(0.0, f"cause {number};")
+    assert "12 earlier deaths; cause 12;" in history.story
+    assert "cause 11;" not in history.story
+
+
+@given(
+    st.lists(st.floats(0, 50), max_size=200),
+    st.integers(0, 10),
+    st.floats(0.001, 100),
+    st.floats(0.001, 10),
+    st.floats(0.001, 10),
+)
+def test_never_more_than_may_be(gaps: list[float], most: int, within: float, backoff: float, longest: float) -> None:
+    policy = Restart(max_restarts=most, within_s=within, backoff_s=backoff, backoff_max_s=longest)
+    history = RestartHistory(policy)
+    now, allowed = 0.0, []
+    for gap in gaps:
+        now += gap
+        delay = history.died(now, "")
+        if delay is None:
+            break
+        assert delay == 0 or 0 < delay <= longest
+        allowed.append(now)
+        assert sum(now - each <= within for each in allowed) <= most
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "text"),
+    [
+        ({"max_restarts": -1}, ValueError, "max_restarts must be at least 0, not -1"),
+        ({"max_restarts": 1.5}, TypeError, "max_restarts must be an int"),
+        ({"within_s": 0}, ValueError, "within_s must be a finite number of seconds above 0"),
+        ({"backoff_s": float("nan")}, ValueError, "backoff_s"),
+        ({"backoff_max_s": "1"}, TypeError, "backoff_max_s"),
+    ],
+)
+def test_arguments(values: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Restart(**values)
+
+
+def test_overflowing_doublings() -> None:
+    history = RestartHistory(Restart(max_restarts=10**9, backoff_s=0.1, backoff_max_s=3.0))
+    assert [history.died(0.0, "") for _ in range(3000)][-1] == 3.0
