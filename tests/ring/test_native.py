@@ -80,6 +80,6 @@ def test_without_it_everything_works(prelude: str, value: str) -> None:
 
 @pytest.mark.parametrize("value", ["yes", "2", "-1", " 1", "true"])
 def test_a_bad_value_is_refused_by_name(value: str) -> None:
-    done = run("import aioshm", AIOSHM_NATIVE=value)
+    done = run("from aioshm import MessageQueue", AIOSHM_NATIVE=value)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == f"ValueError: AIOSHM_NATIVE={value!r}: it must be 0 or 1"
