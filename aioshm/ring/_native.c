@@ -14,6 +14,7 @@
 
 #include <errno.h>
 #include <limits.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -94,6 +95,7 @@ typedef struct {
     PyObject *runs;
     /* Spinning */
     long long spin_ns;
+    char spin_yields;
     unsigned long long spins, hits, spun_ns;
     bool made;
     char quiet;               /* whether send and receive leave it to their caller to tell a parked end */
@@ -320,6 +322,10 @@ static bool spin(Core *self, long long budget_ns)
     while (!hit && (long long)(now - began) < budget_ns) {
         for (int look = 0; look < LOOKS && !(hit = may_go_on(self)); look++)
             relax();
+        if (!hit && self->spin_yields) {
+            sched_yield();
+            hit = may_go_on(self);
+        }
         now = now_ns();
     }
     self->hits += hit;
@@ -327,12 +333,12 @@ static bool spin(Core *self, long long budget_ns)
     return hit;
 }
 
-/* Spin if there is a reason to, without the GIL if for long. */
+/* Spin if there is a reason to, without the GIL if for long, or if others have the CPU meanwhile. */
 static bool spin_unless(Core *self, long long budget_ns)
 {
     if (may_go_on(self))
         return true;
-    if (budget_ns <= HELD_SPIN_NS)
+    if (budget_ns <= HELD_SPIN_NS && !self->spin_yields)
         return spin(self, budget_ns);
     bool hit;
     self->in_use++;
@@ -1822,6 +1828,7 @@ static PyMemberDef members[] = {
     {"shown", T_BOOL, offsetof(Core, shown), 0, "Whether it is seen where it lies."},
     {"kept", T_BOOL, offsetof(Core, kept), READONLY, "Whether a slot was skipped and not given back."},
     {"spin_ns", T_LONGLONG, offsetof(Core, spin_ns), 0, "How long send and receive spin where they cannot go on."},
+    {"spin_yields", T_BOOL, offsetof(Core, spin_yields), 0, "Whether a spin hands its CPU on between its looks."},
     {"spins", T_ULONGLONG, offsetof(Core, spins), READONLY, "Spins so far."},
     {"hits", T_ULONGLONG, offsetof(Core, hits), READONLY, "Spins that ended with what was waited for."},
     {"spun_ns", T_ULONGLONG, offsetof(Core, spun_ns), READONLY, "Time spent spinning."},

@@ -74,6 +74,7 @@ class _Core(ABC):
         owes: Whether the other end has to be told that it may go on.
         due: Before which message that is not set: the other end is to be told later anyway.
         spin_ns: How long `send` and `receive` spin where they cannot go on at once.
+        spin_yields: Whether a spin hands its CPU on between its looks.
         leased: Whether a block has the next message (of a reader).
         kept: Whether a slot was skipped and has not been given back (of a reader).
         spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
@@ -93,6 +94,7 @@ class _Core(ABC):
         self.turn: int = 0
         self.turn_ends_ns = 0
         self.spin_ns = 0
+        self.spin_yields: bool = False
         self.spins: int = 0
         self.hits: int = 0
         self.spun_ns: int = 0
@@ -173,7 +175,7 @@ class _Core(ABC):
         """Spin for at most so many nanoseconds; return whether this end may go on. A long one releases the GIL."""
         if self._may_go_on():
             return True
-        if budget_ns <= _LONG_SPIN_NS:
+        if budget_ns <= _LONG_SPIN_NS and not self.spin_yields:
             return self._spin(budget_ns)
         self._in_use += 1
         try:
@@ -191,6 +193,8 @@ class _Core(ABC):
                     self.hits += 1
                     self.spun_ns += monotonic_ns() - began
                     return True
+            if self.spin_yields:
+                os.sched_yield()
             now = monotonic_ns()
         self.spun_ns += now - began
         return False

@@ -98,6 +98,13 @@ class Costs:
         """A longer wait for an answer is not worth such a spin, however seldom one is asked."""
         return 4 * self.yielding_spin_ns
 
+    def crowd_spin_ns(self, ends: int) -> int:
+        """One spin at most where that many ends share fewer CPUs, one of which it hands on after each look.
+
+        Long enough for each of them to have its turn and to answer, whichever of them has to be woken.
+        """
+        return min(HOT_GAP_NS, 2 * self.wake_up_ns + ends * ANSWERING_NS)
+
     @property
     def linger_ns(self) -> int:
         """How long a call that blocks looks again and again before it runs its loop, which then spins."""

@@ -117,6 +117,8 @@ class Poller:
         told: Returns what the writer has told of what waiting costs here, for an end that has not measured it.
         tell: Tells it to others: the writer's.
         bells: What the other ends wake this one by, if it is that: then the loop can be slept for (see `InPlace`).
+        crowded: Whether there are more ends than CPUs: a spin then hands its CPU on, ``spin`` after each look, and does
+            without the loop where that has nobody else to serve.
 
     Attributes:
         inline_spin_ns: How long a caller that finds nothing should spin before it comes here; 0 if not at all.
@@ -133,6 +135,7 @@ class Poller:
         told: Callable[[], Sequence[int]] | None = None,
         tell: Callable[[Sequence[int]], None] | None = None,
         bells: Sequence[Bell] = (),
+        crowded: bool = False,
     ) -> None:
         self._loop = loop
         self._in_place = InPlace.of(loop, bells)
@@ -142,6 +145,7 @@ class Poller:
         self._spin_natively = spin
         self._sleeper: asyncio.Future[None] | None = None
         self._alarm = Alarm(loop, self.wake)
+        self.crowded: bool = crowded
         self._yielded = False
         self._costs = predictor.costs
         self._told, self._tell = told, tell
@@ -293,7 +297,8 @@ class Poller:
                 if now >= until_ns:
                     missed = True
                     return False
-                slice_ns = await self._between_slices(now)
+                if not (self.crowded and self._in_place is not None and self._in_place.alone()):
+                    slice_ns = await self._between_slices(now)
                 turned = monotonic_ns()
                 os.sched_yield()  # the other end may be waiting for this very CPU
                 now = monotonic_ns()

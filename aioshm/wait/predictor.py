@@ -8,6 +8,7 @@ as long as it lasts. So, wait by wait:
   only spins that keep failing switch it off, and even then a few go on.
 * Messages in a steady rhythm: sleep until shortly before the next one, spin through the window in which it comes.
 * Messages in a stream, and more ends than CPUs: nap, so that one wake-up finds many of them.
+* Answers that come soon, and more ends than CPUs: spin, but hand the CPU on after each look to who is to answer.
 * Otherwise: park.
 
 Everything is learned from when messages were published, not from when this end noticed.
@@ -54,6 +55,8 @@ class Predictor:
         crowded: Whether there are more ends than CPUs: naps take the place of all spinning.
         yields: Whether a spin hands its CPU on after each look, as it does where calls block. Then it may last longer,
             also where it is crowded, and there only streams are worth naps.
+        crowd: Where it is crowded: how many ends there are, this one included, if a spin hands its CPU on although it
+            keeps the event loop; then it lasts while all of them answer. 0: nothing spins there.
         max_spin_cpu: The share of a core that spinning for a steady rhythm may take.
         costs: What waking costs, until `adjust` tells better.
 
@@ -68,13 +71,15 @@ class Predictor:
         may_spin: bool,
         crowded: bool = False,
         yields: bool = False,
+        crowd: int = 0,
         max_spin_cpu: float = 0.10,
         costs: Costs = TYPICAL,
     ) -> None:
-        self._spins = may_spin and (yields or not crowded)
-        self._yields = yields
+        self._crowd = crowd if crowded else 0
+        self._spins = may_spin and (yields or not crowded or crowd > 0)
+        self._yields = yields or self._crowd > 0
         self._naps = crowded
-        self._rhythm = Rhythm(max_spin_cpu, costs) if self._spins and max_spin_cpu > 0 else None
+        self._rhythm = Rhythm(max_spin_cpu, costs) if self._spins and not self._crowd and max_spin_cpu > 0 else None
         self._gap_ns = 0.0
         self._period_ns = 0.0  # gap between messages, pauses included: believed slowly, doubted at once
         self._since_ns = 0  # when the end began to look for a message, if before it came to wait for it
@@ -139,6 +144,9 @@ class Predictor:
             self.hot = self._failures < FAILURES
             if self.hot or self._waits % PROBE == 0:
                 return self._spin._replace(spin_ns=int(self.patience_ns))
+        if self._crowd:
+            self.hot = False
+            return PARK if self._waits % PROBE else self._spin._replace(spin_ns=int(self.patience_ns))
         window = PARK
         if rhythm is not None and rhythm.steady:
             of_beat = count - rhythm.begun
@@ -159,6 +167,8 @@ class Predictor:
     @property
     def patience_ns(self) -> float:
         """How long a wait for an answer may be, on average, to be worth a spin that hands its CPU on."""
+        if self._crowd:
+            return self.costs.crowd_spin_ns(self._crowd)
         return max(self.costs.yielding_spin_ns, self._period_ns / ANSWER_SHARE)
 
     def looked(self, since_ns: int) -> None:
@@ -168,6 +178,8 @@ class Predictor:
     def spun(self, hit: bool) -> None:
         """Learn whether the spin or the naps that `plan` asked for ended with a message."""
         self._failures = 0 if hit else self._failures + 1
+        if hit and self._crowd:  # both were parked before, which is what took so long
+            self._waited_ns = min(self._waited_ns, self.patience_ns)
 
     def woke(self, late_ns: int) -> None:
         """Learn how much later than ``wake_at_ns`` this end woke, by its timer or before that by a message."""

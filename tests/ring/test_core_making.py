@@ -258,7 +258,7 @@ class TestHostileLayouts:
 
     def test_members_refuse_garbage(self, new_pair: NewPair) -> None:
         core: Any = next(of_layout(GOOD, bytearray(GOOD.total_bytes)))
-        for name in ("open", "turn", "turn_ends_ns", "spin_ns"):
+        for name in ("open", "turn", "turn_ends_ns", "spin_ns", "spin_yields"):
             with pytest.raises(TypeError):
                 setattr(core, name, "1")
             with pytest.raises(TypeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import sys
 import threading
 from collections.abc import Iterator
 from time import monotonic_ns
@@ -89,6 +90,38 @@ class TestSpin:
         thread.join(60)
         assert sent == [None]
         assert pair.reader.take() == b"y"
+
+    def test_a_short_one_lets_other_threads_run_if_it_yields(self, new_pair: NewPair) -> None:
+        core, ran, ready = new_pair().reader, threading.Event(), threading.Lock()
+        ready.acquire()
+        thread = threading.Thread(target=lambda: (ready.acquire(), ran.set()))
+        thread.start()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1000)  # from here on a thread runs only when another one lets it
+        try:
+            ready.release()
+            for _ in range(100):
+                core.spin(10_000)
+            kept = not ran.is_set()
+            core.spin_yields = True
+            until = monotonic_ns() + 60_000 * MS
+            while not ran.is_set() and monotonic_ns() < until:
+                assert core.spin(10_000) is False
+        finally:
+            sys.setswitchinterval(interval)
+        thread.join(60)
+        assert kept
+        assert ran.is_set()
+
+    @pytest.mark.parametrize("budget_ns", [0, 10_000, MS])
+    def test_one_that_yields_has_the_same_budget(self, new_pair: NewPair, budget_ns: int) -> None:
+        core = new_pair().reader
+        assert core.spin_yields is False
+        core.spin_yields = True
+        assert core.spin(budget_ns) is False
+        assert (core.spins, core.hits) == (1, 0)
+        assert core.spun_ns >= budget_ns
+        assert core.passes() is True
 
     @pytest.mark.parametrize("spin_ns", [1000, MS])
     def test_receive_spins(self, new_pair: NewPair, spin_ns: int) -> None:

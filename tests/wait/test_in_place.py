@@ -30,6 +30,7 @@ class End:
         self.ready = False
         self.parked = bytearray(1)
         self.turns = 0
+        self.looks = 0
         flag: Any = memoryview(self.parked)
         self.poller = Poller(loop, flag, Predictor(may_spin=False), "park", lambda _: False, bells=(self.bell,))
         loop.add_reader(self.bell.fd, self._rung)
@@ -176,3 +177,50 @@ def test_a_loop_that_is_debugged_sleeps_for_itself() -> None:
         in_place = InPlace.of(here.loop, (here.bell,))
         assert in_place is not None
         assert not in_place.alone()
+
+
+class TestSpinningInACrowd:
+    """A spin hands its CPU on after each look; the loop has its turn where that has somebody else to serve."""
+
+    def spinning(self, end: End, looks: int) -> Callable[[], bool]:
+        end.poller.close()
+        flag: Any = memoryview(end.parked)
+        end.poller = Poller(
+            end.loop, flag, Predictor(may_spin=True), "spin", lambda _: False, bells=(end.bell,), crowded=True
+        )
+
+        def look() -> bool:
+            end.looks += 1
+            return end.looks > looks
+
+        return look
+
+    def test_a_loop_with_nobody_else_to_serve_is_left_alone(self) -> None:
+        with end() as one:
+            look = self.spinning(one, 100)
+
+            async def main() -> tuple[bool, int]:
+                before = one.turns
+                return await one.poller.wait(look, 0, 0), one.turns - before
+
+            assert one.loop.run_until_complete(main()) == (False, 0)
+            assert one.looks == 101
+
+    def test_other_tasks_have_their_turns(self) -> None:
+        with end() as one:
+            look, ran = self.spinning(one, 100), []
+
+            async def other() -> None:
+                while True:
+                    ran.append(one.looks)
+                    await asyncio.sleep(0)
+
+            async def main() -> bool:
+                task = asyncio.ensure_future(other())
+                try:
+                    return await one.poller.wait(look, 0, 0)
+                finally:
+                    task.cancel()
+
+            assert one.loop.run_until_complete(main()) is True
+            assert len(ran) > 50

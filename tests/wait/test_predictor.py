@@ -10,7 +10,7 @@ from arrivals import US, follow, machine, times
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.wait.costs import TYPICAL, Costs
+from aioshm.wait.costs import HOT_GAP_NS, TYPICAL, Costs
 from aioshm.wait.predictor import FAILURES, NAPS, PROBE, Predictor
 from aioshm.wait.rhythm import MAX_PERIOD_NS, PARK
 
@@ -266,3 +266,43 @@ class TestMoreEndsThanCpus:
 
     def test_an_end_of_a_fresh_queue_parks(self, machine: Costs) -> None:
         assert self.crowded(machine).plan(0, 0, START) is PARK
+
+
+class TestAnswersOfACrowd:
+    """Spins hand their CPU on there, but keep the event loop."""
+
+    def crowd(self, machine: Costs, ends: int = 3) -> Predictor:
+        return Predictor(may_spin=True, costs=machine, crowded=True, crowd=ends)
+
+    @pytest.mark.parametrize("ends", [3, 5, 9])
+    @pytest.mark.parametrize("share", [0.3, 0.8])
+    def test_are_spun_for_while_all_of_it_may_answer(self, machine: Costs, ends: int, share: float) -> None:
+        longest = machine.crowd_spin_ns(ends)
+        assert 2 * machine.wake_up_ns < longest <= HOT_GAP_NS
+        record = follow(self.crowd(machine, ends), times([max(share * longest, 1.2 * machine.wake_up_ns)] * 300))
+        assert record.wake_ups <= FEW, "of all that come later none wakes it"
+        assert record.naps <= NAPS
+
+    @pytest.mark.parametrize("gap", [MS, 5 * MS, 1000 * MS])
+    def test_that_come_later_are_parked_for(self, machine: Costs, gap: int) -> None:
+        record = follow(self.crowd(machine), times([gap] * 300))
+        assert len(record.spent) <= 1 + 300 // PROBE, "but for the probes"
+
+    def test_its_streams_are_drained_by_naps(self, machine: Costs) -> None:
+        record = follow(self.crowd(machine), times([5 * US] * 2000))
+        assert record.wake_ups < 2000 / 8
+
+    def test_two_ends_that_wake_each_other_come_to_spin(self, machine: Costs) -> None:
+        predictor, at_ns, spun = self.crowd(machine), START, []
+        for count in range(1, 4 * PROBE):
+            plan = predictor.plan(count, at_ns, at_ns + 10_000)
+            spun.append(plan.spin_ns > 0)
+            at_ns += 10_000 + (20_000 if spun[-1] else machine.crowd_spin_ns(3) * 3 // 2)
+            if spun[-1]:
+                predictor.spun(True)
+        assert all(spun[-PROBE:])
+        assert not all(spun[: PROBE - 1])
+
+    def test_where_only_one_cpu_is_nothing_spins(self, machine: Costs) -> None:
+        predictor = Predictor(may_spin=False, costs=machine, crowded=True, crowd=3)
+        assert follow(predictor, times([100 * US] * 300)).spent == []

@@ -18,6 +18,7 @@ class Core(Protocol):
     turn_ends_ns: int
     published_ns: int
     spin_ns: int
+    spin_yields: bool
     spins: int
     hits: int
     spun_ns: int
@@ -39,7 +40,7 @@ class NoRing:
     def __init__(self) -> None:
         self.open = False
         self.user: int = 0
-        self.owes = self.quiet = self.leased = False
+        self.owes = self.quiet = self.leased = self.spin_yields = False
         self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
         self.copied: int = 0
         self._thread = -1

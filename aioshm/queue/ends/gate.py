@@ -282,6 +282,7 @@ class Gate:
         """Make what calls wait with; the arguments are those of `waiting.new_poller`."""
         assert self.loop is not None
         self.poller = new_poller(self, self.loop, self.options, cursor, others, self.core.spin, bell)
+        self.core.spin_yields = self.poller.crowded
 
     def wake(self) -> None:
         """Let a call that waits for messages, or for slots, look again."""

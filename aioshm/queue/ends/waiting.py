@@ -50,7 +50,7 @@ def new_poller(
     tell = cursor.set_costs if isinstance(cursor, RingWriter) else None
     if not isinstance(loop, BlockingLoop):
         predictor, bells = predictor_among(others, options), () if bell is None else (bell,)
-        return Poller(loop, cursor.parked, predictor, options.wait, spin, told, tell, bells)
+        return Poller(loop, cursor.parked, predictor, options.wait, spin, told, tell, bells, crowded=is_crowded(others))
     # Its spins are for an answer, whichever end that comes to: every other end that is under way needs a CPU too.
     _others[owner] = {pid for pid in others if pid > 0}
     processes = {*others}.union(*_others.values())
@@ -74,13 +74,18 @@ def predictor_among(
     """
     cpus = _cpus_of(others)
     # Ends of one process hand over to each other through its event loop, or its GIL: spinning would keep both.
-    apart = _apart(others)
     return Predictor(
-        may_spin=apart and cpus > 1,
-        crowded=apart and 1 + len(others) > cpus if crowded is None else crowded,
+        may_spin=_apart(others) and cpus > 1,
+        crowded=is_crowded(others) if crowded is None else crowded,
         yields=yields,
+        crowd=0 if yields else 1 + len(others),
         max_spin_cpu=options.max_spin_cpu,
     )
+
+
+def is_crowded(others: Sequence[int]) -> bool:
+    """Return whether an end and these others are more than the CPUs that they have."""
+    return _apart(others) and 1 + len(others) > _cpus_of(others)
 
 
 def deadline_after(

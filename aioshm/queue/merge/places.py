@@ -27,6 +27,7 @@ class SharedSleep:
     def __init__(self) -> None:
         self.rings: Sequence[RingReader] = ()
         self.poller: Poller | None = None
+        self.yields = False
         self._pid = os.getpid()
 
     def __setitem__(self, index: int, value: int) -> None:
@@ -41,6 +42,8 @@ class SharedSleep:
             for ready in looks:
                 if ready():
                     return True
+            if self.yields:
+                os.sched_yield()
             if monotonic_ns() >= until:
                 return False
 

@@ -9,6 +9,7 @@ reader in whose line another task stands already is left out until that has ende
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from time import monotonic, monotonic_ns
 from typing import Any, Self
@@ -21,7 +22,7 @@ from aioshm.lifeline.bell import Bell
 from aioshm.queue.api import MessageQueue
 from aioshm.queue.ends.gate import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.waiting import predictor_among
+from aioshm.queue.ends.waiting import is_crowded, predictor_among
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
@@ -190,6 +191,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                         until = now + self._spin_ns
                     elif now >= until:
                         break
+                    if self._shared.yields:
+                        os.sched_yield()
                     left = len(self._round.running)
         return await self._next()
 
@@ -301,7 +304,10 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             return Poller(loop, self._shared, Predictor(may_spin=False), "park", self._shared.spin)
         processes = [*{pid for pid in others if pid}, *(pid for pid in others if not pid)]
         predictor, shared = predictor_among(processes, options), self._shared
-        return Poller(loop, shared, predictor, options.wait, shared.spin, shared.told, bells=bells)
+        shared.yields = is_crowded(processes)
+        return Poller(
+            loop, shared, predictor, options.wait, shared.spin, shared.told, bells=bells, crowded=shared.yields
+        )
 
     def _may_go_on(self) -> bool:
         for place in self._round.running:

@@ -1,0 +1,53 @@
+"""Ends that are more than their CPUs: a spin hands the CPU on, whichever end it is."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+from pairs import attached
+
+from aioshm import Options, merge
+from aioshm.queue.ends import waiting
+
+
+@pytest.fixture(params=[(2, True), (3, False)], ids=["more ends than CPUs", "as many"])
+def crowded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let the ends of this process seem to be in three, which have two CPUs, or three."""
+    cpus, crowded = request.param
+    monkeypatch.setattr(waiting, "_apart", lambda _: True)
+    monkeypatch.setattr(waiting, "_cpus_of", lambda _: cpus)
+    return bool(crowded)
+
+
+async def test_a_spin_of_either_end_hands_its_cpu_on(crowded: bool) -> None:
+    async with attached(2) as (writer, readers):
+        for mq in (writer, *readers):
+            assert mq.end.gate.core.spin_yields is crowded
+            assert mq.end.gate.poller is not None
+            assert mq.end.gate.poller.crowded is crowded
+        await writer.enqueue("x")
+        assert [await reader.dequeue() for reader in readers] == ["x", "x"]
+
+
+async def test_so_does_that_of_a_merge(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_cpus_of", lambda _: 1 if crowded else 2)  # both writers are one process
+    async with AsyncExitStack() as stack:
+        pairs = [await stack.enter_async_context(attached(1, wait="park")) for _ in range(2)]
+        merged = await stack.enter_async_context(merge({rank: readers[0] for rank, (_, readers) in enumerate(pairs)}))
+        waiting_for_it = asyncio.ensure_future(anext(merged))
+        while merged._shared.poller is None:
+            await asyncio.sleep(0)
+        poller = merged._shared.poller
+        await pairs[1][0].enqueue("x")
+        assert await waiting_for_it == (1, "x")
+        assert merged._shared.yields is crowded
+        assert poller.crowded is crowded
+
+
+@pytest.mark.usefixtures("crowded")
+def test_a_crowd_is_known_to_the_predictor() -> None:
+    crowd = waiting.predictor_among([1, 2], Options())
+    crowd.weighs = False
+    assert (crowd._crowd == 3) is waiting.is_crowded([1, 2])
