@@ -68,6 +68,7 @@ zeros could be read as millions of them."""
 _LENGTH = struct.Struct("<Q")
 _LENGTH_BYTES = 8
 _ENTRY_BYTES = 2 * _LENGTH_BYTES
+_ONE = struct.Struct("<3Q")  # the table of a placed body with one buffer
 
 
 def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
@@ -170,16 +171,9 @@ def pack_table(main: int, places: Sequence[int]) -> bytes:
     return struct.pack(f"<{1 + len(places)}Q", main, *places)
 
 
-def write_placed(target: memoryview, table: int, tail: bytes) -> None:
-    """Write what lies behind the buffers of a placed body, which are in their places.
-
-    Args:
-        target: The body.
-        table: Where the table is to be.
-        tail: The table, and what is to be behind it.
-    """
-    _LENGTH.pack_into(target, 0, table)
-    target[table : table + len(tail)] = tail
+def pack_place(table: int) -> bytes:
+    """Return what a placed body begins with: where its table is."""
+    return _LENGTH.pack(table)
 
 
 def placed_end(body: memoryview, n_buffers: int, main_bytes: int) -> int:
@@ -205,6 +199,12 @@ def split_placed(body: memoryview, n_buffers: int, main_bytes: int) -> tuple[mem
     Raises:
         CodecError: A part would reach beyond the body.
     """
+    if n_buffers == 1 and main_bytes >= 0 and (length := len(body)) >= _LENGTH_BYTES:  # the same, in half of the time
+        (table,) = _LENGTH.unpack_from(body)
+        if table + _ONE.size <= length:
+            main, start, size = _ONE.unpack_from(body, table)
+            if main + main_bytes <= length and start + size <= length:
+                return body[main : main + main_bytes], [body[start : start + size]]
     end = placed_end(body, n_buffers, main_bytes)
     (table,) = _LENGTH.unpack_from(body)
     main, *entries = struct.unpack_from(f"<{1 + 2 * n_buffers}Q", body, table)

@@ -442,7 +442,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
                 was sent.
         """
         writer = self._writer or self._wrong_end("loan", "writer")
-        return writer.lender.loan(writer.prepare, ArraySpec(shape, dtype, like), timeout)
+        return writer.lender.loan(writer.prepare, ArraySpec.of(shape, dtype, like), timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
         """Lend so many writable bytes to the block, as `loan` does an array.

@@ -67,6 +67,11 @@ class LentWindow:
         offset = address_of(part) - self.address
         return offset if 0 <= offset <= self.room - len(part) else -1
 
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Write bytes into the range."""
+        offset += self.begin
+        self.memory[offset : offset + len(data)] = data
+
     def take_back(self, lent: list[Any], nbytes: int) -> bool:
         """Let nothing that was lent reach the range any more; return whether the window can be used again.
 

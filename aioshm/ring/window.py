@@ -61,7 +61,8 @@ class Windows:
         self._windows: dict[int, mmap.mmap] = {}
         self._faults: dict[int, int] = {}  # of this process, before a window was last shown
         self._pagemap = -1
-        self._files: dict[int, tuple[int, int]] = {}  # descriptor and size, by negative numbers
+        self._files: dict[int, tuple[int, int]] = {}  # descriptor and size of others, by negative numbers
+        self._places: dict[int, tuple[int, int]] = {}
         self._pools = layout.pools
         try:
             size = os.fstat(fd).st_size
@@ -99,7 +100,7 @@ class Windows:
         """
         if self._files.get(number) != (fd, room):
             self._windows.pop(number, None)
-            self._files[number] = fd, room
+            self._files[number], self._places[number] = (fd, room), (0, room)
         return self.view(number, nbytes)
 
     def held(self, chunk: int) -> bool:
@@ -165,12 +166,13 @@ class Windows:
 
     def _place(self, chunk: int) -> tuple[int, int]:
         """Return where a chunk's room begins in its file, and how large it is."""
-        if chunk in self._files:
-            return 0, self._files[chunk][1]
-        place = chunk_at(self._pools, chunk)
-        if place is None:
-            raise ValueError(f"there is no chunk {chunk}")
-        return place[0] + CHUNK_HEADER_BYTES, place[1]
+        known = self._places.get(chunk)
+        if known is None:
+            place = chunk_at(self._pools, chunk)
+            if place is None:
+                raise ValueError(f"there is no chunk {chunk}")
+            known = self._places[chunk] = place[0] + CHUNK_HEADER_BYTES, place[1]
+        return known
 
     def _open(self, chunk: int, offset: int, room: int) -> mmap.mmap:
         if self._fd < 0:

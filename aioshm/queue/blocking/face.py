@@ -303,7 +303,7 @@ class MessageQueue(QueueBase[T], Closing):
     ) -> AbstractContextManager[Any]:
         """Lend an array to the block, to be filled where readers will see it, and send it when the block ends."""
         writer = self._writer or self._wrong_end("loan", "writer")
-        spec = ArraySpec(shape, dtype, like)
+        spec = ArraySpec.of(shape, dtype, like)
         return self.held.new_block(lambda _, left: writer.lender.loan(writer.prepare, spec, left), timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractContextManager[memoryview]:

@@ -10,17 +10,19 @@ from types import TracebackType
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from aioshm.arguments import check_int
-from aioshm.codec import Codec, Encoded, PickleCodec
+from aioshm.codec import Codec, Encoded, MsgpackCodec, PickleCodec, RawCodec
 from aioshm.codec.frames import ALIGNMENT
 from aioshm.errors import MessageTooLarge, RoleError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.local.audience import RingAudience
-from aioshm.queue.local.loans import IN_PLACE_BYTES, MAIN_BYTES, ArraySpec, Extent, Like
+from aioshm.queue.local.loans import IN_PLACE_BYTES, MAIN_BYTES, ArraySpec, Extent, Like, Placed
 from aioshm.ring.slot import Slot
 
 T = TypeVar("T")
+KNOWN_SPECS = 64
+
 Prepare: TypeAlias = Callable[[float | None], Awaitable[None]]
 
 
@@ -45,18 +47,20 @@ class Lender:
         self._ring = ring
         self._sender = sender
         self._pickles = isinstance(codec, PickleCodec)
+        self._known: dict[ArraySpec, Placed] = {}  # what is written for arrays, where that depends on nothing else
+        self._knows = sender.is_local and isinstance(codec, PickleCodec | MsgpackCodec | RawCodec)
         self._largest = ring.ring.layout.max_chunk_bytes
         self._most = gate.options.max_message_bytes
 
     def loan(self, prepare: Prepare, spec: ArraySpec, timeout: float | None) -> Loan[Any]:
         """Lend an array, as `aioshm.MessageQueue.loan`; ``prepare`` does what comes before anything that sends."""
         room = self._room_for(spec.nbytes)
-        return Loan(self, prepare, room, lambda extent: extent.lend(spec), lambda array: array, timeout)
+        return Loan(self, prepare, room, lambda extent: extent.lend(spec), _itself, timeout, spec)
 
     def loan_bytes(self, prepare: Prepare, nbytes: int, timeout: float | None) -> Loan[memoryview]:
         """Lend bytes, as `aioshm.MessageQueue.loan_bytes`."""
         room = self._room_for(check_int("nbytes", nbytes, minimum=0))
-        as_sent = PickleBuffer if self._pickles else lambda view: view
+        as_sent = PickleBuffer if self._pickles else _itself
         return Loan(self, prepare, room, lambda extent: extent.lend_bytes(nbytes), as_sent, timeout)
 
     def build(self, prepare: Prepare, nbytes: int | None, timeout: float | None) -> Loan[Message]:
@@ -70,6 +74,22 @@ class Lender:
             raise MessageTooLarge(f"the message has {nbytes} bytes, options.max_message_bytes allows {self._most}")
         return ALIGNMENT + nbytes + MAIN_BYTES
 
+    def open_now(self, room: int) -> tuple[Slot, Extent] | None:
+        """Return what `open` does, if there is nothing to wait for."""
+        if not (self._sender.is_local and self.gate.core.passes()):
+            return None
+        slot = self._sender.claim(room)
+        if slot is None:
+            return None
+        extent = self._extent_for(slot, room)
+        self.gate.enter_now()
+        self.gate.hold()
+        return slot, extent
+
+    def _extent_for(self, slot: Slot, room: int) -> Extent:
+        in_place = room >= IN_PLACE_BYTES and self._ring.ranks
+        return self._ring.loans.extent(slot, room) if in_place else Extent()
+
     async def open(self, room: int, deadline: float | None) -> tuple[Slot, Extent]:
         """Wait in line for a slot and for room, which are the caller's until `close`."""
         gate, sender = self.gate, self._sender
@@ -77,15 +97,21 @@ class Lender:
         try:
             while (slot := sender.claim(room)) is None:
                 await sender.wait_for_bytes(room, deadline)
-            in_place = room >= IN_PLACE_BYTES and self._ring.ranks
-            extent = self._ring.loans.extent(slot, room) if in_place else Extent()
+            extent = self._extent_for(slot, room)
             gate.hold()
         except BaseException:
             gate.leave()
             raise
         return slot, extent
 
-    def publish(self, slot: Slot, extent: Extent, filled: list[Any], as_sent: Callable[[Any], Any]) -> Encoded | None:
+    def publish(
+        self,
+        slot: Slot,
+        extent: Extent,
+        filled: list[Any],
+        as_sent: Callable[[Any], Any],
+        spec: ArraySpec | None,
+    ) -> Encoded | None:
         """Publish what was filled; return an encoded message of it, if that has to be copied.
 
         No name here or in what this calls keeps what was lent, or a view of it: who else has it is counted.
@@ -95,9 +121,17 @@ class Lender:
             extent: Where it was filled.
             filled: What the block was given; emptied.
             as_sent: Returns what is encoded of that.
+            spec: What array it was, if it was one.
         """
-        sender = self._sender
+        sender, knows = self._sender, self._knows and spec is not None and not spec.torch and extent.window is not None
         self.gate.check_usable()
+        if knows:
+            assert spec is not None
+            knows = spec.fits(filled[0])
+            if knows and (known := self._known.get(spec)) is not None:
+                filled.clear()
+                sender.put_placed(slot, extent, known, None)
+                return None
         message = sender.encode(as_sent(filled.pop()))
         placed = extent.place(message)
         if placed is None:
@@ -108,6 +142,10 @@ class Lender:
         outgoing = sender.pack(message)
         message = b""
         sender.put_placed(slot, extent, placed, outgoing)
+        if knows and spec is not None:
+            if len(self._known) >= KNOWN_SPECS:
+                self._known.clear()
+            self._known[spec] = placed
         return None
 
     async def publish_copy(self, message: Encoded, deadline: float | None) -> None:
@@ -137,6 +175,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         lend: Returns what the block is given.
         as_sent: Returns what is encoded of that.
         timeout: For the wait for room, in seconds.
+        spec: What array the block is given, if it is one.
     """
 
     def __init__(
@@ -147,8 +186,10 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         lend: Callable[[Extent], T],
         as_sent: Callable[[T], Any],
         timeout: float | None,
+        spec: ArraySpec | None = None,
     ) -> None:
         self._lender = lender
+        self._spec = spec
         self._prepare = prepare
         self._room = room
         self._lend = lend
@@ -161,9 +202,12 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
 
     async def __aenter__(self) -> T:
         lender = self._lender
-        self._deadline = deadline_after(self._timeout)
-        await self._prepare(self._deadline)
-        slot, extent = await lender.open(self._room, self._deadline)
+        opened = lender.open_now(self._room)
+        if opened is None:
+            self._deadline = deadline_after(self._timeout)
+            await self._prepare(self._deadline)
+            opened = await lender.open(self._room, self._deadline)
+        slot, extent = opened
         try:
             self._filled.append(self._lend(extent))
         except BaseException:
@@ -181,7 +225,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         self._slot = self._extent = None
         try:
             if exc_type is None:
-                message = lender.publish(slot, extent, self._filled, self._as_sent)
+                message = lender.publish(slot, extent, self._filled, self._as_sent, self._spec)
                 if message is not None:
                     await lender.publish_copy(message, self._deadline)
         finally:
@@ -230,7 +274,7 @@ class Message(MutableMapping[str, Any]):
         """
         if self._extent is None:
             raise RoleError("the block of this message has ended, and its memory was given back: build another one")
-        return self._extent.lend(ArraySpec(shape, dtype, like))
+        return self._extent.lend(ArraySpec.of(shape, dtype, like))
 
     def take(self) -> Any:
         """Return what is sent, and keep nothing; for this package."""
@@ -251,3 +295,7 @@ class Message(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.value)
+
+
+def _itself(lent: Any) -> Any:
+    return lent

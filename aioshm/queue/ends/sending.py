@@ -61,6 +61,7 @@ class Sender:
             nothing was done, and otherwise what encoding it returned, for which there is no room, or which is no
             ordinary message.
         wanted: What room the call that waits needs.
+        is_local: Whether all readers are local.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Sender:
         self._gate = gate
         self._ring = ring
         self._network = network
+        self.is_local: bool = network is None
         self._core = core = ring.ring.core
         self._lenient = ring.roster.behind.lenient
         self._code = codec.code

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
 from aioshm.codec import Encoded
-from aioshm.codec.frames import INLINE, OVERFLOW, PLACED, RAW, pack_header, write_body, write_placed
+from aioshm.codec.frames import INLINE, OVERFLOW, PLACED, RAW, pack_header, pack_place, write_body
 from aioshm.config import Options
 from aioshm.errors import AioshmError, OutOfDescriptors, PeerDied
 from aioshm.lifeline.address import new_address
@@ -278,17 +278,21 @@ class RingAudience:
             SharedMemoryError: What the caller still holds of it should be a copy now, for which there is no memory.
                 Nothing was sent.
         """
-        kind, header = INLINE, slot.header
-        write_placed(self.loans.body(slot, extent), placed.table, placed.tail)
+        ring, begin, kind, window = self.ring, slot.begin, INLINE, extent.window
+        assert window is not None
+        window.write(0, pack_place(placed.table))
+        window.write(placed.table, placed.tail)
+        del window
         extent.end = placed.table
         self.take_back(extent)  # before anybody sees the message
-        self.ring.core.copied += placed.copied
         if extent.segment is not None:
             assert isinstance(self.overflow, OverflowSegments)
             kind = OVERFLOW
-            self.overflow.mark(header, extent.segment, placed.end)
+            self.overflow.mark(slot.header, extent.segment, placed.end)
             self.overflows += 1
-        pack_header(header, 0, kind, code, PLACED, placed.n_buffers, self.ring.seq, monotonic_ns(), placed.main_bytes)
+        ring.core.copied += placed.copied
+        header = kind, code, PLACED, placed.n_buffers, ring.seq, monotonic_ns(), placed.main_bytes
+        pack_header(ring.slots.bodies, begin, *header)
         self._commit()
 
     def take_back(self, extent: Extent) -> None:

@@ -6,8 +6,10 @@ of the same size finds a segment that the readers know, and pages that were touc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from math import prod
 from operator import index
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -65,12 +67,22 @@ class ArraySpec:
         like: Whose it is.
 
     Attributes:
+        torch: Whether it is a tensor.
+        shape, dtype: Of the array.
         nbytes: Its size.
 
     Raises:
         TypeError, ValueError: An argument is not what it has to be; the text names it.
         ImportError: NumPy or torch is not installed.
     """
+
+    @classmethod
+    def of(cls, shape: int | Sequence[int], dtype: Any, like: Like) -> ArraySpec:
+        """Return what the arguments say; mostly the same object for the same arguments."""
+        try:
+            return _known_spec(shape, dtype, like)
+        except TypeError:  # a list cannot be looked up, and other errors are told again
+            return cls(shape, dtype, like)
 
     def __init__(self, shape: int | Sequence[int], dtype: Any, like: Like) -> None:
         if like not in ("numpy", "torch"):
@@ -90,13 +102,21 @@ class ArraySpec:
         except ImportError as error:
             raise ImportError(f"like={like!r} needs {like}: pip install 'aioshm[torch]' ({error})") from error
         self.nbytes: int = prod(self.shape) * int(self.dtype.itemsize)
+        self._new: Any = None if self.torch else sys.modules["numpy"].ndarray
+
+    def fits(self, array: Any) -> bool:
+        """Return whether an array is still as it was lent, but for its content; not asked of tensors."""
+        return (
+            type(array) is self._new
+            and array.shape == self.shape
+            and array.dtype == self.dtype
+            and array.flags.c_contiguous
+        )
 
     def over(self, memory: Any, offset: int) -> Any:
         """Return it over memory."""
         if not self.torch:
-            import numpy as np
-
-            return np.ndarray(self.shape, self.dtype, memory, offset)
+            return self._new(self.shape, self.dtype, memory, offset)
         import torch
 
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=offset)
@@ -113,6 +133,11 @@ class ArraySpec:
         import numpy as np
 
         return np.empty(self.shape, self.dtype)
+
+
+@lru_cache(maxsize=64, typed=True)
+def _known_spec(shape: Any, dtype: Any, like: Any) -> ArraySpec:
+    return ArraySpec(shape, dtype, like)
 
 
 def _numpy_dtype(dtype: Any) -> Any:
@@ -208,8 +233,7 @@ class Extent:
         if table + tail_bytes > window.room or table + tail_bytes - copied < IN_PLACE_BYTES:
             return None
         for offset, buffer in foreign:
-            offset += window.begin
-            window.memory[offset : offset + len(buffer)] = buffer
+            window.write(offset, buffer)
         if main >= 0:
             return Placed(table, pack_table(main, places), main_bytes, 0, copied)
         tail = b"".join((pack_table(table + placed_bytes(len(buffers), 0), places), *parts))
@@ -257,13 +281,6 @@ class Loans:
                 number = self._segments.reserve(nbytes)
                 return Extent(self._segment_window(number), number)
         return Extent()
-
-    def body(self, slot: Slot, extent: Extent) -> memoryview:
-        """Return the memory of an extent, not through its window; a chunk's is not to be released."""
-        if extent.segment is None:
-            return slot.body
-        assert self._segments is not None
-        return self._segments.segments[extent.segment].segment.view
 
     def take_back(self, extent: Extent) -> bool:
         """Let nothing that was lent of an extent reach the message any more; return whether that took a copy.

@@ -233,17 +233,24 @@ class SlotReader:
         return obj
 
     def _show(self, begin: int, body: memoryview, kind: int, how: int, n_buffers: int, size: int) -> Any:
-        main, buffers = (split_placed if how else split_body)(body, n_buffers, size)
+        if how:
+            nbytes = placed_end(body, n_buffers, size)
+            if nbytes >= PLACED_VIEW_BYTES and (chunk := self._slots.chunk(begin)) is not None:
+                with suppress(SharedMemoryError):  # no mapping is left
+                    obj = self._view(*split_placed(self._window().view(chunk, nbytes).toreadonly(), n_buffers, size))
+                    self._note_shown(chunk, begin, nbytes)
+                    return obj
+            self._core.copied += nbytes
+            return self._codec.decode(*split_placed(body, n_buffers, size))
+        main, buffers = split_body(body, n_buffers, size)
         whole = size + len(buffers[0]) if n_buffers == 1 else size + sum(map(len, buffers))
-        if whole >= (PLACED_VIEW_BYTES if how else VIEW_BYTES) and (chunk := self._slots.chunk(begin)) is not None:
-            nbytes = placed_end(body, n_buffers, size) if how else body_bytes(size, [len(part) for part in buffers])
-            del main, buffers
-            with suppress(SharedMemoryError):  # no mapping is left
+        if whole >= VIEW_BYTES and (chunk := self._slots.chunk(begin)) is not None:
+            nbytes = body_bytes(size, [len(part) for part in buffers])
+            with suppress(SharedMemoryError):
                 view = self._window().view
                 obj = self.seen(view(chunk, nbytes).toreadonly(), kind, how, n_buffers, size)
                 self._note_shown(chunk, begin, nbytes)
                 return obj
-            main, buffers = split(body, how, n_buffers, size)
         self._core.copied += whole
         return bytearray(main) if kind == RAW else self._codec.decode(main, buffers)
 
@@ -254,8 +261,10 @@ class SlotReader:
             return ELSEWHERE
         number, fd, room, nbytes = found
         with suppress(SharedMemoryError):
-            view = self._window().view_file
-            obj = self.seen(view(-1 - number, fd, room, nbytes).toreadonly(), OVERFLOW, how, n_buffers, size)
+            body = self._window().view_file(-1 - number, fd, room, nbytes).toreadonly()
+            main, buffers = (split_placed if how else split_body)(body, n_buffers, size)
+            del body  # as the others: what an error's frames kept would be taken for a holder
+            obj = self._view(main, buffers)
             self._note_shown(-1 - number, begin, nbytes)
             self.overflows += 1
             return obj
