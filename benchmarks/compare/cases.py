@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.framework.workload import KIB, MIB, Workload, plain_bytes, small_dict, tensor
+from benchmarks.framework.workload import KIB, MIB, Workload, marked, plain_bytes, small_dict, tensor
 
 Kind = Literal["stream", "round trips", "cadence"]
 
@@ -59,6 +59,7 @@ _SHORT = plain_bytes(64)
 
 SMALL, MSGPACK, RAW = _SMALL.name, small_dict("msgpack").name, _SHORT.name
 PING_PONG, CADENCE = "64 B ping-pong", "cadence"
+LOANED = marked(16 * MIB).name
 T_4K, T_64K, T_1M, T_16M, T_64M = (tensor(n).name for n in (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB))
 
 CASES = [
@@ -80,5 +81,6 @@ CASES = [
     _stream("64k", tensor(64 * KIB, slots=64, chunk_bytes=128 * KIB), FOR_TENSORS),
     _stream("1m", tensor(MIB), FOR_TENSORS, quick=True),
     _stream("16m", tensor(16 * MIB), FOR_TENSORS),
+    _stream("loaned", marked(16 * MIB), ["aioshm loaned", "vLLM", "vLLM arena", "iceoryx2 loaned"]),
     _stream("64m", tensor(64 * MIB), [name for name in FOR_TENSORS if name != "aioshm leased"]),
 ]

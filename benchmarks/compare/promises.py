@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.compare.cases import MSGPACK, PING_PONG, RAW, SMALL, T_1M, T_4K, T_16M, T_64K, T_64M
+from benchmarks.compare.cases import LOANED, MSGPACK, PING_PONG, RAW, SMALL, T_1M, T_4K, T_16M, T_64K, T_64M
 from benchmarks.compare.measure import cadence_title
 from benchmarks.compare.memcpy import NAME as MEMCPY
 from benchmarks.framework.report import Report, bounded
@@ -88,6 +88,8 @@ def _all() -> Iterator[Bound]:
         yield faster(size, MEMCPY, VOLUME, 0.5)
     yield faster(T_16M, MEMCPY, VOLUME, 0.8, "aioshm leased")
     yield faster(T_64M, "vLLM", VOLUME, 2.5)
+    for theirs, bound in (("vLLM", 20), ("vLLM arena", 1), ("iceoryx2 loaned", 1)):
+        yield faster(LOANED, theirs, RATE, bound, "aioshm loaned")
 
 
 PROMISES: list[Bound] = list(_all())

@@ -29,6 +29,7 @@ class Face:
         secure: Whether what goes over TCP is encrypted; None for local readers.
         overflow: What carries messages that do not fit a chunk; None for the default.
         sized: Whether the ring is made for the messages; else it has the sizes that every ring has.
+        loaned: Whether the writer fills arrays where readers see them: it sets what is looked at of each message.
     """
 
     blocking: bool = False
@@ -36,6 +37,7 @@ class Face:
     secure: bool | None = None
     overflow: Literal["segments", "zmq"] | None = None
     sized: bool = False
+    loaned: bool = False
 
 
 def open_writer(face: Face, links: Sequence[Connection], workload: Workload) -> Opened:
@@ -54,7 +56,27 @@ def open_writer(face: Face, links: Sequence[Connection], workload: Workload) -> 
         **arguments,
     )
     hand(links, queue.export_handle())
-    return _ready(queue, face, queue.enqueue)
+    if not face.loaned:
+        return _ready(queue, face, queue.enqueue)
+    return _ready(queue, face, (_lending_blocks if face.blocking else _lending)(queue.loan, workload.nbytes))
+
+
+def _lending(loan: Callable[..., Any], nbytes: int) -> Callable[..., Any]:
+    async def send(message: Any) -> None:
+        first, last = int(message[0]), int(message[-1])
+        async with loan(nbytes, "uint8") as array:
+            array[0], array[-1] = first, last
+
+    return send
+
+
+def _lending_blocks(loan: Callable[..., Any], nbytes: int) -> Callable[..., Any]:
+    def send(message: Any) -> None:
+        first, last = int(message[0]), int(message[-1])
+        with loan(nbytes, "uint8") as array:
+            array[0], array[-1] = first, last
+
+    return send
 
 
 def open_reader(face: Face, link: Connection, _workload: Workload, rank: int) -> Opened:
@@ -108,6 +130,7 @@ CONTESTANTS = [
     _contestant("aioshm leased", Face(leased=True)),
     _contestant("aioshm blocking leased", Face(blocking=True, leased=True)),
     _contestant("aioshm, sized", Face(sized=True)),
+    _contestant("aioshm loaned", Face(leased=True, loaned=True), "tensor"),
 ]
 SEGMENTS = _contestant("overflow segments", Face(overflow="segments", sized=True))
 ZEROMQ = _contestant("overflow over ZeroMQ", Face(overflow="zmq", sized=True))

@@ -123,4 +123,52 @@ def _contestant(name: str, events: bool) -> Contestant:
     return Contestant(name, *ends, False, "iceoryx2", "iceoryx2", SMALL_CODECS)
 
 
-CONTESTANTS = [_contestant("iceoryx2 polling", False), _contestant("iceoryx2 event", True)]
+def open_lender(links: Sequence[Connection], workload: Workload) -> Port:
+    """Publish loans in which what is looked at of each message is set in place."""
+    import iceoryx2 as iox2
+
+    name, n_reader, nbytes = f"aioshm-benchmark/{secrets.token_hex(8)}", len(links), workload.nbytes
+    node, service = _service(name, workload, n_reader)
+    publisher = (
+        service.publisher_builder()
+        .initial_max_slice_len(nbytes)
+        .backpressure_strategy(iox2.BackpressureStrategy.RetryUntilDelivered)
+        .create()
+    )
+    hand(links, (name, n_reader))
+    _until(lambda: service.dynamic_config.number_of_subscribers >= n_reader)
+    publisher.update_connections()
+    loan, bytes_at, last = publisher.loan_slice_uninit, ctypes.c_uint8 * nbytes, nbytes - 1
+    loan(1).assume_init().send()
+
+    def send(message: Any) -> None:
+        sample = loan(nbytes)
+        payload = bytes_at.from_address(sample.payload_ptr)
+        payload[0], payload[last] = int(message[0]), int(message[-1])
+        sample.assume_init().send()
+
+    return Port(send, _held(node, service, publisher))
+
+
+def open_borrower(link: Connection, workload: Workload, _rank: int) -> Port:
+    """Poll; what is returned shows the sample itself, which is kept until the next one has come."""
+    name, n_reader = handed(link)
+    node, service = _service(name, workload, n_reader)
+    subscriber = service.subscriber_builder().create()
+    take, bytes_at, kept = subscriber.receive, ctypes.c_uint8 * workload.nbytes, [None]
+    _until(lambda: take() is not None)
+
+    def poll() -> Any:
+        while (sample := take()) is None:
+            pass
+        kept[0] = sample
+        return bytes_at.from_address(sample.payload_ptr)
+
+    return Port(poll, _held(node, service, subscriber, kept))
+
+
+CONTESTANTS = [
+    _contestant("iceoryx2 polling", False),
+    _contestant("iceoryx2 event", True),
+    Contestant("iceoryx2 loaned", open_lender, open_borrower, False, "iceoryx2", "iceoryx2", frozenset({"tensor"})),
+]

@@ -192,7 +192,7 @@ async def tick(ports: Ports, count: int, period_s: float) -> None:
     for _ in range(count):
         due += max(0.0, rng.gauss(period_s, JITTER * period_s))
         await turn()  # whatever its loop has still to do for the last message
-        _sleep_until(due)
+        sleep_until(due)
         message[key] = time.monotonic_ns()
         await send(message)
 
@@ -256,7 +256,8 @@ class _WithoutAwaits(ast.NodeTransformer):
         return node.value
 
 
-def _sleep_until(due: float) -> None:
+def sleep_until(due: float) -> None:
+    """Sleep, and spin for the rest, until a moment of `time.perf_counter`."""
     left = due - time.perf_counter() - SPIN_S
     if left > 0:
         time.sleep(left)

@@ -105,6 +105,14 @@ def tensor(nbytes: int, *, slots: int = 10, chunk_bytes: int = 24 * MIB) -> Work
     return replace(made, name=f"{made.name} tensor", codec="tensor", make=partial(_block, nbytes, "tensor"))
 
 
+def marked(nbytes: int, codec: Codec = "tensor") -> Workload:
+    """Return an array, or a tensor, of which only the first and the last element are looked at."""
+    make = partial(_marked, nbytes, codec)
+    return Workload(
+        f"{_size(nbytes)}, loaned", codec, nbytes, 0, 1, None, nbytes, TAIL, make, slots=10, chunk_bytes=24 * MIB
+    )
+
+
 def usual(quick: bool) -> list[Workload]:
     """Return the messages of most benchmarks."""
     return QUICK if quick else USUAL
@@ -139,6 +147,12 @@ def _block(nbytes: int, codec: Codec) -> list[Any]:
         memory = bytearray(nbytes)
     memory[0], memory[-1] = HEAD, TAIL
     return [0, memory]
+
+
+def _marked(nbytes: int, codec: Codec, number: int) -> Any:
+    memory = _block(nbytes, codec)[1]
+    memory[0] = number
+    return memory
 
 
 SMALL_DICT = small_dict()
