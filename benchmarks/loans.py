@@ -26,6 +26,8 @@ PERIOD_S = 0.0005
 WARM_UP = 60
 """Messages, more than a ring has chunks: each page that is looked at is touched for the first time in these."""
 
+READER_BEGINS_S = 0.3
+
 FLAT = 1.2
 """The longest p50 from 64 KiB on, against the shortest."""
 
@@ -66,7 +68,7 @@ async def lend(ports: Ports, count: int, period_s: float) -> int:
     """Lend arrays at a cadence, each with the time at which its block ends; return how many bytes were copied."""
     loan: Any = ports.send
     queue, turn, nbytes, clock = loan.__self__, ports.turn, ports.work.nbytes, time.monotonic_ns
-    before, due = queue.stats().copied_bytes, time.perf_counter() + 0.05
+    before, due = queue.stats().copied_bytes, time.perf_counter() + READER_BEGINS_S
     for _ in range(count):
         due += period_s
         await turn()

@@ -121,7 +121,8 @@ def _contestant(name: str, face: Face, *codecs: Codec) -> Contestant:
     module = BLOCKING if face.blocking else "aioshm"
     ends = partial(open_writer, face), partial(open_reader, face)
     carried = frozenset(codecs) or ALL_CODECS
-    return Contestant(name, *ends, not face.blocking, module, module, carried, lacks=_lacks, leased=face.leased)
+    about = {"lacks": _lacks, "leased": face.leased, "copies": not face.loaned}
+    return Contestant(name, *ends, not face.blocking, module, module, carried, **about)  # type: ignore[arg-type]
 
 
 CONTESTANTS = [

@@ -81,6 +81,7 @@ class Contestant:
         lacks: Returns what the installed version has not got yet for a codec.
         bounded: Whether it bounds what is under way to one reader, and to several.
         leased: Whether readers lease the messages of a stream.
+        copies: Whether a message of more bytes takes more time.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Contestant:
     lacks: Callable[[Codec], str | None] = lambda _codec: None
     bounded: tuple[bool, bool] = (True, True)
     leased: bool = False
+    copies: bool = True
 
     def line(self, workload: Workload, n_reader: int) -> tuple[End, list[End]]:
         """Return the ends of a new line: the writer's, and the readers' by rank."""

@@ -124,8 +124,9 @@ def _contestant(name: str, events: bool) -> Contestant:
 
 
 def open_lender(links: Sequence[Connection], workload: Workload) -> Port:
-    """Publish loans in which what is looked at of each message is set in place."""
+    """Publish loans in which what is looked at of each message is set in place, through an array over them."""
     import iceoryx2 as iox2
+    from numpy import frombuffer, uint8
 
     name, n_reader, nbytes = f"aioshm-benchmark/{secrets.token_hex(8)}", len(links), workload.nbytes
     node, service = _service(name, workload, n_reader)
@@ -143,7 +144,7 @@ def open_lender(links: Sequence[Connection], workload: Workload) -> Port:
 
     def send(message: Any) -> None:
         sample = loan(nbytes)
-        payload = bytes_at.from_address(sample.payload_ptr)
+        payload = frombuffer(bytes_at.from_address(sample.payload_ptr), uint8)
         payload[0], payload[last] = int(message[0]), int(message[-1])
         sample.assume_init().send()
 
@@ -151,7 +152,9 @@ def open_lender(links: Sequence[Connection], workload: Workload) -> Port:
 
 
 def open_borrower(link: Connection, workload: Workload, _rank: int) -> Port:
-    """Poll; what is returned shows the sample itself, which is kept until the next one has come."""
+    """Poll; what is returned is an array over the sample itself, which is kept until the next one has come."""
+    from numpy import frombuffer, uint8
+
     name, n_reader = handed(link)
     node, service = _service(name, workload, n_reader)
     subscriber = service.subscriber_builder().create()
@@ -162,7 +165,7 @@ def open_borrower(link: Connection, workload: Workload, _rank: int) -> Port:
         while (sample := take()) is None:
             pass
         kept[0] = sample
-        return bytes_at.from_address(sample.payload_ptr)
+        return frombuffer(bytes_at.from_address(sample.payload_ptr), uint8)
 
     return Port(poll, _held(node, service, subscriber, kept))
 
@@ -170,5 +173,14 @@ def open_borrower(link: Connection, workload: Workload, _rank: int) -> Port:
 CONTESTANTS = [
     _contestant("iceoryx2 polling", False),
     _contestant("iceoryx2 event", True),
-    Contestant("iceoryx2 loaned", open_lender, open_borrower, False, "iceoryx2", "iceoryx2", frozenset({"tensor"})),
+    Contestant(
+        "iceoryx2 loaned",
+        open_lender,
+        open_borrower,
+        False,
+        "iceoryx2",
+        "iceoryx2",
+        frozenset({"tensor"}),
+        copies=False,
+    ),
 ]

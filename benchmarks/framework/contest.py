@@ -155,7 +155,9 @@ class Contest:
 
     def _messages(self, stage: Stage, work: Workload, rate: float) -> int:
         bounded = stage.contestant.bounded[self.n_reader > 1]
-        most = min(MAX_MESSAGES, (MAX_BYTES if bounded else MAX_UNBOUNDED_BYTES) // work.nbytes)
+        most = MAX_MESSAGES
+        if stage.contestant.copies:
+            most = min(most, (MAX_BYTES if bounded else MAX_UNBOUNDED_BYTES) // work.nbytes)
         return max(MIN_MESSAGES, min(most, int(rate * self._settings.seconds)))
 
     async def _rate(self, stage: Stage, kind: int, warm_up: int, count: int) -> float:
