@@ -47,6 +47,7 @@ verifytypes: .venv-types/.ready ## how much of what is exported is typed, by pyr
 bench: .venv/.ready       ## every benchmark against its rivals, one after the other
 	$(BIN)/python -m benchmarks.throughput $(ARGS)
 	$(BIN)/python -m benchmarks.leases $(ARGS)
+	$(BIN)/python -m benchmarks.loans $(ARGS)
 	$(BIN)/python -m benchmarks.latency $(ARGS)
 	$(BIN)/python -m benchmarks.fanout $(ARGS)
 	$(BIN)/python -m benchmarks.idle $(ARGS)

@@ -6,10 +6,13 @@ ends, whatever still reaches the window must not reach the message any more. Map
 cost a page fault for every page that is filled, several times the rest of sending a large message; so a window stays,
 and what reaches it is taken away from it:
 
-* an array that one name alone refers to, the caller's, becomes read-only; a tensor loses its memory, a memoryview is
-  released;
+* an array that one local variable alone refers to, the caller's, becomes read-only; a tensor loses its memory, a
+  memoryview is released;
 * where anything else refers to the window, what it shows is exchanged for a private copy, and the next loan gets a new
   window.
+
+That the one reference is a variable is looked up in the caller's frame: it might as well be that of a tensor over the
+array, which does not care whether the array is read-only.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from __future__ import annotations
 import mmap
 import weakref
 from contextlib import suppress
+from inspect import CO_OPTIMIZED
 from sys import getrefcount
+from types import FrameType
 from typing import Any, Final
 
 from aioshm.errors import SharedMemoryError
@@ -72,13 +77,14 @@ class LentWindow:
         offset += self.begin
         self.memory[offset : offset + len(data)] = data
 
-    def take_back(self, lent: list[Any], nbytes: int) -> bool:
+    def take_back(self, lent: list[Any], nbytes: int, frame: FrameType | None) -> bool:
         """Let nothing that was lent reach the range any more; return whether the window can be used again.
 
         Args:
             lent: The arrays, tensors and memoryviews over it that were given to the caller; emptied. Nothing but this
                 list and the caller may refer to them.
             nbytes: How much of the range they are in; what lies behind reads as zeros in a private copy.
+            frame: Of the caller, if that is known.
 
         Raises:
             SharedMemoryError: There is no memory for a private copy: what is still held reads as zeros now.
@@ -87,9 +93,14 @@ class LentWindow:
         if self._quiet:
             self._quiet = [reader for reader in self._quiet if reader() is not None]
             held += len(self._quiet)
-        lone, quiet = True, []
+        lone, quiet, named = True, [], []
         for i in range(len(lent)):
-            lone = lone and getrefcount(lent[i]) <= _LONE
+            count = getrefcount(lent[i])
+            lone = lone and count <= _LONE
+            if count == _LONE:
+                named.append(id(lent[i]))
+        if lone and named:
+            lone = _has_variables(frame, named)
         while lone and lent:
             each = lent.pop()
             if hasattr(each, "flags"):
@@ -124,6 +135,17 @@ class LentWindow:
             with suppress(OSError):  # it takes no more room than what is there
                 map_memory(address, length, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
             raise
+
+
+def _has_variables(frame: FrameType | None, objects: list[int]) -> bool:
+    """Return whether each of these objects, by its id, is what a local variable of a frame refers to."""
+    if frame is None:
+        return False
+    variables = frame.f_locals
+    found = set(map(id, variables.values()))
+    if frame.f_code.co_flags & CO_OPTIMIZED and type(variables) is dict:
+        variables.clear()  # before CPython 3.13 it is a copy that the frame keeps, and with it what it refers to
+    return found.issuperset(objects)
 
 
 def _emptied(each: Any) -> bool:

@@ -139,7 +139,8 @@ def open_lender(links: Sequence[Connection], workload: Workload) -> Port:
     hand(links, (name, n_reader))
     _until(lambda: service.dynamic_config.number_of_subscribers >= n_reader)
     publisher.update_connections()
-    loan, bytes_at, last = publisher.loan_slice_uninit, ctypes.c_uint8 * nbytes, nbytes - 1
+    bytes_at: Any = ctypes.c_uint8 * nbytes
+    loan, last = publisher.loan_slice_uninit, nbytes - 1
     loan(1).assume_init().send()
 
     def send(message: Any) -> None:
@@ -158,7 +159,8 @@ def open_borrower(link: Connection, workload: Workload, _rank: int) -> Port:
     name, n_reader = handed(link)
     node, service = _service(name, workload, n_reader)
     subscriber = service.subscriber_builder().create()
-    take, bytes_at, kept = subscriber.receive, ctypes.c_uint8 * workload.nbytes, [None]
+    bytes_at: Any = ctypes.c_uint8 * workload.nbytes
+    take, kept = subscriber.receive, [None]
     _until(lambda: take() is not None)
 
     def poll() -> Any:

@@ -157,3 +157,58 @@ class TestGarbage:
     def test_the_text_has_the_numbers(self) -> None:
         with pytest.raises(CodecError, match="101 bytes announced, 100 there"):
             split_body(memoryview(bytes(100)), 0, 101)
+
+
+def placed(main: bytes, buffers: list[bytes], spare: int = 0) -> bytearray:
+    """Return a body whose buffers are in their places, with gaps between them."""
+    body, places = bytearray(ALIGNMENT), []
+    for buffer in buffers:
+        body += b"\xdd" * (-len(body) % ALIGNMENT)
+        places += [len(body), len(buffer)]
+        body += buffer
+    table = len(body)
+    body += frames.pack_table(table + frames.placed_bytes(len(buffers), 0), places) + main
+    body[:8] = frames.pack_place(table)
+    return body + b"\xee" * spare
+
+
+class TestPlaced:
+    @given(messages, st.integers(0, 70))
+    def test_round_trip(self, message: tuple[bytes, list[bytes]], spare: int) -> None:
+        main, buffers = message
+        body = memoryview(placed(main, buffers, spare))
+        main_view, views = frames.split_placed(body, len(buffers), len(main))
+        assert bytes(main_view) == main
+        assert [bytes(view) for view in views] == buffers
+        assert frames.placed_end(body, len(buffers), len(main)) == len(body) - spare
+        assert frames.split(body, frames.PLACED, len(buffers), len(main)) == (main_view, views)
+
+    @given(messages)
+    def test_cut_off(self, message: tuple[bytes, list[bytes]]) -> None:
+        main, buffers = message
+        body = memoryview(placed(main, buffers))
+        for cut in (1, len(main) + 1, len(body)):
+            with pytest.raises(CodecError):
+                frames.split_placed(body[:-cut], len(buffers), len(main))
+
+    @given(st.binary(max_size=300), counts, sizes)
+    def test_garbage_is_refused_or_read_within_bounds(self, garbage: bytes, n_buffers: int, main_bytes: int) -> None:
+        try:
+            main, views = frames.split_placed(memoryview(garbage), n_buffers, main_bytes)
+        except CodecError:
+            return
+        assert len(main) == main_bytes
+        assert len(views) == n_buffers
+
+    @given(st.binary(min_size=100, max_size=100), st.integers(0, 100), st.lists(st.integers(0, 2**64 - 1), max_size=5))
+    def test_tables_of_garbage(self, body: bytes, table: int, entries: list[int]) -> None:
+        target = bytearray(body)
+        target[:8] = frames.pack_place(table)
+        packed = b"".join(entry.to_bytes(8, "little") for entry in entries)
+        target[table : table + len(packed)] = packed
+        try:
+            main, views = frames.split_placed(memoryview(target), len(entries) // 2, 3)
+        except CodecError:
+            return
+        assert len(main) == 3
+        assert sum(map(len, views)) <= len(views) * len(target)

@@ -11,8 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+
+def _frames(rank: int) -> list[str]:
+    return [f"reader {rank}: frame {number} of 25 MB, all {number}" for number in range(5)]
+
+
 EXPECTED = {
     "events_router.py": ["rank 1 was cleared: now to rank 0", "the conversation goes to rank 1"],
+    "loans.py": [
+        *(line for rank in range(2) for line in sorted([f"reader {rank}: 0 bytes copied", *_frames(rank)])),
+    ],
     "quickstart.py": ["received {'number': 0}", "received {'number': 1}", "received {'number': 2}"],
     "typed_steps.py": [
         *(f"step {number} for ann and bob" for number in range(6)),

@@ -124,6 +124,26 @@ async def test_what_is_kept_becomes_a_copy_and_reaches_nobody(size: int, like: A
         assert _is(await reader.dequeue(5), 7, size)
 
 
+@pytest.mark.parametrize(
+    ("like", "derive"),
+    [
+        ("numpy", lambda array: array.reshape(10, -1)),
+        ("numpy", torch.from_numpy),
+        ("numpy", memoryview),
+        ("torch", lambda tensor: tensor.view(10, -1)),
+        ("torch", lambda tensor: tensor.numpy()),
+    ],
+    ids=["view", "tensor", "memoryview", "view of a tensor", "array"],
+)
+async def test_a_name_that_was_bound_to_something_over_the_array(like: Any, derive: Any) -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        async with writer.loan(100_000, "uint8", like) as array:
+            _fill(array, 7)
+            array = derive(array)
+        array[:] = b"\xff" * 100_000 if isinstance(array, memoryview) else 255
+        assert _is(await reader.dequeue(5), 7, 100_000)
+
+
 @pytest.mark.parametrize("size", [100_000, 2_000_000], ids=["chunk", "segment"])
 async def test_one_name_alone_costs_no_copy(size: int) -> None:
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):

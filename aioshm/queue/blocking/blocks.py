@@ -36,6 +36,7 @@ class Block(AbstractContextManager[Any]):
         value: What ``as`` gets, until that has it.
         opened: The block of the end that has the slot; None while there is none.
         undone: Whether it was never entered: what it was to show is to stay where it is.
+        frame: That of the ``with`` statement.
     """
 
     def __init__(self, owner: Owner, open_block: Callable[[], Any]) -> None:
@@ -44,18 +45,18 @@ class Block(AbstractContextManager[Any]):
         self.value: Any = None
         self.opened: Any = None
         self.undone: bool = False
-        self._frame: FrameType | None = None
+        self.frame: FrameType | None = None
         self._at = -1
 
     def __enter__(self) -> Any:
-        self._frame = frame = sys._getframe(1)
+        self.frame = frame = sys._getframe(1)
         self._at = frame.f_lasti
         try:
             self._owner.enter_block(self)
         except BaseException:
             # First, and without a call: where the next handler raises in the one below, the next call of the end does
             # what is left to do.
-            self._frame, self.value, self.undone = None, None, True
+            self.frame, self.value, self.undone = None, None, True
             if self.opened is not None:
                 self._owner.undo_block(self)
             raise
@@ -69,14 +70,14 @@ class Block(AbstractContextManager[Any]):
         try:
             return self._owner.leave_block(self, exc_type, exc, traceback)
         except BaseException:
-            self._frame = None
+            self.frame = None
             if self.opened is not None:  # interrupted before it had begun
                 self._owner.leave_block(self, exc_type, exc, traceback)
             raise
 
     def gone(self) -> bool:
         """Return whether the ``with`` statement has ended, though nobody was told: something was raised on the way."""
-        frame, at = self._frame, self._at
+        frame, at = self.frame, self._at
         if frame is None:
             return True
         code = frame.f_code

@@ -18,6 +18,7 @@ from aioshm.queue.blocking.leasing import Leasing
 from aioshm.queue.blocking.private_loop import PrivateLoop
 from aioshm.queue.blocking.turns import Turns
 from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.lending import Loan
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
@@ -304,6 +305,8 @@ class Held:
             opened, block.opened, self.block = block.opened, None, None
             if isinstance(self.end, ReadingEnd):
                 self.end.undo = block.undone
+            if isinstance(opened, Loan):
+                opened.frame = block.frame
             try:
                 answers.append(await opened.__aexit__(*error))
             finally:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pickle import PickleBuffer
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from aioshm.arguments import check_int
@@ -176,6 +177,9 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         as_sent: Returns what is encoded of that.
         timeout: For the wait for room, in seconds.
         spec: What array the block is given, if it is one.
+
+    Attributes:
+        frame: That of the ``with`` statement, where it is not the one that awaits the block's end.
     """
 
     def __init__(
@@ -199,6 +203,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         self._slot: Slot | None = None
         self._extent: Extent | None = None
         self._filled: list[T] = []
+        self.frame: FrameType | None = None
 
     async def __aenter__(self) -> T:
         lender = self._lender
@@ -223,6 +228,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         if slot is None or extent is None:
             return
         self._slot = self._extent = None
+        extent.frame, self.frame = self.frame or sys._getframe(1), None
         try:
             if exc_type is None:
                 message = lender.publish(slot, extent, self._filled, self._as_sent, self._spec)

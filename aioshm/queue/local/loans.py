@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import lru_cache
 from math import prod
 from operator import index
+from types import FrameType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from aioshm.arguments import shown
@@ -173,6 +174,7 @@ class Extent:
     Attributes:
         window, segment: As above.
         lent: What was given to the caller; nothing else in this package may refer to it.
+        frame: The caller's, when the block ends, if that is known.
         end: Where that ends.
     """
 
@@ -180,6 +182,7 @@ class Extent:
         self.window = window
         self.segment = segment
         self.lent: list[Any] = []
+        self.frame: FrameType | None = None
         self.end: int = ALIGNMENT
 
     def lend(self, spec: ArraySpec) -> Any:
@@ -295,8 +298,9 @@ class Loans:
             return False
         usable = False
         try:
-            usable = window.take_back(extent.lent, extent.end)
+            usable = window.take_back(extent.lent, extent.end, extent.frame)
         finally:
+            extent.frame = None
             if not usable:
                 windows = self._chunk_windows if extent.segment is None else self._segment_windows
                 for number in [number for number, each in windows.items() if each is window]:
