@@ -88,6 +88,13 @@ def test_remote(report: Any) -> None:
     assert [remark.split()[0] for remark in report["remarks"]] == ["CURVE", "CURVE"]
 
 
+@on("loans", "uvloop")
+def test_loans(report: Any) -> None:
+    sizes, faces = ("64 B, loaned", "64 KiB, loaned", "16 MiB, loaned"), ("aioshm", "aioshm blocking")
+    assert measured(report) == {(size, name, 1) for size in sizes for name in faces}
+    assert [promise["kept"] for promise in report["promises"] if "copied" in promise["promise"]] == [True] * 4
+
+
 @on("overflow", "uvloop")
 def test_overflow(report: Any) -> None:
     assert measured(report) == {("1 MiB", name, 1) for name in ("overflow segments", "overflow over ZeroMQ")}
