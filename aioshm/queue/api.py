@@ -510,7 +510,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         the block ends for whatever is still held, up to 10 ms later, or at the end of the next lease, so that a loop's
         own name for the message causes none.
 
-        A message of less than 512 KiB is what `dequeue` returns: copying it takes less time than a view.
+        A message of less than 512 KiB (one that was loaned: of less than 64 KiB) is what `dequeue` returns: copying it
+        takes less time than a view.
 
         Raises:
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.

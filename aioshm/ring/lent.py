@@ -31,6 +31,9 @@ from aioshm.ring.mapping import MAP_NORESERVE, address_of, map_memory
 from aioshm.ring.window import make_private
 
 _PAGE: Final = mmap.PAGESIZE
+CALLERS: Final = 4
+"""In how many frames the caller's variable is looked for."""
+
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -138,14 +141,24 @@ class LentWindow:
 
 
 def _has_variables(frame: FrameType | None, objects: list[int]) -> bool:
-    """Return whether each of these objects, by its id, is what a local variable of a frame refers to."""
-    if frame is None:
-        return False
-    variables = frame.f_locals
-    found = set(map(id, variables.values()))
-    if frame.f_code.co_flags & CO_OPTIMIZED and type(variables) is dict:
-        variables.clear()  # before CPython 3.13 it is a copy that the frame keeps, and with it what it refers to
-    return found.issuperset(objects)
+    """Return whether each of these objects, by its id, is what a local variable refers to.
+
+    Args:
+        frame: Where to look; after that, in those that have called it: there may be an exit stack in between.
+        objects: Their ids.
+    """
+    missing = set(objects)
+    for _ in range(CALLERS):
+        if frame is None:
+            break
+        variables = frame.f_locals
+        missing.difference_update(map(id, variables.values()))
+        if frame.f_code.co_flags & CO_OPTIMIZED and type(variables) is dict:
+            variables.clear()  # before CPython 3.13 it is a copy that the frame keeps, and with it what it refers to
+        if not missing:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _emptied(each: Any) -> bool:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,15 @@ async def test_one_name_alone_costs_no_copy(size: int) -> None:
                     assert _is(received, number, size)
         for end in (writer, reader):
             assert end.stats().copied_bytes < 12 * 400, "no more than the pickles"
+
+
+async def test_an_exit_stack_costs_no_copy_either() -> None:
+    async with attached(chunk=CHUNK) as (writer, (reader,)):
+        async with AsyncExitStack() as stack:
+            array = await stack.enter_async_context(writer.loan(100_000, "uint8"))
+            _fill(array, 1)
+        assert _is(await reader.dequeue(5), 1, 100_000)
+        assert writer.stats().copied_bytes < 400
 
 
 async def test_a_segment_is_used_again_and_again() -> None:
@@ -349,6 +358,8 @@ async def test_bad_arguments() -> None:
         ):
             with pytest.raises(TypeError, match="dtype"):
                 writer.loan(1, dtype, like)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="timeout"):
+            writer.loan(1, timeout=-1)
         for nbytes in (-1, 2.5):
             with pytest.raises((TypeError, ValueError), match="nbytes"):
                 writer.loan_bytes(nbytes)  # type: ignore[arg-type]

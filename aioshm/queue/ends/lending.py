@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pickle import PickleBuffer
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from aioshm.arguments import check_int
+from aioshm.arguments import check_int, check_timeout
 from aioshm.codec import Codec, Encoded, MsgpackCodec, PickleCodec, RawCodec
 from aioshm.codec.frames import ALIGNMENT
-from aioshm.errors import MessageTooLarge, RoleError
+from aioshm.errors import MessageTooLarge, RoleError, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
@@ -175,7 +175,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         room: How much of it is needed.
         lend: Returns what the block is given.
         as_sent: Returns what is encoded of that.
-        timeout: For the wait for room, in seconds.
+        timeout: For the wait for room, in seconds; also for another one, where what was filled has to be copied.
         spec: What array the block is given, if it is one.
 
     Attributes:
@@ -198,8 +198,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         self._room = room
         self._lend = lend
         self._as_sent = as_sent
-        self._timeout = timeout
-        self._deadline: float | None = None
+        self._timeout = check_timeout("timeout", timeout)
         self._slot: Slot | None = None
         self._extent: Extent | None = None
         self._filled: list[T] = []
@@ -209,9 +208,9 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         lender = self._lender
         opened = lender.open_now(self._room)
         if opened is None:
-            self._deadline = deadline_after(self._timeout)
-            await self._prepare(self._deadline)
-            opened = await lender.open(self._room, self._deadline)
+            deadline = deadline_after(self._timeout)
+            await self._prepare(deadline)
+            opened = await lender.open(self._room, deadline)
         slot, extent = opened
         try:
             self._filled.append(self._lend(extent))
@@ -233,10 +232,11 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
             if exc_type is None:
                 message = lender.publish(slot, extent, self._filled, self._as_sent, self._spec)
                 if message is not None:
-                    await lender.publish_copy(message, self._deadline)
+                    await lender.publish_copy(message, deadline_after(self._timeout))
         finally:
             self._filled.clear()
-            lender.close(extent)
+            with suppress(*(SharedMemoryError,) * (exc_type is not None)):  # what it raises is what is to be told
+                lender.close(extent)
 
     def __del__(self) -> None:
         if getattr(self, "_extent", None) is None:
