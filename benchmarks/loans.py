@@ -22,9 +22,9 @@ from benchmarks.framework.workload import KIB, MIB, Codec, Workload, marked
 SIZES = [64, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB]
 QUICK_SIZES = [64, 64 * KIB, 16 * MIB]
 
-PERIOD_S = 0.0005
-WARM_UP = 60
-"""Messages, more than a ring has chunks: each page that is looked at is touched for the first time in these."""
+PERIOD_S = 0.00006
+WARM_UP = 500
+"""Messages: a reader has found its rhythm by then, and each page that is looked at is touched for the first time in these."""
 
 READER_BEGINS_S = 0.3
 

@@ -309,3 +309,38 @@ def _finished(awaitable: Any) -> list[Any]:
     except StopIteration as stop:
         return [stop.value]
     raise AssertionError("it waits")
+
+
+class TestCopied:
+    """How many bytes were copied: of what is sent, and of what is leased, but not where it lies."""
+
+    def test_of_a_writer(self, new_pair: NewPair) -> None:
+        pair = new_pair(1, 8)
+        pair.writer.put(b"12345")
+        assert pair.writer.copied == 5
+        pair.writer.put_many([b"1", b"23"], 0)
+        assert pair.writer.copied == 8
+        pair.writer.bind(lambda obj: obj, PLAIN, False, None)
+        pair.writer.bind_beside(lambda *_: True, lambda message: 10)
+        open_gate(pair.writer)
+        pair.writer.send(["beside"])
+        assert pair.writer.copied == 18
+        pair.writer.copied += 2
+        assert pair.writer.copied == 20
+
+    def test_of_a_reader(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        leasing = Leasing(pair)
+        open_gate(pair.reader)
+        for _ in range(3):
+            pair.writer.put(b"12345")
+        assert pair.reader.receive() == "12345"
+        assert pair.reader.copied == 0
+        assert pair.reader.lease() == "12345"
+        pair.reader.unlease()
+        assert pair.reader.copied == 5
+        beside(pair)
+        pair.reader.lease()
+        assert leasing == ["beside"]
+        assert pair.reader.copied == 5
+        pair.reader.unlease()

@@ -273,7 +273,17 @@ class Held:
                 block.value = of_kept(self.kept[0])
                 del self.kept[0]
             else:
-                self.run(make, timeout)
+                self.run(make, timeout, first=enter_now)
+
+        def enter_now() -> bool:
+            if isinstance(self.end, ReadingEnd) or not self.gate.ready:
+                return False
+            opened = call(None, timeout)
+            if not isinstance(opened, Loan) or not opened.enter_now():
+                return False
+            block.value = opened.value
+            block.opened, self.block = opened, block
+            return True
 
         block = Block(self, enter)
         return block
@@ -300,20 +310,33 @@ class Held:
 
     def _leave(self, block: Block, *error: Any) -> bool | None:
         answers: list[bool | None] = []
+        opened, begun = block.opened, False
+
+        def leave_now() -> bool:
+            nonlocal begun
+            if not isinstance(opened, Loan):
+                return False
+            opened.frame = block.frame
+            if self.gate.refusal is not None or not opened.is_local:  # there is more to do, on the loop
+                return False
+            block.opened = self.block = None
+            begun = True
+            if not opened.leave_now(error[0]):
+                return False
+            answers.append(None)
+            return True
 
         async def leave(_: float | None) -> None:
-            opened, block.opened, self.block = block.opened, None, None
+            block.opened = self.block = None
             if isinstance(self.end, ReadingEnd):
                 self.end.undo = block.undone
-            if isinstance(opened, Loan):
-                opened.frame = block.frame
             try:
-                answers.append(await opened.__aexit__(*error))
+                answers.append(await (opened.leave_copy() if begun else opened.__aexit__(*error)))
             finally:
                 if isinstance(self.end, ReadingEnd):
                     self.end.undo = False
 
-        self.run(leave, leaving=True)
+        self.run(leave, leaving=True, first=leave_now)
         return answers[0]
 
     def _leave_if_gone(self, leaving: bool = False) -> None:

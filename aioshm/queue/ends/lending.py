@@ -47,9 +47,10 @@ class Lender:
         self.gate = gate
         self._ring = ring
         self._sender = sender
+        self.is_local: bool = sender.is_local
         self._pickles = isinstance(codec, PickleCodec)
         self._known: dict[ArraySpec, Placed] = {}  # what is written for arrays, where that depends on nothing else
-        self._knows = sender.is_local and isinstance(codec, PickleCodec | MsgpackCodec | RawCodec)
+        self._knows = self.is_local and isinstance(codec, PickleCodec | MsgpackCodec | RawCodec)
         self._largest = ring.ring.layout.max_chunk_bytes
         self._most = gate.options.max_message_bytes
 
@@ -77,7 +78,7 @@ class Lender:
 
     def open_now(self, room: int) -> tuple[Slot, Extent] | None:
         """Return what `open` does, if there is nothing to wait for."""
-        if not (self._sender.is_local and self.gate.core.passes()):
+        if not (self.is_local and self.gate.core.passes()):
             return None
         slot = self._sender.claim(room)
         if slot is None:
@@ -202,41 +203,80 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         self._slot: Slot | None = None
         self._extent: Extent | None = None
         self._filled: list[T] = []
+        self._message: Encoded | None = None
         self.frame: FrameType | None = None
 
-    async def __aenter__(self) -> T:
-        lender = self._lender
-        opened = lender.open_now(self._room)
-        if opened is None:
-            deadline = deadline_after(self._timeout)
-            await self._prepare(deadline)
-            opened = await lender.open(self._room, deadline)
-        slot, extent = opened
+    def enter_now(self) -> bool:
+        """Enter the block, if there is nothing to wait for; return whether that was done."""
+        opened = self._lender.open_now(self._room)
+        if opened is not None:
+            self._begin(*opened)
+        return opened is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all readers are local."""
+        return self._lender.is_local
+
+    @property
+    def value(self) -> T:
+        """What the block is given."""
+        return self._filled[-1]
+
+    def leave_now(self, exc_type: type[BaseException] | None) -> bool:
+        """End the block; return whether that is all: else there is a message left, for `leave_copy`.
+
+        Args:
+            exc_type: What the block has raised, if anything.
+        """
+        lender, slot, extent = self._lender, self._slot, self._extent
+        if slot is None or extent is None:
+            return True
+        extent.frame, self.frame, self._slot = self.frame, None, None
+        done = True
+        try:
+            if exc_type is None:
+                self._message = lender.publish(slot, extent, self._filled, self._as_sent, self._spec)
+                done = self._message is None
+            return done
+        finally:
+            self._filled.clear()
+            if done:
+                self._extent = None
+                with suppress(*(SharedMemoryError,) * (exc_type is not None)):  # what it raises is what is to be told
+                    lender.close(extent)
+
+    async def leave_copy(self) -> None:
+        """Send what `leave_now` has left."""
+        message, self._message, extent, self._extent = self._message, None, self._extent, None
+        assert message is not None
+        assert extent is not None
+        try:
+            await self._lender.publish_copy(message, deadline_after(self._timeout))
+        finally:
+            self._lender.close(extent)
+
+    def _begin(self, slot: Slot, extent: Extent) -> None:
         try:
             self._filled.append(self._lend(extent))
         except BaseException:
-            lender.close(extent)
+            self._lender.close(extent)
             raise
         self._slot, self._extent = slot, extent
+
+    async def __aenter__(self) -> T:
+        if not self.enter_now():
+            deadline = deadline_after(self._timeout)
+            await self._prepare(deadline)
+            self._begin(*await self._lender.open(self._room, deadline))
         return self._filled[-1]
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        lender, slot, extent = self._lender, self._slot, self._extent
-        if slot is None or extent is None:
-            return
-        self._slot = self._extent = None
-        extent.frame, self.frame = self.frame or sys._getframe(1), None
-        try:
-            if exc_type is None:
-                message = lender.publish(slot, extent, self._filled, self._as_sent, self._spec)
-                if message is not None:
-                    await lender.publish_copy(message, deadline_after(self._timeout))
-        finally:
-            self._filled.clear()
-            with suppress(*(SharedMemoryError,) * (exc_type is not None)):  # what it raises is what is to be told
-                lender.close(extent)
+        self.frame = self.frame or sys._getframe(1)
+        if not self.leave_now(exc_type):
+            await self.leave_copy()
 
     def __del__(self) -> None:
         if getattr(self, "_extent", None) is None:
