@@ -24,7 +24,7 @@ QUICK_SIZES = [64, 64 * KIB, 16 * MIB]
 
 PERIOD_S = 0.00006
 WARM_UP = 500
-"""Messages: a reader has found its rhythm by then, and each page that is looked at is touched for the first time in these."""
+"""Messages: in these a reader finds its rhythm, and each page that is looked at is touched for the first time."""
 
 READER_BEGINS_S = 0.3
 
