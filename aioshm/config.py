@@ -48,6 +48,7 @@ STALL_WARNING_S = 60.0
 LAG_WARNING_S = 60.0
 PREFAULT_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 36
+LINGER_S = 10.0
 REMOTE_TIMEOUT_S = 10.0
 MIN_REMOTE_TIMEOUT_S, MAX_REMOTE_TIMEOUT_S = 0.1, 86_400.0
 REMOTE_WINDOW = 4096
@@ -106,6 +107,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             ``"evict"`` goes on with the others, and the place is vacant; ``"hold"`` keeps the place and the messages
             that were not read, until a replacement goes on there: the writer waits when the ring, or the window, is
             full. A remote reader's replacement may get again what that one had finished with only just now.
+        linger_s: Seconds for which closing waits for a replacement where ``"hold"`` keeps messages; then they are lost,
+            and the log says whose.
         max_readers: Places for readers in all; those beyond ``n_reader`` are for readers that come and go, have the
             ranks from ``n_reader`` on, and are not waited for by ``wait_until_ready()``. They are for readers on the
             writer's host; where there are remote readers, too, or ``connect_ip`` is given, for either, whoever comes
@@ -138,6 +141,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     lag_warning_s: float = LAG_WARNING_S
     # Failure
     on_reader_death: OnReaderDeath = "raise"
+    linger_s: float = LINGER_S
     max_readers: int | None = None
     slow_reader: SlowReader = "block"
     # Messages
@@ -163,6 +167,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         check_int("max_message_bytes", self.max_message_bytes, minimum=1, maximum=MAX_BYTES)
         check_seconds("stall_warning_s", self.stall_warning_s)
         check_seconds("lag_warning_s", self.lag_warning_s)
+        if self.linger_s != 0:
+            check_seconds("linger_s", self.linger_s)
         check_seconds("remote_timeout", self.remote_timeout)
         if not MIN_REMOTE_TIMEOUT_S <= self.remote_timeout <= MAX_REMOTE_TIMEOUT_S:
             bounds = f"{MIN_REMOTE_TIMEOUT_S} to {MAX_REMOTE_TIMEOUT_S:.0f}"

@@ -26,6 +26,8 @@ from aioshm.ring.layout import VERSION
 logger: logging.Logger = logging.getLogger("aioshm.lifeline")
 
 HELLO_TIMEOUT_S = 5.0
+ASK_S = 0.005
+"""How often to look, while a newcomer waits, whether a reader that is being ended is gone."""
 MAX_STRANGERS = 64
 """Connections that have not greeted yet; one more, and the oldest is dropped."""
 
@@ -214,7 +216,8 @@ class LifelineListener:
         for _ in range(MAX_STRANGERS):
             if not self._accept():
                 break
-        self.look_at(self._connections)
+        for connection in list(self._connections.values()):
+            connection.read()  # strangers, too: a greeting may have come a moment after its connection was accepted
 
     def look_at(self, socks: Iterable[socket.socket]) -> None:
         """Read what has come over some connections of admitted readers."""
@@ -260,7 +263,9 @@ class _Connection:
         self._said_goodbye = False
         self._bell: Bell | None = None
         self.peer: Peer | None = None
-        self._deadline = loop.call_later(HELLO_TIMEOUT_S, self.close)
+        self._waiting: HandleError | None = None  # what it is told unless a reader ends that has what this one wants
+        self._asking: asyncio.TimerHandle | None = None
+        self._deadline = loop.call_later(HELLO_TIMEOUT_S, self._too_late)
         loop.add_reader(sock.fileno(), self.read)
 
     def close(self, goodbye: bool = False) -> None:
@@ -271,6 +276,8 @@ class _Connection:
         elif goodbye:
             self._send_all(protocol.pack(protocol.CLOSED), [])
         self._deadline.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._sock.fileno())
             self._loop.remove_writer(self._sock.fileno())
@@ -319,16 +326,25 @@ class _Connection:
                 self._said_goodbye = True
 
     def _greet(self) -> None:
+        if self._waiting is not None:
+            return
         try:
             body = protocol.take_frame(self._received)
             if body is None:
                 return
             hello = protocol.unpack_hello(body)
             self._listener.check(hello)
-            if self._has_gone():
-                self.close()
-                self._host.missed(hello, self._said_goodbye)
-                return
+        except HandleError as error:
+            self._turn_down(error)
+            return
+        self._admit(hello)
+
+    def _admit(self, hello: Hello) -> None:
+        if self._has_gone():
+            self.close()
+            self._host.missed(hello, self._said_goodbye)
+            return
+        try:
             self._listener.look_at_rank(hello.rank)
             welcome, fds = self._host.admit(hello)
             if welcome.bells:
@@ -336,8 +352,10 @@ class _Connection:
                 self._bell = self._new_bell(welcome)
                 fds = [*fds, self._bell.fd, self._listener.bell.fd]
         except HandleError as error:
-            logger.debug("refused pid %d: %s", self._pid, error)
-            self._refuse(str(error), full=isinstance(error, NoPlaceVacant))
+            if self._host.awaits_end(hello):
+                self._waiting, self._asking = error, self._loop.call_later(ASK_S, self._admit, hello)
+            else:
+                self._turn_down(error)
             return
         except OSError as error:  # of the bell: nobody but this reader has to do without
             self._refuse(self._listener.lack(self._pid, error))
@@ -347,6 +365,7 @@ class _Connection:
             self._refuse("the system does not let its process pass on more descriptors now (unix(7), ETOOMANYREFS)")
             return
         self._deadline.cancel()
+        self._waiting = None
         self.peer = Peer(self._loop, self._sock, hello, self._pid, self._bell)
         self.peer.hang_up = self.close
         if welcome.rank != protocol.ANY_RANK:
@@ -356,6 +375,16 @@ class _Connection:
         if self._received:
             self._signals(self.peer, bytes(self._received))
             self._received.clear()
+
+    def _turn_down(self, error: HandleError) -> None:
+        logger.debug("refused pid %d: %s", self._pid, error)
+        self._refuse(str(error), full=isinstance(error, NoPlaceVacant))
+
+    def _too_late(self) -> None:
+        if self._waiting is None:
+            self.close()
+        else:
+            self._turn_down(self._waiting)
 
     def _new_bell(self, welcome: Welcome) -> Bell:
         try:

@@ -24,6 +24,9 @@ class Host(Protocol):
     def admit(self, hello: Hello) -> tuple[Welcome, list[int]]:
         """Return the answer to a checked greeting with the descriptors that go along, or raise `HandleError`."""
 
+    def awaits_end(self, hello: Hello) -> bool:
+        """Return whether a reader that has what this one wants is about to be gone: its process is being ended."""
+
     def missed(self, hello: Hello, said_goodbye: bool) -> None:
         """Note that a reader had gone before its greeting was read; it is not admitted."""
 

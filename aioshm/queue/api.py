@@ -590,10 +590,12 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     async def aclose(self) -> None:
         """Close this end: the other side is told, waiting calls raise `QueueClosed`. Idempotent.
 
-        A writer's readers can still read everything that was sent. Cancelling this does not stop it. It may be awaited
-        on any loop of the process, in any thread: also while the one that this end belongs to runs in another thread,
-        which then does it, and after that one was closed. Where that one has only stopped, what still waits there keeps
-        the memory until it goes on.
+        A writer's readers can still read everything that was sent. Where ``on_reader_death="hold"`` keeps messages for
+        the replacement of a reader that has died, this waits for that, ``options.linger_s`` at most, and then a warning
+        says what is lost. Cancelling this ends that waiting, but does not stop the closing. It may be awaited on any
+        loop of the process, in any thread: also while the one that this end belongs to runs in another thread, which
+        then does it, and after that one was closed. Where that one has only stopped, what still waits there keeps the
+        memory until it goes on.
         """
         await self.end.gate.aclose()
 

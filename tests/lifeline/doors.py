@@ -65,6 +65,9 @@ class Door:
         bells = self.listener.bell is not None
         return Welcome(pid=4711, secret=b"secret", segment=bool(fds), bells=bells), fds
 
+    def awaits_end(self, hello: Hello) -> bool:
+        return False
+
     def missed(self, greeting: Hello, said_goodbye: bool) -> None:
         self.missing.append((greeting.rank, said_goodbye))
 

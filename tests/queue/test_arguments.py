@@ -244,6 +244,7 @@ OPTIONS: list[tuple[str, list[Any]]] = [
     ("max_spin_cpu", [NAN, INF, -1, 2, 10**400, ENDLESS, True, TEXT, None]),
     ("stall_warning_s", NO_OPTION_SECONDS),
     ("lag_warning_s", NO_OPTION_SECONDS),
+    ("linger_s", [value for value in NO_OPTION_SECONDS if value != 0]),
     ("on_reader_death", [5, NAN, True, NUMBERS, TEXT]),
     ("max_readers", [*(value for value in NO_SMALL_COUNT if value is not None), 1 << 17]),
     ("slow_reader", [5, NAN, True, NUMBERS, TEXT]),

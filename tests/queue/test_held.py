@@ -16,10 +16,15 @@ from time import monotonic
 
 import pytest
 from children import child
+from faces import Thread
+from faces import child as blocking_child
+from pairs import EITHER_PLACE
 from remotes import wide_writer
-from support import until
+from support import eventually, until
 
-from aioshm import MessageQueue, Options, PeerClosed, QueueFull, ReaderDied, ReaderJoined
+from aioshm import EndClosed, MessageQueue, Options, PeerClosed, QueueFull, ReaderDied, ReaderJoined, blocking
+from aioshm.process.state import is_dying, process_state
+from aioshm.queue.local import roster
 
 SCRIPT = Path(__file__).with_name("journal_child.py")
 
@@ -183,3 +188,119 @@ async def test_one_that_leaves_holds_nothing() -> None:
         await until(lambda: writer.readers[0].state == "left", "goodbye")
         with pytest.raises(PeerClosed, match="every reader has left"):
             await writer.enqueue("x", 20)
+
+
+class TestClosing:
+    """A writer that closes waits for who is to have what it keeps."""
+
+    @staticmethod
+    async def bereave(writer: MessageQueue) -> int:
+        """Kill the only reader, for which two messages are kept then; return its pid."""
+        async with child("idle", writer.export_handle().to_json(), "0") as doomed:
+            await writer.enqueue_many([0, "large" * 5000], 20)
+            doomed.signal(signal.SIGKILL)
+            await doomed.end()
+        await until(lambda: writer.readers[0].state == "held", "its death")
+        return doomed.pid
+
+    @EITHER_PLACE
+    async def test_a_replacement_comes(self, n_local: int, n_remote: int, caplog: pytest.LogCaptureFixture) -> None:
+        async with wide_writer(n_local, n_remote, on_reader_death="hold", remote_timeout=1.0) as writer:
+            handle, pid = writer.export_handle(), await self.bereave(writer)
+            closings = [asyncio.ensure_future(writer.aclose()) for _ in range(2)]
+            await until(lambda: "closing: waiting for a replacement of reader 0" in caplog.text, "closing")
+            with pytest.raises(EndClosed):
+                await writer.enqueue("late")
+            async with MessageQueue.create_from_handle(handle, 0) as heir:
+                assert [message async for message in heir] == [0, "large" * 5000]
+            await asyncio.wait_for(asyncio.gather(*closings), 20)
+            assert f"(pid {pid}), which had read 0 messages" in caplog.text
+            assert "lost" not in caplog.text
+
+    @EITHER_PLACE
+    @pytest.mark.parametrize("how", ["in time", "cancelled"])
+    async def test_nobody_comes(self, n_local: int, n_remote: int, how: str, caplog: pytest.LogCaptureFixture) -> None:
+        options = {"on_reader_death": "hold", "remote_timeout": 1.0, "linger_s": 0.05 if how == "in time" else 60.0}
+        async with wide_writer(n_local, n_remote, **options) as writer:
+            pid = await self.bereave(writer)
+            closing = asyncio.ensure_future(writer.aclose())
+            if how == "cancelled":
+                await until(lambda: "closing: waiting for a replacement" in caplog.text, "closing")
+                closing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await closing
+            await asyncio.wait_for(writer.aclose(), 20)
+            assert f"nobody came in the place of reader 0 (pid {pid}): messages 0 to 1 are lost to it" in caplog.text
+
+    async def test_from_another_thread(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with wide_writer(1, 0, on_reader_death="hold") as writer:
+            handle = writer.export_handle()
+            await self.bereave(writer)
+            closing = asyncio.ensure_future(asyncio.to_thread(asyncio.run, writer.aclose()))
+            await until(lambda: "closing: waiting for a replacement" in caplog.text, "closing")
+            async with MessageQueue.create_from_handle(handle) as heir:
+                assert len([message async for message in heir]) == 2
+            await asyncio.wait_for(closing, 20)
+
+    def test_on_the_blocking_face(self, caplog: pytest.LogCaptureFixture) -> None:
+        options = Options(on_reader_death="hold")
+        with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, options=options) as writer:
+            handle = writer.export_handle()
+            with blocking_child("idle", handle.to_json()) as doomed:
+                writer.enqueue_many([0, 1], 20)
+                doomed.process.kill()
+                doomed.process.wait(20)
+            changes = writer.membership(20)
+            while not isinstance(next(changes), ReaderDied):
+                pass
+            closing = Thread(writer.close)
+            eventually(lambda: "closing: waiting for a replacement" in caplog.text, "closing")
+            with blocking.MessageQueue.create_from_handle(handle, 0) as heir:
+                assert list(heir) == [0, 1]
+            closing.result()
+
+    async def test_nothing_is_waited_for_where_all_was_read(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with wide_writer(1, 0, on_reader_death="hold", linger_s=60.0) as writer:
+            async with child("idle", writer.export_handle().to_json(), "0") as doomed:
+                await writer.wait_until_ready(20)
+                doomed.signal(signal.SIGKILL)
+                await doomed.end()
+            await until(lambda: writer.readers[0].state == "held", "its death")
+            await asyncio.wait_for(writer.aclose(), 20)
+        assert "replacement of" not in caplog.text
+
+
+async def test_a_replacement_that_comes_while_the_former_one_is_being_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for that, where the kernel has yet to close the files of a process that was killed."""
+    dying: set[int] = set()
+    monkeypatch.setattr(roster, "is_dying", dying.__contains__)
+    async with wide_writer(1, 0, on_reader_death="hold") as writer:
+        handle = writer.export_handle()
+        async with child("idle", handle.to_json(), "0") as doomed:
+            await writer.enqueue("kept", 20)
+            doomed.signal(signal.SIGSTOP)  # its files are open
+            dying.add(doomed.pid)
+            for rank in (0, None):
+                async with MessageQueue.create_from_handle(handle, rank) as quitter:
+                    with pytest.raises(TimeoutError):
+                        await quitter.wait_until_ready(0.05)
+            async with MessageQueue.create_from_handle(handle, 0) as heir:
+                waiting = asyncio.ensure_future(heir.dequeue(20))
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(waiting), 0.05)
+                doomed.signal(signal.SIGKILL)
+                assert await waiting == "kept"
+            await doomed.end()
+
+
+async def test_who_is_being_ended() -> None:
+    """As the kernel says it: not who is stopped, and not who has ended."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(1000)")
+    assert not is_dying(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    await until(lambda: process_state(process.pid) == "stopped", "stop")
+    assert not is_dying(process.pid)
+    process.kill()
+    await process.wait()
+    assert not is_dying(process.pid)
+    assert not is_dying(0)

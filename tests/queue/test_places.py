@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -30,7 +31,10 @@ from aioshm import (
     ReaderLeft,
     blocking,
 )
+from aioshm.lifeline.address import sockaddr
+from aioshm.lifeline.protocol import Hello, pack
 from aioshm.queue.membership import KEPT_CHANGES
+from aioshm.ring.layout import VERSION
 
 LARGE = 20_000
 """Bytes that do not fit a chunk here."""
@@ -460,3 +464,21 @@ class TestMembership:
             for call in (lambda: reader.readers, reader.membership, lambda: reader.dismiss(0)):
                 with pytest.raises(Exception, match="belongs to the queue's writer"):
                     call()
+
+
+def test_a_greeting_that_comes_after_its_connection() -> None:
+    """No loop runs between the calls that look."""
+    with make_writer(1) as writer:
+        handle = writer.export_handle()
+        reader = Thread(lambda: blocking.MessageQueue.create_from_handle(handle, 0)).result()
+        with pytest.raises(TimeoutError):
+            writer.wait_until_ready(0)
+        with socket.socket(socket.AF_UNIX) as early:
+            early.connect(sockaddr(handle.lifeline))
+            assert writer.readers
+            greeting = Hello(VERSION, handle.queue_id, handle.token, 1000, os.getpid())
+            early.send(pack(greeting))
+            assert writer.readers
+            early.settimeout(20)
+            assert b"no local reader has rank 1000" in early.recv(4096)
+        reader.close()

@@ -1,4 +1,4 @@
-"""The order in which an end closes: refuse, say goodbye, wait until no call uses it, give everything back, finish."""
+"""The order in which an end closes: refuse, linger, say goodbye, wait until no call uses it, give all back, finish."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ class Inside(Protocol):
         """Return what this end has done so far, while everything is there."""
 
 
+class Whole(Inside, Protocol):
+    """The end as a whole."""
+
+    def lingers(self) -> bool:
+        """Return whether `linger` has something to wait for."""
+
+    async def linger(self) -> None:
+        """Wait, before the goodbye, for those who may still come for what is kept; called on the end's loop."""
+
+
 class Door(Protocol):
     """The gate, as closing uses it: see `Gate` for what each name means."""
 
@@ -63,15 +73,16 @@ class ClosingOrder:
         dismantled: Whether everything was given back.
     """
 
-    _inside: Inside
+    _inside: Whole
 
     def __init__(self, gate: Door) -> None:
         self._gate = gate
         self.begun: bool = False
+        self._parted = False  # whether the goodbye was said
         self.dismantled: bool = True  # as long as there is nothing to give back
         self._inherited = False  # whether this is a forked child's copy
 
-    def enclose(self, inside: Inside) -> None:
+    def enclose(self, inside: Whole) -> None:
         """Take over the closing of an end, which is complete by now."""
         self._inside = inside
         self.dismantled = False
@@ -94,9 +105,12 @@ class ClosingOrder:
             gate.in_line = 0  # the calls that waited there will never go on
         try:
             self._begin()
+            if not self._parted and self._inside.lingers() and gate.loop is asyncio.get_running_loop():
+                await self._inside.linger()
             if gate.in_line:
                 await asyncio.sleep(0)  # the waiting calls raise while the ring is still mapped
         finally:
+            self._part()
             self.dismantle_unless_used()
         await self._inside.finish()
 
@@ -106,13 +120,17 @@ class ClosingOrder:
         finishing: list[asyncio.Task[None]] = []
 
         async def finish() -> None:
-            await self._inside.finish()
+            await self._close_here()
 
         def close() -> None:
             try:
                 self._begin()
-                self.dismantle_unless_used()
-                if self._inside.finished():  # as a rule; a task might be forgotten where the loop ends now
+                lingers = not self._parted and self._inside.lingers()
+                if not lingers:
+                    self._part()
+                    self.dismantle_unless_used()
+                # That is all, as a rule; a task might be forgotten where the loop ends now.
+                if not lingers and self._inside.finished():
                     done.set_result(None)
                 else:
                     finishing.append(loop.create_task(finish()))
@@ -136,17 +154,22 @@ class ClosingOrder:
     def discard(self) -> None:
         """Close an end that nobody has used, outside of any loop."""
         self._begin()
+        self._part()
         self.dismantle_unless_used()
 
     def _begin(self) -> None:
         if not self.begun:
             self.begun = True
             self._gate.refuse_closed()
+
+    def _part(self) -> None:
+        if not self._parted:
+            self._parted = True
             self._inside.say_goodbye()
 
     def dismantle_unless_used(self) -> None:
-        """Give everything back if no call is in line."""
-        if not self.dismantled and not self._gate.in_line:
+        """Give everything back if the goodbye was said and no call is in line."""
+        if self._parted and not self.dismantled and not self._gate.in_line:
             self._last_stats = self._inside.stats()
             self.dismantled = True
             self._take_apart()

@@ -15,7 +15,7 @@ from typing import cast
 from aioshm.config import Options
 from aioshm.errors import AioshmError, EndClosed, RoleError
 from aioshm.lifeline.bell import Bell
-from aioshm.queue.ends.closing import ClosingOrder, Inside
+from aioshm.queue.ends.closing import ClosingOrder, Whole
 from aioshm.queue.ends.core import Core, NoRing
 from aioshm.queue.ends.waiting import new_poller
 from aioshm.queue.stats import QueueStats
@@ -83,7 +83,7 @@ class Gate:
         self._watcher: Callable[[], None] | None = None
         self._news: asyncio.Future[None] | None = None
 
-    def enclose(self, inside: Inside) -> None:
+    def enclose(self, inside: Whole) -> None:
         """Take over the closing of an end, which is complete by now."""
         self._closing.enclose(inside)
 

@@ -435,6 +435,13 @@ class ReadingEnd:
 
     # Closing (see `closing.Inside`)
 
+    def lingers(self) -> bool:
+        """Return False: nobody may still come for what this end has."""
+        return False
+
+    async def linger(self) -> None:
+        """Do nothing."""
+
     def say_goodbye(self) -> None:
         """Tell the writer that this reader leaves, where it needs to know at once."""
         self.source.say_goodbye()

@@ -7,7 +7,8 @@ import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -84,6 +85,7 @@ class WritingEnd:
         self._codec = codec
         self._connect_ip = connect_ip
         self._listening = False
+        self._parted = False  # whether the goodbye was said
         self._refused: Callable[[], AioshmError] | None = None  # with what, because of readers that are gone
         lag = LagWatch(gate.options.lag_warning_s, gate.options.stall_warning_s, self._report_lag)
         self._sender = Sender(gate, ring, network, codec, self._report_laggards, lag)
@@ -419,10 +421,35 @@ class WritingEnd:
 
     # Closing (see `closing.Inside`)
 
+    def _unread(self) -> dict[int, tuple[int, int]]:
+        """Return the ranks whose messages wait for a replacement: the process that had each, and the first message."""
+        held = {rank: one for audience in self._audiences for rank, one in audience.held.items()}
+        return {rank: (pid, first) for rank, (pid, first) in held.items() if first < self.ring.ring.seq}
+
+    def lingers(self) -> bool:
+        """Return whether a replacement may still come for messages that are kept for it."""
+        return self._listening and bool(self._unread())
+
+    async def linger(self) -> None:
+        """Wait for that, for ``options.linger_s`` at most."""
+        gate, deadline = self.gate, monotonic() + self.gate.options.linger_s
+        for rank, (pid, first) in self._unread().items():
+            text = "%r: closing: waiting for a replacement of reader %d (pid %d), which had read %d messages"
+            logger.warning(text, gate, rank, pid, first)
+        with suppress(TimeoutError):
+            while not self._parted and self._unread():
+                await settle(gate.news(), deadline=deadline)
+
     def say_goodbye(self) -> None:
         """Tell the readers that nothing more will come."""
+        for rank, (pid, first) in self._unread().items():
+            text = "%r: closed, and nobody came in the place of reader %d (pid %d): messages %d to %d are lost to it"
+            logger.warning(text, self.gate, rank, pid, first, self.ring.ring.seq - 1)
         for audience in self._audiences:
             audience.say_goodbye()
+        self._parted = True
+        if self.gate.loop is not None and not self.gate.loop.is_closed():
+            self.gate.interrupt()  # another call that closes may linger
 
     def close(self) -> None:
         """Give everything back but what still has to be delivered."""

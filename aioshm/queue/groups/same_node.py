@@ -142,6 +142,10 @@ class _Door:
         welcome = Welcome(os.getpid(), b"", by_descriptor, bells=False)
         return welcome, [self._segment.fd] if by_descriptor else []
 
+    def awaits_end(self, hello: Hello) -> bool:
+        """Return False: nobody has what another one wants."""
+        return False
+
     def missed(self, hello: Hello, said_goodbye: bool) -> None:
         pass
 

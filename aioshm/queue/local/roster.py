@@ -12,6 +12,7 @@ from aioshm.config import SLOW_READER, OnReaderDeath
 from aioshm.errors import AioshmError, HandleError, NoPlaceVacant, PeerDied
 from aioshm.lifeline.peer import Peer
 from aioshm.lifeline.protocol import ANY_RANK, Hello, Welcome
+from aioshm.process.state import is_dying
 from aioshm.queue.local.behind import Behind
 from aioshm.queue.local.place import Place
 from aioshm.queue.membership import Change, ChangeLog, ReaderDied, ReaderInfo, ReaderJoined, ReaderLeft
@@ -210,6 +211,10 @@ class Roster:
         else:
             self._first = 0
         return self._welcome(place.rank, self._first, self._going)
+
+    def awaits_end(self, hello: Hello) -> bool:
+        """Return whether a reader that has what this one wants is about to be gone: its process is being ended."""
+        return any(hello.rank in (peer.rank, ANY_RANK) and is_dying(peer.seen_pid) for peer in self._there())
 
     def why_taken(self, rank: int) -> str | None:
         """Say why a rank is not to be had by a remote reader; None: it is."""
