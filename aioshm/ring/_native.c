@@ -110,7 +110,7 @@ typedef struct {
 
 typedef struct {
     PyObject *nothing, *elsewhere;
-    PyTypeObject *at_once;
+    PyTypeObject *at_once, *writer, *reader, *call;
 } State;
 
 /* Memory */
@@ -1492,6 +1492,438 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
     return batch;
 }
 
+/* Calls: what the awaited face's enqueue() and dequeue() return, a coroutine without a frame where it need not wait */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *core;           /* that is asked first, or NULL */
+    PyObject *rest, *whole, *fail;
+    void *spare;              /* the memory of a call that has ended */
+    PyTypeObject *writer, *reader, *call;
+} Calls;
+
+typedef enum { NEW, RUNNING, WAITING, ENDED } Stage;
+
+typedef struct {
+    PyObject_HEAD
+    Calls *calls;
+    PyObject *args[3];        /* enqueue: obj, timeout; dequeue: timeout, cancel, indefinite */
+    PyObject *rest;           /* the coroutine that goes on where the core could not */
+    Stage stage;
+    bool sends;
+} Call;
+
+static const char *const ENQUEUE[] = {"obj", "timeout"}, *const DEQUEUE[] = {"timeout", "cancel", "indefinite"};
+
+/* Find the arguments by place or name; those that are not there stay NULL. */
+static int find_arguments(const char *name, const char *const *names, Py_ssize_t most, PyObject *const *args,
+                          Py_ssize_t nargs, PyObject *kwnames, PyObject **found)
+{
+    if (nargs > most) {
+        PyErr_Format(PyExc_TypeError, "%s() takes at most %zd arguments (%zd given)", name, most, nargs);
+        return -1;
+    }
+    for (Py_ssize_t n = 0; n < nargs; n++)
+        found[n] = args[n];
+    for (Py_ssize_t n = 0; kwnames != NULL && n < PyTuple_Size(kwnames); n++) {
+        PyObject *word = PyTuple_GetItem(kwnames, n);
+        Py_ssize_t at = 0;
+        while (at < most && PyUnicode_CompareWithASCIIString(word, names[at]) != 0)
+            at++;
+        if (at == most || found[at] != NULL) {
+            PyErr_Format(PyExc_TypeError, "%s() got %s argument '%U'", name,
+                         at == most ? "an unexpected keyword" : "multiple values for", word);
+            return -1;
+        }
+        found[at] = args[nargs + n];
+    }
+    return 0;
+}
+
+static PyObject *new_call(Calls *calls, bool sends, PyObject *const *args)
+{
+    Call *made = calls->spare;
+    if (made != NULL) {
+        calls->spare = NULL;
+        PyObject_Init((PyObject *)made, calls->call);
+    } else {
+        made = PyObject_GC_New(Call, calls->call);
+        if (made == NULL)
+            return NULL;
+    }
+    made->calls = (Calls *)Py_NewRef((PyObject *)calls);
+    for (int n = 0; n < 3; n++)
+        made->args[n] = Py_XNewRef(args[n]);
+    made->rest = NULL;
+    made->stage = NEW;
+    made->sends = sends;
+    PyObject_GC_Track(made);
+    return (PyObject *)made;
+}
+
+static PyObject *calls_enqueue(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *found[3] = {NULL};
+    if (find_arguments("enqueue", ENQUEUE, 2, args, nargs, kwnames, found) < 0)
+        return NULL;
+    if (found[0] == NULL) {
+        PyErr_SetString(PyExc_TypeError, "enqueue() missing 1 required positional argument: 'obj'");
+        return NULL;
+    }
+    return new_call(self, true, found);
+}
+
+static PyObject *calls_dequeue(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *found[3] = {NULL};
+    if (find_arguments("dequeue", DEQUEUE, 3, args, nargs, kwnames, found) < 0)
+        return NULL;
+    return new_call(self, false, found);
+}
+
+/* Let go of everything but the memory. */
+static void end_call(Call *self)
+{
+    self->stage = ENDED;
+    for (int n = 0; n < 3; n++)
+        Py_CLEAR(self->args[n]);
+    Py_CLEAR(self->rest);
+}
+
+/* Let the error be raised as `shown` raises it, always; one that says nothing of the message stays as it is. */
+static void raise_as(PyObject *shown)
+{
+    if (shown == NULL || shown == Py_None || !PyErr_ExceptionMatches(PyExc_Exception))
+        return;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
+    PyObject *nothing = call(shown, error);
+    if (nothing != NULL) {  /* it raises, always */
+        Py_DECREF(nothing);
+        PyErr_Restore(type, error, traceback);
+        return;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+}
+
+/* Have the core do it, if it can: 1 with the result, 0 with the coroutine that goes on, -1 with an error. */
+static int begin_call(Call *self, PyObject **result)
+{
+    Calls *calls = self->calls;
+    PyObject *core = calls->core, *timeout = self->args[self->sends], *answer = NULL;
+    timeout = timeout == NULL ? Py_None : timeout;
+    if (core != NULL && Py_TYPE(core) != (self->sends ? calls->writer : calls->reader))
+        core = NULL;
+    if (core != NULL) {
+        Py_INCREF(core);
+        answer = self->sends ? writer_send((Core *)core, self->args[0]) : reader_receive((Core *)core, NULL);
+        if (answer == NULL) {
+            if (!self->sends)
+                raise_as(calls->fail);
+            Py_DECREF(core);
+            return -1;
+        }
+        bool done = self->sends ? answer == Py_None
+                                : answer != ((Core *)core)->nothing && answer != ((Core *)core)->elsewhere;
+        Py_DECREF(core);
+        if (done) {
+            *result = answer;
+            return 1;
+        }
+    }
+    if (self->sends) {
+        PyObject *message = answer == NULL ? Py_False : answer;
+        self->rest = PyObject_CallFunctionObjArgs(calls->rest, self->args[0], message, timeout, NULL);
+    } else {
+        PyObject *cancel = self->args[1] == NULL ? Py_None : self->args[1];
+        PyObject *indefinite = self->args[2] == NULL ? Py_False : self->args[2];
+        PyObject *callable = core == NULL && calls->whole != Py_None ? calls->whole : calls->rest;
+        self->rest = PyObject_CallFunctionObjArgs(callable, timeout, cancel, indefinite, NULL);
+    }
+    Py_XDECREF(answer);
+    return self->rest == NULL ? -1 : 0;
+}
+
+static bool is_running(const Call *self)
+{
+    if (self->stage == RUNNING)
+        PyErr_SetString(PyExc_ValueError, "coroutine already executing");
+    return self->stage == RUNNING;
+}
+
+static PySendResult call_send(Call *self, PyObject *sent, PyObject **result)
+{
+    *result = NULL;
+    if (is_running(self))
+        return PYGEN_ERROR;
+    if (self->stage == ENDED) {
+        PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
+        return PYGEN_ERROR;
+    }
+    if (self->stage == NEW) {
+        if (sent != NULL && sent != Py_None) {
+            PyErr_SetString(PyExc_TypeError, "can't send non-None value to a just-started coroutine");
+            return PYGEN_ERROR;
+        }
+        self->stage = RUNNING;
+        int done = begin_call(self, result);
+        if (done != 0) {
+            end_call(self);
+            return done > 0 ? PYGEN_RETURN : PYGEN_ERROR;
+        }
+        sent = Py_None;
+    }
+    self->stage = RUNNING;
+    PySendResult outcome = PyIter_Send(self->rest, sent, result);
+    if (outcome == PYGEN_NEXT)
+        self->stage = WAITING;
+    else
+        end_call(self);
+    return outcome;
+}
+
+static PyObject *call_send_method(Call *self, PyObject *sent)
+{
+    PyObject *result;
+    if (call_send(self, sent, &result) != PYGEN_RETURN)
+        return result;
+    PyObject *stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, result, NULL);
+    Py_DECREF(result);
+    if (stop != NULL) {
+        PyErr_SetObject(PyExc_StopIteration, stop);
+        Py_DECREF(stop);
+    }
+    return NULL;
+}
+
+static PyObject *call_next(Call *self)
+{
+    return call_send_method(self, Py_None);
+}
+
+static PyObject *call_throw(Call *self, PyObject *args)
+{
+    PyObject *type, *value = Py_None, *traceback = Py_None;
+    if (!PyArg_ParseTuple(args, "O|OO:throw", &type, &value, &traceback) || is_running(self))
+        return NULL;
+    if (self->stage == ENDED) {
+        PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
+        return NULL;
+    }
+    if (self->stage == NEW) {
+        end_call(self);
+        bool raised = PyExceptionInstance_Check(type);
+        if (!raised && !PyExceptionClass_Check(type)) {
+            PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
+            return NULL;
+        }
+        PyErr_Restore(Py_NewRef(raised ? (PyObject *)Py_TYPE(type) : type), Py_NewRef(raised ? type : value),
+                      traceback == Py_None ? NULL : Py_NewRef(traceback));
+        return NULL;
+    }
+    self->stage = RUNNING;
+    PyObject *throw = PyObject_GetAttrString(self->rest, "throw");
+    PyObject *result = throw == NULL ? NULL : PyObject_CallObject(throw, args);
+    Py_XDECREF(throw);
+    if (result != NULL)
+        self->stage = WAITING;
+    else
+        end_call(self);
+    return result;
+}
+
+static PyObject *call_close(Call *self, PyObject *Py_UNUSED(ignored))
+{
+    if (is_running(self))
+        return NULL;
+    PyObject *closed = Py_NewRef(Py_None);
+    if (self->stage == WAITING) {
+        self->stage = RUNNING;
+        Py_DECREF(closed);
+        closed = PyObject_CallMethod(self->rest, "close", NULL);
+    }
+    end_call(self);
+    return closed;
+}
+
+static PyObject *call_await(Call *self)
+{
+    if (self->stage == RUNNING || self->stage == WAITING) {
+        PyErr_SetString(PyExc_RuntimeError, "coroutine is being awaited already");
+        return NULL;
+    }
+    return Py_NewRef((PyObject *)self);
+}
+
+static int call_traverse(Call *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->calls);
+    for (int n = 0; n < 3; n++)
+        Py_VISIT(self->args[n]);
+    Py_VISIT(self->rest);
+    return 0;
+}
+
+static int call_clear(Call *self)
+{
+    for (int n = 0; n < 3; n++)
+        Py_CLEAR(self->args[n]);
+    Py_CLEAR(self->rest);
+    return 0;
+}
+
+static const char *name_of(const Call *self)
+{
+    return self->sends ? "MessageQueue.enqueue" : "MessageQueue.dequeue";
+}
+
+static void call_dealloc(Call *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Calls *calls = self->calls;
+    PyObject_GC_UnTrack(self);
+    if (self->stage == NEW) {
+        PyObject *kind, *error, *traceback;
+        PyErr_Fetch(&kind, &error, &traceback);
+        if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1, "coroutine '%s' was never awaited", name_of(self)) < 0)
+            PyErr_WriteUnraisable((PyObject *)calls);
+        PyErr_Restore(kind, error, traceback);
+    }
+    call_clear(self);
+    self->calls = NULL;
+    if (calls->spare == NULL)
+        calls->spare = self;
+    else
+        PyObject_GC_Del(self);
+    Py_DECREF((PyObject *)calls);
+    Py_DECREF(type);
+}
+
+static PyObject *call_name(Call *self, void *closure)
+{
+    const char *name = name_of(self);
+    return PyUnicode_FromString(closure == NULL ? name : name + sizeof "MessageQueue." - 1);
+}
+
+static PyObject *call_awaits(Call *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->rest == NULL ? Py_None : self->rest);
+}
+
+static PyMethodDef call_methods[] = {
+    {"send", (PyCFunction)call_send_method, METH_O, "As a coroutine's."},
+    {"throw", (PyCFunction)call_throw, METH_VARARGS, "As a coroutine's."},
+    {"close", (PyCFunction)call_close, METH_NOARGS, "As a coroutine's."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef call_attributes[] = {
+    {"__qualname__", (getter)call_name, NULL, "What was called.", NULL},
+    {"__name__", (getter)call_name, NULL, "The same without its class.", (void *)1},
+    {"cr_await", (getter)call_awaits, NULL, "What it awaits, or None.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot call_slots[] = {
+    {Py_tp_doc, "A call of an awaited queue, which is a coroutine to whoever has it."},
+    {Py_tp_dealloc, call_dealloc},
+    {Py_tp_traverse, call_traverse},
+    {Py_tp_clear, call_clear},
+    {Py_tp_iter, PyObject_SelfIter},
+    {Py_tp_iternext, call_next},
+    {Py_am_await, call_await},
+    {Py_am_send, call_send},
+    {Py_tp_methods, call_methods},
+    {Py_tp_getset, call_attributes},
+    {0, NULL},
+};
+
+static PyType_Spec call_spec = {
+    "aioshm.ring._native.Call", sizeof(Call), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots,
+};
+
+static int no_keywords(PyObject *kwargs);
+
+static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *rest, *whole = Py_None, *fail = Py_None;
+    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "O|OO:Calls", &rest, &whole, &fail))
+        return -1;
+    State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
+    if (state == NULL)
+        return -1;
+    if (self->rest != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "this was made already");
+        return -1;
+    }
+    self->rest = Py_NewRef(rest);
+    self->whole = Py_NewRef(whole);
+    self->fail = Py_NewRef(fail);
+    self->writer = (PyTypeObject *)Py_NewRef((PyObject *)state->writer);
+    self->reader = (PyTypeObject *)Py_NewRef((PyObject *)state->reader);
+    self->call = (PyTypeObject *)Py_NewRef((PyObject *)state->call);
+    return 0;
+}
+
+static int calls_traverse(Calls *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->core);
+    Py_VISIT(self->rest);
+    Py_VISIT(self->whole);
+    Py_VISIT(self->fail);
+    return 0;
+}
+
+static int calls_clear(Calls *self)
+{
+    Py_CLEAR(self->core);
+    Py_CLEAR(self->rest);
+    Py_CLEAR(self->whole);
+    Py_CLEAR(self->fail);
+    return 0;
+}
+
+static void calls_dealloc(Calls *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    calls_clear(self);
+    if (self->spare != NULL)
+        PyObject_GC_Del(self->spare);
+    Py_CLEAR(self->writer);
+    Py_CLEAR(self->reader);
+    Py_CLEAR(self->call);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyObject *calls_core(Calls *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->core == NULL ? Py_None : self->core);
+}
+
+static int calls_set_core(Calls *self, PyObject *core, void *Py_UNUSED(closure))
+{
+    PyTypeObject *type = core == NULL ? NULL : Py_TYPE(core);
+    if (type == NULL || (core != Py_None && type != self->writer && type != self->reader)) {
+        PyErr_SetString(PyExc_TypeError, "this takes a native core, or None");
+        return -1;
+    }
+    PyObject *old = self->core;
+    self->core = core == Py_None ? NULL : Py_NewRef(core);
+    Py_XDECREF(old);
+    return 0;
+}
+
 /* Making and unmaking */
 
 static int number(PyObject *layout, const char *name, size_t *value)
@@ -1863,6 +2295,35 @@ static PyType_Spec writer_spec = {
     "aioshm.ring._native.WriterCore", sizeof(Core), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, writer_slots,
 };
 
+static PyMethodDef calls_methods[] = {
+    {"enqueue", FAST calls_enqueue, METH_FASTCALL | METH_KEYWORDS,
+     "enqueue($self, obj, timeout=None)\n--\n\nSend an object to every reader; see `aioshm.MessageQueue.enqueue`."},
+    {"dequeue", FAST calls_dequeue, METH_FASTCALL | METH_KEYWORDS,
+     "dequeue($self, timeout=None, cancel=None, indefinite=False)\n--\n\n"
+     "Receive the next message; see `aioshm.MessageQueue.dequeue`."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef calls_attributes[] = {
+    {"core", (getter)calls_core, (setter)calls_set_core, "The core that is asked first, or None.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot calls_slots[] = {
+    {Py_tp_doc, "The calls of an awaited queue; see _portable.py."},
+    {Py_tp_init, calls_init},
+    {Py_tp_dealloc, calls_dealloc},
+    {Py_tp_traverse, calls_traverse},
+    {Py_tp_clear, calls_clear},
+    {Py_tp_methods, calls_methods},
+    {Py_tp_getset, calls_attributes},
+    {0, NULL},
+};
+
+static PyType_Spec calls_spec = {
+    "aioshm.ring._native.Calls", sizeof(Calls), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, calls_slots,
+};
+
 static PyType_Spec reader_spec = {
     "aioshm.ring._native.ReaderCore", sizeof(Core), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, reader_slots,
 };
@@ -1916,14 +2377,13 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int add_type(PyObject *module, PyType_Spec *spec)
+/* Add a type to the module; it is the caller's, too. */
+static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    if (type == NULL)
-        return -1;
-    int failed = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    return failed;
+    if (type != NULL && PyModule_AddType(module, (PyTypeObject *)type) < 0)
+        Py_CLEAR(type);
+    return (PyTypeObject *)type;
 }
 
 static int execute(PyObject *module)
@@ -1936,9 +2396,14 @@ static int execute(PyObject *module)
         || PyModule_AddObjectRef(module, "ELSEWHERE", state->elsewhere) < 0)
         return -1;
     state->at_once = (PyTypeObject *)PyType_FromModuleAndSpec(module, &at_once_spec, NULL);
-    if (state->at_once == NULL)
+    state->call = (PyTypeObject *)PyType_FromModuleAndSpec(module, &call_spec, NULL);
+    if (state->at_once == NULL || state->call == NULL)
         return -1;
-    return add_type(module, &writer_spec) < 0 || add_type(module, &reader_spec) < 0 ? -1 : 0;
+    state->writer = add_type(module, &writer_spec);
+    state->reader = state->writer == NULL ? NULL : add_type(module, &reader_spec);
+    PyTypeObject *calls = state->reader == NULL ? NULL : add_type(module, &calls_spec);
+    Py_XDECREF((PyObject *)calls);
+    return calls == NULL ? -1 : 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -1947,6 +2412,9 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->nothing);
     Py_VISIT(state->elsewhere);
     Py_VISIT(state->at_once);
+    Py_VISIT(state->writer);
+    Py_VISIT(state->reader);
+    Py_VISIT(state->call);
     return 0;
 }
 
@@ -1956,6 +2424,9 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->nothing);
     Py_CLEAR(state->elsewhere);
     Py_CLEAR(state->at_once);
+    Py_CLEAR(state->writer);
+    Py_CLEAR(state->reader);
+    Py_CLEAR(state->call);
     return 0;
 }
 

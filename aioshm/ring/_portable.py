@@ -18,10 +18,10 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NoReturn
 
 from aioshm.process.interrupts import from_handler
 from aioshm.ring import layout as at
@@ -945,6 +945,52 @@ class ReaderCore(_Core):
         # In this order: what is cleared already and written still, from the lap before, is just being published.
         flags, row = self._flags, self._index * self._row_bytes
         return not flags[row + self._flag] and flags[row] != 0
+
+
+class Calls:
+    """The calls of an awaited queue that a core answers at once where it can.
+
+    The native ones return what is a coroutine to everybody that has it, but takes no frame where it need not wait.
+
+    Args:
+        rest: Makes the coroutine that goes on where the core could not: of what is sent, what `WriterCore.send` has
+            answered (False without a core), and the timeout; or of what `dequeue` was called with.
+        whole: Makes the coroutine of a `dequeue` that has no core to ask; None: ``rest`` does.
+        fail: Raises the error that `ReaderCore.receive` has raised, as callers are to see it; None: as it is.
+
+    Attributes:
+        core: The core that is asked first; None: there is none, or it is of another make.
+    """
+
+    def __init__(
+        self,
+        rest: Callable[..., Coroutine[Any, Any, Any]],
+        whole: Callable[..., Coroutine[Any, Any, Any]] | None = None,
+        fail: Callable[[Exception], NoReturn] | None = None,
+        /,
+    ) -> None:
+        self._rest = rest
+        self._whole = whole or rest
+        self._fail = fail
+        self.core: WriterCore | ReaderCore | None = None
+
+    async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+        """Send an object to every reader; see `aioshm.MessageQueue.enqueue`."""
+        message = self.core.send(obj) if isinstance(self.core, WriterCore) else False
+        if message is not None:
+            await self._rest(obj, message, timeout)
+
+    async def dequeue(self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False) -> Any:
+        """Receive the next message; see `aioshm.MessageQueue.dequeue`."""
+        if not isinstance(self.core, ReaderCore):
+            return await self._whole(timeout, cancel, indefinite)
+        try:
+            obj = self.core.receive()
+        except Exception as error:
+            if self._fail is None:
+                raise
+            self._fail(error)
+        return await self._rest(timeout, cancel, indefinite) if obj is NOTHING or obj is ELSEWHERE else obj
 
 
 class OrderedWriterCore(WriterCore):

@@ -21,6 +21,7 @@ __all__ = [
     "NOTHING",
     "RECHECK_S",
     "STRONG_ORDER",
+    "Calls",
     "ReaderCore",
     "WriterCore",
     "memory_fence",
@@ -55,9 +56,9 @@ FULL_FENCE = native_core or STRONG_ORDER
 """Whether `memory_fence` is a full one, so that no wake-up can be lost."""
 
 if native_core:
-    from aioshm.ring._native import ELSEWHERE, NOTHING, ReaderCore, WriterCore, memory_fence
+    from aioshm.ring._native import ELSEWHERE, NOTHING, Calls, ReaderCore, WriterCore, memory_fence
 else:
-    from aioshm.ring._portable import ELSEWHERE, NOTHING, memory_fence
+    from aioshm.ring._portable import ELSEWHERE, NOTHING, Calls, memory_fence
 
     if STRONG_ORDER:
         from aioshm.ring._portable import ReaderCore, WriterCore

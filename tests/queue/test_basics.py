@@ -23,6 +23,7 @@ from aioshm import (
     QueueFull,
     RoleError,
 )
+from aioshm.queue.ends.gate import TURN_MESSAGES
 
 
 @pytest.mark.parametrize(("n_local", "n_remote"), [(3, 0), (2, 2)])
@@ -353,7 +354,7 @@ async def test_a_reader_that_never_waits_lets_other_tasks_run(n_local: int, n_re
         async with bystander() as other:
             for number in range(512):
                 assert await reader.dequeue() == number
-        assert other.turns >= 512 // 64 - 1
+        assert other.turns >= 512 // TURN_MESSAGES - 1
 
 
 async def test_stats_stay_readable_after_closing() -> None:

@@ -12,6 +12,7 @@ from merging import BIG, asleep, poller_of, queues
 from support import bystander
 
 from aioshm import MessageQueue, RoleError
+from aioshm.queue.ends.gate import TURN_MESSAGES
 from aioshm.queue.merge import merge
 
 
@@ -63,7 +64,7 @@ class TestTurns:
                 if len(received) == 500:
                     break
             assert received == list(range(500))
-            assert flood < 20_000, "about a turn of the loop for each 64 that come in one of its turns"
+            assert flood < 20_000, "about a turn of the loop for each 256 that come in one of its turns"
 
     async def test_large_messages_have_their_turns_too(self) -> None:
         async with queues(2, chunks=64) as (writers, readers):
@@ -107,7 +108,7 @@ class TestTurns:
                     writers[rank].enqueue_nowait("flood")
                     if number == 0:
                         other.turns = 0
-                assert other.turns >= 99
+                assert other.turns >= 6400 // TURN_MESSAGES - 1
 
     async def test_exceptions_can_be_messages(self) -> None:
         async with queues(1) as (writers, readers):

@@ -25,7 +25,7 @@ from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller, WaitStats
 from aioshm.wait.stall import Stall
 
-TURN_MESSAGES = 64
+TURN_MESSAGES = 256
 TURN_NS = 1_000_000
 """A task that never has to wait yields to the loop after this many messages, or this long."""
 

@@ -22,7 +22,7 @@ from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import Inquiry
 from aioshm.queue.stats import QueueStats
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, ReaderCore
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, Calls, ReaderCore
 from aioshm.wait.blocking import BlockingPoller
 from aioshm.wait.line import settle
 from aioshm.wait.stall import Stall
@@ -43,6 +43,7 @@ class ReadingEnd:
         gate, source, handle, rank: As above.
         receive: What is `Source.receive`, once a call has found the end ready.
         linger_ns: How long a blocking call that finds nothing should go on looking before it waits.
+        calls: Calls that are awaited, if they are the end's own; they ask the ring's core first, once there is one.
         leasing: What is the block of a lease without a timeout, once a call has found the end ready, if it has a ring.
         leaves: Whether the call that waits leaves the loop when a message is due (see `WindowBegins`).
         undo: Whether a block that is being left is to leave the message where it is.
@@ -67,6 +68,7 @@ class ReadingEnd:
         assert source is not None
         self.source: Source = source
         self.receive: Callable[[], Any] = _nothing
+        self.calls: Calls | None = None
         self.linger_ns: int = 0
         self.leaves = False
         self.undo = False
@@ -80,6 +82,8 @@ class ReadingEnd:
         """Receive from another source from now on."""
         self.source, self.handle, self._codec = source, handle, codec
         self.receive, self.leasing, self.linger_ns, self._stall = _nothing, None, 0, None
+        if self.calls is not None:
+            self.calls.core = None
 
     # Attaching
 
@@ -153,6 +157,19 @@ class ReadingEnd:
             raise gone()
 
     # Receiving
+
+    def own_calls(self) -> Calls:
+        """Return what has a `dequeue` as `aioshm.MessageQueue.dequeue`."""
+        self.calls = Calls(self.dequeue, self.receive_or_wait, self.fail)
+        return self.calls
+
+    async def receive_or_wait(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
+        """Receive the next message, as `aioshm.MessageQueue.dequeue`."""
+        try:
+            obj = self.receive()
+        except Exception as error:
+            self.fail(error)
+        return await self.dequeue(timeout, cancel, indefinite) if obj is NOTHING or obj is ELSEWHERE else obj
 
     async def dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
         """Receive the next message, where `receive` has found nothing; as `aioshm.MessageQueue.dequeue`."""
@@ -326,6 +343,8 @@ class ReadingEnd:
             await self.wait_until_ready(deadline, cancel)
         gate.check_usable()
         self.receive = self.source.receive
+        if self.calls is not None and type(gate.core) is ReaderCore:
+            self.calls.core = gate.core
         if self.leasing is None and not gate.blocks and self.source.ring is not None:
             self.leasing = self.bind_leases(self._open_lease, self._close_lease, None, _current_task_of(gate.loop))
         await gate.yield_turn()

@@ -30,6 +30,7 @@ from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.names.files import OwnFile
 from aioshm.queue.names.registry import register
 from aioshm.queue.stats import QueueStats
+from aioshm.ring.atomics import Calls
 from aioshm.ring.layout import VERSION
 from aioshm.wait.line import settle
 from aioshm.wait.stall import seconds
@@ -287,6 +288,14 @@ class WritingEnd:
                 audience.dismiss(rank)
 
     # Sending
+
+    def own_calls(self) -> Calls | None:
+        """Return what has an `enqueue` as `aioshm.MessageQueue.enqueue`; None where the ring is not all there is."""
+        if self.network is not None:
+            return None
+        calls = Calls(self.enqueue)
+        calls.core = self.ring.ring.core
+        return calls
 
     async def enqueue(self, obj: Any, message: Any, timeout: float | None) -> None:
         """Send an object that `send` could not send at once.

@@ -1,0 +1,304 @@
+"""Awaited calls that a core answers at once where it can, in both makes: coroutines to whoever has them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from pairs_of_cores import NewPair, Notes, Pair
+from rings import Cores
+
+
+class Calling(Notes):
+    """Has the calls of one core; notes what goes on where that could not."""
+
+    def __init__(self, pair: Pair, core: Any, **makers: Any) -> None:
+        self.future: asyncio.Future[str] | None = None
+        made = {"rest": self.rest, "whole": self.whole, "fail": self.fail, **makers}
+        self.calls = pair.cores.module.Calls(*made.values())
+        self.calls.core = core
+
+    async def rest(self, *args: Any) -> Any:
+        self.append(f"rest {args}")
+        return "later" if self.future is None else await self.future
+
+    async def whole(self, *args: Any) -> Any:
+        self.append(f"whole {args}")
+        return "whole"
+
+    def fail(self, error: Exception) -> None:
+        self.append(repr(error))
+        raise ArithmeticError("seen from outside") from error
+
+
+@pytest.fixture
+def pair(new_pair: NewPair) -> Pair:
+    return new_pair()
+
+
+@pytest.fixture
+def sending(pair: Pair) -> Calling:
+    return Calling(pair, pair.writer)
+
+
+@pytest.fixture
+def receiving(pair: Pair) -> Calling:
+    return Calling(pair, pair.reader)
+
+
+def run(call: Coroutine[Any, Any, Any]) -> Any:
+    """Return what a coroutine returns that never waits."""
+    with pytest.raises(StopIteration) as stopped:
+        call.send(None)
+    return stopped.value.value
+
+
+class TestAnswers:
+    def test_the_core_does_it_when_the_call_is_awaited_not_before(self, sending: Calling, receiving: Calling) -> None:
+        sent, received = sending.calls.enqueue(b"one"), receiving.calls.dequeue()
+        assert not sending.calls.core.seq
+        assert run(sent) is None
+        assert run(received) == b"one"
+        assert not sending + receiving
+
+    async def test_where_the_core_cannot_the_rest_goes_on(
+        self, pair: Pair, sending: Calling, receiving: Calling
+    ) -> None:
+        assert await receiving.calls.dequeue() == "later"
+        assert await receiving.calls.dequeue(1.5, indefinite=True) == "later"
+        for _ in pair.slots:
+            assert await sending.calls.enqueue(b"x") is None
+        await sending.calls.enqueue(b"y")
+        pair.writer.open = False
+        await sending.calls.enqueue(obj=b"z", timeout=2)
+        assert receiving == ["rest (None, None, False)", "rest (1.5, None, True)"]
+        assert sending == ["rest (b'y', b'y', None)", "rest (b'z', False, 2)"]
+
+    async def test_without_a_core(self, sending: Calling, receiving: Calling) -> None:
+        for calling in (sending, receiving):
+            assert calling.calls.core is not None
+            calling.calls.core = None
+        await sending.calls.enqueue(b"x", 1)
+        assert await receiving.calls.dequeue(2, None) == "whole"
+        assert sending + receiving == ["rest (b'x', False, 1)", "whole (2, None, False)"]
+
+    async def test_the_other_ends_core_is_not_asked(self, pair: Pair, sending: Calling, receiving: Calling) -> None:
+        sending.calls.core, receiving.calls.core = pair.reader, pair.writer
+        await sending.calls.enqueue(b"x")
+        assert await receiving.calls.dequeue() == "whole"
+
+    async def test_an_error_of_the_core_is_raised_as_callers_are_to_see_it(
+        self, pair: Pair, receiving: Calling
+    ) -> None:
+        pair.reader.bind(lambda message: message.decode(), 7, False, None)
+        pair.writer.put(b"\xff")
+        with pytest.raises(ArithmeticError, match="seen") as raised:
+            await receiving.calls.dequeue()
+        assert isinstance(raised.value.__cause__, UnicodeDecodeError)
+        assert await receiving.calls.dequeue() == "later"
+
+    async def test_an_error_of_the_writer_is_its_own(self, pair: Pair, sending: Calling) -> None:
+        def refuse(obj: object) -> bytes:
+            raise LookupError(obj)
+
+        pair.writer.bind(refuse, 7, False, None)
+        with pytest.raises(LookupError, match="7"):
+            await sending.calls.enqueue(7)
+
+    async def test_what_ends_the_program_is_not_changed(self, pair: Pair, receiving: Calling) -> None:
+        def stop(message: bytes) -> object:
+            raise SystemExit(len(message))
+
+        pair.reader.bind(stop, 7, False, None)
+        pair.writer.put(b"x")
+        with pytest.raises(SystemExit):
+            receiving.calls.dequeue().send(None)
+        assert not receiving
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            lambda calls: calls.enqueue(),
+            lambda calls: calls.enqueue(1, 2, 3),
+            lambda calls: calls.enqueue(1, obj=2),
+            lambda calls: calls.enqueue(1, cancel=None),
+            lambda calls: calls.dequeue(1, None, False, 4),
+            lambda calls: calls.dequeue(1, timeout=1),
+            lambda calls: calls.dequeue(obj=1),
+        ],
+    )
+    def test_wrong_arguments(self, sending: Calling, wrong: Callable[[Any], Any]) -> None:
+        with pytest.raises(TypeError, match="queue\\(\\)"):
+            wrong(sending.calls)
+
+
+class TestCoroutines:
+    def test_they_pass_for_coroutines(self, receiving: Calling) -> None:
+        call = receiving.calls.dequeue()
+        assert asyncio.iscoroutine(call)
+        assert call.__qualname__.endswith("dequeue")
+        call.close()
+
+    async def test_tasks_of_them(self, pair: Pair, sending: Calling, receiving: Calling) -> None:
+        received = asyncio.create_task(receiving.calls.dequeue())
+        assert "dequeue" in repr(received)
+        pair.writer.put(b"x")
+        assert await received == b"x"
+        await asyncio.wait_for(sending.calls.enqueue(b"y"), 60)
+        assert await asyncio.gather(receiving.calls.dequeue(), receiving.calls.dequeue()) == [b"y", "later"]
+
+    async def test_one_that_is_cancelled_before_it_began_has_taken_nothing(
+        self, pair: Pair, receiving: Calling
+    ) -> None:
+        pair.writer.put(b"x")
+        task = asyncio.create_task(receiving.calls.dequeue())
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await receiving.calls.dequeue() == b"x"
+
+    async def test_the_rest_is_waited_for_and_cancelled_through_them(self, receiving: Calling) -> None:
+        receiving.future = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(receiving.calls.dequeue())
+        await asyncio.sleep(0)
+        receiving.future.set_result("came")
+        assert await task == "came"
+        receiving.future = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(receiving.calls.dequeue())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert receiving.future.cancelled()
+
+    async def test_what_is_thrown_reaches_the_rest(self, receiving: Calling) -> None:
+        receiving.future = asyncio.get_running_loop().create_future()
+        call = receiving.calls.dequeue()
+        assert call.send(None) is receiving.future
+        assert call.cr_await is not None
+        with pytest.raises(RuntimeError, match="being awaited already"):
+            await call
+        with pytest.raises(LookupError):
+            call.throw(LookupError("thrown"))
+        with pytest.raises(RuntimeError, match="cannot reuse"):
+            call.send(None)
+
+    @pytest.mark.parametrize("thrown", [(KeyError("k"),), (KeyError, KeyError("k"), None), (KeyError,)])
+    def test_what_is_thrown_before_it_began(self, pair: Pair, receiving: Calling, thrown: Any) -> None:
+        pair.writer.put(b"x")
+        call = receiving.calls.dequeue()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of three arguments
+            with pytest.raises(KeyError):
+                call.throw(*thrown)
+        assert run(receiving.calls.dequeue()) == b"x"
+
+    def test_closing(self, pair: Pair, receiving: Calling) -> None:
+        pair.writer.put(b"x")
+        call = receiving.calls.dequeue()
+        call.close()
+        call.close()
+        with pytest.raises(RuntimeError, match="cannot reuse"):
+            call.send(None)
+        assert run(receiving.calls.dequeue()) == b"x"
+
+    async def test_closing_while_the_rest_waits(self, pair: Pair) -> None:
+        ended = []
+
+        async def rest(*_: object) -> None:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                ended.append(True)
+
+        calling = Calling(pair, pair.reader, rest=rest)
+        call = calling.calls.dequeue()
+        call.send(None)
+        call.close()
+        assert ended
+
+    def test_once_only(self, pair: Pair, receiving: Calling) -> None:
+        pair.writer.put(b"x")
+        call = receiving.calls.dequeue()
+        with pytest.raises(TypeError, match="just-started"):
+            call.send(1)
+        assert run(call) == b"x"
+        with pytest.raises(RuntimeError, match="cannot reuse already awaited coroutine"):
+            call.send(None)
+
+    def test_it_is_not_begun_from_inside_of_itself(self, pair: Pair, receiving: Calling) -> None:
+        def decode(message: bytes) -> object:
+            with pytest.raises(ValueError, match="already executing"):
+                call.send(None)
+            return message
+
+        pair.reader.bind(decode, 7, False, None)
+        pair.writer.put(b"x")
+        call = receiving.calls.dequeue()
+        assert run(call) == b"x"
+
+    def test_one_that_nobody_awaits_is_told_of(self, pair: Pair, sending: Calling) -> None:
+        for _ in range(2):
+            with pytest.warns(RuntimeWarning, match="enqueue' was never awaited"):
+                sending.calls.enqueue(b"x")
+                gc.collect()
+        assert not pair.writer.seq
+
+
+class TestMemory:
+    def test_calls_keep_nothing_once_they_have_ended(self, pair: Pair, sending: Calling) -> None:
+        class Message:
+            pass
+
+        pair.writer.bind(lambda obj: b"x", 7, False, None)
+        message = Message()
+        known = weakref.ref(message)
+        call = sending.calls.enqueue(message)
+        run(call)
+        del message
+        gc.collect()
+        assert known() is None
+
+    def test_a_cycle_through_a_call_is_garbage(self, cores: Cores, sending: Calling) -> None:
+        class Message:
+            call: Any = None
+
+        message = Message()
+        message.call = sending.calls.enqueue(message)
+        message.call.close()
+        message.call = None
+        known = weakref.ref(message)
+        waiting = cores.module.Calls(lambda *args: _wait_with(args))
+        message.call = waiting.enqueue(message)
+        message.call.send(None)
+        del message
+        gc.collect()
+        assert known() is None
+
+    def test_several_at_a_time(self, pair: Pair, sending: Calling, receiving: Calling) -> None:
+        calls = [sending.calls.enqueue(bytes([number])) for number in range(3)]
+        for call in reversed(calls):
+            run(call)
+        del calls, call
+        assert [run(receiving.calls.dequeue()) for _ in range(3)] == [b"\2", b"\1", b"\0"]
+
+    def test_a_core_of_another_make_is_refused(self, cores: Cores, sending: Calling) -> None:
+        if cores.module.__name__.endswith("_portable"):
+            pytest.skip("the twin takes any")
+        with pytest.raises(TypeError, match="core"):
+            sending.calls.core = object()
+
+
+async def _wait_with(args: object) -> None:
+    await _Once()
+    del args
+
+
+class _Once:
+    def __await__(self) -> Any:
+        yield
