@@ -48,9 +48,9 @@ class TwoHosts:
         return ["nsenter", f"--net=/run/netns/{self._names[host]}", "--"]
 
     @contextmanager
-    def child(self, host: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-        """Run ``network_child.py`` on one of the hosts."""
-        inside = [*self.enter(host), sys.executable, "-W", "error", str(CHILD)]
+    def child(self, host: int, *arguments: str, script: Path = CHILD) -> Iterator[subprocess.Popen[str]]:
+        """Run a script on one of the hosts."""
+        inside = [*self.enter(host), sys.executable, "-W", "error", str(script)]
         process = subprocess.Popen([*inside, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         with process:
             try:
