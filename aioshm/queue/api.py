@@ -166,6 +166,9 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         A reader's rank in the queue is its rank in the group. Readers that share memory with the writer, which is tried
         out, read the ring; the others are remote readers.
 
+        A reader that is gone once all were ready is replaced as in any queue, by ``create_from_handle(handle, rank)``
+        with what the writer's `export_handle` returns: on the writer's host where that rank was there, else anywhere.
+
         In a group of one nobody reads: the writer's end is ready at once, and sends to nobody.
 
         If it fails at one rank, it raises at all. Cancelling it takes effect here at once, and makes it fail at the

@@ -35,12 +35,13 @@ def checked_ranks(
     return here, there
 
 
-def extra_ranks(ranks: Sequence[int], max_readers: int | None) -> tuple[int, ...]:
+def extra_ranks(ranks: Sequence[int], max_readers: int | None, not_to_be_had: int = -1) -> tuple[int, ...]:
     """Return the ranks of the places that there are beside those of some readers: the lowest free ones behind them.
 
     Args:
         ranks: Of all readers that are waited for.
         max_readers: Places in all; None: no more than those.
+        not_to_be_had: A rank that is somebody else's: in a process group, the writer's.
 
     Raises:
         ValueError: That is fewer, or too many.
@@ -49,7 +50,7 @@ def extra_ranks(ranks: Sequence[int], max_readers: int | None) -> tuple[int, ...
         return ()
     if not len(ranks) <= max_readers <= MAX_READERS:
         raise ValueError(f"max_readers must be {len(ranks)} (n_reader) to {MAX_READERS}, not {shown(max_readers)}")
-    taken = set(ranks)
+    taken = {*ranks, not_to_be_had}
     return tuple(islice((rank for rank in count(len(ranks)) if rank not in taken), max_readers - len(ranks)))
 
 

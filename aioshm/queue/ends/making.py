@@ -40,6 +40,7 @@ def writing_end(
     *,
     name: str | None = None,
     identity: str | os.PathLike[str] | None = None,
+    own_rank: int = -1,
 ) -> WritingEnd:
     """Make a writer's end.
 
@@ -52,6 +53,7 @@ def writing_end(
         message: The type of the messages, as there.
         name: As there; it is had once `WritingEnd.register` was called.
         identity: As there.
+        own_rank: The writer's in its process group, which no reader has.
     """
     local, remote = ranks
     ip, own_codec = check_ip(connect_ip), typed_codec(codec, message)
@@ -61,7 +63,7 @@ def writing_end(
     if name is not None:
         check_name(name)
     n_reader = len(local) + len(remote)
-    extra = extra_ranks((*local, *remote), options.max_readers)
+    extra = extra_ranks((*local, *remote), options.max_readers, own_rank)
     places = (*local, *extra), frozenset(extra)
     far = (*remote, *extra) if remote or (extra and connect_ip is not None) else ()
     gate = Gate("writer", options, networked=bool(far))

@@ -122,7 +122,7 @@ class GroupCall:
                 group,
                 writer_rank,
                 lambda: self._write(
-                    [rank for rank in others if near[rank]], [rank for rank in others if not near[rank]]
+                    [rank for rank in others if near[rank]], [rank for rank in others if not near[rank]], writer_rank
                 ),
             )
         gather(group, lambda: self._read(text))  # nobody goes on before all have their end
@@ -150,7 +150,7 @@ class GroupCall:
         if self._options is not None and not isinstance(self._options, Options):
             raise TypeError(f"options must be an Options or None, not {self._options!r}")
 
-    def _write(self, local: Sequence[int], remote: Sequence[int]) -> str:
+    def _write(self, local: Sequence[int], remote: Sequence[int], own_rank: int = -1) -> str:
         self._check()
         self._end = end = writing_end(
             checked_ranks(len(local) + len(remote), len(local), local, remote),
@@ -159,6 +159,7 @@ class GroupCall:
             self._codec,
             self._options,
             self._message,
+            own_rank=own_rank,
         )
         return end.export_handle().to_json()
 
