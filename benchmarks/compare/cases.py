@@ -14,12 +14,13 @@ CADENCES_MS = [1, 2, 5, 10, 20, 50]
 QUICK_CADENCES_MS = [5, 20]
 
 AIOSHM = ["aioshm", "aioshm blocking"]
+SIZED = ["aioshm, sized", "aioshm, 256 slots", "aioshm, 1024 slots", "aioshm, 16384 slots"]
 ICEORYX = ["iceoryx2 polling", "iceoryx2 event"]
 ZMQ = ["zmq.asyncio", "pyzmq"]
 STDLIB = ["mp.Queue", "mp.Pipe"]
 RIVAL_PACKAGES = ["vllm", "iceoryx2", "faster-fifo", "pynng", "torch"]
-EVERYONE = [*AIOSHM, "aioshm, sized", "vLLM", *ICEORYX, *ZMQ, *STDLIB, "faster-fifo", "pynng"]
-FOR_TENSORS = ["aioshm", "aioshm blocking", "aioshm leased", "aioshm, sized", "vLLM", "vLLM arena", *ZMQ, *STDLIB]
+EVERYONE = [*AIOSHM, *SIZED, "vLLM", *ICEORYX, *ZMQ, *STDLIB, "faster-fifo", "pynng"]
+FOR_TENSORS = ["aioshm", "aioshm blocking", "aioshm leased", *SIZED, "vLLM", "vLLM arena", *ZMQ, *STDLIB]
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.compare.cases import LOANED, MSGPACK, PING_PONG, RAW, SMALL, T_1M, T_4K, T_16M, T_64K, T_64M
+from benchmarks.compare.cases import LOANED, MSGPACK, PING_PONG, RAW, SIZED, SMALL, T_1M, T_4K, T_16M, T_64K, T_64M
 from benchmarks.compare.measure import cadence_title
 from benchmarks.compare.memcpy import NAME as MEMCPY
 from benchmarks.framework.report import Report, bounded
 
-SIZED = "aioshm, sized"
 AS_SIZED = 0.95
 """What a ring with the sizes that every ring has reaches at least of one that is made for the messages."""
 
@@ -73,10 +72,11 @@ def _all() -> Iterator[Bound]:
     for n_reader in (2, 4):
         yield faster(SMALL, "vLLM", RATE, 6, n_reader=n_reader)
         yield faster(SMALL, "pyzmq", RATE, 1, n_reader=n_reader)
-    for n_reader in (1, 2, 4):
-        yield faster(SMALL, SIZED, RATE, AS_SIZED, n_reader=n_reader)
-    for size in (T_4K, T_64K, T_1M, T_16M):
-        yield faster(size, SIZED, VOLUME, AS_SIZED)
+    for sized in SIZED:
+        for n_reader in (1, 2, 4):
+            yield faster(SMALL, sized, RATE, AS_SIZED, n_reader=n_reader)
+        for size in (T_4K, T_64K, T_1M, T_16M):
+            yield faster(size, sized, VOLUME, AS_SIZED)
     for ours in ("aioshm", "aioshm blocking"):
         yield Bound(PING_PONG, ours, P50, 1 / 4, "iceoryx2 polling")
         yield Bound(PING_PONG, ours, P50, 1 / 50, "zmq.asyncio")

@@ -29,6 +29,7 @@ class Face:
         secure: Whether what goes over TCP is encrypted; None for local readers.
         overflow: What carries messages that do not fit a chunk; None for the default.
         sized: Whether the ring is made for the messages; else it has the sizes that every ring has.
+        slots: How many a sized ring has; None for as many as every ring has.
         loaned: Whether the writer fills arrays where readers see them: it sets what is looked at of each message.
     """
 
@@ -37,6 +38,7 @@ class Face:
     secure: bool | None = None
     overflow: Literal["segments", "zmq"] | None = None
     sized: bool = False
+    slots: int | None = None
     loaned: bool = False
 
 
@@ -48,7 +50,8 @@ def open_writer(face: Face, links: Sequence[Connection], workload: Workload) -> 
     elif face.overflow is not None:
         arguments |= {"options": Options(overflow=face.overflow)}
     if face.sized:
-        arguments |= {"max_chunk_bytes": workload.chunk_bytes, "max_chunks": workload.slots}
+        chunks = workload.slots if face.slots is None else min(workload.slots, face.slots)
+        arguments |= {"max_chunk_bytes": workload.chunk_bytes, "max_chunks": chunks, "slots": face.slots}
     queue = _queue_class(face)(
         len(links),
         len(links) if face.secure is None else 0,
@@ -131,6 +134,7 @@ CONTESTANTS = [
     _contestant("aioshm leased", Face(leased=True)),
     _contestant("aioshm blocking leased", Face(blocking=True, leased=True)),
     _contestant("aioshm, sized", Face(sized=True)),
+    *(_contestant(f"aioshm, {slots} slots", Face(sized=True, slots=slots)) for slots in (256, 1024, 16384)),
     _contestant("aioshm loaned", Face(leased=True, loaned=True), "tensor"),
 ]
 SEGMENTS = _contestant("overflow segments", Face(overflow="segments", sized=True))
