@@ -16,7 +16,8 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         messages: Messages sent or received.
         overflows: How many of them did not fit a chunk.
         copied_bytes: Bytes that this end has copied into messages, or out of leased ones: none of what is loaned, and
-            leased where it lies. What `dequeue` returns is a copy, and does not count.
+            leased where it lies. What `dequeue` returns is a copy, and does not count; nor does a lease of what was
+            enqueued with arrays of less than 72 KiB, which is what `dequeue` returns.
         backlog: Messages that this end (a writer: the slowest reader) has not finished with.
         max_chunks: Chunks of ``max_chunk_bytes`` in the ring.
         slots: Messages that the ring holds.

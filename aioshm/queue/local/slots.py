@@ -208,7 +208,11 @@ class SlotReader:
         if kind == OVERFLOW:
             obj = self._show_overflow(begin, how, n_buffers, size)
         elif kind == INLINE:
-            obj = self._show(begin, self._slots.body(begin), kind, how, n_buffers, size)
+            body = self._slots.body(begin)
+            if how or len(body) >= VIEW_BYTES:
+                obj = self._show(begin, body, kind, how, n_buffers, size)
+            else:  # nothing that lies there can be worth a view; counting its bytes would take 2% of the time
+                obj = self._codec.decode(*split_body(body, n_buffers, size))
         else:
             return ELSEWHERE
         if obj is not ELSEWHERE:
