@@ -212,7 +212,8 @@ class SlotReader:
             if how or len(body) >= VIEW_BYTES:
                 obj = self._show(begin, body, kind, how, n_buffers, size)
             else:  # nothing that lies there can be worth a view; counting its bytes would take 2% of the time
-                obj = self._codec.decode(*split_body(body, n_buffers, size))
+                main, buffers = split_body(body, n_buffers, size)
+                obj = self._codec.decode(main, buffers)
         else:
             return ELSEWHERE
         if obj is not ELSEWHERE:
