@@ -117,35 +117,40 @@ async def read_leased(ports: Ports, warm_up: int, count: int) -> float:
     return time.perf_counter() - began
 
 
-async def read_waiting(ports: Ports, pause_s: float, count: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each round of so many messages: read as by `read`, and as by `read_leased`, in turn.
+async def read_waiting(
+    ports: Ports, pause_s: float, count: int, rounds: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Return the seconds of each round of so many messages: read as by `read`, as by `read_leased`, and as by `read`.
 
+    The three take turns, from the first to the last and back, so that neither of `read` is nearer to the leases.
     Before each round the reader sleeps, so that its messages wait for it.
     """
     work, receive, lease, clock, at = ports.work, ports.receive, ports.lease, time.perf_counter, 0
     key, mask, body, length, tail = work.key, work.mask, work.body, work.length, work.tail
-    plain: list[float] = []
-    leased: list[float] = []
-    for _ in range(rounds):
-        _doze(pause_s)
-        began = clock()
-        for number in range(at, at + count):
-            message = await receive()
-            part = message if body is None else message[body]
-            if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
-                raise work.wrong(message, number)
-        plain.append(clock() - began)
-        at += count
-        _doze(pause_s)
-        began = clock()
-        for number in range(at, at + count):
-            async with lease() as message:
-                part = message if body is None else message[body]
-                if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
-                    raise work.wrong(message, number)
-        leased.append(clock() - began)
-        at += count
-    return plain, leased
+    seconds: tuple[list[float], list[float], list[float]] = [], [], []
+    for turn in range(rounds):
+        for way in (0, 1, 2) if turn % 2 else (2, 1, 0):
+            _doze(pause_s)
+            began = clock()
+            if way == 1:
+                for number in range(at, at + count):
+                    async with lease() as message:
+                        part = message if body is None else message[body]
+                        if (
+                            message[key] != number & mask
+                            or len(part) != length
+                            or (tail is not None and part[-1] != tail)
+                        ):
+                            raise work.wrong(message, number)
+            else:
+                for number in range(at, at + count):
+                    message = await receive()
+                    part = message if body is None else message[body]
+                    if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
+                        raise work.wrong(message, number)
+            seconds[way].append(clock() - began)
+            at += count
+    return seconds
 
 
 async def ask(ports: Ports, warm_up: int, count: int) -> list[float]:
