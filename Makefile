@@ -50,6 +50,7 @@ bench: .venv/.ready       ## every benchmark against its rivals, one after the o
 	$(BIN)/python -m benchmarks.loans $(ARGS)
 	$(BIN)/python -m benchmarks.latency $(ARGS)
 	$(BIN)/python -m benchmarks.fanout $(ARGS)
+	$(BIN)/python -m benchmarks.churn $(ARGS)
 	$(BIN)/python -m benchmarks.idle $(ARGS)
 	$(BIN)/python -m benchmarks.fairness $(ARGS)
 	$(BIN)/python -m benchmarks.writer_cost $(ARGS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from benchmarks.framework.crew import BenchmarkError
 from benchmarks.framework.harness import Settings, main
 from benchmarks.framework.loops import Order, Ports
 from benchmarks.framework.report import Report, percentile
+from benchmarks.framework.run_queue import RunQueue
 from benchmarks.framework.stage import Stage
 from benchmarks.framework.workload import SMALL_DICT
 
@@ -136,7 +136,7 @@ async def _spin() -> None:
 async def _tick(seconds: float) -> tuple[list[float], list[float]]:
     """Return how late each tick was, in milliseconds: by the clock, and without the time spent waiting for a CPU."""
     late_ms, own_ms = [], []
-    with _RunQueue() as run_queue:
+    with RunQueue() as run_queue:
         ends = time.perf_counter() + seconds
         while (began := time.perf_counter()) < ends:
             waited_before = run_queue.waited_s()
@@ -146,27 +146,6 @@ async def _tick(seconds: float) -> tuple[list[float], list[float]]:
             late_ms.append(late * 1e3)
             own_ms.append(max(0.0, late - waited) * 1e3)
     return late_ms, own_ms
-
-
-class _RunQueue:
-    """Tells how long this thread has been runnable while others had the CPU. Always 0 where the kernel does not say."""
-
-    def __enter__(self) -> _RunQueue:
-        try:
-            self._fd: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        except OSError:
-            self._fd = None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-
-    def waited_s(self) -> float:
-        """Return it, in seconds."""
-        if self._fd is None:
-            return 0.0
-        return int(os.pread(self._fd, 100, 0).split()[1]) / 1e9
 
 
 if __name__ == "__main__":

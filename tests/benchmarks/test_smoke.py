@@ -143,6 +143,17 @@ def test_throughput(report: Any) -> None:
     assert len(report["promises"]) == 1
 
 
+@on("churn", "asyncio", "uvloop")
+def test_churn(report: Any) -> None:
+    places = {("2 readers in one process", f"{places} places", 2) for places in (2, 256)}
+    cases = {"nobody comes or goes", "one comes and one is killed every 50 ms"}
+    assert measured(report) == places | {(case, "aioshm", 2) for case in cases}
+    churn = next(result["figures"] for result in report["results"] if "killed" in result["case"])
+    assert 0 < churn["still_p50_us"]["median"] <= churn["still_max_us"]["median"]
+    assert 0 < churn["noticed_p50_ms"]["median"] <= churn["noticed_p99_ms"]["median"], "each death was noticed"
+    assert len(report["promises"]) == 4
+
+
 @on("fanout", "uvloop")
 def test_fanout(report: Any) -> None:
     assert measured(report) == {(size, rival, n) for size in SIZES for rival in RIVALS for n in (1, 2)}
