@@ -1,0 +1,85 @@
+"""``examples/pool.py`` under load, while its workers are killed at random."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from support import until
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SERVE = "import asyncio, pool; asyncio.run(pool.main(3, 0))"
+CLIENTS, TIMEOUT_S = 6, 40.0
+
+
+@asynccontextmanager
+async def server() -> AsyncIterator[tuple[psutil.Process, int]]:
+    """Give the server, and where it listens, to the block."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVE, cwd=EXAMPLES, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), TIMEOUT_S)
+        assert line.startswith(b"serving on port ")
+        seen = psutil.Process(process.pid)
+        yield seen, int(line.split()[-1])
+        workers = seen.children(recursive=True)
+    finally:
+        process.kill()
+        await process.wait()
+    await until(lambda: not any(worker.is_running() for worker in workers), "the end of every worker", TIMEOUT_S)
+
+
+async def ask(port: int, numbers: list[int], answers: dict[int, str]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for number in numbers:
+        writer.write(f"{number}\n".encode())
+        answers[number] = (await asyncio.wait_for(reader.readline(), TIMEOUT_S)).decode().strip()
+    writer.close()
+    await writer.wait_closed()
+
+
+def check(answers: dict[int, str], killed: set[int]) -> int:
+    """Return how many requests have failed, each with another one of the workers that were killed."""
+    failed = {number: text for number, text in answers.items() if text != str(sum(range(number)))}
+    blamed = [re.fullmatch(r"worker \d \(pid (\d+)\) died", text) for text in failed.values()]
+    pids = [int(match[1]) for match in blamed if match]
+    assert len(pids) == len(failed), failed
+    assert set(pids) <= killed
+    assert len(set(pids)) == len(pids), "a worker has one request at a time"
+    return len(failed)
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+async def test_every_request_is_answered_or_fails_with_its_worker(kills: int) -> None:
+    chance, killed, answers = random.Random(kills), set[int](), dict[int, str]()
+    async with server() as (process, port):
+        rounds = 0
+        while len(killed) < kills:
+            numbers = list(range(20_000 + rounds, 20_000 + 600 + rounds))
+            rounds += len(numbers)
+            asking = [asyncio.ensure_future(ask(port, numbers[n::CLIENTS], answers)) for n in range(CLIENTS)]
+            before = len(answers)
+            while len(killed) < kills and not all(task.done() for task in asking):
+                wanted = min(before + chance.randrange(1, 200), rounds)
+                await until(lambda: len(answers) >= wanted or all(task.done() for task in asking), "answers", TIMEOUT_S)  # noqa: B023
+                workers = [child for child in process.children() if child.pid not in killed]
+                if workers:
+                    victim = chance.choice(workers)
+                    killed.add(victim.pid)
+                    victim.send_signal(signal.SIGKILL)
+                before = len(answers)
+            await asyncio.gather(*asking)
+        await ask(port, [5, 6], answers)
+        assert (answers[5], answers[6]) == ("10", "15")
+        assert len(answers) == rounds + 2
+        check(answers, killed)
