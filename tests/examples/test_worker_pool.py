@@ -34,7 +34,7 @@ async def server() -> AsyncIterator[tuple[psutil.Process, int]]:
         yield seen, int(line.split()[-1])
         workers = seen.children(recursive=True)
     finally:
-        process.kill()
+        process.send_signal(signal.SIGINT)
         await process.wait()
     await until(lambda: not any(worker.is_running() for worker in workers), "the end of every worker", TIMEOUT_S)
 
