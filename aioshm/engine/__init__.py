@@ -30,6 +30,7 @@ from aioshm.engine.startup.restarting import EngineInfo
 from aioshm.engine.startup.supervisor import EngineSupervisor
 from aioshm.engine.usage import report_usage_stats
 from aioshm.engine.workers.group import WorkerGroup
+from aioshm.engine.workers.replacing import WorkerInfo
 from aioshm.process.manager import ProcessManager
 from aioshm.process.parent import die_with_parent
 from aioshm.process.restart import Restart
@@ -71,6 +72,7 @@ __all__ = [
     "WatchedManager",
     "WatchedProcess",
     "WorkerGroup",
+    "WorkerInfo",
     "ashutdown",
     "bind_kv_cache",
     "copy_slice",

@@ -165,6 +165,18 @@ class ProcessManager(Closing, AsyncClosing):
                 self.processes.remove(process)
                 process.release()
 
+    def discard(self, process: Child) -> None:
+        """Have a process no more that has exited; nothing happens if it is not one of these.
+
+        Raises:
+            RoleError: It still runs.
+        """
+        if process in self.processes:
+            if process.exitcode is None:
+                raise RoleError(f"{process.name} (pid {process.pid}) still runs: stop it first")
+            self.processes.remove(process)
+            process.release()
+
     def _place(self, name: str) -> int:
         for place, process in enumerate(self.processes):
             if process.name == name:

@@ -33,11 +33,37 @@ class WorkerAnswers:
         self._options = options
         self._readers: dict[int, MessageQueue] = {}
         self._merged: Merged | None = None
-        self._answered: list[int] = []
+        self._answered: dict[int, int] = {}
+        self._former: list[MessageQueue] = []
 
-    def attach(self, rank: int, handle: str) -> None:
-        """Read this worker's queue, too; before the first call."""
-        self._readers[rank] = MessageQueue.create_from_handle(handle, 0, options=self._options)
+    def attach(self, rank: int, handle: str, call: int = 0) -> None:
+        """Read this worker's queue, too; also that of the successor of one that has died.
+
+        Args:
+            rank: The worker's rank.
+            handle: Of its queue.
+            call: The number of the first call that it answers.
+        """
+        self.detach(rank)
+        reader = self._readers[rank] = MessageQueue.create_from_handle(handle, 0, options=self._options)
+        self._answered[rank] = call
+        if self._merged is not None:
+            self._merged.add(rank, reader)
+
+    def detach(self, rank: int) -> None:
+        """Read the queue of this worker no more, if it was read."""
+        former = self._readers.pop(rank, None)
+        if former is None:
+            return
+        self._answered.pop(rank, None)
+        self._former.append(former)
+        if self._merged is not None:
+            self._merged.remove(rank)
+
+    async def close_former(self) -> None:
+        """Close the queues that are not read any more. Idempotent."""
+        while self._former:
+            await self._former.pop().aclose()
 
     async def collect(self, call: int, missing: set[int]) -> tuple[list[Any], dict[int, RemoteFailure]]:
         """Wait for all answers to a call.
@@ -57,7 +83,6 @@ class WorkerAnswers:
         """
         if self._merged is None:
             self._merged = merge(self._readers, errors="yield")
-            self._answered = [0] * len(self._readers)
         answered = self._answered
         # Where all answers to come are to this call, one wakes it: with earlier ones a worker's ring might fill up.
         self._merged.needed = missing if all(answered[rank] == call for rank in missing) else frozenset()
@@ -72,7 +97,7 @@ class WorkerAnswers:
         self, merged: Merged, call: int, missing: set[int]
     ) -> tuple[list[Any], dict[int, RemoteFailure]]:
         answered, failed = self._answered, merged.failed
-        results: list[Any] = [None] * len(answered)
+        results: list[Any] = [None] * (max(answered) + 1)
         errors: dict[int, RemoteFailure] = {}
         async for rank, answer in merged:
             if rank in failed:
@@ -104,3 +129,4 @@ class WorkerAnswers:
             await self._merged.aclose()
         for reader in self._readers.values():
             await reader.aclose()
+        await self.close_former()

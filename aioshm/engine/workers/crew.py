@@ -4,19 +4,71 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 from aioshm.config import Options
-from aioshm.engine.protocol.progress import engine_index
-from aioshm.engine.workers.process import LoopFactory, run_worker
+from aioshm.engine.workers.process import LoopFactory, Place, Step, run_worker
 from aioshm.errors import WorkerDied
+from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.state import SUSPECT_STATES, process_state
 from aioshm.process.watch import ProcessExit, ProcessWatch
 from aioshm.queue import Handle
+
+
+class Member:
+    """One process.
+
+    Attributes:
+        name: What it is called.
+        rank: Which worker it is; None: it is a standby.
+        process: The process.
+        exited: How it has exited, once it has.
+    """
+
+    def __init__(self, name: str, rank: int | None, process: Child, pipe: Connection) -> None:
+        self.name: str = name
+        self.rank: int | None = rank
+        self.process: Child = process
+        self.exited: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
+        self._pipe = pipe
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid or 0
+
+    def place(self, place: Place) -> None:
+        """Tell it which worker it is."""
+        self.rank = place.rank
+        self._pipe.send(place)
+
+    async def message(self) -> Any:
+        """Return what it says next, see `run_worker`.
+
+        Raises:
+            EOFError, OSError: It has exited, or closed the pipe.
+        """
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._pipe.fileno(), readable.set)
+        try:
+            await readable.wait()
+        finally:
+            if not self._pipe.closed:
+                loop.remove_reader(self._pipe.fileno())
+        return self._pipe.recv()  # short enough to have come at once
+
+    def hang_up(self) -> None:
+        """Close the pipe: a standby exits. Idempotent."""
+        if not self._pipe.closed:
+            loop = asyncio.get_running_loop() if asyncio._get_running_loop() is not None else None
+            if loop is not None:
+                loop.remove_reader(self._pipe.fileno())
+            self._pipe.close()
 
 
 class WorkerCrew:
@@ -31,7 +83,10 @@ class WorkerCrew:
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
         loop_factory: See `WorkerGroup`.
-        on_exit: Called on the loop when one has exited.
+        on_exit: Called on the loop when some have exited.
+
+    Attributes:
+        workers: The processes of the workers, by rank; after a death that of the dead one, until it has a successor.
     """
 
     def __init__(
@@ -45,21 +100,27 @@ class WorkerCrew:
         shutdown_timeout: float,
         capture_stderr: bool,
         loop_factory: LoopFactory | None,
-        on_exit: Callable[[], None],
+        on_exit: Callable[[list[Member]], None],
     ) -> None:
-        self._introductions: list[Connection] = []
+        self._name, self._steps = name, steps
+        self._settings = *sizes, options, loop_factory
+        self._on_exit = on_exit
+        self._members: dict[str, Member] = {}
+        self._serial = 0
+        self._seen = 0
+        self.workers: dict[int, Member] = {}
+        names = [f"{name}_{rank}" for rank in range(n_workers)]
         with ExitStack() as mine, ExitStack() as theirs:
-            jobs = []
-            for rank in range(n_workers):
-                reading, writing = Pipe(duplex=False)
-                self._introductions.append(mine.enter_context(reading))
-                theirs.enter_context(writing)
-                jobs.append(Job(f"{name}_{rank}", (rank, steps, writing, *sizes, options, loop_factory)))
+            pipes = [self._pipe(mine, theirs) for _ in names]
+            jobs = [self._job(each, writing, None) for each, (_, writing) in zip(names, pipes, strict=True)]
             self._manager = ProcessManager(
                 run_worker, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr
             )
             try:
-                self._watch = ProcessWatch(manager=self._manager, on_exit=on_exit)
+                for rank, (process, (reading, _)) in enumerate(zip(self._manager.processes, pipes, strict=True)):
+                    member = self._members[process.name] = Member(process.name, rank, process, reading)
+                    self.workers[rank] = member
+                self._watch = ProcessWatch(manager=self._manager, on_exit=self._exited)
             except BaseException:
                 self._manager.close()
                 raise
@@ -67,24 +128,67 @@ class WorkerCrew:
 
     @property
     def pids(self) -> list[int]:
-        """Their process ids, by rank."""
-        return [process.pid or 0 for process in self._manager.processes]
+        """The process ids of the workers, by rank."""
+        return [member.pid for _, member in sorted(self.workers.items())]
 
-    async def introductions(self) -> AsyncIterator[tuple[int, str]]:
-        """Yield each worker's rank, and the handle of its queue once it has sent that.
+    def start(self, rank: int | None, imported: object) -> tuple[Child, Connection]:
+        """Start one more process, for `take_in`; blocks for some milliseconds, may be called in a thread.
+
+        Args:
+            rank: Which worker it is to be; None: a standby.
+            imported: What a standby is to have imported before it is needed: it travels by pickle.
 
         Raises:
-            EOFError, OSError: It has exited before.
+            Exception: It could not be started.
         """
-        loop = asyncio.get_running_loop()
-        for rank, introduction in enumerate(self._introductions):
-            readable = asyncio.Event()
-            loop.add_reader(introduction.fileno(), readable.set)
-            try:
-                await readable.wait()
-            finally:
-                loop.remove_reader(introduction.fileno())
-            yield rank, introduction.recv_bytes().decode()  # short enough to have come at once
+        if rank is None:
+            name = f"{self._name}_standby_{self._serial}"
+            self._serial += 1
+        else:
+            name = f"{self._name}_{rank}"
+            if name in self._members:  # the one that has died
+                self.dismiss(self._members[name])
+        with ExitStack() as mine, ExitStack() as theirs:
+            reading, writing = self._pipe(mine, theirs)
+            process = self._manager.start_more(self._job(name, writing, imported))
+            mine.pop_all()
+        return process, reading
+
+    def take_in(self, process: Child, pipe: Connection) -> Member:
+        """Watch a process that was started."""
+        member = self._members[process.name] = Member(process.name, None, process, pipe)
+        self._watch.add([process], managed=True)
+        return member
+
+    def place(self, member: Member, rank: int, construction: Step | None = None) -> None:
+        """Let a process be the worker of a rank; the one before is forgotten, which has exited."""
+        former = self.workers.get(rank)
+        self.workers[rank] = member
+        if former is not None and former is not member:
+            self.dismiss(former)
+        member.place(Place(rank, self._steps, construction))
+
+    def dismiss(self, member: Member) -> None:
+        """Forget a process that has exited."""
+        member.hang_up()
+        if self._members.get(member.name) is member:
+            del self._members[member.name]
+        self._manager.discard(member.process)
+
+    def dismiss_soon(self, member: Member) -> None:
+        """Kill a process, and forget it when it has exited."""
+        member.process.kill()
+        member.exited.add_done_callback(lambda _: self.dismiss(member))
+
+    async def stop_worker(self, rank: int, patience: float) -> None:
+        """Wait for a worker to exit by itself, then stop it."""
+        member = self.workers.pop(rank)
+        self._members.pop(member.name, None)
+        member.hang_up()
+        try:
+            await asyncio.wait([member.exited], timeout=patience)
+        finally:
+            await self._manager.stop(member.name)
 
     def death(self, rank: int = 0) -> Callable[[], WorkerDied]:
         """Return what makes the error for those that have exited by now.
@@ -92,20 +196,30 @@ class WorkerCrew:
         Args:
             rank: Who is meant if none has exited yet, but ought to have.
         """
-        exits = {engine_index(each.name) or 0: each for each in self._watch.exited()}
-        if not exits:
-            process = self._manager.processes[rank]
-            exits = {rank: ProcessExit(process.name, process.pid, None)}
+        exits = {each.rank: each.exited.result() for each in self._members.values() if each.exited.done()}
+        of_workers = {who: found for who, found in exits.items() if who is not None}
+        if not of_workers:
+            process = self.workers[rank].process
+            of_workers = {rank: ProcessExit(process.name, process.pid, None)}
+        return self._error(of_workers, "")
+
+    def death_of(self, member: Member, story: str = "") -> Callable[[], WorkerDied]:
+        """Return what makes the error for one that has exited; ``story`` says more."""
+        assert member.rank is not None
+        return self._error({member.rank: member.exited.result()}, story)
+
+    def _error(self, exits: dict[int, ProcessExit], story: str) -> Callable[[], WorkerDied]:
         rank, first = min(exits.items())
         text = ", ".join(exits[each].describe() for each in sorted(exits))
         tail = self._manager.last_lines(first.name)
-        return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, text, tail)
+        more = f"{text}; {story}" if story else text
+        return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, more, tail)
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Name workers that have not done something, with what is wrong with them as far as the system knows."""
         said = []
         for rank in ranks:
-            process = self._manager.processes[rank]
+            process = self.workers[rank].process
             state = process_state(process.pid or 0)
             said.append(f"{process.name} (pid {process.pid}{f', {state}' if state in SUSPECT_STATES else ''})")
         return ", ".join(said)
@@ -113,8 +227,8 @@ class WorkerCrew:
     def forget(self) -> None:
         """Watch them no more, and close the pipes to them. Idempotent."""
         self._watch.close()
-        for introduction in self._introductions:
-            introduction.close()
+        for member in self._members.values():
+            member.hang_up()
 
     async def stop(self, patience: float) -> None:
         """Wait for them to exit by themselves, then stop what is left; see `ashutdown`.
@@ -129,3 +243,24 @@ class WorkerCrew:
                     await watch.all_exited(asyncio.get_running_loop().time() + patience)
         finally:
             await self._manager.aclose()
+
+    def _exited(self) -> None:
+        exits = self._watch.exited()[self._seen :]
+        self._seen += len(exits)
+        gone = []
+        for each in exits:
+            member = self._members.get(each.name)
+            if member is not None and member.pid == each.pid and not member.exited.done():
+                member.exited.set_result(each)
+                gone.append(member)
+        if gone:
+            self._on_exit(gone)
+
+    def _pipe(self, mine: ExitStack, theirs: ExitStack) -> tuple[Connection, Connection]:
+        reading, writing = Pipe()
+        mine.enter_context(reading)
+        theirs.enter_context(writing)
+        return reading, writing
+
+    def _job(self, name: str, writing: Connection, imported: object) -> Job:
+        return Job(name, (writing, imported, *self._settings))

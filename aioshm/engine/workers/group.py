@@ -8,14 +8,18 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, Self
 
+import msgspec
+
 from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.workers.answers import WorkerAnswers, WorkerLost
-from aioshm.engine.workers.crew import WorkerCrew
+from aioshm.engine.workers.crew import Member, WorkerCrew
 from aioshm.engine.workers.process import LoopFactory, Step
+from aioshm.engine.workers.replacing import Replacing, WorkerInfo
 from aioshm.errors import AioshmError, EndClosed, PeerDied, QueueClosed, RoleError, WorkerError
 from aioshm.process.limits import naming_limits
+from aioshm.process.restart import Restart
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.queue import MessageQueue
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
@@ -38,7 +42,10 @@ class WorkerGroup(AsyncClosing):
 
     The processes exit with this one, however that happens. If one of them exits while the group is open, each call that
     waits raises `WorkerDied`, and so does every later one: what is left of the group is only good for being closed.
-    An exception in a worker is no such thing: the call raises `WorkerError`, and the group goes on.
+    With ``restart`` only the call in flight does: a standby or a new process takes the rank, is made by ``worker``
+    anew, and the next call waits for that. Workers that cannot go on without the one before, since they share a state
+    or are in the midst of a collective operation, are better off without. An exception in a worker is no death: the
+    call raises `WorkerError`, and the group goes on.
 
     Args:
         worker: Makes a worker. It travels by pickle, as ``args`` and ``kwargs`` do.
@@ -54,6 +61,9 @@ class WorkerGroup(AsyncClosing):
         capture_stderr: See `ProcessManager`.
         loop_factory: Makes each worker's event loop, such as ``uvloop.new_event_loop``; None: asyncio's own. It travels
             by pickle, as ``worker`` does.
+        restart: When workers that die are replaced, for each rank by itself; None: never. A crash loop ends the group.
+        standbys: How many processes wait for a rank: they have imported ``worker``, and only make it.
+        max_workers: How many workers `scale` may ask for; None: ``n_workers``.
 
     Raises:
         TypeError, ValueError: An argument makes no sense; the text names it.
@@ -74,6 +84,9 @@ class WorkerGroup(AsyncClosing):
         shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
         capture_stderr: bool = True,
         loop_factory: LoopFactory | None = None,
+        restart: Restart | None = None,
+        standbys: int = 0,
+        max_workers: int | None = None,
     ) -> None:
         if not callable(worker):
             raise TypeError(f"worker must be callable, not {worker!r}")
@@ -90,6 +103,16 @@ class WorkerGroup(AsyncClosing):
         self._shutdown_timeout = check_seconds("shutdown_timeout", shutdown_timeout)
         self._capture_stderr = capture_stderr
         self._loop_factory = loop_factory
+        self._restart = restart
+        self._n_standbys = check_int("standbys", standbys, minimum=0)
+        if standbys and restart is None:
+            raise ValueError(f"standbys must be 0 without restart=Restart(...), not {standbys}")
+        self._most = n_workers if max_workers is None else check_int("max_workers", max_workers, minimum=n_workers)
+        self._replacing: Replacing | None = None
+        self._absent: set[int] = set()  # ranks that wait for a successor
+        self._whole = asyncio.Event()
+        self._broken: Callable[[], AioshmError] | None = None  # why the call in flight fails
+        self._watchers: set[asyncio.Queue[WorkerInfo | None]] = set()
         self._crew: WorkerCrew | None = None
         self._steps: MessageQueue | None = None
         self._answers = WorkerAnswers(self._options)
@@ -150,15 +173,68 @@ class WorkerGroup(AsyncClosing):
             raise ValueError(f"unique_reply_rank must be below {self.n_workers}, not {unique_reply_rank}")
         deadline_after(timeout)  # refuses what is none
         step = method, _arguments(args), _keywords(kwargs), unique_reply_rank
-        missing = set(range(self.n_workers))
+        missing: set[int] = set()  # filled when it is its turn
         async with self._turn(_named(method), timeout, missing):
             results = await self._exchange(step, missing)
         return results if unique_reply_rank is None else results[unique_reply_rank]
 
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The workers, by rank; none before they are started, or without ``restart``."""
+        return self._replacing.workers if self._replacing is not None else ()
+
+    @property
+    def standbys(self) -> int:
+        """How many standbys can take a rank at once."""
+        return self._replacing.standbys if self._replacing is not None else 0
+
+    async def membership(self) -> AsyncIterator[WorkerInfo]:
+        """Iterate over what becomes of the workers from now on, with ``async for``, until the group ends."""
+        changes: asyncio.Queue[WorkerInfo | None] = asyncio.Queue()
+        if self._failure is None:
+            self._watchers.add(changes)
+        try:
+            while self._failure is None and (change := await changes.get()) is not None:
+                yield change
+        finally:
+            self._watchers.discard(changes)
+
+    async def scale(self, n_workers: int) -> None:
+        """Have more workers, or fewer: the last ones go when they have done the calls before this one.
+
+        Args:
+            n_workers: How many there are to be.
+
+        Raises:
+            RoleError: The group has no ``restart``, or was not entered.
+            ValueError: It is more than ``max_workers``.
+            WorkerDied, QueueClosed: The group has ended.
+        """
+        check_int("n_workers", n_workers, minimum=1)
+        if n_workers > self._most:
+            raise ValueError(f"n_workers must be at most max_workers, which is {self._most}, not {n_workers}")
+        if self._replacing is None or self._crew is None or self._steps is None:
+            raise RoleError("a group can be scaled that has restart=Restart(...), and was entered")
+        replacing, crew, steps = self._replacing, self._crew, self._steps
+        async with self._turn("scale", None, set()):
+            while self.n_workers > n_workers:
+                rank = self.n_workers = self.n_workers - 1
+                replacing.remove(rank)
+                steps.dismiss(rank)
+                self._answers.detach(rank)
+                await crew.stop_worker(rank, self._shutdown_timeout)
+            newcomers = range(self.n_workers, n_workers)
+            self._absent |= {*newcomers}
+            tasks = [replacing.add(rank) for rank in newcomers]
+            self.n_workers = n_workers
+            if tasks:
+                self._whole.clear()
+                await asyncio.gather(*map(asyncio.shield, tasks))
+
     async def join_first(self) -> AioshmError | None:
         """Wait until a worker has exited, also while there are no calls; return what calls raise from then on.
 
-        None if the group was closed. Cancelling this changes nothing.
+        With ``restart`` it waits for a crash loop. None if the group was closed. Cancelling this changes nothing.
         """
         await self._failed.wait()
         assert self._failure is not None
@@ -173,9 +249,14 @@ class WorkerGroup(AsyncClosing):
         waits = "waits for the calls before it"
         try:
             async with asyncio.timeout(timeout) as scope, self._line:
+                if self._absent:
+                    waits = "waits for the successors of workers that have died"
+                    await self._whole.wait()
                 waits = ""
                 if self._failure is not None:
                     raise self._failure()
+                self._broken = None
+                missing.update(range(self.n_workers))
                 self._scope = scope
                 try:
                     yield
@@ -184,8 +265,8 @@ class WorkerGroup(AsyncClosing):
         except TimeoutError:
             if not scope.expired():
                 raise
-            if self._failure is not None:
-                raise self._failure() from None
+            if (failure := self._failure or (None if waits else self._broken)) is not None:
+                raise failure() from None
             assert self._crew is not None
             waits = waits or f"no answer from {self._crew.describe(sorted(missing))}"
             raise TimeoutError(f"{what}: {waits} within {timeout} s") from None
@@ -204,26 +285,53 @@ class WorkerGroup(AsyncClosing):
 
     # Death
 
-    def _process_exited(self) -> None:
+    def _processes_exited(self, gone: list[Member]) -> None:
         assert self._crew is not None
-        self._break_off(self._crew.death())
+        if self._replacing is None:
+            self._break_off(self._crew.death())
+            return
+        for member in gone:
+            rank = member.rank
+            if rank is not None and rank not in self._absent and rank < self.n_workers:
+                self._absent.add(rank)
+                self._whole.clear()
+                self._break_call(self._crew.death_of(member))
+            self._replacing.died(member)
+
+    def _worker_back(self, rank: int) -> None:
+        self._absent.discard(rank)
+        if not self._absent:
+            self._whole.set()
+
+    def _worker_changed(self, info: WorkerInfo) -> None:
+        for changes in self._watchers:
+            changes.put_nowait(info)
 
     async def _lost(self, rank: int) -> NoReturn:
         """Raise what has become of a worker whose queue is closed or broken."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CODE_WITHIN_S):
-                await self._failed.wait()
+                await self._failed.wait()  # with ``restart``, the end of this call interrupts that
         if self._failure is None:
             assert self._crew is not None
             self._break_off(self._crew.death(rank))
         assert self._failure is not None
         raise self._failure()
 
+    def _break_call(self, failure: Callable[[], AioshmError]) -> None:
+        """Let the call in flight, if there is one, raise an error."""
+        if self._scope is not None and not self._scope.expired() and self._broken is None:
+            self._broken = failure
+            self._scope.reschedule(0)
+
     def _break_off(self, failure: Callable[[], AioshmError]) -> None:
         """Answer every call, the waiting ones too, with an error from now on."""
         if self._failure is None:
             self._failure = failure
             self._failed.set()
+            self._whole.set()
+            for changes in self._watchers:
+                changes.put_nowait(None)
             if self._scope is not None and not self._scope.expired():
                 self._scope.reschedule(0)
 
@@ -242,7 +350,10 @@ class WorkerGroup(AsyncClosing):
 
     async def _start(self) -> None:
         everybody = set(range(self.n_workers))
-        self._steps = MessageQueue(self.n_workers, self.n_workers, None, *self._sizes, options=self._options)
+        options = self._options
+        if self._restart is not None:
+            options = msgspec.structs.replace(options, on_reader_death="evict", max_readers=self._most)
+        self._steps = MessageQueue(self.n_workers, self.n_workers, None, *self._sizes, options=options)
         self._crew = WorkerCrew(
             self._name,
             self.n_workers,
@@ -252,18 +363,34 @@ class WorkerGroup(AsyncClosing):
             shutdown_timeout=self._shutdown_timeout,
             capture_stderr=self._capture_stderr,
             loop_factory=self._loop_factory,
-            on_exit=self._process_exited,
+            on_exit=self._processes_exited,
         )
         missing = set(everybody)
         async with self._turn("the start of the workers", self._ready_timeout, missing):
             try:
-                async for rank, handle in self._crew.introductions():
-                    self._answers.attach(rank, handle)
+                for rank, member in self._crew.workers.items():
+                    self._crew.place(member, rank)
+                for rank, member in self._crew.workers.items():
+                    await member.message()
+                    self._answers.attach(rank, await member.message())
                     missing.discard(rank)
             except (EOFError, OSError):
                 await self._lost(min(missing))
             missing |= everybody
             await self._exchange(self._construction, missing)
+        if self._restart is not None:
+            self._replacing = Replacing(
+                self._crew,
+                self._answers,
+                self._restart,
+                self._n_standbys,
+                self._construction,
+                lambda: self._calls,
+                self._ready_timeout,
+                on_back=self._worker_back,
+                on_end=self._break_off,
+                on_change=self._worker_changed,
+            )
 
     async def aclose(self) -> None:
         """Let the workers exit by themselves, then stop what is left; calls that wait raise `QueueClosed`. Idempotent.
@@ -282,6 +409,8 @@ class WorkerGroup(AsyncClosing):
             self._crew.forget()
         self._break_off(lambda: EndClosed("the group of workers was closed"))
         try:
+            if self._replacing is not None:
+                await self._replacing.aclose()
             if self._steps is not None:
                 await self._steps.aclose()
         finally:

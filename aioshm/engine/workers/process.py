@@ -11,7 +11,7 @@ import inspect
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioshm.config import Options
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, PeerDied, QueueClosed, RemoteFailure
@@ -26,10 +26,23 @@ MAX_TEXT = 1 << 14
 """How many characters are told of an exception, and of its traceback's end."""
 
 
+class Place(NamedTuple):
+    """What the driver tells a process that is to be a worker.
+
+    Attributes:
+        rank: Which worker it is.
+        steps: The driver's queue.
+        construction: Makes the worker, in the place of one that has died; None: the queue's first message does.
+    """
+
+    rank: int
+    steps: Handle
+    construction: Step | None
+
+
 def run_worker(
-    rank: int,
-    steps: Handle,
-    introduction: Connection,
+    driver: Connection,
+    _imported: object,
     chunk_bytes: int,
     chunks: int,
     options: Options,
@@ -37,29 +50,42 @@ def run_worker(
 ) -> None:
     """Work until the driver closes its queue, or dies; what a `WorkerGroup` starts.
 
+    The driver is told True when everything is imported, gets to know the handle of this worker's queue when it has said
+    which worker this is (`Place`), and the outcome of ``construction``, if there is one.
+
     Args:
-        rank: Which worker this is.
-        steps: The driver's queue.
-        introduction: Where the handle of this worker's queue is sent, once.
+        driver: A pipe to the driver.
+        _imported: Has the modules of a standby's worker imported.
         chunk_bytes: For this worker's queue, in bytes.
         chunks: For this worker's queue.
         options: For this worker's queue.
         loop_factory: Makes the event loop; None: asyncio's own.
     """
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(_work(rank, steps, introduction, MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)))
+    with driver, asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.get_loop()
+        try:
+            driver.send(True)
+            place: Place = driver.recv()
+        except (EOFError, OSError):  # the group was closed before it needed this one
+            return
+        runner.run(_work(place, driver, MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)))
 
 
-async def _work(rank: int, handle: Handle, introduction: Connection, answers: MessageQueue) -> None:
+async def _work(place: Place, driver: Connection, answers: MessageQueue) -> None:
+    rank, handle, construction = place
     async with answers, MessageQueue.create_from_handle(handle, rank) as steps:
-        with introduction:
-            introduction.send_bytes(answers.export_handle().to_json().encode())
+        if construction is not None:
+            await steps.wait_until_ready()
+        driver.send(answers.export_handle().to_json())
         worker = _Worker(rank)
         try:
+            if construction is not None:
+                driver.send(await worker.answer(construction))
+            driver.close()
             while True:
                 try:
                     step = await steps.dequeue(indefinite=True)
-                except (QueueClosed, PeerDied):  # the driver: it has closed the group, or this process dies with it
+                except (QueueClosed, PeerDied):  # the driver has closed the group, or needs one less; or it has died
                     break
                 except (CodecError, CorruptSlot) as error:
                     answer = _failure(error)

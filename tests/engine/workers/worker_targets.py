@@ -124,3 +124,14 @@ def fails_to_start(rank: int, failing: int, how: str = "raise") -> Worker:
     else:
         worker.end(failing, how)
     return worker
+
+
+class Fragile(Worker):
+    """Cannot be made while the file ``flag`` is there."""
+
+    def __init__(self, *, rank: int, flag: str, how: str = "raise") -> None:
+        super().__init__(rank=rank)
+        if os.path.exists(flag):
+            if how == "hang":
+                time.sleep(LONG_S)
+            raise ValueError("not now")

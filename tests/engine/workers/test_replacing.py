@@ -1,0 +1,202 @@
+"""Groups whose workers are replaced when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worker_targets as targets
+from managed import gone
+from support import until
+
+from aioshm import Options, QueueClosed, RoleError, WorkerDied
+from aioshm.engine import Restart, WorkerGroup, WorkerInfo
+
+pytestmark = pytest.mark.slow_on_uvloop
+
+MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
+
+
+def group_of(n_workers: int = 2, worker: Any = targets.Worker, **options: Any) -> WorkerGroup:
+    return WorkerGroup(worker, n_workers, **{"restart": MANY, **options})
+
+
+@pytest.mark.parametrize("standbys", [0, 1])
+async def test_the_call_in_flight_fails_and_the_next_one_has_a_successor(standbys: int) -> None:
+    async with group_of(standbys=standbys) as group:
+        assert await group.collective_rpc("add", (1,)) == [1, 2]
+        for victim in (1, 0, 1):
+            await until(lambda: group.standbys == standbys)
+            before = group.pids
+            call = asyncio.create_task(group.collective_rpc("end_or_wait", (victim, "SIGKILL")))
+            later = [asyncio.create_task(group.collective_rpc("add", (number,), timeout=60)) for number in range(3)]
+            with pytest.raises(WorkerDied, match=f"pid {before[victim]}. was killed by SIGKILL") as caught:
+                await call
+            assert caught.value.rank == victim
+            # The other worker is still in its hundred seconds, unless it is told to die, too.
+            os.kill(before[1 - victim], signal.SIGKILL)
+            assert await asyncio.gather(*later) == [[number, 1 + number] for number in range(3)]
+            assert not {*before} & {*group.pids}
+            assert await group.collective_rpc("history") == [[(0,), (1,), (2,)]] * 2  # each is a new one
+        assert [info.restarts for info in group.workers] == [3, 3]
+        assert "was killed by SIGKILL" in group.workers[0].cause
+        pids = group.pids
+    assert all(gone(pid) for pid in pids)
+
+
+async def test_a_late_answer_is_not_taken_for_one_to_a_later_call(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with group_of(3) as group:
+        call = asyncio.create_task(group.collective_rpc("wait_for", (str(go), "late", 0)))
+        await asyncio.sleep(0.05)
+        os.kill(group.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await call
+        later = asyncio.create_task(group.collective_rpc("add", (5,)))
+        await until(lambda: group.workers[1].restarts == 1 and group.workers[1].state == "running")
+        assert not later.done()  # worker 0 waits still
+        go.touch()
+        assert await later == [5, 6, 7]
+
+
+async def test_idle_workers_and_standbys_are_replaced() -> None:
+    async with group_of(2, standbys=1) as group:
+        changes: list[WorkerInfo] = []
+
+        async def watch() -> None:
+            async for change in group.membership():
+                changes.append(change)
+
+        watching = asyncio.create_task(watch())
+        await until(lambda: group.standbys == 1)
+        standby = group._replacing._standbys[0]  # type: ignore[union-attr]
+        os.kill(standby.pid, signal.SIGKILL)
+        await until(lambda: group.standbys == 1 and standby.exited.done())
+        assert not changes
+        victim = group.pids[0]
+        os.kill(victim, signal.SIGTERM)
+        await until(lambda: len(changes) == 3)
+        assert [(change.rank, change.state) for change in changes] == [
+            (0, "waiting"),
+            (0, "starting"),
+            (0, "running"),
+        ]
+        assert changes[-1].pid == group.pids[0] != victim
+        assert str(victim) in changes[-1].cause
+        assert await group.collective_rpc("add") == [0, 1]
+    await watching
+
+
+async def test_a_crash_loop_ends_the_group_with_every_cause(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    restart = Restart(max_restarts=2, backoff_s=0.001)
+    async with group_of(worker=targets.Fragile, kwargs={"flag": str(flag)}, restart=restart) as group:
+        flag.touch()
+        first = asyncio.create_task(group.join_first())
+        os.kill(group.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="crash loop: 3 deaths within 60 s") as caught:
+            await group.collective_rpc("add", timeout=60)
+        assert "was killed by SIGKILL" in str(caught.value)
+        assert str(caught.value).count("could not be made: ValueError: not now") == 2
+        assert isinstance(await first, WorkerDied)
+        with pytest.raises(WorkerDied, match="crash loop"):
+            await group.collective_rpc("add")
+
+
+async def test_one_that_is_not_made_in_time_is_killed_and_tried_again(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    options = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
+    async with group_of(1, **options, ready_timeout=5) as group:
+        group._replacing._ready_timeout = 0.5  # type: ignore[union-attr]
+        flag.touch()
+        os.kill(group.pids[0], signal.SIGKILL)
+        await until(lambda: "was not made after 0.5 s, and was killed" in group.workers[0].cause)
+        with pytest.raises(TimeoutError, match="waits for the successors of workers that have died"):
+            await group.collective_rpc("add", timeout=0.01)
+        group._replacing._ready_timeout = None  # type: ignore[union-attr]
+        flag.unlink()
+        assert await group.collective_rpc("add", timeout=60) == [0]
+
+
+async def test_scaling() -> None:
+    async with group_of(2, max_workers=4) as group:
+        went = group.pids
+        calls = [asyncio.create_task(group.collective_rpc("add", (number,))) for number in range(3)]
+        scaling = asyncio.create_task(group.scale(4))
+        assert await asyncio.gather(*calls) == [[number, number + 1] for number in range(3)]
+        await scaling
+        assert await group.collective_rpc("add", (10,)) == [10, 11, 12, 13]
+        assert len(group.pids) == 4
+        os.kill(group.pids[3], signal.SIGKILL)
+        await until(lambda: group.workers[3].restarts == 1)
+        assert await group.collective_rpc("add", (10,)) == [10, 11, 12, 13]
+        went = group.pids[1:]
+        await group.scale(1)
+        assert all(gone(pid) for pid in went)
+        assert await group.collective_rpc("add", (10,)) == [10]
+        await group.scale(2)
+        assert await group.collective_rpc("history") == [[(0,), (1,), (2,), (10,), (10,), (10,)], []]
+        with pytest.raises(ValueError, match="n_workers must be at most max_workers, which is 4, not 5"):
+            await group.scale(5)
+    with pytest.raises(QueueClosed):
+        await group.scale(1)
+
+
+async def test_closing_at_any_moment_of_a_replacement_leaves_nothing() -> None:
+    for turns in (0, 1, 3, 10, 40):
+        group = group_of(1, standbys=1)
+        await group.__aenter__()
+        pids = group.pids
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda group=group: group.workers[0].state != "running")
+        for _ in range(turns):
+            await asyncio.sleep(0.001)
+        assert group._crew is not None
+        processes = list(group._crew._manager.processes)
+        await group.aclose()
+        assert all(gone(process.pid or 0) for process in processes)
+
+
+async def test_a_storm_of_deaths_loses_no_answer() -> None:
+    async with group_of(3, standbys=1) as group:
+        good = bad = 0
+        until_s = time.monotonic() + 4
+        number = 0
+        while time.monotonic() < until_s or good < 20 or bad < 5:
+            number += 1
+            call = asyncio.create_task(group.collective_rpc("slowly", (0.002, number), timeout=60))
+            if number % 10 == 0:
+                await asyncio.sleep(0.001 * (number % 3))
+                os.kill(group.pids[number // 10 % 3], signal.SIGKILL)
+            [result] = await asyncio.gather(call, return_exceptions=True)
+            if isinstance(result, WorkerDied):
+                assert "was killed by SIGKILL" in str(result)
+                bad += 1
+            else:
+                assert result == [number] * 3
+                good += 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"standbys": 1, "restart": None}, ValueError, r"standbys must be 0 without restart=Restart"),
+        ({"standbys": -1}, ValueError, "standbys must be at least 0"),
+        ({"max_workers": 1}, ValueError, "max_workers must be at least 2"),
+    ],
+)
+def test_arguments(options: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        group_of(2, **options)
+
+
+async def test_scaling_needs_a_policy() -> None:
+    async with WorkerGroup(targets.Worker, 1, options=Options(max_spin_cpu=0.1)) as group:
+        with pytest.raises(RoleError, match="restart="):
+            await group.scale(1)
+        assert group.workers == ()
