@@ -15,6 +15,7 @@ from aioshm.lifeline.address import peer_credentials, sockaddr
 from aioshm.lifeline.bell import Bell
 from aioshm.lifeline.descriptors import has_hung_up, receive, receive_next
 from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PROVEN, SUBSCRIBE, WAKE, Hello, Welcome
+from aioshm.lifeline.quiet import QuietSocket
 from aioshm.process.limits import naming_limits, out_of_descriptors, shortage
 
 _RETRY_S = 0.01  # while the writer's backlog is full
@@ -232,7 +233,7 @@ def dial(address: str, hello: Hello) -> socket.socket | None:
         OutOfDescriptors: There is none left.
     """
     with naming_limits(f"a reader of the queue at {address}"):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         sock.connect(sockaddr(address))

@@ -20,6 +20,7 @@ from aioshm.lifeline.address import peer_credentials, remove, sockaddr
 from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
 from aioshm.lifeline.peer import TOO_MANY_UNDER_WAY, Host, Peer
 from aioshm.lifeline.protocol import BYE, PING, PONG, PROVEN, WAKE, Hello, Welcome
+from aioshm.lifeline.quiet import QuietSocket
 from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
 
@@ -66,7 +67,7 @@ class LifelineListener:
         self.lacking: OutOfDescriptors | None = None
         self.bell: Bell | None = None
         with naming_limits(f"a writer that listens on {address}"):
-            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._sock: socket.socket = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 self._listen(backlog)
                 self.bell = Bell.create() if HAVE_EVENTFD else None

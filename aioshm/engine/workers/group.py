@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, Self
@@ -15,7 +16,7 @@ from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.workers.answers import WorkerAnswers, WorkerLost
 from aioshm.engine.workers.crew import Member, WorkerCrew
-from aioshm.engine.workers.process import LoopFactory, Step
+from aioshm.engine.workers.process import Leave, LoopFactory, Step
 from aioshm.engine.workers.replacing import Replacing, WorkerInfo
 from aioshm.errors import AioshmError, EndClosed, PeerDied, QueueClosed, RoleError, WorkerError
 from aioshm.process.limits import naming_limits
@@ -213,16 +214,20 @@ class WorkerGroup(AsyncClosing):
         check_int("n_workers", n_workers, minimum=1)
         if n_workers > self._most:
             raise ValueError(f"n_workers must be at most max_workers, which is {self._most}, not {n_workers}")
-        if self._replacing is None or self._crew is None or self._steps is None:
+        if self._replacing is None or self._crew is None:
             raise RoleError("a group can be scaled that has restart=Restart(...), and was entered")
-        replacing, crew, steps = self._replacing, self._crew, self._steps
+        replacing, crew = self._replacing, self._crew
         async with self._turn("scale", None, set()):
-            while self.n_workers > n_workers:
-                rank = self.n_workers = self.n_workers - 1
-                replacing.remove(rank)
-                steps.dismiss(rank)
-                self._answers.detach(rank)
-                await crew.stop_worker(rank, self._shutdown_timeout)
+            leaving = frozenset(range(n_workers, self.n_workers))
+            if leaving:
+                self.n_workers = n_workers
+                for rank in leaving:
+                    replacing.remove(rank)
+                await self._exchange((Leave(leaving), (), {}, None), set(range(n_workers)))
+                await asyncio.gather(*(crew.stop_worker(rank, self._shutdown_timeout) for rank in leaving))
+                for rank in leaving:
+                    self._answers.detach(rank)
+                await self._answers.close_former()
             newcomers = range(self.n_workers, n_workers)
             self._absent |= {*newcomers}
             tasks = [replacing.add(rank) for rank in newcomers]
@@ -350,6 +355,7 @@ class WorkerGroup(AsyncClosing):
 
     async def _start(self) -> None:
         everybody = set(range(self.n_workers))
+        this: WorkerGroup = weakref.proxy(self)  # the loop holds on to what it calls; a forgotten group shall end
         options = self._options
         if self._restart is not None:
             options = msgspec.structs.replace(options, on_reader_death="evict", max_readers=self._most)
@@ -363,7 +369,7 @@ class WorkerGroup(AsyncClosing):
             shutdown_timeout=self._shutdown_timeout,
             capture_stderr=self._capture_stderr,
             loop_factory=self._loop_factory,
-            on_exit=self._processes_exited,
+            on_exit=lambda gone: this._processes_exited(gone),
         )
         missing = set(everybody)
         async with self._turn("the start of the workers", self._ready_timeout, missing):
@@ -385,11 +391,11 @@ class WorkerGroup(AsyncClosing):
                 self._restart,
                 self._n_standbys,
                 self._construction,
-                lambda: self._calls,
+                lambda: this._calls,
                 self._ready_timeout,
-                on_back=self._worker_back,
-                on_end=self._break_off,
-                on_change=self._worker_changed,
+                on_back=lambda rank: this._worker_back(rank),
+                on_end=lambda failure: this._break_off(failure),
+                on_change=lambda info: this._worker_changed(info),
             )
 
     async def aclose(self) -> None:

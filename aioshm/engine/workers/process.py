@@ -40,6 +40,16 @@ class Place(NamedTuple):
     construction: Step | None
 
 
+class Leave(NamedTuple):
+    """What is called in a step that ends some of the workers, who do not answer it.
+
+    Attributes:
+        ranks: Theirs.
+    """
+
+    ranks: frozenset[int]
+
+
 def run_worker(
     driver: Connection,
     _imported: object,
@@ -85,11 +95,13 @@ async def _work(place: Place, driver: Connection, answers: MessageQueue) -> None
             while True:
                 try:
                     step = await steps.dequeue(indefinite=True)
-                except (QueueClosed, PeerDied):  # the driver has closed the group, or needs one less; or it has died
+                except (QueueClosed, PeerDied):  # the driver: it has closed the group, or this process dies with it
                     break
                 except (CodecError, CorruptSlot) as error:
                     answer = _failure(error)
                 else:
+                    if isinstance(step[0], Leave) and rank in step[0].ranks:
+                        break
                     answer = await worker.answer(step)
                 try:
                     await answers.enqueue(answer)
@@ -121,6 +133,8 @@ class _Worker:
             made = what(*args, rank=self._rank, **kwargs)
             self._object = await made if inspect.isawaitable(made) else made
             self._made = True
+            return None
+        if isinstance(what, Leave):
             return None
         result = (
             getattr(self._object, what)(*args, **kwargs)

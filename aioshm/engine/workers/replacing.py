@@ -166,9 +166,9 @@ class Replacing:
 
     async def _make(self, life: _Life, member: Member) -> str:
         """Let a process be a worker; return why it is none, by which time it has exited, or an empty string."""
-        cause = ""
+        cause, within_s = "", self._ready_timeout
         try:
-            async with asyncio.timeout(self._ready_timeout):
+            async with asyncio.timeout(within_s):
                 self._crew.place(member, life.rank, self._construction)
                 said = await member.message()
                 handle = said if isinstance(said, str) else await member.message()  # a standby has said True before
@@ -178,7 +178,7 @@ class Replacing:
                 return ""
             cause = f"{member.name} (pid {member.pid}) could not be made: {failure}"
         except TimeoutError:
-            cause = f"{member.name} (pid {member.pid}) was not made after {self._ready_timeout:g} s, and was killed"
+            cause = f"{member.name} (pid {member.pid}) was not made after {within_s:g} s, and was killed"
         except (EOFError, OSError):
             await asyncio.wait([member.exited], timeout=EXIT_WITHIN_S)
         member.process.kill()

@@ -99,6 +99,7 @@ async def test_a_crash_loop_ends_the_group_with_every_cause(tmp_path: Path) -> N
         flag.touch()
         first = asyncio.create_task(group.join_first())
         os.kill(group.pids[1], signal.SIGKILL)
+        await until(lambda: group.workers[1].state != "running")
         with pytest.raises(WorkerDied, match="crash loop: 3 deaths within 60 s") as caught:
             await group.collective_rpc("add", timeout=60)
         assert "was killed by SIGKILL" in str(caught.value)
@@ -148,7 +149,7 @@ async def test_scaling() -> None:
 
 
 async def test_closing_at_any_moment_of_a_replacement_leaves_nothing() -> None:
-    for turns in (0, 1, 3, 10, 40):
+    for turns in (0, 3, 40):
         group = group_of(1, standbys=1)
         await group.__aenter__()
         pids = group.pids
