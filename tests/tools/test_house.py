@@ -138,7 +138,8 @@ def test_every_walk() -> None:
     figures = json.loads(done.stdout)
     assert len(figures) == 8
     for name, row in figures.items():
-        assert row["calls"] > row["moves"] >= row["moves back"] >= 0, name
+        assert row["calls"] >= row["moves"] >= row["moves back"] >= 0, name
+        assert row["calls"] or name.startswith("hot"), name  # a hot call may be the core's alone
 
 
 def test_the_picture_is_that_of_the_imports() -> None:

@@ -33,17 +33,18 @@ async def test_the_call_in_flight_fails_and_the_next_one_has_a_successor(standby
         for victim in (1, 0, 1):
             await until(lambda: group.standbys == standbys)
             before = group.pids
-            call = asyncio.create_task(group.collective_rpc("end_or_wait", (victim, "SIGKILL")))
+            call = asyncio.create_task(group.collective_rpc("end", (victim, "SIGKILL")))
             later = [asyncio.create_task(group.collective_rpc("add", (number,), timeout=60)) for number in range(3)]
-            with pytest.raises(WorkerDied, match=f"pid {before[victim]}. was killed by SIGKILL") as caught:
+            with pytest.raises(WorkerDied, match=rf"pid {before[victim]}\) was killed by SIGKILL") as caught:
                 await call
             assert caught.value.rank == victim
-            # The other worker is still in its hundred seconds, unless it is told to die, too.
-            os.kill(before[1 - victim], signal.SIGKILL)
             assert await asyncio.gather(*later) == [[number, 1 + number] for number in range(3)]
-            assert not {*before} & {*group.pids}
-            assert await group.collective_rpc("history") == [[(0,), (1,), (2,)]] * 2  # each is a new one
-        assert [info.restarts for info in group.workers] == [3, 3]
+            assert group.pids[victim] != before[victim]
+            assert group.pids[1 - victim] == before[1 - victim]
+            history = await group.collective_rpc("history")
+            assert history[victim] == [(0,), (1,), (2,)]  # it is a new one
+            assert len(history[1 - victim]) > 3
+        assert [info.restarts for info in group.workers] == [1, 2]
         assert "was killed by SIGKILL" in group.workers[0].cause
         pids = group.pids
     assert all(gone(pid) for pid in pids)
