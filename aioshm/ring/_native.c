@@ -1649,6 +1649,22 @@ static int begin_call(Call *self, PyObject **result)
     return self->rest == NULL ? -1 : 0;
 }
 
+/* Raise what a coroutine raises in the place of a StopIteration, which would be its return (PEP 479). */
+static void refuse_stop(void)
+{
+    PyObject *type, *stop, *traceback;
+    PyErr_Fetch(&type, &stop, &traceback);
+    PyErr_NormalizeException(&type, &stop, &traceback);
+    PyErr_SetString(PyExc_RuntimeError, "coroutine raised StopIteration");
+    PyObject *error_type, *error, *error_traceback;
+    PyErr_Fetch(&error_type, &error, &error_traceback);
+    PyErr_NormalizeException(&error_type, &error, &error_traceback);
+    PyException_SetCause(error, stop);  /* takes the reference */
+    PyErr_Restore(error_type, error, error_traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+}
+
 static bool is_running(const Call *self)
 {
     if (self->stage == RUNNING)
@@ -1674,6 +1690,8 @@ static PySendResult call_send(Call *self, PyObject *sent, PyObject **result)
         int done = begin_call(self, result);
         if (done != 0) {
             end_call(self);
+            if (done < 0 && PyErr_ExceptionMatches(PyExc_StopIteration))
+                refuse_stop();
             return done > 0 ? PYGEN_RETURN : PYGEN_ERROR;
         }
         sent = Py_None;

@@ -110,6 +110,15 @@ class TestAnswers:
         with pytest.raises(LookupError, match="7"):
             await sending.calls.enqueue(7)
 
+    async def test_a_codec_that_stops_iterating_has_sent_nothing(self, pair: Pair, sending: Calling) -> None:
+        def stop(obj: object) -> bytes:
+            raise StopIteration(obj)
+
+        pair.writer.bind(stop, 7, False, None)
+        with pytest.raises(RuntimeError, match="coroutine raised StopIteration") as raised:
+            await sending.calls.enqueue(7)
+        assert isinstance(raised.value.__cause__, StopIteration)
+
     async def test_what_ends_the_program_is_not_changed(self, pair: Pair, receiving: Calling) -> None:
         def stop(message: bytes) -> object:
             raise SystemExit(len(message))
