@@ -59,6 +59,7 @@ class Life:
         pid: See `EngineInfo`.
         cause: See `EngineInfo`.
         turn: While it starts: gets None when it is ready, or how it has exited.
+        doomed: Whether the process that starts is killed by now, so that it is no more use that it is ready.
         task: Starts it.
     """
 
@@ -69,6 +70,7 @@ class Life:
         self.pid: int | None = None
         self.cause: str = ""
         self.turn: asyncio.Future[ProcessExit | None] | None = None
+        self.doomed: bool = False
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -78,7 +80,7 @@ class Life:
 
     def settle(self, found: ProcessExit | None) -> bool:
         """Tell who waits that it is ready, or has exited; return whether anybody does."""
-        if self.turn is None or self.turn.done():
+        if self.turn is None or self.turn.done() or (found is None and self.doomed):
             return False
         self.turn.set_result(found)
         return True
@@ -249,7 +251,7 @@ class Restarting:
         """Start an engine, and wait until it is ready; return why it is not, or an empty string."""
         rank = life.rank
         self._rejoining.expect(rank)
-        life.turn = self._loop.create_future()
+        life.turn, life.doomed = self._loop.create_future(), False
         try:
             process = await in_thread(lambda: self._manager.start_engine(rank))
         except Exception as error:
@@ -260,16 +262,16 @@ class Restarting:
         self._watch.add([process], managed=True)
         if self._client is not None:
             self._client.watch(self._manager)
-        try:
-            async with asyncio.timeout(self._start_timeout):
-                found = await asyncio.shield(life.turn)
-        except TimeoutError:
+        await asyncio.wait([life.turn], timeout=self._start_timeout)
+        if not life.turn.done():
+            life.doomed = True
             process.kill()
             await life.turn
             life.cause = (
                 f"{process.name} (pid {process.pid}) was not ready after {self._start_timeout:g} s, and was killed"
             )
             return life.cause
+        found = life.turn.result()
         if found is None:
             self.set_state(life, "running")
             logger.info("%s is ready: pid %d, restart %d", process.name, life.pid, life.history.restarts)
