@@ -40,22 +40,48 @@ class Refused(Exception):
         self.content = {"error": {"message": message, "type": kind}}
 
 
-def make_app(client: EngineClient, health: Callable[[], Awaitable[dict[str, Any]]]) -> Starlette:
+class Scale(msgspec.Struct):
+    """The body of a request for another number of engines."""
+
+    engines: Annotated[int, msgspec.Meta(ge=1, le=64)]
+
+
+def make_app(
+    client: EngineClient,
+    health: Callable[[], Awaitable[dict[str, Any]]],
+    scale: Callable[[int], Awaitable[None]],
+) -> Starlette:
     """Return the application.
 
     Args:
         client: Of engines that are ready.
-        health: Says how they are; ``status`` is ``"ok"`` if all is well.
+        health: Says how they are; ``status`` is ``"ok"``, ``"degraded"`` while some are not there, or ``"failed"``.
+        scale: Has more engines, or fewer.
     """
 
     async def tell_health(_: Request) -> Response:
         state = await health()
-        return JSONResponse(state, 200 if state["status"] == "ok" else 503)
+        return JSONResponse(state, 503 if state["status"] == "failed" else 200)
+
+    async def tell_metrics(_: Request) -> Response:
+        return Response(_metrics(await health()), media_type="text/plain; version=0.0.4")
+
+    async def have_engines(request: Request) -> Response:
+        try:
+            wanted = msgspec.json.decode(await request.body(), type=Scale)
+            await scale(wanted.engines)
+        except msgspec.MsgspecError as error:
+            return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, 400)
+        except EngineDead as error:
+            return JSONResponse({"error": {"message": str(error), "type": "engine_dead"}}, 503)
+        return JSONResponse(await health())
 
     return Starlette(
         routes=[
             Route("/v1/completions", Completions(client), methods=["POST"]),
             Route("/health", tell_health),
+            Route("/metrics", tell_metrics),
+            Route("/scale", have_engines, methods=["POST"]),
         ]
     )
 
@@ -100,6 +126,18 @@ class Completions:
             raise Refused(503, "engine_dead", str(error)) from None
         except RequestFailed as error:
             raise Refused(400, "invalid_request_error", str(error)) from None
+
+
+def _metrics(state: dict[str, Any]) -> str:
+    """Return the state of the engines in Prometheus' text format."""
+    lines = ["# TYPE requests_in_flight gauge", f"requests_in_flight {state['in_flight']}"]
+    for name, kind, value in (
+        ("engine_up", "gauge", lambda engine: int(engine["state"] == "running")),
+        ("engine_restarts_total", "counter", lambda engine: engine["restarts"]),
+    ):
+        lines.append(f"# TYPE {name} {kind}")
+        lines += [f'{name}{{engine="{engine["engine"]}"}} {value(engine)}' for engine in state["engines"]]
+    return "\n".join(lines) + "\n"
 
 
 async def until_gone(receive: Receive, work: Awaitable[None]) -> None:

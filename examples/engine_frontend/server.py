@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from aioshm.engine import CoreEngineLaunch, EngineClient, launch_core_engines
+from aioshm.engine import EngineClient, EngineInfo, EngineSupervisor
 from aioshm.errors import EngineDead, EngineStartupError
 from engine_frontend import engine
 from engine_frontend.http import make_app
@@ -26,39 +26,50 @@ logger = logging.getLogger("engine_frontend")
 
 
 async def serve(n_engines: int, n_workers: int, host: str, port: int) -> int:
-    """Start the engines, serve until told to end, and return an exit code: 1 if an engine has died."""
-    async with launch_core_engines(
+    """Start the engines, serve until told to end, and return an exit code: 1 if the engines were in a crash loop."""
+    async with EngineSupervisor(
         engine.run,
         n_engines,
         kwargs={"n_workers": n_workers},
+        resubmit="unstarted",
         coordinator=False,  # the one client here knows what there is to do
         request_type=Generation,
         output_type=Progress,
         on_progress=lambda progress: print(progress, flush=True),
-    ) as launch:
-        telling = asyncio.create_task(tell_first_death(launch))
+        on_change=tell,
+    ) as supervisor:
+        looping = asyncio.create_task(crash_loop(supervisor))
         try:
-            await serve_http(launch, host, port)
+            await serve_http(supervisor, host, port)
         finally:
-            telling.cancel()
-        return 1 if launch.engine_manager.finished_procs() else 0
+            looping.cancel()
+        return int(looping.done() and not looping.cancelled())
 
 
-async def tell_first_death(launch: CoreEngineLaunch) -> None:
-    """Log the end of an engine."""
-    for name, code in (await launch.engine_manager.join_first()).items():
-        logger.error("%s has ended with exit code %s: no request can be served any more", name, code)
+def tell(info: EngineInfo) -> None:
+    """Log what has become of an engine."""
+    why = f": {info.cause}" if info.state == "waiting" else ""
+    logger.info("engine %d (pid %s) is %s%s", info.rank, info.pid, info.state, why)
 
 
-async def serve_http(launch: CoreEngineLaunch, host: str, port: int) -> None:
+async def crash_loop(supervisor: EngineSupervisor) -> None:
+    """Wait until the engines cannot be started again any more, and log why."""
+    try:
+        await supervisor.wait()
+    except EngineDead as error:
+        logger.error("%s: no request can be served any more", error)
+
+
+async def serve_http(supervisor: EngineSupervisor, host: str, port: int) -> None:
     """Serve until a signal says that it is enough."""
 
     async def health() -> dict[str, Any]:
-        return await describe(launch)
+        return await describe(supervisor)
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:  # a port of 0 is the kernel's choice
-        config = uvicorn.Config(make_app(launch.client, health), log_level="warning", timeout_graceful_shutdown=5)
+        app = make_app(supervisor.client, health, supervisor.scale)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
         await _Server(config).serve([listener])
 
 
@@ -84,29 +95,28 @@ class _Server(uvicorn.Server):
             print(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
-async def describe(launch: CoreEngineLaunch) -> dict[str, Any]:
+async def describe(supervisor: EngineSupervisor) -> dict[str, Any]:
     """Return how the engines are, and what they do."""
-    client = launch.client
-    statuses = await asyncio.gather(*(_status(client, index) for index in client.ranks))
-    ended = launch.engine_manager.finished_procs()
-    engines = []
-    for index, (process, status) in enumerate(zip(launch.processes, statuses, strict=True)):
-        engine = {"engine": index, "pid": process.pid, "workers": client.ready[index]["workers"], **status}
-        if process.name in ended:
-            engine |= {"state": "dead", "exitcode": ended[process.name]}
-        engines.append(engine)
-    well = all(engine["state"] == "alive" for engine in engines)
-    return {"status": "ok" if well else "failed", "engines": engines}
+    client, engines = supervisor.client, []
+    statuses = await asyncio.gather(*(_status(client, info) for info in supervisor.engines))
+    for info, status in zip(supervisor.engines, statuses, strict=False):
+        engines.append({"engine": info.rank, "pid": info.pid, "restarts": info.restarts, "cause": info.cause, **status})
+    serving = sum(engine["state"] == "running" for engine in engines)
+    well = "ok" if serving == len(engines) else "degraded" if serving else "failed"
+    return {"status": well, "in_flight": client.in_flight, "engines": engines}
 
 
-async def _status(client: EngineClient, index: int) -> dict[str, Any]:
+async def _status(client: EngineClient, info: EngineInfo) -> dict[str, Any]:
+    if info.state != "running":
+        return {"state": info.state, "workers": []}
     try:
         async with asyncio.timeout(STATUS_WITHIN_S):
-            return {"state": "alive", **await client.call("status", engine=index)}
-    except EngineDead:  # one is, and so this one is of no use any more: see README.md
-        return {"state": "given up"}
+            status = await client.call("status", engine=info.rank)
+            return {"state": info.state, "workers": client.ready[info.rank]["workers"], **status}
+    except (EngineDead, KeyError):
+        return {"state": "dead", "workers": []}
     except TimeoutError:
-        return {"state": "silent"}
+        return {"state": "silent", "workers": []}
 
 
 def main() -> int:

@@ -100,6 +100,16 @@ def server() -> Iterator[Server]:
     server.close()
 
 
+@pytest.fixture
+def changing_server() -> Iterator[Server]:
+    """Return one for a test that changes its processes, which are to end with the test."""
+    server = Server()
+    yield server
+    if server.process.poll() is None:
+        server.end()
+    server.close()
+
+
 def events(response: HTTPResponse) -> Iterator[Any]:
     for line in response:
         if line.startswith(b"data: "):
@@ -234,27 +244,31 @@ def test_ended_it_leaves_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_ends_its_engine_although_nobody_asks_for_anything() -> None:
+def test_a_killed_worker_ends_its_engine_which_comes_back() -> None:
     server = Server("--engines", "1", "--workers", "1")
     try:
         [engine] = server.health()[1]["engines"]
         psutil.Process(engine["workers"][0]).kill()
-        eventually(lambda: server.health()[1]["engines"][0]["state"] == "dead", "the engine's end")
-        status, health = server.health()
-        assert (status, health["engines"][0]["exitcode"]) == (503, 1)
-        status, answer = server.complete("hello", 3)
-        assert status == 503
-        assert f"(pid {engine['pid']})" in answer["error"]["message"]
+        eventually(lambda: server.health()[1]["engines"][0]["restarts"] == 1, "the engine's restart")
+        eventually(lambda: server.health()[1]["status"] == "ok", "its successor")
+        [successor] = server.health()[1]["engines"]
+        assert successor["pid"] != engine["pid"]
+        assert successor["workers"] != engine["workers"]
+        assert f"EngineCore_0 (pid {engine['pid']}, running) exited with code 1" in successor["cause"]
+        assert server.complete("hello", 3)[0] == 200
+        with server.request("GET", "/metrics") as response:
+            lines = response.read().decode().splitlines()
+        assert {'engine_up{engine="0"} 1', 'engine_restarts_total{engine="0"} 1', "requests_in_flight 0"} <= {*lines}
         code, errors = server.end()
-        assert code == 1
+        assert code == 0
         assert f"Worker_0 (pid {engine['workers'][0]}) was killed by SIGKILL" in errors
     finally:
         server.close()
 
 
 @pytest.mark.slow
-def test_a_killed_engine_is_named_to_everybody(server: Server) -> None:  # the last one, of course
-    assert server.started[-2].startswith("2 of 2 engines connected, 2 ready")
+def test_a_killed_engine_fails_its_own_requests_only(changing_server: Server) -> None:
+    server = changing_server
     engines = server.health()[1]["engines"]
     culprit = f"EngineCore_1 (pid {engines[1]['pid']}) was killed by SIGKILL"
     with ExitStack() as stack:
@@ -262,20 +276,38 @@ def test_a_killed_engine_is_named_to_everybody(server: Server) -> None:  # the l
         for engine in engines:
             psutil.Process(engine["pid"]).suspend()  # what is in flight stays there
         psutil.Process(engines[1]["pid"]).kill()
+        eventually(lambda: server.health()[1]["engines"][1]["restarts"] == 1, "the restart")
+        psutil.Process(engines[0]["pid"]).resume()
+        endings = []
         for stream in streams:
-            *_, error, done = events(stream)
-            assert json.loads(error) == {"error": {"message": culprit, "type": "engine_dead"}}
+            *_, last, done = events(stream)
             assert done == "[DONE]"
-    assert server.complete("hello", 3) == (503, {"error": {"message": culprit, "type": "engine_dead"}})
+            endings.append(json.loads(last))
+    failed = [ending for ending in endings if "error" in ending]
+    assert failed == [{"error": {"message": culprit, "type": "engine_dead"}}] * 2
+    assert [ending["choices"][0]["finish_reason"] is not None for ending in endings if "choices" in ending] == [
+        True
+    ] * 2
+    eventually(lambda: server.health()[1]["status"] == "ok", "two engines again")
     status, health = server.health()
-    assert (status, health["status"]) == (503, "failed")
-    assert health["engines"][0]["state"] == "given up"
-    dead = health["engines"][1]
-    assert (dead["state"], dead["pid"], dead["exitcode"]) == ("dead", engines[1]["pid"], -9)
-    psutil.Process(engines[0]["pid"]).resume()
-    code, errors = server.end()
-    assert code == 1
-    assert "EngineCore_1 has ended with exit code -9" in errors
-    for engine in engines:
-        for pid in (engine["pid"], *engine["workers"]):
-            eventually(lambda pid=pid: not psutil.pid_exists(pid), f"the end of {pid}")
+    assert (status, [engine["restarts"] for engine in health["engines"]]) == (200, [0, 1])
+    for pid in (engines[1]["pid"], *engines[1]["workers"]):
+        eventually(lambda pid=pid: not psutil.pid_exists(pid), f"the end of {pid}")
+
+
+@pytest.mark.slow
+def test_more_engines_and_fewer(changing_server: Server) -> None:
+    server = changing_server
+    with server.request("POST", "/scale", '{"engines": 3}') as response:
+        assert response.status == 200
+        assert [engine["state"] for engine in json.load(response)["engines"]] == ["running"] * 3
+    with server.stream("hello", 100) as response:
+        with server.request("POST", "/scale", '{"engines": 1}') as scaled:
+            assert [engine["engine"] for engine in json.load(scaled)["engines"]] == [0]
+        *_, last, _done = events(response)
+        assert "choices" in json.loads(last)
+    for body in ("{", '{"engines": 0}'):
+        with server.request("POST", "/scale", body) as response:
+            assert response.status == 400
+    with server.request("POST", "/scale", '{"engines": 2}') as response:
+        assert response.status == 200
