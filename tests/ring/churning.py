@@ -1,4 +1,8 @@
-"""Readers that join, leave, are killed and replaced, on a real ring: a model of what each has to receive."""
+"""Readers that join, leave, are killed and replaced, on a real ring: a model of what each has to receive.
+
+Messages are published and taken singly and in batches; they lie in slots and in chunks, up to a chunk's whole size. One
+that is larger lies elsewhere, which is not the ring's affair: here it only has to end a batch.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import os
 import random
 from dataclasses import dataclass, field
 
-from rings import Cores, content, look, put
+from rings import Cores, content
 
 from aioshm.ring import Layout, RingReader, RingWriter, ShmRingBuffer
 from aioshm.ring.copying import CopyingCore
 
 ROOM = 64
+PLAIN = 3  # what the header of a message begins with that batches may have
 
 
 @dataclass
@@ -33,6 +38,7 @@ class Churn:
         self.ring = ShmRingBuffer(places, ROOM, chunks, slots=slots, inline_bytes=inline_bytes)
         self.seen_by_readers = ShmRingBuffer.from_fd(self.layout, os.dup(self.ring.fd), self.ring.queue_id)
         self.writer = RingWriter(self.layout, self.ring.view, cores.writer)
+        self.writer.core.bind(bytes, PLAIN, True, None)
         for place in range(places):
             self.writer.evict(place)
         self.readers: list[Incarnation | None] = [None] * places
@@ -74,9 +80,27 @@ class Churn:
     def send(self) -> None:
         message = content(self.sent, ROOM)
         room = self.has_room(len(message))
-        assert (put(self.writer, message) is not None) == room, f"message {self.sent}"
-        if not room:
+        slot = self.writer.claim(len(message))
+        assert (slot is not None) == room, f"message {self.sent}"
+        if slot is None:
             return
+        slot.body[: len(message)] = message
+        for at, word in ((0, PLAIN), (8, self.sent), (24, len(message))):
+            slot.header[at : at + 8] = word.to_bytes(8, "little")
+        self.writer.commit()
+        self._sent(message)
+
+    def send_many(self, times: int) -> None:
+        """Send a batch, at most a lap; what does not fit a chunk ends it."""
+        amount = min(times, self.layout.slots)
+        messages = [*(content(self.sent + more, ROOM) for more in range(amount)), bytes(ROOM + 1)]
+        sent = self.writer.core.put_many(messages, 0)
+        for message in messages[:sent]:
+            assert self.has_room(len(message)), f"message {self.sent}"
+            self._sent(message)
+        assert sent == amount or not self.has_room(len(messages[sent])), f"message {self.sent}"
+
+    def _sent(self, message: bytes) -> None:
         chunk = self.writer.slots[self.sent % self.layout.slots].chunk
         assert (chunk is not None) == (len(message) > self.layout.inline_bytes)
         if chunk is not None:
@@ -89,6 +113,7 @@ class Churn:
 
     def _start(self, place: int, first: int) -> None:
         end = RingReader(self.layout, self.seen_by_readers.view, place, self.cores.reader)
+        end.core.bind(bytes, PLAIN, True, None)
         end.start_at(first)
         self.readers[place] = Incarnation(end, first)
         self.churns += 1
@@ -109,14 +134,25 @@ class Churn:
         reader = self.readers[place]
         if reader is None or reader.held:
             return
-        message = look(reader.end)
+        slot = reader.end.peek()
         if reader.next == self.sent:
-            assert message is None
+            assert slot is None
             return
+        assert slot is not None
+        message = bytes(slot.body[: int.from_bytes(slot.header[24:32], "little")])
         assert message == content(reader.next, ROOM), f"place {place}, message {reader.next}"
         reader.end.release()
         reader.received.append(reader.next)
         reader.next += 1
+
+    def read_many(self, place: int, most: int) -> None:
+        reader = self.readers[place]
+        if reader is None or reader.held:
+            return
+        numbers = range(reader.next, min(reader.next + most, self.sent))
+        assert reader.end.core.take_many(most) == [content(number, ROOM) for number in numbers], f"place {place}"
+        reader.received += numbers
+        reader.next += len(numbers)
 
     def part(self, place: int, how: str) -> None:
         """The reader at a place ends; how is "leaves" or one of `KILLED`, behind which "held" may stand."""
@@ -149,10 +185,14 @@ class Churn:
     def at_random(self, chance: random.Random) -> None:
         """Take one step."""
         place, what = chance.randrange(self.layout.n_reader), chance.random()
-        if what < 0.3:
+        if what < 0.2:
             self.send()
-        elif what < 0.6:
+        elif what < 0.3:
+            self.send_many(chance.randint(1, 6))
+        elif what < 0.5:
             self.read(place)
+        elif what < 0.6:
+            self.read_many(place, chance.randint(1, 6))
         elif what < 0.8:
             self.join(place, chance.choice([0, 0, 1, 3, 100]))
         else:

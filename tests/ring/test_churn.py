@@ -17,7 +17,7 @@ places = st.integers(0, 7)
 
 
 class Churning(RuleBasedStateMachine):
-    """Any order of joins, leaves, kills, replacements, history and traffic; the model is `Churn`."""
+    """Any order of joins, leaves, kills, replacements, history and traffic, singly and in batches; see `Churn`."""
 
     cores: ClassVar[Cores] = PORTABLE
 
@@ -38,6 +38,14 @@ class Churning(RuleBasedStateMachine):
     def send(self, times: int) -> None:
         for _ in range(times):
             self.churn.send()
+
+    @rule(times=st.integers(1, 6))
+    def send_many(self, times: int) -> None:
+        self.churn.send_many(times)
+
+    @rule(place=places, most=st.integers(1, 6))
+    def read_many(self, place: int, most: int) -> None:
+        self.churn.read_many(self.place(place), most)
 
     @rule(place=places)
     def read(self, place: int) -> None:
