@@ -27,6 +27,7 @@ from aioshm.codec.frames import HEADER
 from aioshm.lifeline.address import own_address
 from aioshm.queue import Handle
 from aioshm.queue.remote import wire
+from aioshm.ring.layout import VERSION
 from benchmarks.attackers import RAW
 
 
@@ -198,6 +199,21 @@ async def test_without_encryption_a_stranger_gets_nothing_and_changes_nothing(
             context.destroy(linger=0)
         assert writer.stats().readers == 1
     assert len(caplog.records) <= 2  # rate-limited
+
+
+@pytest.mark.parametrize(("version", "more"), [(VERSION - 1, []), (VERSION + 1, ["what it adds"])])
+async def test_a_reader_of_another_version_is_refused(
+    version: int, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(message: wire.Control) -> bytes:
+        fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+        return msgspec.msgpack.encode(["Hello", version, *fields[2:], *more] if fields[0] == "Hello" else fields)
+
+    async with ready_ends(0, 1) as (writer, _):
+        monkeypatch.setattr(wire.Control, "pack", pack)
+        with pytest.raises(HandleError, match=f"speaks version {VERSION}, not {version}: both ends need the same"):
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                await reader.wait_until_ready(10)
 
 
 # Where it listens

@@ -15,6 +15,7 @@ from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, OVERFLOW, RAW
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.wire import HEAD_BYTES, MAX_CONTROL_BYTES, MAX_RANGES, WireError
+from aioshm.ring.layout import VERSION
 
 SECRET = bytes(range(wire.SECRET_BYTES))
 NUMBERS = st.integers(0, 2**63 - 1)
@@ -290,3 +291,19 @@ def test_addresses() -> None:
     assert wire.address(SECRET) == SECRET + struct.pack("<I", wire.EVERYONE)
     assert wire.address(SECRET, 3) == SECRET + struct.pack("<I", 3)
     assert len(b"\x01" + wire.address(SECRET)) <= wire.MAX_SUBSCRIPTION_BYTES
+
+
+# Other versions
+
+
+@pytest.mark.parametrize("version", [0, VERSION + 1])
+@pytest.mark.parametrize("more", [[], ["what", "it", "adds"], [None] * 20])
+def test_a_greeting_in_another_version_is_told_from_garbage(version: int, more: list[Any]) -> None:
+    with pytest.raises(wire.VersionError, match=f"speaks version {VERSION}, not {version}: both ends need the same"):
+        wire.parse_from_reader(msgspec.msgpack.encode(["Hello", version, *more]))
+
+
+@pytest.mark.parametrize("more", [[], [False, False, False, "what a later version adds"]])
+def test_a_refusal_is_understood_in_every_version(more: list[Any]) -> None:
+    assert wire.parse_from_writer(msgspec.msgpack.encode(["Refused", "why", *more])) == wire.Refused("why")
+    assert msgspec.msgpack.decode(wire.RefusedPlainly("why").pack()) == ["Refused", "why", False]

@@ -229,6 +229,8 @@ class NetworkAudience:
                 self.sockets.send(identity, wire.Left())
                 self.places.has_left(peer)
                 self._removed()
+        except wire.VersionError as error:
+            self.sockets.send(identity, wire.RefusedPlainly(str(error)))
         except wire.WireError as error:
             held_back = self._limiter.admit()
             if held_back is not None:

@@ -90,7 +90,7 @@ class Door:
         """Answer a greeting of a reader that has no place."""
         reason = self._why_unknown(hello)
         if reason is not None:
-            self._sockets.send(identity, wire.Refused(reason))
+            self._sockets.send(identity, wire.RefusedPlainly(reason))
         elif hello.topic != self._key.topic and not self._places.closed:
             self._sockets.send(identity, wire.Renewed(self._key.topic))
         elif hello.leaving:
@@ -106,7 +106,7 @@ class Door:
         """Return why this is no reader of this queue."""
         key = self._key
         if hello.version != VERSION:
-            return f"this queue speaks version {VERSION}, not {hello.version}"
+            return wire.other_version(hello.version)
         if key.queue_id not in (None, hello.queue_id) or not hmac.compare_digest(hello.token, key.token):
             return "the handle is another queue's"
         if hello.slow not in SLOW_READER:

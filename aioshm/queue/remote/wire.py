@@ -18,6 +18,7 @@ reader subscribes once it was admitted: what it receives is for it, from its fir
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ import msgspec
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, RAW
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.process.guard import built
+from aioshm.ring.layout import VERSION
 
 SECRET_BYTES = 16
 EVERYONE = 2**32 - 1
@@ -50,6 +52,10 @@ _MAX_TEXT = 4096
 
 class WireError(Exception):
     """These frames are not what a writer or a reader of this queue sends."""
+
+
+class VersionError(WireError):
+    """This is a greeting in another version of the protocol."""
 
 
 def address(secret: bytes, rank: int = EVERYONE) -> bytes:
@@ -214,8 +220,8 @@ DISMISSED = "the writer has dismissed this reader"
 """Why a reader is refused that `MessageQueue.dismiss` has ended."""
 
 
-class Refused(Control):
-    """The writer does not admit a reader, or not any more.
+class Refused(Control, forbid_unknown_fields=False):
+    """The writer does not admit a reader, or not any more. What later versions may add need not be understood.
 
     Attributes:
         reason: For people.
@@ -228,6 +234,18 @@ class Refused(Control):
     evicted: bool = False
     full: bool = False
     closed: bool = False
+
+
+class RefusedPlainly(Control, tag="Refused"):
+    """`Refused`, with the fields that it has in all versions.
+
+    Attributes:
+        reason: For people.
+        evicted: False.
+    """
+
+    reason: str
+    evicted: bool = False
 
 
 class Renewed(Control):
@@ -285,13 +303,28 @@ _from_writer: msgspec.msgpack.Decoder[FromWriter] = built(lambda: msgspec.msgpac
 _T = TypeVar("_T")
 
 
+class _AnyHello(msgspec.Struct, array_like=True, tag="Hello"):
+    """What a greeting begins with in all versions."""
+
+    version: int
+
+
+_any_hello: msgspec.msgpack.Decoder[_AnyHello] = built(lambda: msgspec.msgpack.Decoder(_AnyHello))
+
+
 def parse_from_reader(data: bytes) -> FromReader:
     """Read a control message that a reader sent.
 
     Raises:
+        VersionError: It is a greeting in another version of the protocol.
         WireError: This is none.
     """
-    message = _parse(_from_reader, data)
+    try:
+        message = _parse(_from_reader, data)
+    except WireError:
+        if len(data) <= MAX_CONTROL_BYTES:
+            _check_version(data)
+        raise
     if isinstance(message, Hello) and (
         not ANY_RANK <= message.rank <= MAX_RANK or len(message.host) > _MAX_TEXT or message.history < 0
     ):
@@ -321,6 +354,18 @@ def parse_from_writer(data: bytes) -> FromWriter:
     if isinstance(message, Closing) and message.end < 0:
         raise WireError(f"an end at {message.end}")
     return message
+
+
+def _check_version(data: bytes) -> None:
+    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        version = _any_hello.decode(data).version
+        if version != VERSION:
+            raise VersionError(other_version(version))
+
+
+def other_version(version: int) -> str:
+    """Return why a reader is refused that speaks another version."""
+    return f"this queue speaks version {VERSION}, not {version}: both ends need the same release of aioshm"
 
 
 def _parse(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
