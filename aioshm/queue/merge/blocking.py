@@ -68,8 +68,8 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
     with an error: a `PeerDied`, a `HandleError`, a `ReaderEvicted`, or a `MessagesLost`. It is told once, by then the
     queue is out, and the iteration can be gone on with: ``next``, or another ``for``. It ends when all have ended.
     `add` and `remove` change what it is of. A message that is damaged or lost is told in the same way, as is a
-    `QueueRestarted`, and the queue goes on; `failed` tells which error is its queue's end. With ``errors="yield"`` errors
-    are items, as are exceptions that were sent as messages: nothing else tells one from the other.
+    `QueueRestarted`, and the queue goes on; `failed` tells which error is its queue's end. With ``errors="yield"``
+    errors are items, as are exceptions that were sent as messages: nothing else tells one from the other.
 
     What a signal's handler raises ends a wait and loses nothing. Two threads that iterate get different messages. While
     this waits, calls that other threads make on one of the readers wait, too; `close` ends the wait from any thread.
