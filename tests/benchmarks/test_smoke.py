@@ -143,6 +143,25 @@ def test_throughput(report: Any) -> None:
     assert len(report["promises"]) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_survival(loop: str) -> None:
+    done = subprocess.run(  # an engine whose worker is killed says so, with a traceback
+        command("survival", "--seconds", "8", "--json", "--loop", loop),
+        cwd=ROOT,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    [result] = report["results"]
+    assert result["figures"]["completed"]["median"] > 0
+    assert result["figures"]["killed"]["median"] > 0
+    counted = [promise for promise in report["promises"] if promise["unit"] == ""]
+    assert len(counted) == 7
+    assert [promise for promise in counted if not promise["kept"]] == [], done.stderr
+
+
 @on("churn", "asyncio", "uvloop")
 def test_churn(report: Any) -> None:
     places = {("2 readers in one process", f"{places} places", 2) for places in (2, 256)}

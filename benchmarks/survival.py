@@ -1,0 +1,268 @@
+"""Processes that are killed while they serve: what of it is answered, and what is left of it.
+
+Four engines with a worker each, under an `EngineSupervisor`, and a `WorkerGroup` of four with a standby have a steady
+load. Again and again a process of the tree is killed (SIGKILL), or stopped for two seconds (SIGSTOP), or two are killed
+at once; never this one. Every request and every call has to end: with what it asked for, or with an error that names a
+process that has died. Afterwards there are as many processes, descriptors and as much memory as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from aioshm.engine import EngineSupervisor, Restart, WorkerGroup, die_with_parent, run_engine_core
+from aioshm.errors import EngineDead, WorkerDied
+from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.report import Report, percentile
+
+ENGINES, WORKERS, STANDBYS = 4, 4, 1
+ASKING, CALLING = 16, 2
+TOKENS = 6
+PERIOD_S, STOPPED_S = 0.3, 2.0
+PATIENCE_S = 60.0
+RESTART = Restart(max_restarts=1_000_000, backoff_s=0.01, backoff_max_s=0.1)
+STANDBY_MS = 100.0
+MEMORY_MIB = 16.0
+
+
+class Adder:
+    """A worker: adds what it is told."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def add(self, numbers: list[int]) -> list[int]:
+        """Return each number and this worker's rank."""
+        return [number + self._rank for number in numbers]
+
+
+class Engine:
+    """Gives each request the numbers from 0 on, which its worker has added 0 to."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, int] = {}
+        self._group: WorkerGroup | None = None
+
+    async def initialize(self, _metadata: object) -> dict[str, Any]:
+        """Start the worker."""
+        self._group = await WorkerGroup(Adder, 1).__aenter__()
+        return {}
+
+    def add_request(self, request: dict[str, Any]) -> None:
+        """Begin."""
+        self._given[request["request_id"]] = 0
+
+    def abort_requests(self, ids: list[str]) -> None:
+        """Drop them."""
+        for request_id in ids:
+            self._given.pop(request_id, None)
+
+    async def step(self) -> list[dict[str, Any]]:
+        """Give each request its next number."""
+        if not self._given:
+            return []
+        assert self._group is not None
+        [numbers] = await self._group.collective_rpc("add", (list(self._given.values()),))
+        outputs = []
+        for request_id, number in zip(list(self._given), numbers, strict=True):
+            output = {"request_id": request_id, "token": number}
+            self._given[request_id] += 1
+            if number + 1 == TOKENS:
+                output["finish_reason"] = "length"
+                del self._given[request_id]
+            outputs.append(output)
+        return outputs
+
+    async def shutdown(self) -> None:
+        """Stop the worker."""
+        if self._group is not None:
+            await self._group.aclose()
+
+
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
+    """Run an engine; the target of a process."""
+    die_with_parent()
+    asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank))
+
+
+class Survival:
+    """The load, and what became of it."""
+
+    def __init__(self, supervisor: EngineSupervisor, group: WorkerGroup) -> None:
+        self._supervisor, self._group = supervisor, group
+        self.counts: Counter[str] = Counter()
+        self.oddities: list[str] = []
+        self.back_ms: list[float] = []
+        self._dead: set[int] = set()
+        self._struck_at: float | None = None  # when a worker of the group was killed that has no successor yet
+        self.stopping = False
+
+    async def ask(self, who: int) -> None:
+        """Send requests one after the other, and check every answer."""
+        number = 0
+        while not self.stopping:
+            number += 1
+            self.counts["requests"] += 1
+            tokens: list[int] = []
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    stream = self._supervisor.client.submit({"request_id": f"{who} {number}"})
+                    tokens.extend([output["token"] async for output in stream])
+            except EngineDead as error:
+                self._failed(error)
+                await asyncio.sleep(0.01)  # there may be no engine for a moment
+            except Exception as error:
+                self._odd(error)
+            else:
+                self._done(tokens == list(range(TOKENS)), f"request {who} {number} has brought {tokens}")
+
+    async def call(self, who: int) -> None:
+        """Call all workers of the group, again and again."""
+        number = 0
+        while not self.stopping:
+            number += 1
+            self.counts["requests"] += 1
+            try:
+                answers = await self._group.collective_rpc("add", ([number],), timeout=PATIENCE_S)
+            except WorkerDied as error:
+                self._failed(error)
+            except Exception as error:
+                self._odd(error)
+            else:
+                if self._struck_at is not None and not any(each.state != "running" for each in self._group.workers):
+                    self.back_ms.append((time.monotonic() - self._struck_at) * 1e3)
+                    self._struck_at = None
+                self._done(answers == [[number + rank] for rank in range(WORKERS)], f"a call has brought {answers}")
+            await asyncio.sleep(0.002)
+
+    async def strike(self, seed: int) -> None:
+        """Kill and stop processes at random."""
+        chance, here = random.Random(seed), psutil.Process()
+        while not self.stopping:
+            await asyncio.sleep(PERIOD_S)
+            trees = [each for each in here.children(recursive=True) if "resource_tracker" not in " ".join(_line(each))]
+            victims = chance.sample(trees, min(len(trees), 2 if chance.random() < 0.1 else 1))
+            for victim in victims:
+                with suppress(psutil.NoSuchProcess):
+                    if chance.random() < 0.1:
+                        self.counts["stopped"] += 1
+                        victim.suspend()
+                        asyncio.get_running_loop().call_later(STOPPED_S, _resume, victim)
+                    else:
+                        self.counts["killed"] += 1
+                        self._dead.add(victim.pid)
+                        if victim.pid in self._group.pids:
+                            self._struck_at = time.monotonic()
+                        victim.send_signal(signal.SIGKILL)
+
+    def _done(self, right: bool, what: str) -> None:
+        self.counts["completed" if right else "wrong"] += 1
+        if not right:
+            self.oddities.append(what)
+
+    def _failed(self, error: EngineDead | WorkerDied) -> None:
+        named = error.pid is not None or "no engine is left" in str(error)
+        self.counts["failed" if named else "nameless"] += 1
+        if not named:
+            self.oddities.append(repr(error))
+
+    def _odd(self, error: Exception) -> None:
+        self.counts["hung" if isinstance(error, TimeoutError) else "other errors"] += 1
+        self.oddities.append(repr(error)[:300])
+
+
+def _line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _resume(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.resume()
+
+
+async def run(settings: Settings, report: Report) -> None:
+    """Let the processes be killed for a while, and count."""
+    minutes = settings.more.minutes
+    seconds = settings.seconds if minutes is None else 60 * minutes
+    if settings.quick:
+        seconds = 3.0
+    async with (
+        EngineSupervisor(serve, ENGINES, restart=RESTART, resubmit="unstarted") as supervisor,
+        WorkerGroup(Adder, WORKERS, restart=RESTART, standbys=STANDBYS) as group,
+    ):
+        survival = Survival(supervisor, group)
+        work = [asyncio.create_task(survival.ask(who)) for who in range(ASKING)]
+        work += [asyncio.create_task(survival.call(who)) for who in range(CALLING)]
+        await asyncio.sleep(1.0)
+        before = await _settled(supervisor, group)
+        striking = asyncio.create_task(survival.strike(settings.more.seed))
+        began = time.monotonic()
+        while (left := began + seconds - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, 10.0))
+            progress(f"{time.monotonic() - began:.0f} of {seconds:.0f} s: {dict(survival.counts)}")
+        survival.stopping = True
+        await striking
+        await asyncio.sleep(STOPPED_S)
+        await asyncio.gather(*work)
+        after = await _settled(supervisor, group)
+    counts, result = survival.counts, report.result("survival", "aioshm", ENGINES + WORKERS)
+    for name in ("requests", "completed", "failed", "killed", "stopped"):
+        result.add(**{name: counts[name]})
+    for oddity in survival.oddities[:10]:
+        progress(f"odd: {oddity}")
+    unanswered = counts["requests"] - counts["completed"] - counts["failed"]
+    report.hold("requests that were neither completed nor failed with the name of a dead process", unanswered, "", 0)
+    for name in ("hung", "wrong", "nameless", "other errors"):
+        report.hold(name, counts[name], "", 0)
+    for name, bound, unit in (("processes", 0, ""), ("descriptors", 0, ""), ("memory_mib", MEMORY_MIB, "MiB")):
+        report.hold(f"more {name} than before", after[name] - before[name], unit, bound)
+    if survival.back_ms:
+        result.add(back_p50_ms=percentile(survival.back_ms, 50), back_p99_ms=percentile(survival.back_ms, 99))
+        text = f"the next call of a group after a kill, p99 of {len(survival.back_ms)}"
+        report.hold(text, percentile(survival.back_ms, 99), "ms", STANDBY_MS)
+
+
+def _whole(supervisor: EngineSupervisor, group: WorkerGroup) -> bool:
+    states = {*(worker.state for worker in group.workers), *(engine.state for engine in supervisor.engines)}
+    return group.standbys == STANDBYS and states == {"running"}
+
+
+async def _settled(supervisor: EngineSupervisor, group: WorkerGroup) -> dict[str, float]:
+    """Wait until all that dies is replaced, and return what there is."""
+    await supervisor.wait_until_ready(PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        while not _whole(supervisor, group):  # noqa: ASYNC110 -- this need not be quick
+            await asyncio.sleep(0.05)
+    gc.collect()
+    await asyncio.sleep(1.0)  # what was closed in a thread is closed
+    here = psutil.Process()
+    return {
+        "processes": len(here.children(recursive=True)),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "memory_mib": here.memory_info().rss / 2**20,
+    }
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--minutes", type=float, help="how long processes are killed, instead of --seconds")
+    parser.add_argument("--seed", type=int, default=1, help="of the choice of victims")
+
+
+if __name__ == "__main__":
+    sys.exit(main("survival", __doc__, run, repeat=1, seconds=30.0, more=options))
