@@ -80,8 +80,8 @@ async def lend(ports: Ports, count: int, period_s: float) -> int:
 
 async def look(ports: Ports, count: int) -> tuple[list[float], int]:
     """Return how long after its loan's end each array was seen, in microseconds, and what was copied of them."""
-    receive: Any = ports.receive
-    queue, lease, clock, length = receive.__self__, ports.lease, time.monotonic_ns, ports.work.nbytes // 8
+    lease: Any = ports.lease
+    queue, clock, length = lease.__self__, time.monotonic_ns, ports.work.nbytes // 8
     late = []
     before = queue.stats().copied_bytes
     for _ in range(count):

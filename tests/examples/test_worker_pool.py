@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
 import signal
@@ -79,7 +80,12 @@ async def test_every_request_is_answered_or_fails_with_its_worker(kills: int) ->
                     victim.send_signal(signal.SIGKILL)
                 before = len(answers)
             await asyncio.gather(*asking)
-        await ask(port, [5, 6], answers)
-        assert (answers[5], answers[6]) == ("10", "15")
-        assert len(answers) == rounds + 2
-        check(answers, killed)
+        assert len(answers) == rounds
+        failed = check(answers, killed)
+        # Those who were killed last may be noticed by the next requests.
+        last: dict[int, str] = {}
+        for number in itertools.count(1):
+            await ask(port, [number], last)
+            if last[number] == str(sum(range(number))):
+                break
+        assert failed + check(last, killed) <= len(killed)
