@@ -44,8 +44,9 @@ class Look:
 
     @property
     def port(self) -> str:
-        """The port of this end."""
-        return str(self._socket.getsockname()[1])
+        """The port of this end; empty where the number is by now that of a local socket."""
+        address = self._socket.getsockname()
+        return str(address[1]) if isinstance(address, tuple) else ""
 
     def counts(self) -> tuple[int, int]:
         """Return how many bytes the peer has acknowledged, and how many came from it."""

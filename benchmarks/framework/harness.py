@@ -104,7 +104,7 @@ def main(
         describe(args.loop, packages),
         {"repeat": settings.repeat, "seconds": settings.seconds, "quick": settings.quick},
     )
-    signal.signal(signal.SIGTERM, _exit)
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
         with asyncio.Runner(loop_factory=settings.loop_factory) as runner:
             runner.run(run(settings, report))
@@ -113,6 +113,8 @@ def main(
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _publish(report, args.json, results)
     if args.check and not all(promise.kept for promise in report.promises):
         return 1
