@@ -26,14 +26,12 @@ from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines, wait_for_engine_startup
 from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.engine.startup.restarting import EngineInfo
 from aioshm.engine.startup.supervisor import EngineSupervisor
 from aioshm.engine.usage import report_usage_stats
 from aioshm.engine.workers.group import WorkerGroup
-from aioshm.engine.workers.replacing import WorkerInfo
 from aioshm.process.manager import ProcessManager
 from aioshm.process.parent import die_with_parent
-from aioshm.process.restart import Restart
+from aioshm.process.restart import RankInfo, Restart
 from aioshm.process.stopping import ashutdown, shutdown
 from aioshm.process.watch import WatchedManager, WatchedProcess
 
@@ -53,7 +51,6 @@ __all__ = [
     "EngineCredentials",
     "EngineHandshake",
     "EngineHandshakeMetadata",
-    "EngineInfo",
     "EngineKeys",
     "EngineNeeds",
     "EngineReport",
@@ -63,6 +60,7 @@ __all__ = [
     "FrontEndHandshake",
     "OutputStream",
     "ProcessManager",
+    "RankInfo",
     "Restart",
     "SchedulerStats",
     "StartupProgress",
@@ -72,7 +70,6 @@ __all__ = [
     "WatchedManager",
     "WatchedProcess",
     "WorkerGroup",
-    "WorkerInfo",
     "ashutdown",
     "bind_kv_cache",
     "copy_slice",

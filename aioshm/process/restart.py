@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from aioshm.arguments import check_int, check_seconds
 
@@ -40,6 +41,29 @@ class Restart:
         check_int("max_restarts", self.max_restarts, minimum=0)
         for name in ("within_s", "backoff_s", "backoff_max_s"):
             check_seconds(name, getattr(self, name))
+
+
+ProcessPhase: TypeAlias = Literal["running", "waiting", "starting", "stopping"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """An engine of a supervisor, or a worker of a group.
+
+    Attributes:
+        rank: Its rank.
+        pid: The process id of its process, or of its last one; None before the first.
+        state: ``"running"``; ``"waiting"`` for its restart, see `Restart`; ``"starting"`` until it is ready; or
+            ``"stopping"``, since there are to be fewer.
+        restarts: How often it was started again.
+        cause: How it has died the last time; empty if it never has.
+    """
+
+    rank: int
+    pid: int | None
+    state: ProcessPhase
+    restarts: int
+    cause: str
 
 
 class RestartHistory:

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from aioshm.engine import EngineClient, EngineInfo, EngineSupervisor
+from aioshm.engine import EngineClient, EngineSupervisor, RankInfo
 from aioshm.errors import EngineDead, EngineStartupError
 from engine_frontend import engine
 from engine_frontend.http import make_app
@@ -46,7 +46,7 @@ async def serve(n_engines: int, n_workers: int, host: str, port: int) -> int:
         return int(looping.done() and not looping.cancelled())
 
 
-def tell(info: EngineInfo) -> None:
+def tell(info: RankInfo) -> None:
     """Log what has become of an engine."""
     why = f": {info.cause}" if info.state == "waiting" else ""
     logger.info("engine %d (pid %s) is %s%s", info.rank, info.pid, info.state, why)
@@ -106,7 +106,7 @@ async def describe(supervisor: EngineSupervisor) -> dict[str, Any]:
     return {"status": well, "in_flight": client.in_flight, "engines": engines}
 
 
-async def _status(client: EngineClient, info: EngineInfo) -> dict[str, Any]:
+async def _status(client: EngineClient, info: RankInfo) -> dict[str, Any]:
     if info.state != "running":
         return {"state": info.state, "workers": []}
     try:

@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.dp.coordinator import NAME as COORDINATOR
@@ -18,35 +17,13 @@ from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import EngineDead
 from aioshm.process.background import in_thread
-from aioshm.process.restart import Restart, RestartHistory
+from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory
 from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
-EngineState: TypeAlias = Literal["running", "waiting", "starting", "stopping"]
-
 _SHOWN_LINES = 5  # of a dead engine's stderr, in what is logged and in the error of a crash loop
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """An engine of a supervisor.
-
-    Attributes:
-        rank: Its rank.
-        pid: The process id of its process, or of its last one.
-        state: ``"running"``; ``"waiting"`` for its restart, see `Restart`; ``"starting"`` until it is ready; or
-            ``"stopping"``, since there are to be fewer.
-        restarts: How often it was started again.
-        cause: How it has died the last time; empty if it never has.
-    """
-
-    rank: int
-    pid: int | None
-    state: EngineState
-    restarts: int
-    cause: str
 
 
 class Life:
@@ -55,9 +32,9 @@ class Life:
     Attributes:
         rank: Its rank.
         history: Its deaths.
-        state: See `EngineInfo`.
-        pid: See `EngineInfo`.
-        cause: See `EngineInfo`.
+        state: See `RankInfo`.
+        pid: See `RankInfo`.
+        cause: See `RankInfo`.
         turn: While it starts: gets None when it is ready, or how it has exited.
         doomed: Whether the process that starts is killed by now, so that it is no more use that it is ready.
         task: Starts it.
@@ -66,7 +43,7 @@ class Life:
     def __init__(self, rank: int, restart: Restart) -> None:
         self.rank: int = rank
         self.history: RestartHistory = RestartHistory(restart)
-        self.state: EngineState = "starting"
+        self.state: ProcessPhase = "starting"
         self.pid: int | None = None
         self.cause: str = ""
         self.turn: asyncio.Future[ProcessExit | None] | None = None
@@ -74,9 +51,9 @@ class Life:
         self.task: asyncio.Task[None] | None = None
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> RankInfo:
         """What is told of it."""
-        return EngineInfo(self.rank, self.pid, self.state, self.history.restarts, self.cause)
+        return RankInfo(self.rank, self.pid, self.state, self.history.restarts, self.cause)
 
     def settle(self, found: ProcessExit | None) -> bool:
         """Tell who waits that it is ready, or has exited; return whether anybody does."""
@@ -109,7 +86,7 @@ class Restarting:
         *,
         lockstep: bool,
         start_timeout: float,
-        on_change: Callable[[EngineInfo], object] | None,
+        on_change: Callable[[RankInfo], object] | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         manager = launch.engine_manager
@@ -319,7 +296,7 @@ class Restarting:
         logger.warning("%s; its restart is number %d", life.cause, life.history.restarts + 1)
         return life.cause
 
-    def set_state(self, life: Life, state: EngineState) -> None:
+    def set_state(self, life: Life, state: ProcessPhase) -> None:
         """Note how an engine fares, and tell of it."""
         if state != life.state:
             life.state = state

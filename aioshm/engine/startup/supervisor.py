@@ -13,9 +13,9 @@ from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.link import Resubmit
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
-from aioshm.engine.startup.restarting import EngineInfo, Life, Restarting
+from aioshm.engine.startup.restarting import Life, Restarting
 from aioshm.errors import EndClosed, EngineDead, RoleError
-from aioshm.process.restart import Restart
+from aioshm.process.restart import RankInfo, Restart
 
 
 class EngineSupervisor(AsyncClosing):
@@ -57,7 +57,7 @@ class EngineSupervisor(AsyncClosing):
         resubmit: Resubmit | None = None,
         lockstep: bool = False,
         start_timeout: float | None = None,
-        on_change: Callable[[EngineInfo], object] | None = None,
+        on_change: Callable[[RankInfo], object] | None = None,
         **options: Any,
     ) -> None:
         self._stack: AsyncExitStack | None = None
@@ -107,7 +107,7 @@ class EngineSupervisor(AsyncClosing):
         return self._open()
 
     @property
-    def engines(self) -> tuple[EngineInfo, ...]:
+    def engines(self) -> tuple[RankInfo, ...]:
         """The engines of this host, by rank."""
         return tuple(life.info for _, life in sorted(self._lives.items()))
 

@@ -17,10 +17,10 @@ from aioshm.config import Options
 from aioshm.engine.workers.answers import WorkerAnswers, WorkerLost
 from aioshm.engine.workers.crew import Member, WorkerCrew
 from aioshm.engine.workers.process import Leave, LoopFactory, Step
-from aioshm.engine.workers.replacing import Replacing, WorkerInfo
+from aioshm.engine.workers.replacing import Replacing
 from aioshm.errors import AioshmError, EndClosed, PeerDied, QueueClosed, RoleError, WorkerError
 from aioshm.process.limits import naming_limits
-from aioshm.process.restart import Restart
+from aioshm.process.restart import RankInfo, Restart
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.queue import MessageQueue
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
@@ -113,7 +113,7 @@ class WorkerGroup(AsyncClosing):
         self._absent: set[int] = set()  # ranks that wait for a successor
         self._whole = asyncio.Event()
         self._broken: Callable[[], AioshmError] | None = None  # why the call in flight fails
-        self._watchers: set[asyncio.Queue[WorkerInfo | None]] = set()
+        self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
         self._crew: WorkerCrew | None = None
         self._steps: MessageQueue | None = None
         self._answers = WorkerAnswers(self._options)
@@ -180,7 +180,7 @@ class WorkerGroup(AsyncClosing):
         return results if unique_reply_rank is None else results[unique_reply_rank]
 
     @property
-    def workers(self) -> tuple[WorkerInfo, ...]:
+    def workers(self) -> tuple[RankInfo, ...]:
         """The workers, by rank; none before they are started, or without ``restart``."""
         return self._replacing.workers if self._replacing is not None else ()
 
@@ -189,9 +189,9 @@ class WorkerGroup(AsyncClosing):
         """How many standbys can take a rank at once."""
         return self._replacing.standbys if self._replacing is not None else 0
 
-    async def membership(self) -> AsyncIterator[WorkerInfo]:
+    async def membership(self) -> AsyncIterator[RankInfo]:
         """Iterate over what becomes of the workers from now on, with ``async for``, until the group ends."""
-        changes: asyncio.Queue[WorkerInfo | None] = asyncio.Queue()
+        changes: asyncio.Queue[RankInfo | None] = asyncio.Queue()
         if self._failure is None:
             self._watchers.add(changes)
         try:
@@ -308,7 +308,7 @@ class WorkerGroup(AsyncClosing):
         if not self._absent:
             self._whole.set()
 
-    def _worker_changed(self, info: WorkerInfo) -> None:
+    def _worker_changed(self, info: RankInfo) -> None:
         for changes in self._watchers:
             changes.put_nowait(info)
 

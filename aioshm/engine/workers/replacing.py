@@ -5,42 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from aioshm.engine.workers.answers import WorkerAnswers
 from aioshm.engine.workers.crew import Member, WorkerCrew
 from aioshm.engine.workers.process import Step
 from aioshm.errors import AioshmError
 from aioshm.process.background import in_thread
-from aioshm.process.restart import Restart, RestartHistory
+from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
-WorkerState: TypeAlias = Literal["running", "waiting", "starting", "stopping"]
-
 EXIT_WITHIN_S = 5.0
 """How long a process whose pipe has ended, or that was killed, may take to exit."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """A worker of a group.
-
-    Attributes:
-        rank: Its rank.
-        pid: The process id of its process, or of its last one.
-        state: ``"running"``; ``"waiting"`` for its restart, see `Restart`; ``"starting"`` until it is made; or
-            ``"stopping"``, since there are to be fewer.
-        restarts: How often it was replaced.
-        cause: How it has died the last time; empty if it never has.
-    """
-
-    rank: int
-    pid: int
-    state: WorkerState
-    restarts: int
-    cause: str
 
 
 class _Life:
@@ -49,7 +26,7 @@ class _Life:
     def __init__(self, rank: int, restart: Restart) -> None:
         self.rank = rank
         self.history = RestartHistory(restart)
-        self.state: WorkerState = "running"
+        self.state: ProcessPhase = "running"
         self.cause = ""
         self.task: asyncio.Task[None] | None = None
 
@@ -82,7 +59,7 @@ class Replacing:
         *,
         on_back: Callable[[int], None],
         on_end: Callable[[Callable[[], AioshmError]], None],
-        on_change: Callable[[WorkerInfo], None],
+        on_change: Callable[[RankInfo], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._crew, self._answers = crew, answers
@@ -97,7 +74,7 @@ class Replacing:
         self._fill()
 
     @property
-    def workers(self) -> tuple[WorkerInfo, ...]:
+    def workers(self) -> tuple[RankInfo, ...]:
         """The workers, by rank."""
         return tuple(self._info(life) for _, life in sorted(self._lives.items()))
 
@@ -216,14 +193,14 @@ class Replacing:
 
     # What is said
 
-    def _set(self, life: _Life, state: WorkerState) -> None:
+    def _set(self, life: _Life, state: ProcessPhase) -> None:
         life.state = state
         self._on_change(self._info(life))
 
-    def _info(self, life: _Life) -> WorkerInfo:
+    def _info(self, life: _Life) -> RankInfo:
         member = self._crew.workers.get(life.rank)
-        pid = 0 if member is None else member.pid
-        return WorkerInfo(life.rank, pid, life.state, life.history.restarts, life.cause)
+        pid = None if member is None else member.pid
+        return RankInfo(life.rank, pid, life.state, life.history.restarts, life.cause)
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=f"aioshm-replaces-{what}")

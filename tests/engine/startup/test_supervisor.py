@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from served_engine import Engine, ask, collected, stop, until
 
-from aioshm.engine import EngineInfo, EngineSupervisor, Restart, die_with_parent, run_engine_core
+from aioshm.engine import EngineSupervisor, RankInfo, Restart, die_with_parent, run_engine_core
 from aioshm.engine.startup.restarting import Life
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 from aioshm.process.watch import ProcessExit
@@ -55,7 +55,7 @@ def pids(supervisor: EngineSupervisor) -> list[int]:
 
 
 async def test_one_that_is_killed_comes_back_while_the_others_serve() -> None:
-    seen: list[EngineInfo] = []
+    seen: list[RankInfo] = []
     async with EngineSupervisor(serve, 2, restart=MANY, on_change=seen.append) as supervisor:
         client = supervisor.client
         streams = [client.submit(ask(f"{rank}", None), engine=rank) for rank in (0, 1)]

@@ -15,7 +15,7 @@ from managed import gone
 from support import until
 
 from aioshm import Options, QueueClosed, RoleError, WorkerDied
-from aioshm.engine import Restart, WorkerGroup, WorkerInfo
+from aioshm.engine import RankInfo, Restart, WorkerGroup
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -67,7 +67,7 @@ async def test_a_late_answer_is_not_taken_for_one_to_a_later_call(tmp_path: Path
 
 async def test_idle_workers_and_standbys_are_replaced() -> None:
     async with group_of(2, standbys=1) as group:
-        changes: list[WorkerInfo] = []
+        changes: list[RankInfo] = []
 
         async def watch() -> None:
             async for change in group.membership():
