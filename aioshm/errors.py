@@ -7,6 +7,7 @@ purpose), *nothing now* (the ``_nowait`` calls) and *wrong place* (role, loop, t
 from __future__ import annotations
 
 import asyncio
+import queue
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,12 +42,12 @@ class QueueCancelled(AioshmError, RuntimeError):
     """The ``cancel`` event that was passed to a waiting call has been set; a `RuntimeError`, as in vLLM."""
 
 
-class QueueEmpty(AioshmError, asyncio.QueueEmpty):
-    """``dequeue_nowait`` found no message."""
+class QueueEmpty(AioshmError, asyncio.QueueEmpty, queue.Empty):
+    """``dequeue_nowait`` found no message; what code for asyncio's queue, or for threads', expects, too."""
 
 
-class QueueFull(AioshmError, asyncio.QueueFull):
-    """``enqueue_nowait`` found no free slot."""
+class QueueFull(AioshmError, asyncio.QueueFull, queue.Full):
+    """``enqueue_nowait`` found no free slot; what code for asyncio's queue, or for threads', expects, too."""
 
 
 class RoleError(AioshmError, RuntimeError):

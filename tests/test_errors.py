@@ -7,6 +7,7 @@ import copy
 import errno
 import inspect
 import pickle
+import queue
 
 import pytest
 
@@ -66,8 +67,8 @@ PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     PeerClosed: (QueueClosed,),
     PublisherClosed: (EndClosed, RuntimeError),
     QueueCancelled: (AioshmError, RuntimeError),
-    QueueEmpty: (AioshmError, asyncio.QueueEmpty),
-    QueueFull: (AioshmError, asyncio.QueueFull),
+    QueueEmpty: (AioshmError, asyncio.QueueEmpty, queue.Empty),
+    QueueFull: (AioshmError, asyncio.QueueFull, queue.Full),
     RoleError: (AioshmError, RuntimeError),
     PeerDied: (AioshmError,),
     MessagesLost: (AioshmError,),

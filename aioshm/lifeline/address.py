@@ -74,6 +74,18 @@ def own_address() -> str:
     return "127.0.0.1"
 
 
+def is_own_address(host: str) -> bool:
+    """Return whether an IP address, or ``localhost``, is one of this host; other names are not looked up."""
+    host = {"localhost": "127.0.0.1"}.get(host, host.removeprefix("[").removesuffix("]"))
+    try:
+        family = socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))  # which no other host's address allows
+            return True
+    except (OSError, ValueError):
+        return False
+
+
 def connectable(endpoint: str) -> str:
     """Return the form of a bound endpoint that can be passed on to those who connect.
 

@@ -78,7 +78,7 @@ class ZmqEventPublisher(AsyncClosing, EventPublisher):
         max_queue_size: Batches that may wait to be sent.
         topic: The first frame of every message.
         bind: Bind the endpoint, or connect to it; None is vLLM's rule: wildcards, ``::``, ipc and inproc
-            bind.
+            bind. By that rule ``tcp://127.0.0.1:5557`` connects; of this host's own addresses a warning says that.
         wire: Which releases of vLLM to write like, for consumers that were made for them: ``"vllm-0.24+"`` (maps, and
             the topic in replies), ``"vllm-0.24"`` (maps, no topic) or ``"vllm-0.9"`` to 0.23 (arrays, no topic).
         encoding: ``"array"`` or ``"map"``, where it is not that of ``wire``.

@@ -15,6 +15,7 @@ from aioshm.events.publish.admission import Admission
 from aioshm.events.publish.reading_apart import ReadingApart
 from aioshm.events.publish.replay_server import CLIENT_BUFFER_BYTES, CLIENT_HWM, MAX_REQUEST_BYTES
 from aioshm.events.publish.subscriptions import Subscriptions
+from aioshm.lifeline.address import is_own_address
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.context import context_for
 from aioshm.zeromq.curve import CurveKeys
@@ -115,6 +116,8 @@ class PublisherEnds:
             raise
         if curve is None:
             self._warn_about_wildcards([endpoint if binds else None, replay_endpoint])
+        if bind is None and not binds:
+            self._warn_about_connecting(endpoint)
 
     @property
     def handshake_failures(self) -> int:
@@ -230,6 +233,18 @@ class PublisherEnds:
                     "not ZeroMQ, or not with the right keys (%d in all)",
                     self.endpoint, len(failed) + held_back, failed[-1], self.handshake_failures,
                 )  # fmt: skip
+
+    @staticmethod
+    def _warn_about_connecting(endpoint: str) -> None:
+        """Say that nothing is bound, as in vLLM, where whoever gives this host's own address may expect that."""
+        host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+        if is_own_address(host):
+            logger.warning(
+                "a publisher of events connects to %s, which is this host, and binds nothing: that is vLLM's rule for "
+                "addresses without a *; subscribers that connect there, too, get nothing. Pass bind=True to bind it, "
+                "or bind=False where a subscriber has bound it",
+                endpoint,
+            )
 
     @staticmethod
     def _warn_about_wildcards(endpoints: list[str | None]) -> None:

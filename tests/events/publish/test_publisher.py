@@ -332,6 +332,29 @@ async def test_wildcards_without_curve_warn_once(nothing_left: None, caplog: pyt
         assert not caplog.records
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]"])
+async def test_connecting_to_this_host_without_saying_so_warns(
+    nothing_left: None, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    """A port that another publisher has bound is connected to, by vLLM's rule, and nobody would hear of it."""
+    if "::" in host:  # which binds by that rule
+        async with ZmqEventPublisher(0, f"tcp://{host}:*"):
+            assert not caplog.records
+        return
+    async with ZmqEventPublisher(0, ANY, bind=True) as first:
+        assert not caplog.records
+        endpoint = first.endpoint.replace("127.0.0.1", host)
+        async with ZmqEventPublisher(0, endpoint):
+            (record,) = caplog.records
+            assert f"connects to {endpoint}" in record.getMessage()
+            assert "bind=True" in record.getMessage()
+        caplog.clear()
+        async with ZmqEventPublisher(0, endpoint, bind=False):
+            assert not caplog.records
+    async with ZmqEventPublisher(0, "tcp://192.0.2.1:5557"):
+        assert not caplog.records, "another host's"
+
+
 async def test_curve_lets_in_only_those_with_the_key(nothing_left: None) -> None:
     server = CurveKeys.generate()
     assert server.secret.decode() not in repr(server)
