@@ -9,7 +9,7 @@ from typing import Any, Self, get_args
 
 import msgspec
 
-from aioshm.arguments import check_seconds
+from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.client.link import EngineLink, OnEngineChange, OnEngineDeath, Resubmit
@@ -185,6 +185,21 @@ class EngineClient(AsyncClosing):
         """Raise this error from all that is pending, and from all that is begun later: no engine will come back."""
         self._link.check_open()
         self._link.give_up(error)
+
+    def void_keys(self, rank: int, incarnation: int) -> None:
+        """Refuse the keys of the incarnations of an engine that were before this one: they are dead.
+
+        Whoever starts engines again calls this when one has died; otherwise keys are void when newer ones are used.
+        Nothing happens where engines do not connect over TCP.
+
+        Raises:
+            EngineDead, QueueClosed, RoleError: See `submit`.
+            TypeError, ValueError: There can be no such rank, or incarnation.
+        """
+        identity(rank)
+        check_int("incarnation", incarnation, minimum=0)
+        self._link.check_open()
+        self._link.void_keys(rank, incarnation)
 
     def add_engine(self, rank: int) -> None:
         """Expect one more engine, which gets requests once it has registered.

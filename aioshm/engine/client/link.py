@@ -188,7 +188,8 @@ class EngineLink:
         """Take an engine's registration."""
         try:
             if self._recognised[0]:
-                self.engines.check(sender_identity, user)
+                rank_by_keys = self._protection.ranks.get(user)
+                self.engines.recognise(sender_identity, rank_by_keys, self._protection.name_of(user))
             rank = self.engines.take(sender_identity, frames)
         except ValueError as error:
             self._limiter.warn(
@@ -219,10 +220,13 @@ class EngineLink:
             if self._open_to_all:
                 self._check_origin(origin)
                 check_stranger(frames)
+            sender = None
+            if self._recognised[1] and (sender := self._protection.ranks.get(origin)) is None:
+                raise CodecError(f"the keys of engine {origin.partition('.')[0]} are void: that incarnation is dead")
             if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
-                self.liveness.said_dead(int(origin) if self._recognised[1] else None)
+                self.liveness.said_dead(sender)
                 return
-            unwanted = self.pending.take(frames, int(origin) if self._recognised[1] else None)
+            unwanted = self.pending.take(frames, sender)
         except CodecError as error:
             self._limiter.warn(logger, "a message from an engine is dropped: %s", error)
             return
@@ -339,6 +343,12 @@ class EngineLink:
         self._protection.expect(rank)
         self.balance.resize(len(self.engines.ranks))
         self._expect_more()
+
+    def void_keys(self, rank: int, incarnation: int) -> None:
+        """Refuse the keys of the incarnations of an engine that were before this one."""
+        assert self.sockets is not None
+        self.sockets.read_outputs()  # its last words
+        self._protection.void(rank, incarnation)
 
     async def drain(self, rank: int) -> None:
         """Give an engine no more requests, and wait until it has finished what it has; cancelling this changes that."""

@@ -67,6 +67,8 @@ class Liveness:
 
     def connected(self, engine: int, connection: int, sender: str) -> None:
         """Note which connection is an engine's, and who that is, for people."""
+        if any(each != connection and rank == engine for each, rank in self._connections.items()):
+            self._lose(engine)  # another process has its place, with newer keys, and its connection has not ended yet
         if engine in self._losses:  # it is back before its death was told
             self._settle(engine)
         self._dismissed.discard(engine)

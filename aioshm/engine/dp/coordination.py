@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple, TypeAlias
 
@@ -14,7 +16,9 @@ import zmq
 from aioshm.closing import Closing
 from aioshm.engine.protocol.messages import COORDINATOR_READY, SUBSCRIBE_TO_ALL, StartWave
 from aioshm.engine.protocol.reports import (
+    NOTICE_BYTES,
     UNSUBSCRIBED,
+    Notice,
     decode_from_front_end,
     decode_report,
     encode_published,
@@ -69,6 +73,7 @@ class Coordination(Closing):
         addresses: What to bind; where the kernel chooses the port, it is 0.
         keys: Who may connect over TCP, and as whom; None: any process may.
         secure: Whether on this host only this user's processes may connect.
+        valid: The first incarnations of engines whose keys are not void, by rank, where that is not the first of all.
 
     Attributes:
         addresses: Where it is bound.
@@ -85,6 +90,7 @@ class Coordination(Closing):
         keys: EngineKeys | None = None,
         *,
         secure: bool = True,
+        valid: Mapping[int, int] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self._loop.create_future()
@@ -100,6 +106,8 @@ class Coordination(Closing):
         self._due = 0.0
         own = None if keys is None else keys.coordinator
         self._protection = Protection(keys, own, range(waves.n_engines), secure=secure, more=True)
+        for rank, incarnation in (valid or {}).items():
+            self._protection.void(rank, incarnation)
         self._doorkeeper: Doorkeeper | None = None
         self._guards: dict[Socket, Guard] = {}
         try:
@@ -179,7 +187,7 @@ class Coordination(Closing):
     def _from_engine(self, frames: list[bytes], sender: zmq.Frame) -> None:
         if frames == [SUBSCRIBE_TO_ALL]:
             was_ready = self._waves.ready
-            if self._waves.subscribe(int(user_of(sender)) if self._recognises else None):
+            if self._waves.subscribe(self._rank_of(sender)):
                 self._engines.send(COORDINATOR_READY, zmq.NOBLOCK)
             if self._waves.ready and not was_ready:
                 self._begin()
@@ -211,8 +219,9 @@ class Coordination(Closing):
             guard.credit(sender, frames)
         report = decode_report(frames)
         engine = report.engine_index
-        if self._recognises and user_of(sender) != str(engine):
-            raise ValueError(f"engine {user_of(sender)} speaks for engine {engine}")
+        rank = self._rank_of(sender)
+        if rank is not None and rank != engine:
+            raise ValueError(f"engine {rank} speaks for engine {engine}")
         if report.wave_complete is not None:
             if self._waves.complete(engine, report.wave_complete):
                 self._tell(self._waves.state())
@@ -220,6 +229,33 @@ class Coordination(Closing):
             self._start(self._waves.start(engine, report.start_wave))
         if report.scheduler_stats is not None:
             self._waves.load(engine, report.scheduler_stats, self._loop.time())
+
+    def _rank_of(self, sender: zmq.Frame) -> int | None:
+        """Return who an engine is by its keys, if that is known.
+
+        Raises:
+            ValueError: They are void.
+        """
+        if not self._recognises:
+            return None
+        user = user_of(sender)
+        rank = self._protection.ranks.get(user)
+        if rank is None:
+            raise ValueError(f"the keys of engine {user.partition('.')[0]} are void: that incarnation is dead")
+        return rank
+
+    # What its owner says
+
+    def told(self, notice: Notice) -> None:
+        """Take what the process has to say that starts engines."""
+        now = self._loop.time()
+        if notice.engines is not None and notice.engines != self._waves.n_engines:
+            logger.info("%d engines from now on, after %d", notice.engines, self._waves.n_engines)
+            self._waves.scale(notice.engines, now)
+        if notice.dead is not None:
+            self._protection.void(notice.dead, notice.incarnation)
+            self._waves.forget(notice.dead, now)
+        self._pumps[0].run()
 
     # What goes out
 
@@ -256,30 +292,58 @@ class Coordination(Closing):
 
 
 def run_coordinator(
-    told: Connection, waves: Waves, addresses: CoordinatorAddresses, keys: EngineKeys | None, secure: bool
+    told: Connection,
+    notices: socket.socket,
+    waves: Waves,
+    addresses: CoordinatorAddresses,
+    keys: EngineKeys | None,
+    secure: bool,
+    valid: Mapping[int, int],
 ) -> None:
     """Be the coordinator, until SIGTERM or SIGINT; what its process runs.
 
     Args:
         told: Gets where it is bound.
+        notices: Where its owner sends each `Notice`, in a datagram.
         waves: Decides.
         addresses: What to bind.
         keys: See `Coordination`.
         secure: See `Coordination`.
+        valid: See `Coordination`.
     """
-    asyncio.run(_run(told, waves, addresses, keys, secure))
+    asyncio.run(_run(told, notices, waves, addresses, keys, secure, valid))
 
 
 async def _run(
-    told: Connection, waves: Waves, addresses: CoordinatorAddresses, keys: EngineKeys | None, secure: bool
+    told: Connection,
+    notices: socket.socket,
+    waves: Waves,
+    addresses: CoordinatorAddresses,
+    keys: EngineKeys | None,
+    secure: bool,
+    valid: Mapping[int, int],
 ) -> None:
+    loop = asyncio.get_running_loop()
+    notices.setblocking(False)
     try:
-        coordination = Coordination(waves, addresses, keys, secure=secure)
+        coordination = Coordination(waves, addresses, keys, secure=secure, valid=valid)
     except OSError as error:
         raise SystemExit(f"{error}") from None
-    with coordination:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, coordination.end)
-        with told:
-            told.send(tuple(coordination.addresses))
-        await coordination.over
+
+    def notice() -> None:
+        with suppress(BlockingIOError):
+            if payload := notices.recv(NOTICE_BYTES):
+                coordination.told(Notice.decode(payload))
+            else:  # its owner is gone, and this process soon
+                loop.remove_reader(notices)
+
+    with notices, coordination:
+        loop.add_reader(notices, notice)
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, coordination.end)
+            with told:
+                told.send(tuple(coordination.addresses))
+            await coordination.over
+        finally:
+            loop.remove_reader(notices)

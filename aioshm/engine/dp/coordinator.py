@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from aioshm.arguments import check_int, check_seconds
 from aioshm.engine.dp.coordination import CoordinatorAddresses, run_coordinator
 from aioshm.engine.protocol.addresses import MAX_INDEX
+from aioshm.engine.protocol.reports import Notice
 from aioshm.engine.protocol.waves import Waves
 from aioshm.engine.security.binding import over_tcp, warn_of_strangers
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
@@ -82,9 +85,7 @@ class DPCoordinator(ProcessManager):
         keys: EngineKeys | None = None,
         secure: bool = True,
     ) -> None:
-        check_int("n_engines", n_engines, minimum=1)
-        if n_engines > MAX_INDEX + 1:
-            raise ValueError(f"n_engines must be at most {MAX_INDEX + 1}, not {n_engines}")
+        _checked(n_engines)
         check_seconds("timeout", timeout)
         wanted = CoordinatorAddresses(
             get_engine_client_zmq_addr(local_front_ends, host),
@@ -96,6 +97,8 @@ class DPCoordinator(ProcessManager):
         self._secure, self._timeout = secure, timeout
         self._given_keys = keys_for_front_end(keys) if secure and over_tcp(wanted) else None
         self._waves = Waves(n_engines, lockstep=enable_wave_coordination, kv_cache_usage=kv_cache_usage)
+        self._valid: dict[int, int] = {}  # the first incarnations whose keys are not void
+        self._notices: socket.socket | None = None
         self._files: list[BoundFile] = []
         super().__init__(run_coordinator, (), shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
         try:
@@ -132,6 +135,29 @@ class DPCoordinator(ProcessManager):
         """Return where engines subscribe, and where they report to."""
         return self._addresses.engine_input, self._addresses.engine_output
 
+    def void_keys(self, rank: int, incarnation: int) -> None:
+        """Note that an engine has died: it has nothing to do, and its keys from before this incarnation are void."""
+        self._valid[rank] = incarnation
+        self._tell(Notice(dead=rank, incarnation=incarnation))
+
+    def scale(self, n_engines: int) -> None:
+        """Have more engines, or fewer: those with the lowest ranks.
+
+        Raises:
+            TypeError, ValueError: There cannot be as many.
+        """
+        self._waves.scale(_checked(n_engines), 0.0)
+        self._tell(Notice(engines=n_engines))
+
+    def _tell(self, notice: Notice) -> None:
+        if self._notices is not None:
+            try:
+                self._notices.send(notice.encode())
+            except BlockingIOError:  # it is stuck, with a hundred of them unread; who starts it again tells it all
+                self.proc.kill()
+            except OSError:
+                pass  # it has exited: the same
+
     def run_again(self, n_engines: int | None = None) -> None:
         """Start it once more at the same addresses, where engines and front ends find it again; it has exited.
 
@@ -145,15 +171,21 @@ class DPCoordinator(ProcessManager):
             RoleError: It still runs, or is closed.
         """
         if n_engines is not None:
-            self._waves.scale(n_engines, 0.0)
+            self._waves.scale(_checked(n_engines), 0.0)
         self._run(self._bound, lambda job: self.start_again(NAME, job))
 
     def _run(self, wanted: CoordinatorAddresses, start: Callable[[Job], Child]) -> CoordinatorAddresses:
-        with naming_limits(NAME):
-            told, tells = multiprocessing.Pipe(duplex=False)
-        with told:
-            with tells:
-                start(Job(NAME, (tells, self._waves, wanted, self._given_keys, self._secure)))
+        with ExitStack() as stack:
+            with naming_limits(NAME):
+                told, tells = map(stack.enter_context, multiprocessing.Pipe(duplex=False))
+                notices, noticed = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+            notices.setblocking(False)
+            former, self._notices = self._notices, notices
+            if former is not None:
+                former.close()
+            with tells, noticed:
+                given = (tells, noticed, self._waves, wanted, self._given_keys, self._secure, self._valid.copy())
+                start(Job(NAME, given))
             return self._await_addresses(told, self._timeout)
 
     def _await_addresses(self, told: Connection, timeout: float) -> CoordinatorAddresses:
@@ -173,5 +205,14 @@ class DPCoordinator(ProcessManager):
 
     def _release(self) -> None:
         super()._release()
+        if self._notices is not None:
+            self._notices.close()
         for file in self._files:  # of one that was killed
             file.remove()
+
+
+def _checked(n_engines: int) -> int:
+    check_int("n_engines", n_engines, minimum=1)
+    if n_engines > MAX_INDEX + 1:
+        raise ValueError(f"n_engines must be at most {MAX_INDEX + 1}, not {n_engines}")
+    return n_engines

@@ -48,14 +48,23 @@ class Registrations:
         said = (fields.get("dp_stats_address") for fields in self.ready.values())
         return next((address for address in said if isinstance(address, str)), None)
 
-    def check(self, sender: bytes, user: str) -> None:
-        """Make sure that an engine is called what it is by its keys.
+    def recognise(self, sender: bytes, rank: int | None, name: bytes) -> None:
+        """Make sure that an engine is called what it is by its keys, and call it so from now on.
+
+        Args:
+            sender: What its socket is called.
+            rank: The rank that its keys are for; None if they are void.
+            name: What its socket has to be called.
 
         Raises:
             ValueError: It is not.
         """
-        if sender in self.identities and user != str(self.ranks[self.identities.index(sender)]):
-            raise ValueError(f"it has the keys of engine {user}, and another one's name")
+        if rank is None:
+            raise ValueError("its keys are void: that incarnation of the engine is dead")
+        if sender != name and sender in self.identities:
+            raise ValueError(f"it has the keys of engine {rank}, and another one's name")
+        if sender == name and rank in self.ranks:
+            self.identities[self.ranks.index(rank)] = name
 
     def take(self, sender: bytes, frames: Sequence[bytes]) -> int:
         """Take a registration: a map, or nothing as releases of vLLM before 0.10 send; return the engine's rank.

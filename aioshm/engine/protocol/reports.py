@@ -15,6 +15,8 @@ UNSUBSCRIBED = b"\x00"
 """What the end of a subscription to everything looks like to an XPUB socket."""
 SCALE = "SCALE_ELASTIC_EP"
 """What a front end says before the new number of engines."""
+NOTICE_BYTES = 64
+"""Above any `Notice`."""
 MAX_REPORT_BYTES = 1 << 16
 """Above any report: the coordinator gets counts, never outputs."""
 
@@ -43,6 +45,29 @@ class Wake(msgspec.Struct, array_like=True, frozen=True):
 
     exclude: _Index | None
     wave: _Number
+
+
+class Notice(msgspec.Struct, array_like=True, frozen=True):
+    """What the process that starts engines tells the coordinator, which is its child.
+
+    Attributes:
+        engines: How many engines there are now; None: as many as before.
+        dead: The rank of an engine that has died.
+        incarnation: The first of its incarnations whose keys are not void.
+    """
+
+    engines: int | None = None
+    dead: int | None = None
+    incarnation: int = 0
+
+    def encode(self) -> bytes:
+        """Return it as a datagram."""
+        return _encoder.encode(self)
+
+    @staticmethod
+    def decode(payload: bytes) -> Notice:
+        """Return what a datagram says."""
+        return msgspec.msgpack.decode(payload, type=Notice)
 
 
 _report = built(lambda: msgspec.msgpack.Decoder(Report))

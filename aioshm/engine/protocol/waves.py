@@ -110,6 +110,14 @@ class Waves:
         self._of_last_step = None
         self._change(now)
 
+    def forget(self, index: int, now: float) -> None:
+        """Note that an engine has died: whatever it had to do is no more."""
+        if index < len(self._loads):
+            self._loads[index] = SchedulerStats()
+            if self._of_last_step is not None:
+                self._of_last_step[index] = self._loads[index]
+            self._change(now)
+
     # What engines report
 
     def load(self, index: int, load: SchedulerStats, now: float) -> None:

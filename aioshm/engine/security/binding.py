@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Iterable
 
 import zmq
@@ -29,6 +30,9 @@ ENGINES, FRONT_ENDS = "engines", "front-ends"
 FRONT_END = "front end"
 """What a front end is called where it is recognised by its keys; an engine is called by its rank."""
 
+AHEAD = 16
+"""So many incarnations may an engine have had of which the owner of a socket was not told."""
+
 _BATCH = 1024  # a key takes some 40 us
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
@@ -46,6 +50,9 @@ class Protection:
         secure: Whether sockets on this host are for this user only.
         more: Whether engines of other ranks may come, too, a coordinator may not have
             been told of them yet, and a startup says that they are the wrong ones.
+
+    Attributes:
+        ranks: The ranks of those whose keys are not void, by what they are called when they are recognised.
     """
 
     def __init__(
@@ -53,10 +60,14 @@ class Protection:
     ) -> None:
         self._keys, self._own, self._secure = keys, own, secure
         self._users: dict[tuple[str, bytes], str] = {}
+        self.ranks: dict[str, int] = {}
+        self._valid: dict[int, int] = {}  # the first incarnation whose keys are not void
+        self._ahead: deque[tuple[int, int]] = deque()  # ranks and incarnations that may come, without keys yet
         self._next = 0 if more else MAX_INDEX + 1
         if keys is not None:
             self._users[FRONT_ENDS, z85.decode(keys.front_end.public)] = FRONT_END
-            self._expect(ranks)
+            for rank in ranks:
+                self.expect(rank)
 
     @classmethod
     def of_front_end(
@@ -102,27 +113,65 @@ class Protection:
         """Return what the socket of an engine is called that connects to this address."""
         if self._keys is None or not over_tcp([address]):
             return identity(rank)
-        return self._keys.name(rank)
+        return self._keys.name(rank, self._valid.get(rank, 0))
+
+    def name_of(self, user: str) -> bytes:
+        """Return what the socket of an engine is called that was recognised."""
+        assert self._keys is not None
+        rank, _, incarnation = user.partition(".")
+        return self._keys.name(int(rank), int(incarnation))
 
     def recognise(self, domain: str, key: bytes) -> str | None:
         """Return who has proven to own a key, if they may connect to sockets of this domain."""
         user = self._users.get((domain, key))
-        if user is None and domain == ENGINES and self._next <= MAX_INDEX:
-            last = min(self._next + _BATCH, MAX_INDEX + 1)
-            self._expect(range(self._next, last))
-            self._next = last
+        if user is None and domain == ENGINES:
+            self._look_ahead()
             user = self._users.get((domain, key))
+        if user is not None and user in self.ranks:
+            rank, incarnation = map(int, user.split("."))
+            self.void(rank, incarnation)  # the keys of those that were before it
         return user
 
     def expect(self, rank: int) -> None:
         """Let the engine of one more rank connect."""
-        if self._keys is not None:
-            self._expect([rank])
+        if self._keys is not None and rank not in self._valid:
+            self._valid[rank] = 0
+            self._admit(rank, 0)
+            self._ahead.extend((rank, incarnation) for incarnation in range(1, 1 + AHEAD))
 
-    def _expect(self, ranks: Iterable[int]) -> None:
+    def void(self, rank: int, incarnation: int) -> None:
+        """Refuse the keys of the incarnations of an engine that were before this one, from now on."""
+        if self._keys is None or incarnation <= self._valid.get(rank, 0):
+            return
+        known = self._valid.get(rank, 0) + 1 + AHEAD
+        self._valid[rank] = incarnation
+        for user in [each for each, its_rank in self.ranks.items() if its_rank == rank]:
+            if int(user.partition(".")[2]) < incarnation:
+                del self.ranks[user]
+        for each, user in list(self._users.items()):
+            if user != FRONT_END and user not in self.ranks:
+                del self._users[each]
+        self._admit(rank, incarnation)
+        self._ahead.extend((rank, each) for each in range(max(known, incarnation + 1), incarnation + 1 + AHEAD))
+
+    def _look_ahead(self) -> None:
+        """Make some more keys of engines that may have been started without this having been told."""
+        for _ in range(min(_BATCH, len(self._ahead))):
+            rank, incarnation = self._ahead.popleft()
+            if incarnation > self._valid[rank]:
+                self._admit(rank, incarnation)
+        last = min(self._next + _BATCH, MAX_INDEX + 1)
+        for rank in range(self._next, last):
+            if rank not in self._valid:
+                self._admit(rank, 0)
+        self._next = max(self._next, last)
+
+    def _admit(self, rank: int, incarnation: int) -> None:
         assert self._keys is not None
-        for rank in ranks:
-            self._users[ENGINES, z85.decode(self._keys.of_engine(rank).public)] = str(rank)
+        user = f"{rank}.{incarnation}"
+        if user not in self.ranks:
+            self._users[ENGINES, z85.decode(self._keys.of_engine(rank, incarnation).public)] = user
+            self.ranks[user] = rank
 
 
 def over_tcp(addresses: Iterable[str | None]) -> bool:

@@ -2,7 +2,8 @@
 
 All keys are derived from one secret, which front ends and the coordinator have. An engine has what is derived for its
 rank, and so can be nobody else: a ZeroMQ CURVE key pair (RFC 26), by which it is recognised, and the name that its
-sockets have instead of the rank, which no other engine knows and so cannot be taken.
+sockets have instead of the rank, which no other engine knows and so cannot be taken. Each process that is started for a
+rank, one after the other, is an incarnation of that engine, and has keys and a name of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from aioshm.arguments import check_int
 from aioshm.config import engine_keys_path
 from aioshm.engine.protocol.addresses import identity
 from aioshm.errors import RoleError
@@ -27,6 +29,7 @@ from aioshm.zeromq.curve import CurveKeys
 
 SECRET_BYTES = 32
 _NAME_BYTES = 16
+_INCARNATION_BYTES = 8
 _PERSON = b"aioshm-engines"
 _FILE_MODE = 0o600
 _MAX_FILE_BYTES = 1 << 16
@@ -44,6 +47,7 @@ class EngineCredentials:
         secret: Its secret key.
         front_end: The public key of the front end.
         coordinator: The public key of the coordinator.
+        incarnation: Which of the rank's processes this is for, from 0 on.
     """
 
     rank: int
@@ -52,6 +56,7 @@ class EngineCredentials:
     secret: bytes
     front_end: bytes
     coordinator: bytes
+    incarnation: int = 0
 
     def for_engine(self, rank: int) -> EngineCredentials:
         """Return this, if it is the engine's of that rank.
@@ -97,7 +102,9 @@ class EngineKeys:
         AIOSHM_ENGINE_KEYS=engine-3.keys python engine.py             # there, or
         run_engine_core(engine, address, 3, keys=EngineKeys.load("engine-3.keys"))
 
-    The holder of one engine's keys can be that engine, and the holder of this can be any of them.
+    The holder of one engine's keys can be that engine, and the holder of this can be any of them. Who starts an engine
+    again gives it the keys of its next incarnation; those of the ones before are void from then on, and where an
+    `EngineSupervisor` starts it, from the moment when the death is known.
 
     Args:
         secret: What everything is derived from, 32 random bytes.
@@ -155,28 +162,38 @@ class EngineKeys:
         mine = self.front_end
         return CurveKeys(public=mine.public, secret=mine.secret, server=self.coordinator.public)
 
-    def for_engine(self, rank: int) -> EngineCredentials:
+    def for_engine(self, rank: int, incarnation: int = 0) -> EngineCredentials:
         """Return what the engine of a rank gets.
 
+        Args:
+            rank: The rank.
+            incarnation: Which of the processes of that rank, one after the other, it is for.
+
         Raises:
-            TypeError, ValueError: There is no such rank.
+            TypeError, ValueError: There is no such rank, or incarnation.
         """
-        pair = self.of_engine(rank)
+        pair = self.of_engine(rank, incarnation)
         return EngineCredentials(
-            rank, self.name(rank), pair.public, pair.secret, self.front_end.public, self.coordinator.public
+            rank,
+            self.name(rank, incarnation),
+            pair.public,
+            pair.secret,
+            self.front_end.public,
+            self.coordinator.public,
+            incarnation,
         )
 
-    def of_engine(self, rank: int) -> CurveKeys:
+    def of_engine(self, rank: int, incarnation: int = 0) -> CurveKeys:
         """Return the key pair of an engine.
 
         Raises:
-            TypeError, ValueError: There is no such rank.
+            TypeError, ValueError: There is no such rank, or incarnation.
         """
-        return self._pair(b"engine" + identity(rank))
+        return self._pair(b"engine" + _incarnated(rank, incarnation))
 
-    def name(self, rank: int) -> bytes:
+    def name(self, rank: int, incarnation: int = 0) -> bytes:
         """Return what the sockets of an engine are called where they are recognised by its keys."""
-        return identity(rank) + self._derived(b"name" + identity(rank))[:_NAME_BYTES]
+        return identity(rank) + self._derived(b"name" + _incarnated(rank, incarnation))[:_NAME_BYTES]
 
     def _pair(self, whose: bytes) -> CurveKeys:
         secret = z85.encode(self._derived(whose))
@@ -199,6 +216,13 @@ class EngineKeys:
 
 
 AnyKeys: TypeAlias = EngineKeys | EngineCredentials
+
+
+def _incarnated(rank: int, incarnation: int) -> bytes:
+    check_int("incarnation", incarnation, minimum=0)
+    # The first one's keys are those of files that were written before there were others.
+    return identity(rank) + (incarnation.to_bytes(_INCARNATION_BYTES, "little") if incarnation else b"")
+
 
 _lock = threading.Lock()
 _made: EngineKeys | None = None
@@ -253,12 +277,13 @@ def own_keys() -> AnyKeys | None:
     return None if path is None else _read(path)
 
 
-def keys_to_hand_over(given: object, rank: int | None = None) -> AnyKeys | None:
+def keys_to_hand_over(given: object, rank: int | None = None, incarnation: int = 0) -> AnyKeys | None:
     """Return what a process gets that is started here: an engine its own, a front end all; None if there is nothing.
 
     Args:
         given: The keys that were given, if any.
         rank: The engine's rank; None for a front end.
+        incarnation: Which of the processes of that rank it is.
 
     Raises:
         RoleError: The keys that were given are another engine's.
@@ -269,7 +294,7 @@ def keys_to_hand_over(given: object, rank: int | None = None) -> AnyKeys | None:
     if rank is not None and isinstance(given, EngineCredentials):
         return given.for_engine(rank)
     keys = keys_for_front_end(given)
-    return keys if rank is None else keys.for_engine(rank)
+    return keys if rank is None else keys.for_engine(rank, incarnation)
 
 
 def as_attributes(keys: AnyKeys | None) -> dict[str, bytes]:

@@ -49,11 +49,15 @@ class CoreEngineProcManager(ProcessManager):
         check_int("local_start_index", local_start_index, minimum=0)
         self._args, self._kwargs, self._keys = args, kwargs, keys
         self._offset = local_start_index - start_index
+        self._started: dict[int, int] = {}  # how often an engine was started
         jobs = [self._job(start_index + number) for number in range(local_engine_count)]
         super().__init__(target_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
+        self._started = dict.fromkeys(range(start_index, start_index + local_engine_count), 1)
 
     def start_engine(self, rank: int) -> Child:
         """Start one more engine, or once more one that has exited, and return its process; see `start_more`.
+
+        Each process of an engine gets keys of its own, see `EngineKeys`.
 
         Raises:
             RoleError: The manager is closed, or that engine still runs.
@@ -61,8 +65,15 @@ class CoreEngineProcManager(ProcessManager):
         """
         job = self._job(rank)
         if any(process.name == job.name for process in self.processes):
-            return self.start_again(job.name, job)
-        return self.start_more(job)
+            child = self.start_again(job.name, job)
+        else:
+            child = self.start_more(job)
+        self._started[rank] = self.next_incarnation(rank) + 1
+        return child
+
+    def next_incarnation(self, rank: int) -> int:
+        """Return which of the processes of this rank, one after the other, the next one that is started will be."""
+        return self._started.get(rank, 0)
 
     async def stop_engine(self, rank: int) -> None:
         """Stop an engine, see `stop`.
@@ -77,7 +88,7 @@ class CoreEngineProcManager(ProcessManager):
             engine_name(rank),
             self._args,
             self._kwargs | {"dp_rank": rank, "local_dp_rank": rank + self._offset},
-            as_attributes(keys_to_hand_over(self._keys, rank)),
+            as_attributes(keys_to_hand_over(self._keys, rank, self.next_incarnation(rank))),
         )
 
 

@@ -49,6 +49,10 @@ class Rejoining:
         if early is not None:
             self.take(self._handshake.engines[index].identity, *early)
 
+    def void_keys(self, index: int, incarnation: int) -> None:
+        """Refuse the keys of the incarnations of an engine that were before this one."""
+        self._router.void_keys(index, incarnation)
+
     def take(self, identity: bytes, frames: list[bytes], sender: str) -> bool:
         """Take a message; return whether to take more, which is always so."""
         index = int.from_bytes(identity, "little")

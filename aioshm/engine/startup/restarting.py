@@ -15,7 +15,7 @@ from aioshm.engine.protocol.addresses import CoreEngine
 from aioshm.engine.protocol.progress import engine_index, engine_of
 from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.errors import EngineDead
+from aioshm.errors import EndClosed, EngineDead
 from aioshm.process.background import in_thread
 from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory
 from aioshm.process.stopping import ashutdown
@@ -136,6 +136,7 @@ class Restarting:
         self._rejoining.handshake.remove(rank)
         with suppress(ValueError):  # it was about to be started for the first time
             await self._manager.stop_engine(rank)
+        self._void_keys(rank)
 
     def expect(self, rank: int) -> None:
         """Let an engine of another host, which has died, shake hands when it was started again there."""
@@ -154,6 +155,7 @@ class Restarting:
                 self._engine_exited(self.lives[rank], each)
 
     def _engine_exited(self, life: Life, found: ProcessExit) -> None:
+        self._void_keys(life.rank)
         if self.failure is not None or life.settle(found):
             return
         if self._lockstep:
@@ -161,6 +163,16 @@ class Restarting:
                 self._group = self._spawn(self._bring_back_all(life, found), "all-engines")
         else:
             life.task = self._spawn(self._bring_up(life, found), f"engine-{life.rank}")
+
+    def _void_keys(self, rank: int) -> None:
+        """Have the keys of an engine's process that has exited refused at every socket."""
+        incarnation = self._manager.next_incarnation(rank)
+        self._rejoining.void_keys(rank, incarnation)
+        if self._client is not None:
+            with suppress(EngineDead, EndClosed):  # all keys are useless then
+                self._client.void_keys(rank, incarnation)
+        if self._launch.coordinator is not None:
+            self._launch.coordinator.void_keys(rank, incarnation)
 
     def ready(self, rank: int) -> None:
         """Note that an engine has said READY."""

@@ -113,6 +113,11 @@ class HandshakeRouter:
         if not self.trusted:
             warn_of_strangers([self.address])
 
+    def void_keys(self, rank: int, incarnation: int) -> None:
+        """Refuse the keys of the incarnations of an engine that were before this one."""
+        if self._protection is not None:
+            self._protection.void(rank, incarnation)
+
     def resume(self) -> None:
         """Go on after a message that was not to be gone on from."""
         self._pump.resume()
@@ -134,12 +139,16 @@ class HandshakeRouter:
             self._pump.pause()
 
     def _rank_of(self, sender: zmq.Frame) -> bytes:
-        """Return the identity of an engine as it is without keys; one that is no engine's if its keys are another's."""
+        """Return the identity of an engine as it is without keys; one that is no engine's if its keys are another's.
+
+        The same where they are void by now: a connection outlives the keys that it was made with.
+        """
         name = sender.bytes
         if self._protection is None:
             return name
-        rank = int(user_of(sender))
-        if name != self._protection.name(rank, self.address):
+        user = user_of(sender)
+        rank = self._protection.ranks.get(user)
+        if rank is None or name != self._protection.name_of(user):
             return name
         self._names[identity(rank)] = name
         return identity(rank)

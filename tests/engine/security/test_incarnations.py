@@ -1,0 +1,199 @@
+"""Each process of an engine has keys of its own, and those of a dead one are refused at every socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+from peers import Peers, pack, published
+from served_engine import Engine, ask, collected, stop, until
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from aioshm.engine import (
+    DPCoordinator,
+    EngineCredentials,
+    EngineKeys,
+    EngineSupervisor,
+    EngineZmqAddresses,
+    Restart,
+    die_with_parent,
+    run_engine_core,
+)
+from aioshm.engine.dp.coordination import CoordinatorAddresses
+from aioshm.engine.security.binding import AHEAD, ENGINES, Protection
+from aioshm.errors import EngineDead
+
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
+
+LOOPBACK = "tcp://127.0.0.1:0"
+MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
+
+
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, stuck: str) -> None:
+    """Run an engine; while the file ``stuck`` is there, hang before HELLO."""
+    die_with_parent()
+    if os.path.exists(stuck):
+        signal.pause()
+    asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank))
+
+
+class Peer:
+    """A socket with an engine's keys."""
+
+    def __init__(
+        self, context: zmq.Context, kind: int, address: str, mine: EngineCredentials, *, server: bytes
+    ) -> None:
+        self.socket = context.socket(kind)
+        self.socket.linger = 0
+        self._monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
+        self.socket.curve_publickey, self.socket.curve_secretkey = mine.public, mine.secret
+        self.socket.curve_serverkey = server
+        if kind == zmq.DEALER:
+            self.socket.routing_id = mine.name
+        self.socket.connect(address)
+
+    async def admitted(self) -> bool:
+        """Return whether this was let in."""
+        async with asyncio.timeout(20):
+            while True:
+                if await asyncio.to_thread(self._monitor.poll, 50):
+                    return (
+                        parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                    )
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+
+@contextmanager
+def peers(mine: EngineCredentials, *where: tuple[int, str], server: bytes | None = None) -> Iterator[list[Peer]]:
+    with zmq.Context() as context:
+        found = [Peer(context, kind, address, mine, server=server or mine.front_end) for kind, address in where]
+        try:
+            yield found
+        finally:
+            for peer in found:
+                peer.close()
+
+
+class TestKeys:
+    def test_each_incarnation_has_its_own(self, tmp_path: Path) -> None:
+        keys = EngineKeys.generate()
+        first, second = keys.for_engine(1), keys.for_engine(1, 1)
+        assert len({first.public, second.public, first.secret, second.secret, first.name, second.name}) == 6
+        assert first == keys.for_engine(1, 0)
+        assert (first.incarnation, second.incarnation) == (0, 1)
+        second.save(tmp_path / "keys")
+        assert EngineKeys.load(tmp_path / "keys") == second
+        with pytest.raises(ValueError, match="incarnation must be at least 0"):
+            keys.for_engine(1, -1)
+
+    def test_the_keys_of_a_secret_stay_what_they_were(self) -> None:
+        """Files of keys from before there were incarnations are good for the first one."""
+        keys = EngineKeys(bytes(range(32)))
+        assert keys.for_engine(3).name.hex() == "0300bda25db03e291a61e1cda81b2404e7c0"
+
+    def test_newer_keys_void_older_ones(self) -> None:
+        keys = EngineKeys.generate()
+        protection = Protection(keys, keys.front_end, [0, 1], secure=True)
+
+        def who(rank: int, incarnation: int) -> str | None:
+            return protection.recognise(ENGINES, z85.decode(keys.of_engine(rank, incarnation).public))
+
+        assert (who(0, 0), who(1, 0)) == ("0.0", "1.0")
+        assert who(2, 0) is None
+        assert who(1, 2) == "1.2"  # nobody has told of it
+        assert who(1, 0) is who(1, 1) is None
+        assert protection.ranks["1.2"] == 1
+        assert "1.0" not in protection.ranks
+        protection.void(1, 5)
+        protection.void(1, 3)  # late
+        assert [who(1, each) for each in (2, 3, 4, 5)] == [None, None, None, "1.5"]
+        assert who(1, 5 + AHEAD + 1) is None
+        assert who(1, 5 + AHEAD) == f"1.{5 + AHEAD}"
+        assert who(0, 0) == "0.0"
+        assert protection.name_of("1.5") == keys.name(1, 5)
+
+
+async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, stuck = EngineKeys.generate(), tmp_path / "stuck"
+    addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
+    async with EngineSupervisor(
+        serve,
+        2,
+        restart=MANY,
+        kwargs={"stuck": str(stuck)},
+        addresses=addresses,
+        handshake_address=LOOPBACK,
+        keys=keys,
+        coordinator=False,
+    ) as supervisor:
+        client = supervisor.client
+        where = (
+            (zmq.DEALER, supervisor.launch.handshake_address),
+            (zmq.DEALER, addresses.inputs[0]),
+            (zmq.PUSH, addresses.outputs[0]),
+        )
+        for incarnation in (0, 2):
+            other, doomed = (client.submit(ask(f"{incarnation} {rank}", None), engine=rank) for rank in (0, 1))
+            for stream in (other, doomed):
+                await anext(stream)
+            with peers(keys.for_engine(1, incarnation), (zmq.PUSH, addresses.outputs[0])) as [inside]:
+                assert await inside.admitted()  # whoever has them can be the engine while it lives
+                stuck.touch()
+                stop(supervisor.engines[1].pid or 0)
+                await until(lambda: 1 in client.deaths)
+                with pytest.raises(EngineDead, match="SIGKILL"):
+                    await anext(doomed)
+                with peers(keys.for_engine(1, incarnation), *where) as thieves:
+                    for thief in thieves:
+                        assert not await thief.admitted()
+                caplog.clear()
+                client._link._limiter._next = 0.0
+                inside.socket.send(pack([1, [{"request_id": f"{incarnation} 0", "token": 666, "finished": True}]]))
+                await until(lambda: "the keys of engine 1 are void" in caplog.text)
+            assert client.late_outputs == 0
+            # The one that hangs has the next keys, and is killed: the one after it, too, has its own.
+            await until(lambda: supervisor.engines[1].state == "starting")
+            stuck.unlink()
+            stop(supervisor.engines[1].pid or 0)
+            await supervisor.wait_until_ready(30)
+            assert len(await collected(client.submit(ask(f"back {incarnation}", 2), engine=1))) == 2
+            await client.abort(f"{incarnation} 0")
+
+
+async def test_a_dead_engine_s_keys_open_no_socket_of_the_coordinator() -> None:
+    keys = EngineKeys.generate()
+    async with await DPCoordinator.start(2, local_engines=False, local_front_ends=False, keys=keys) as coordinator:
+        told = CoordinatorAddresses(coordinator.get_stats_publish_address(), *coordinator.get_engine_socket_addresses())
+        where = ((zmq.XSUB, told.engine_input), (zmq.PUSH, told.engine_output))
+        with Peers(told, keys) as friends:
+            await friends.engines(2)
+            front_end = await friends.front_end()
+            await friends.reporter(1).send(pack([1, [], {"num_running_reqs": 3, "num_waiting_reqs": 4}]))
+            while (await published(front_end))[0] != [[0, 0, 0.0], [4, 3, 0.0]]:
+                pass
+            coordinator.void_keys(1, 1)
+            while (await published(front_end))[0] != [[0, 0, 0.0], [0, 0, 0.0]]:  # it has nothing to do any more
+                pass
+            for _ in range(2):
+                for incarnation in (0, 1):
+                    mine = keys.for_engine(1, incarnation)
+                    with peers(mine, *where, server=mine.coordinator) as found:
+                        assert [await peer.admitted() for peer in found] == [incarnation == 1] * 2
+                coordinator.proc.kill()
+                await asyncio.to_thread(coordinator.proc.join)
+                await asyncio.to_thread(coordinator.run_again)  # whose successor knows it, too
