@@ -37,6 +37,13 @@
 #define SLOT_HEADER_BYTES 64
 #define CHUNK 32
 #define CHUNK_HEADER_BYTES 64
+#define SPINNING 9
+#define BYTES 40
+#define OVERFLOWS 48
+#define LATENCY_NS 24
+#define LATENCY_BUCKETS 32
+#define LATENCY_FIRST_BIT 8
+#define LATENCY_EVERY 8
 
 #define OVERFLOW 2            /* codec/frames.py: the first byte of the header of a message that lies elsewhere */
 
@@ -45,6 +52,7 @@
 #define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
 #define LOOKS 16              /* between two readings of the clock */
 #define BATCH_LOOKS 8         /* messages of a batch between two readings of the clock */
+#define RUSH_NS 20000         /* between two messages: they come in quick succession */
 
 /* A chunk that is in use: which one, and the message in it. */
 typedef struct {
@@ -70,6 +78,10 @@ typedef struct {
     Pool pools[MAX_POOLS];    /* the largest chunks first */
     Pool *claimed;            /* of what size the claimed slot has a chunk, which is the last of the free ones */
     uint8_t *own;             /* this end's line */
+    uint8_t *latencies;       /* a reader's histogram */
+    bool rushes;              /* whether messages come in quick succession, so that not each one's latency is counted */
+    uint64_t finished_ns;     /* when that was the last time */
+    unsigned long long claimed_bytes;  /* of the message that the claimed slot is for */
     size_t n_places;          /* readers but those behind the last one that was not evicted, whose flags stay 1 */
     size_t reader;            /* a reader's flag within the flags of a slot */
     uint8_t *unread;          /* what a writer sets the reader flags to: 1 for those that were evicted */
@@ -155,6 +167,12 @@ static inline bool all_are(const uint8_t *p, size_t amount, uint8_t every)
 static inline void store_count(uint8_t *line, uint64_t value)
 {
     atomic_store_explicit((_Atomic uint64_t *)line, value, memory_order_release);
+}
+
+/* Add to a word that this end alone writes, and others only look at. */
+static inline void add_to_word(uint8_t *p, uint64_t value)
+{
+    atomic_store_explicit((_Atomic uint64_t *)p, load_word(p) + value, memory_order_relaxed);
 }
 
 static inline void full_fence(void)
@@ -319,6 +337,7 @@ static bool spin(Core *self, long long budget_ns)
     uint64_t began = now_ns(), now = began;
     bool hit = false;
     self->spins++;
+    store_release(self->own + SPINNING, 1);
     while (!hit && (long long)(now - began) < budget_ns) {
         for (int look = 0; look < LOOKS && !(hit = may_go_on(self)); look++)
             relax();
@@ -328,6 +347,7 @@ static bool spin(Core *self, long long budget_ns)
         }
         now = now_ns();
     }
+    store_release(self->own + SPINNING, 0);
     self->hits += hit;
     self->spun_ns += now - began;
     return hit;
@@ -499,6 +519,7 @@ static uint8_t *claim(Core *self, size_t nbytes)
     }
     memcpy(slot + 8, &words[0], sizeof words[0]);
     memcpy(slot + CHUNK, &words[1], sizeof words[1]);
+    self->claimed_bytes = nbytes;
     return body;
 }
 
@@ -622,6 +643,9 @@ static inline void publish(Core *self)
     atomic_thread_fence(memory_order_release);  /* what is cleared already was filled before; see is_ready */
     memcpy(flags + 1, self->unread, self->n_places);
     store_release(flags, 1);  /* last: readers may look the moment this is visible */
+    add_to_word(self->own + BYTES, self->claimed_bytes);
+    if (self->claimed_bytes > self->room)
+        add_to_word(self->own + OVERFLOWS, 1);
     advance(self);
     store_count(self->own, self->seq);
 }
@@ -960,6 +984,38 @@ static inline void finish(Core *self)
     store_count(self->own, self->seq);
 }
 
+/* Count how long ago the message was published that has just been taken. */
+static inline void note_latency(Core *self, uint64_t now)
+{
+    uint64_t latency = now - self->published_ns;
+    if (latency > INT64_MAX)  /* published after now: damage */
+        latency = 0;
+    size_t bucket = 0;
+    if (latency >> LATENCY_FIRST_BIT) {
+        bucket = (size_t)(64 - __builtin_clzll(latency)) - LATENCY_FIRST_BIT;
+        if (bucket > LATENCY_BUCKETS - 1)
+            bucket = LATENCY_BUCKETS - 1;
+    }
+    add_to_word(self->latencies + 8 * bucket, 1);
+    add_to_word(self->own + LATENCY_NS, latency);
+}
+
+/* Whether the next message is one of those whose latency is counted. */
+static inline bool counts(const Core *self)
+{
+    return !self->rushes || self->seq % LATENCY_EVERY == 0;
+}
+
+static PyObject *reader_taken(Core *self, PyObject *arg)
+{
+    unsigned long long published_ns = PyLong_AsUnsignedLongLong(arg);
+    if ((published_ns == (unsigned long long)-1 && PyErr_Occurred()) || check_usable(self) < 0)
+        return NULL;
+    self->published_ns = published_ns;
+    note_latency(self, now_ns());
+    Py_RETURN_NONE;
+}
+
 static inline bool writer_parked(const Core *self)
 {
     full_fence();
@@ -1074,10 +1130,15 @@ static PyObject *decode(Core *self, PyObject *beside)
 }
 
 /* Finish with a message that has been decoded, or could not be: then an error is set, and stays. */
-static void finish_and_tell(Core *self)
+static void finish_and_tell(Core *self, bool took)
 {
+    uint64_t now = now_ns();
+    self->rushes = now - self->finished_ns < RUSH_NS;
+    self->finished_ns = now;
+    if (took && counts(self))
+        note_latency(self, now);
     finish(self);
-    count_turn(self, 1, now_ns());
+    count_turn(self, 1, now);
     if (writer_parked(self)) {
         PyObject *type, *error, *traceback;
         PyErr_Fetch(&type, &error, &traceback);
@@ -1091,7 +1152,7 @@ static PyObject *take(Core *self)
     PyObject *obj = decode(self, self->beside);
     if (obj == self->elsewhere || (obj == NULL && interrupted()))
         return obj;  /* interrupted: the next call returns the same message */
-    finish_and_tell(self);
+    finish_and_tell(self, obj != NULL);
     return obj;
 }
 
@@ -1289,7 +1350,7 @@ static PyObject *lease(Core *self)
     int there = message_is_there(self);
     PyObject *obj = there < 0 ? NULL : there == 0 ? Py_NewRef(self->nothing) : decode(self, self->show_beside);
     if (obj == NULL && there > 0 && !interrupted()) {
-        finish_and_tell(self);
+        finish_and_tell(self, false);
         fail(self);
     }
     if (obj == NULL || obj == self->nothing || obj == self->elsewhere) {
@@ -1300,6 +1361,8 @@ static PyObject *lease(Core *self)
     self->hushed = 0;
     self->holder = holder;
     self->leased = 1;
+    if (counts(self))
+        note_latency(self, now_ns());
     const uint8_t *slot = slot_of(self, self->index);
     if (!self->shown && load_word(slot) == self->what)
         self->copied += load_word(slot + 24);
@@ -1322,7 +1385,7 @@ static int unlease(Core *self)
         Py_XDECREF(ended);
     } else if (self->base != NULL) {
         self->hushed = self->quiet;
-        finish_and_tell(self);
+        finish_and_tell(self, false);
         self->hushed = 0;
     }
     self->shown = 0;
@@ -1471,13 +1534,20 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
             break;
         finish(self);
         n++;
-        if (n % BATCH_LOOKS == 0 && (long long)now_ns() >= self->turn_ends_ns)
-            break;
+        if (n % BATCH_LOOKS == 0) {
+            uint64_t now = now_ns();
+            note_latency(self, now);
+            if ((long long)now >= self->turn_ends_ns)
+                break;
+        }
     }
     self->in_use--;
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
-    count_turn(self, n, now_ns());
+    uint64_t now = now_ns();
+    if (n % BATCH_LOOKS != 0)
+        note_latency(self, now);
+    count_turn(self, n, now);
     if (writer_parked(self))
         notify(self);
     if (type != NULL && n > 0 && PyErr_GivenExceptionMatches(type, PyExc_Exception)) {
@@ -2119,7 +2189,7 @@ static int reader_init(Core *self, PyObject *args, PyObject *kwargs)
 {
     PyObject *layout, *view, *slots;
     Py_ssize_t reader;
-    size_t n_reader, lines;
+    size_t n_reader, lines, latencies;
     if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "OOOn:ReaderCore", &layout, &view, &slots, &reader))
         return -1;
     if (number(layout, "n_reader", &n_reader) < 0 || number(layout, "reader_lines", &lines) < 0)
@@ -2135,6 +2205,14 @@ static int reader_init(Core *self, PyObject *args, PyObject *kwargs)
     if (core_init(self, layout, view, slots, lines + 64 * (size_t)reader) < 0)
         return -1;
     self->reader = 1 + (size_t)reader;
+    latencies = lines + 64 * n_reader;
+    if (!fit(lines, n_reader, 64, self->slots_at) || !fit(latencies, n_reader, 8 * LATENCY_BUCKETS, self->slots_at)) {
+        self->base = NULL;
+        PyBuffer_Release(&self->buffer);
+        PyErr_SetString(PyExc_ValueError, "the histogram of this reader lies nowhere");
+        return -1;
+    }
+    self->latencies = self->base + latencies + 8 * LATENCY_BUCKETS * (size_t)reader;
     if (self->reader <= self->n_reader)
         return 0;
     self->base = NULL;  /* the layout said something else when it was asked again */
@@ -2238,6 +2316,7 @@ static PyMethodDef reader_methods[] = {
     {"start_at", CALL reader_start_at, METH_O, "Go on at a message, whatever lies before it."},
     {"skip", CALL reader_skip, METH_NOARGS, "Go on to the next message, but keep the slot."},
     {"give_back", CALL reader_give_back, METH_O, "Finish with a kept slot; return whether the writer is parked."},
+    {"taken", CALL reader_taken, METH_O, "Note when the message was published that was taken just now."},
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
     {"bind_leases", CALL reader_bind_leases, METH_VARARGS, "Say how messages are leased."},
@@ -2282,6 +2361,7 @@ static PyMemberDef members[] = {
     {"spins", T_ULONGLONG, offsetof(Core, spins), READONLY, "Spins so far."},
     {"hits", T_ULONGLONG, offsetof(Core, hits), READONLY, "Spins that ended with what was waited for."},
     {"spun_ns", T_ULONGLONG, offsetof(Core, spun_ns), READONLY, "Time spent spinning."},
+    {"claimed_bytes", T_ULONGLONG, offsetof(Core, claimed_bytes), 0, "Bytes of the message that the claimed slot is for."},
     {"copied", T_ULONGLONG, offsetof(Core, copied), 0, "Bytes copied into messages, or out of leased ones."},
     {NULL, 0, 0, 0, NULL},
 };

@@ -38,6 +38,8 @@ COPY_MAX = 65536
 """Larger messages are no ordinary ones: they are decoded in place."""
 
 _LOOKS = 8  # between two readings of the clock
+_RUSH_NS = 20_000  # between two messages: they come in quick succession
+_ALL = (1 << 64) - 1
 _LONG_SPIN_NS = 50_000  # a longer spin keeps the memory from being closed meanwhile, and its end from being used
 _WORDS = struct.Struct("<5Q")  # of a slot's header: what is in it, sequence number, time of publishing, bytes, chunk
 _pack = _WORDS.pack_into
@@ -79,6 +81,7 @@ class _Core(ABC):
         kept: Whether a slot was skipped and has not been given back (of a reader).
         spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
         copied: Bytes that were copied into messages (of a writer), or out of those that were leased (of a reader).
+        claimed_bytes: Bytes of the message that the latest claimed slot is for (of a writer), which `commit` counts.
     """
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, line: int) -> None:
@@ -89,7 +92,7 @@ class _Core(ABC):
         if view.readonly:
             raise BufferError("the memory is read-only")
         self.seq: int = 0
-        self.published_ns = 0
+        self.published_ns: int = 0
         self.open: bool = False
         self.turn: int = 0
         self.turn_ends_ns = 0
@@ -122,6 +125,7 @@ class _Core(ABC):
         self._fence = threading.Lock()
         with view[line : line + at.LINE].cast("Q") as words:
             self._count = words[at.COUNT : at.COUNT + 1]
+        self._own = view[line : line + at.LINE]
         self._in_use = 0
         self.leased: bool = False
         self.kept: bool = False
@@ -184,6 +188,13 @@ class _Core(ABC):
             self._in_use -= 1
 
     def _spin(self, budget_ns: int) -> bool:
+        self._own[at.SPINNING] = 1
+        try:
+            return self._look_until(budget_ns)
+        finally:
+            self._own[at.SPINNING] = 0
+
+    def _look_until(self, budget_ns: int) -> bool:
         began = now = monotonic_ns()
         self.spins += 1
         may_go_on = self._may_go_on
@@ -209,7 +220,7 @@ class _Core(ABC):
             raise BufferError("the ring is in use")
         self.open = False
         self._closed = True
-        for part in (self._view, self._flags, self._count):
+        for part in (self._view, self._flags, self._count, self._own):
             part.release()
 
     @abstractmethod
@@ -292,6 +303,9 @@ class WriterCore(_Core):
         self._room = layout.max_chunk_bytes
         self._chunks = {pool: _Chunks(pool) for pool in self._pools}
         self._claimed: tuple[_Chunks, int] | None = None  # the chunk of the slot that is claimed
+        self.claimed_bytes: int = 0
+        with view[at.WRITER_LINE : at.WRITER_LINE + at.LINE].cast("Q") as words:
+            self._totals = words[at.BYTES // 8 : at.OVERFLOWS // 8 + 1]
         self._awaited = -1
 
     # Room
@@ -398,7 +412,7 @@ class WriterCore(_Core):
             number += 1
         if number == start:
             return 0
-        self.published_ns: int = now
+        self.published_ns = now
         self._count_turn(number - start, monotonic_ns())
         memory_fence()
         if self._parked_here != self._nobody:
@@ -524,6 +538,7 @@ class WriterCore(_Core):
 
     def close(self) -> None:
         super().close()
+        self._totals.release()
         self._parked_here.release()
         self._parked.release()
 
@@ -537,6 +552,10 @@ class WriterCore(_Core):
             self._use_claimed(*self._claimed)
             self._claimed = None
         self._flags[row] = 1  # last: readers may look the moment this is visible
+        totals, nbytes = self._totals, self.claimed_bytes
+        totals[0] = (totals[0] + nbytes) & _ALL
+        if nbytes > self._room:
+            totals[1] = (totals[1] + 1) & _ALL
         self._advance()
 
     def _claim(self, nbytes: int) -> bool:
@@ -555,6 +574,7 @@ class WriterCore(_Core):
             self._claimed = chunks, chunk
             number = 1 + chunk
         self._flags[self._index * self._row_bytes] = 0
+        self.claimed_bytes = nbytes
         self._note(number)
         return True
 
@@ -649,6 +669,13 @@ class ReaderCore(_Core):
         self._close_slowly: Callable[..., Any] | None = None
         self._await_next: Callable[[], object] | None = None
         self._block: Any = None
+        self._rushes = False  # whether messages come in quick succession, so that not each one's latency is counted
+        self._finished_ns = 0
+        histogram = layout.histogram(reader)
+        with view[histogram : histogram + 8 * at.LATENCY_BUCKETS] as part:
+            self._latencies = part.cast("Q")
+        with view[layout.reader_line(reader) : layout.reader_line(reader) + at.LINE].cast("Q") as words:
+            self._latency_ns = words[at.LATENCY_NS // 8 : at.LATENCY_NS // 8 + 1]
         self._parked = view[at.WRITER_PARKED : at.WRITER_PARKED + 1]
 
     def ready(self) -> bool:
@@ -713,11 +740,36 @@ class ReaderCore(_Core):
                 self._finish_and_tell()
             raise
         if obj is not ELSEWHERE:
-            self._finish_and_tell()
+            self._finish_and_tell(took=True)
         return obj
 
-    def _finish_and_tell(self) -> None:
-        self.turn: int = self.turn - 1 if monotonic_ns() < self.turn_ends_ns and self.turn > 1 else 0
+    def taken(self, published_ns: int, /) -> None:
+        """Note when the message was published that has just been taken, and how long that is ago."""
+        if not 0 <= published_ns < 1 << 64:
+            raise OverflowError("no clock shows this")
+        self._check_open()
+        self.published_ns = published_ns
+        self._note_latency(monotonic_ns())
+
+    def _counts(self) -> bool:
+        """Return whether the next message is one of those whose latency is counted."""
+        return not self._rushes or self.seq % at.LATENCY_EVERY == 0
+
+    def _note_latency(self, now_ns: int) -> None:
+        latency = (now_ns - self.published_ns) & _ALL
+        if latency > _ALL >> 1:  # published after now: damage
+            latency = 0
+        bucket = min(max(latency.bit_length() - at.LATENCY_FIRST_BIT, 0), at.LATENCY_BUCKETS - 1)
+        self._latencies[bucket] = (self._latencies[bucket] + 1) & _ALL
+        self._latency_ns[0] = (self._latency_ns[0] + latency) & _ALL
+
+    def _finish_and_tell(self, *, took: bool = False) -> None:
+        now = monotonic_ns()
+        self._rushes = now - self._finished_ns < _RUSH_NS
+        self._finished_ns = now
+        if took and self._counts():
+            self._note_latency(now)
+        self.turn: int = self.turn - 1 if now < self.turn_ends_ns and self.turn > 1 else 0
         if self.release():
             self._notify()
 
@@ -816,6 +868,8 @@ class ReaderCore(_Core):
                 self.user, self.shown = before, False
             else:
                 self.holder, self.leased = holder, True
+                if self._counts():
+                    self._note_latency(monotonic_ns())
                 if not self.shown:
                     what, _, _, size, _ = _unpack(self._view, self._first + self._index * self._stride)
                     self.copied += size if what == self._what else 0
@@ -904,11 +958,16 @@ class ReaderCore(_Core):
                         self._finish()
                     break
                 self._finish()
-                if len(batch) % _LOOKS == 0 and monotonic_ns() >= self.turn_ends_ns:
-                    break
+                if len(batch) % _LOOKS == 0:
+                    self._note_latency(now := monotonic_ns())
+                    if now >= self.turn_ends_ns:
+                        break
         finally:
             self._in_use -= 1
-        self._count_turn(len(batch), monotonic_ns())
+        now = monotonic_ns()
+        if len(batch) % _LOOKS:
+            self._note_latency(now)
+        self._count_turn(len(batch), now)
         memory_fence()
         if self._parked[0]:
             self._notify()
@@ -918,7 +977,8 @@ class ReaderCore(_Core):
 
     def close(self) -> None:
         super().close()
-        self._parked.release()
+        for part in (self._parked, self._latencies, self._latency_ns):
+            part.release()
 
     def _finish(self) -> None:
         self._flags[self._index * self._row_bytes + self._flag] = 1

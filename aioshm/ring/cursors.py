@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import TYPE_CHECKING
 
 from aioshm.ring import layout as at
 from aioshm.ring.atomics import ReaderCore, WriterCore, memory_fence
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots
+
+if TYPE_CHECKING:
+    from aioshm.ring.header import RingHeader
 
 _COSTS = (at.WRITER_LINE + at.COSTS) // 8  # the first of these words of the header
 
@@ -30,6 +35,12 @@ class _Cursor:
     def messages_read(self, reader: int) -> int:
         """Return how many messages a reader has finished with."""
         return self._words[(self.layout.reader_line(reader) + at.COUNT) // 8]
+
+    def snapshot(self) -> RingHeader:
+        """Return what the header says of both ends; what inspection from outside sees of this ring."""
+        from aioshm.ring.header import read_header  # what only few ask for costs no time to import
+
+        return read_header(self._header)
 
     def _unread_by(self, message: int) -> list[int]:
         """Return the readers that still have the slot of a message."""
@@ -120,8 +131,12 @@ class RingWriter(_Cursor):
         return 0 not in self.slots[seq % len(self.slots)].flags[1:].tobytes()
 
     def set_reader_state(self, reader: int, state: int, pid: int) -> None:
-        """Write a reader's state to the header, where it can be inspected."""
+        """Write a reader's state to the header, where it can be inspected; one that has come begins a new histogram."""
         line = self.layout.reader_line(reader)
+        if state == at.ATTACHED:
+            self._words[(line + at.LATENCY_NS) // 8] = 0
+            histogram = self.layout.histogram(reader)
+            self._header[histogram : histogram + 8 * at.LATENCY_BUCKETS] = bytes(8 * at.LATENCY_BUCKETS)
         self._header[line + at.STATE] = state
         self._header[line + at.PID : line + at.PID + 4] = pid.to_bytes(4, "little")
 
@@ -139,6 +154,25 @@ class RingWriter(_Cursor):
         line = at.WRITER_LINE
         self._header[line + at.PID : line + at.PID + 4] = pid.to_bytes(4, "little")
         self._header[line + at.STATE] = closed
+
+    def describe(self, name: str | None, codec: int, ranks: Sequence[int], remote_readers: int) -> None:
+        """Write to the header what only who inspects the queue wants to know.
+
+        Args:
+            name: The queue's, of at most 120 bytes in UTF-8, if it has one.
+            codec: The code of its codec.
+            ranks: Of the places for readers, in the order of the flags.
+            remote_readers: How many it waits for that do not read the ring.
+        """
+        begin, encoded = self.layout.name_at, (name or "").encode()
+        self._header[begin + at.NAME : begin + at.NAME + len(encoded)] = encoded
+        self._header[begin] = len(encoded)
+        self._header[begin + at.REMOTE_READERS : begin + at.REMOTE_READERS + 4] = remote_readers.to_bytes(4, "little")
+        self._header[at.WRITER_LINE + at.CODEC] = codec
+        for reader, rank in enumerate(ranks):
+            line = self.layout.reader_line(reader)
+            self._header[line + at.RANK : line + at.RANK + 4] = rank.to_bytes(4, "little")
+        self._words[(at.WRITER_LINE + at.CREATED) // 8] = monotonic_ns()
 
     def set_costs(self, costs: Sequence[int]) -> None:
         """Write what waiting costs on this machine to the header: `N_COSTS` figures, whose meaning is the caller's."""

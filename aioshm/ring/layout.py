@@ -2,10 +2,12 @@
 
     offset            what                                                       written by
     0                 magic, version, sizes, queue id                            creator, once
-    64                writer line: messages written, closed, pid, costs          writer
+    64                writer line: messages written, closed, pid, costs, ...     writer
     128               writer parked, the message that it waits for               writer (and the reader that wakes it)
     192               readers parked: one byte each, rounded up to 64            that reader (and the writer)
-    ...               one 64-byte line per reader: messages read, state, pid     that reader; state and pid: writer
+    ...               one 64-byte line per reader: messages read, state, pid     that reader; state, pid, rank: writer
+    ...               one histogram per reader: how long messages took           that reader
+    ...               the queue's name, how many remote readers it has           writer
     header_bytes      slots x [64-byte slot header][inline_bytes of room]        writer
     ...               the pool: for each size of chunk,                          writer
                       count x [64-byte line: 1 + message number][room]
@@ -30,6 +32,11 @@ the queue up or end it, but the message numbers, which are in the slots and with
 What waiting costs on this machine, as the writer knows it, stands in its line for readers that have not measured it
 (`COSTS`). Zeros: the writer does not know either.
 
+Who inspects a queue from outside finds more (``header.py``), which each end keeps in lines that are its own anyway:
+bytes and overflows in the writer's, and in a reader's histogram (`LATENCY_BUCKETS`) how long messages took from
+publishing until they were taken. That is a sample: every message that comes by itself, and one in `LATENCY_EVERY` of
+those that are taken in batches or less than 20 us after one another.
+
 Every part begins on its own 64-byte cache line, and what one end writes for every message (its line) shares no line
 with what the other end reads for every message (the parked flags), so a hot stream moves no line that it need not.
 
@@ -51,7 +58,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAGIC = b"aioshm\r\n"  # CR LF: a transfer that mangles line ends shows at once, as in PNG's signature
-VERSION = 6  # of this, and of what passes over lifelines and between a writer and its remote readers
+VERSION = 7  # of this, and of what passes over lifelines and between a writer and its remote readers
 LINE = 64
 PAGE = resource.getpagesize()  # bytes; protection and mappings are set by the page
 SLOT_HEADER_BYTES = 64
@@ -69,10 +76,27 @@ READERS_PARKED = 3 * LINE
 # Inside the writer's and each reader's line.
 COUNT = 0  # u64: messages written or read
 STATE = 8  # u8: writer: 1 once closed; reader: one of the states below
+SPINNING = 9  # u8: 1 while this end spins
+CODEC = 10  # u8, of the writer: the codec's code
 PID = 12  # u32
 COSTS, N_COSTS = 16, 3  # u64 each, of the writer: a wake-up, a timer, a sched_yield; in nanoseconds, 0: not known
+BYTES = 40  # u64, of the writer: in the bodies of all messages written
+OVERFLOWS = 48  # u64, of the writer: messages that were larger than a chunk
+CREATED = 56  # u64, of the writer: when the queue was made, by the same clock as the times of publishing
+RANK = 16  # u32, of a reader
+LATENCY_NS = 24  # u64, of a reader: the sum of what its histogram counts
 
-ABSENT, ATTACHED, LEFT, DIED, EVICTED, DISMISSED = range(6)
+LATENCY_BUCKETS = 32
+"""Words of a reader's histogram: the first counts latencies below 2**8 ns, each further one those below twice the bound
+of the one before it, the last one all that are longer than 2**38 ns."""
+
+LATENCY_FIRST_BIT = 8
+LATENCY_EVERY = 8
+
+NAME_BYTES = 2 * LINE  # u8: bytes of the name; u32 at REMOTE_READERS; the name at NAME
+REMOTE_READERS, NAME = 4, 8
+
+ABSENT, ATTACHED, LEFT, DIED, EVICTED, DISMISSED, HELD = range(7)
 
 # Measured with 1 to 4 readers on 2 CPUs. More slots mean fewer hand-overs of a CPU, until they do not fit a cache: each
 # is touched once in a lap. Together they are less than 5 MiB, so that is all the memory that small messages need.
@@ -155,7 +179,12 @@ class Layout:
 
     @property
     def header_bytes(self) -> int:
-        return round_up(self.reader_lines + self.n_reader * LINE, PAGE)
+        return round_up(self.name_at + NAME_BYTES, PAGE)
+
+    @property
+    def name_at(self) -> int:
+        """Where the queue's name is."""
+        return self.histogram(self.n_reader)
 
     @property
     def slot_bytes(self) -> int:
@@ -202,6 +231,10 @@ class Layout:
     def reader_line(self, reader: int) -> int:
         """Return where the line of a reader (0 to n_reader - 1) begins."""
         return self.reader_lines + reader * LINE
+
+    def histogram(self, reader: int) -> int:
+        """Return where the histogram of a reader begins."""
+        return self.reader_lines + self.n_reader * LINE + reader * LATENCY_BUCKETS * 8
 
     def slot(self, index: int) -> int:
         """Return where a slot begins: its header, then its room."""

@@ -280,10 +280,18 @@ def test_the_constants_of_the_c_source() -> None:
         "SLOT_HEADER_BYTES",
         "CHUNK",
         "CHUNK_HEADER_BYTES",
+        "SPINNING",
+        "BYTES",
+        "OVERFLOWS",
+        "LATENCY_NS",
+        "LATENCY_BUCKETS",
+        "LATENCY_FIRST_BIT",
+        "LATENCY_EVERY",
     ):
         assert constants[name] == getattr(at, name)
     assert constants["COPY_MAX"] == _portable.COPY_MAX
     assert constants["BATCH_LOOKS"] == _portable._LOOKS
+    assert constants["RUSH_NS"] == _portable._RUSH_NS
     assert constants["HELD_SPIN_NS"] == _portable._LONG_SPIN_NS
 
 

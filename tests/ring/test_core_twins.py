@@ -116,6 +116,10 @@ class Side:
         memory = bytearray(self.memory)
         for index in range(self.layout.slots):
             memory[self.layout.slot(index) + 16 : self.layout.slot(index) + 24] = bytes(8)
+        for reader in range(self.layout.n_reader):
+            line, histogram = self.layout.reader_line(reader), self.layout.histogram(reader)
+            memory[line + at.LATENCY_NS : line + at.LATENCY_NS + 8] = bytes(8)
+            memory[histogram : histogram + 8 * at.LATENCY_BUCKETS] = bytes(8 * at.LATENCY_BUCKETS)
         return bytes(memory)
 
 

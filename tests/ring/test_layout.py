@@ -42,10 +42,12 @@ def parts(layout: Layout) -> list[tuple[str, int, int]]:
     chunks = [(pool, n) for pool in layout.pools for n in {*range(min(pool.chunks, 50)), pool.chunks - 1}]
     return [
         ("preamble", 0, PREAMBLE.size),
-        ("writer line", at.WRITER_LINE, at.COSTS + 8 * at.N_COSTS),
+        ("writer line", at.WRITER_LINE, at.CREATED + 8),
         ("writer parked", at.WRITER_PARKED, 1),
         ("readers parked", at.READERS_PARKED, layout.n_reader),
-        *((f"line of reader {i}", layout.reader_line(i), at.PID + 4) for i in readers),
+        *((f"line of reader {i}", layout.reader_line(i), at.LATENCY_NS + 8) for i in readers),
+        *((f"histogram of reader {i}", layout.histogram(i), 8 * at.LATENCY_BUCKETS) for i in readers),
+        ("name", layout.name_at, at.NAME_BYTES),
         *((f"slot {i}", layout.slot(i), SLOT_HEADER_BYTES + layout.inline_bytes) for i in sorted({*slots, last})),
         *((f"chunk {p.first + n}", p.start + n * p.stride, CHUNK_HEADER_BYTES + p.room) for p, n in chunks),
         *((f"flags {i}", layout.flags(i), layout.flag_bytes) for i in sorted({*slots, last})),

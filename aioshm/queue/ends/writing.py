@@ -95,6 +95,8 @@ class WritingEnd:
         if network is not None:
             self._share_places(ring.roster, network.places)
         gate.core = ring.ring.core
+        remote = set() if network is None else set(network.ranks).difference(ring.ranks)
+        ring.ring.describe(name, codec.code, ring.ranks, len(remote))
         gate.enclose(self)
 
     @staticmethod

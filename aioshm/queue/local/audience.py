@@ -268,6 +268,7 @@ class RingAudience:
 
     def put_raw(self, slot: Slot, nbytes: int) -> None:
         """Publish a claimed slot of which so many bytes have been filled."""
+        self.ring.core.claimed_bytes = nbytes
         pack_header(slot.header, 0, RAW, 0, 0, 0, self.ring.seq, monotonic_ns(), nbytes)
         self._commit()
 
@@ -291,6 +292,7 @@ class RingAudience:
             self.overflow.mark(slot.header, extent.segment, placed.end)
             self.overflows += 1
         ring.core.copied += placed.copied
+        ring.core.claimed_bytes = placed.end
         header = kind, code, PLACED, placed.n_buffers, ring.seq, monotonic_ns(), placed.main_bytes
         pack_header(ring.slots.bodies, begin, *header)
         self._commit()

@@ -134,6 +134,8 @@ class CopyingSlots:
                 if failure is not None:
                     self.finished()
                     raise failure
+                if copied is not None:
+                    self._core.taken(self._core.published_ns)
                 return copied
         if self._ring.evicted():
             refusal = functools.partial(eviction, self._gate, self._ring)

@@ -17,7 +17,7 @@ from aioshm.queue.local.behind import Behind
 from aioshm.queue.local.place import Place
 from aioshm.queue.membership import Change, ChangeLog, ReaderDied, ReaderInfo, ReaderJoined, ReaderLeft
 from aioshm.ring import RingWriter
-from aioshm.ring.layout import ABSENT, ATTACHED, DIED, DISMISSED, EVICTED, LEFT
+from aioshm.ring.layout import ABSENT, ATTACHED, DIED, DISMISSED, EVICTED, HELD, LEFT
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
@@ -299,7 +299,7 @@ class Roster:
         place, read = self._places[index], self._ring.messages_read(index)
         held = self._policy == "hold"
         place.state = "held" if held else "died"
-        self._ring.set_reader_state(index, DIED, place.pid)
+        self._ring.set_reader_state(index, HELD if held else DIED, place.pid)
         self.tell(ReaderDied(place.rank, place.pid, read, held))
         if self._policy == "raise":
             place.trouble = functools.partial(PeerDied, place.rank, place.pid, "reader", f"queue {self._name}")

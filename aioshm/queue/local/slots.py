@@ -234,7 +234,7 @@ class SlotReader:
                     obj = self._decoded(body, how, n_buffers, size)
         else:
             obj = self._show(slot.begin, self.inline_body(slot), kind, how, n_buffers, size)
-        self._core.published_ns = at
+        self._core.taken(at)
         return obj
 
     def _show(self, begin: int, body: memoryview, kind: int, how: int, n_buffers: int, size: int) -> Any:
@@ -320,12 +320,16 @@ class SlotReader:
     def release(self, published_ns: int = 0) -> None:
         """Give the next message's slot back."""
         if published_ns:
-            self._core.published_ns = published_ns
+            self._core.taken(published_ns)
         self._gate.count_turn()
         if self._core.release():
             self._waker.slot_is_free()
 
-    def release_overflow(self, published_ns: int) -> None:
+    def taken(self, published_ns: int) -> None:
+        """Note when the message was published that a block has now."""
+        self._core.taken(published_ns)
+
+    def release_overflow(self, published_ns: int = 0) -> None:
         """Give the next message's slot back, and with it the body that did not fit a chunk."""
         self._overflow.finished()
         self.release(published_ns)
@@ -339,16 +343,16 @@ class RawBlock:
         self._slot = slot
         self._body = body
         self._view = memoryview(b"")
-        self._at = 0
 
     def open(self) -> memoryview:
-        kind, _, how, n_buffers, seq, self._at, size = unpack_header(self._slot.header)
+        kind, _, how, n_buffers, seq, at, size = unpack_header(self._slot.header)
         if (self._body is None and kind not in (INLINE, RAW)) or seq != self._slots.seq:
             raise CorruptSlot(seq, self._slots.seq)
         body = self._slot.body if self._body is None else self._body
         if size > len(body):
             raise CorruptSlot(seq, seq)
         self._view = body[: len(body) if n_buffers or how else size].toreadonly()
+        self._slots.taken(at)
         return self._view
 
     def close(self, *, undo: bool) -> None:
@@ -358,9 +362,9 @@ class RawBlock:
         if undo:
             return
         if self._body is not None:
-            self._slots.release_overflow(self._at)
+            self._slots.release_overflow()
         else:
-            self._slots.release(self._at)
+            self._slots.release()
 
 
 class OverflowBlock:
@@ -370,17 +374,18 @@ class OverflowBlock:
         self._slots = slots
         self._slot = slot
         self._body = body
-        self._at = 0
 
     def open(self) -> Any:
-        kind, _, how, n_buffers, _, self._at, size = unpack_header(self._slot.header)
-        return self._slots.seen(memoryview(own_copy(self._body)).toreadonly(), kind, how, n_buffers, size)
+        kind, _, how, n_buffers, _, at, size = unpack_header(self._slot.header)
+        obj = self._slots.seen(memoryview(own_copy(self._body)).toreadonly(), kind, how, n_buffers, size)
+        self._slots.taken(at)
+        return obj
 
     def close(self, *, undo: bool) -> None:
         self._body.release()
         if not undo:
             self._slots.settle()
-            self._slots.release_overflow(self._at)
+            self._slots.release_overflow()
 
 
 class LeasedSlot:

@@ -1,0 +1,264 @@
+"""The header of a ring as whoever inspects it sees it: bytes to structs, no I/O.
+
+What is here was read while others were writing: each number is one that stood there, but two of them need not belong to
+the same moment. Nothing in it is trusted: where the sizes make no ring, that is an error; where a state is none, it is
+``"unknown"``.
+"""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import ClassVar, Literal
+
+import msgspec
+
+from aioshm.errors import HandleError
+from aioshm.ring import layout as at
+from aioshm.ring.layout import Layout
+
+State = Literal["absent", "attached", "left", "died", "evicted", "dismissed", "held", "unknown"]
+STATES: tuple[State, ...] = ("absent", "attached", "left", "died", "evicted", "dismissed", "held")
+
+MAX_HEADER_BYTES = 64 * 1024 * 1024
+"""No ring has a larger header: it would be one of more readers than a queue may have."""
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """How long messages took from publishing until a reader had taken them.
+
+    A histogram over a sample: every message that came by itself, one in eight of those that were taken in batches or
+    less than 20 us after one another.
+
+    Attributes:
+        counts: Of each bucket, see `BOUNDS_NS`.
+        sum_ns: The sum of all that were counted, in nanoseconds.
+    """
+
+    BOUNDS_NS: ClassVar[tuple[int, ...]] = tuple(1 << at.LATENCY_FIRST_BIT + n for n in range(at.LATENCY_BUCKETS - 1))
+    """The upper bound of each bucket but the last one, which has none."""
+
+    counts: tuple[int, ...] = (0,) * at.LATENCY_BUCKETS
+    sum_ns: int = 0
+
+    @property
+    def samples(self) -> int:
+        """How many messages were counted."""
+        return sum(self.counts)
+
+    @property
+    def sum_s(self) -> float:
+        """The sum of all that were counted, in seconds."""
+        return self.sum_ns / 1e9
+
+    def quantile(self, q: float) -> float | None:
+        """Return, in seconds, what this share of the messages stayed below; None if there was none.
+
+        Within a bucket, whose ends are a factor of two apart, messages are taken to be spread evenly.
+        """
+        if not 0 <= q <= 1:
+            raise ValueError(f"q must be 0 to 1, not {q!r}")
+        wanted, below = q * self.samples, 0
+        for bucket, count in enumerate(self.counts):
+            if count and below + count >= wanted:
+                low = 0 if bucket == 0 else self.BOUNDS_NS[bucket - 1]
+                high = 2 * low if bucket == len(self.BOUNDS_NS) else self.BOUNDS_NS[bucket]
+                return (low + (high - low) * max(0.0, wanted - below) / count) / 1e9
+            below += count
+        return None
+
+    def since(self, before: Latency) -> Latency:
+        """Return what was counted since an earlier look; all of it, if another reader has come meanwhile."""
+        if any(now < then for now, then in zip(self.counts, before.counts, strict=True)):
+            return self
+        counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
+        return Latency(counts, max(0, self.sum_ns - before.sum_ns))
+
+
+class WriterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The writer of a ring.
+
+    Attributes:
+        pid: Its process, as it sees itself; 0: none yet.
+        closed: Whether it has closed the queue.
+        messages: Messages published.
+        bytes: In their bodies, those in overflow segments included.
+        overflows: How many of them did not fit a chunk.
+        parked: Whether it sleeps until there is room.
+        spinning: Whether it spins just now.
+        wants: The message that has to be read by all before a parked writer goes on.
+        remote_readers: How many readers it waits for that do not read the ring; what they do only its process knows.
+        age_s: Seconds since the queue was made.
+    """
+
+    pid: int
+    closed: bool
+    messages: int
+    bytes: int
+    overflows: int
+    parked: bool
+    spinning: bool
+    wants: int
+    remote_readers: int
+    age_s: float
+
+
+class ReaderRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A place for a reader of a ring, and who has it or had it last.
+
+    Attributes:
+        place: Which of the places, in the order of the flags.
+        rank: Its rank.
+        pid: The reader's process, as it sees itself; 0: none came yet.
+        state: What the writer knows of it; ``"held"``: it died, and its unread messages are kept for a replacement.
+        read: The number of its next message: how many it has finished with, if it was there from the beginning.
+        lag: Messages published that it has not finished with; 0 where nobody waits for it.
+        parked: Whether it sleeps until there is a message.
+        spinning: Whether it spins just now.
+        latency: How long messages took to be taken by it.
+    """
+
+    place: int
+    rank: int
+    pid: int
+    state: State
+    read: int
+    lag: int
+    parked: bool
+    spinning: bool
+    latency: Latency
+
+
+class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What the header of a ring says.
+
+    Attributes:
+        layout_version: Of the layout.
+        queue_id: The queue's id, in hex.
+        name: The queue's name; empty if it has none.
+        codec: The code of its codec.
+        n_reader: Places for readers in the ring.
+        max_chunk_bytes: Room for one message in a chunk.
+        max_chunks: Chunks of that size.
+        slots: Messages that the ring holds.
+        inline_bytes: Room for a message in a slot.
+        writer: Its writer.
+        readers: Its readers.
+    """
+
+    layout_version: int
+    queue_id: str
+    name: str
+    codec: int
+    n_reader: int
+    max_chunk_bytes: int
+    max_chunks: int
+    slots: int
+    inline_bytes: int
+    writer: WriterRow
+    readers: tuple[ReaderRow, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Where everything is."""
+        return Layout(self.n_reader, self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes)
+
+    @property
+    def label(self) -> str:
+        """What to call the queue: its name, or the first 8 digits of its id."""
+        return self.name or self.queue_id[:8]
+
+    @property
+    def backlog(self) -> int:
+        """Messages that the slowest reader has not finished with."""
+        return max((row.lag for row in self.readers), default=0)
+
+
+def read_layout(preamble: bytes | memoryview) -> tuple[Layout, bytes]:
+    """Return the layout of a ring, and the queue's id, from the bytes that it begins with.
+
+    Raises:
+        HandleError: This is no ring, or one of another version.
+    """
+    if len(preamble) < at.PREAMBLE.size or bytes(preamble[: len(at.MAGIC)]) != at.MAGIC:
+        raise HandleError("this is no ring of aioshm")
+    _, version, n_reader, chunk_bytes, chunks, slots, inline, queue_id = at.PREAMBLE.unpack_from(preamble)
+    if version != at.VERSION:
+        raise HandleError(f"the ring has layout version {version}, this aioshm reads {at.VERSION}")
+    layout = Layout(n_reader, chunk_bytes, chunks, slots, inline)
+    if not (chunk_bytes and chunks and slots and inline <= chunk_bytes and layout.header_bytes <= MAX_HEADER_BYTES):
+        raise HandleError(f"the sizes of the ring make none: {layout}")
+    return layout, queue_id
+
+
+def read_header(header: bytes | bytearray | memoryview, now_ns: int | None = None) -> RingHeader:
+    """Decode a ring's header.
+
+    Args:
+        header: At least the `Layout.header_bytes` bytes that the segment begins with.
+        now_ns: When it was read, by ``time.monotonic_ns()`` on the queue's host; None: now.
+
+    Raises:
+        HandleError: This is no ring, one of another version, or not the whole header.
+    """
+    view = memoryview(header)
+    layout, queue_id = read_layout(view)
+    if len(view) < layout.header_bytes:
+        raise HandleError(f"the header of this ring has {layout.header_bytes} bytes, of which {len(view)} are here")
+    view = memoryview(bytes(view[: layout.header_bytes]))  # at one moment, nearly
+    now_ns = monotonic_ns() if now_ns is None else now_ns
+    name_at, written = layout.name_at, _u64(view, at.WRITER_LINE + at.COUNT)
+    return RingHeader(
+        layout_version=at.VERSION,
+        queue_id=queue_id.hex(),
+        name=bytes(view[name_at + at.NAME :][: view[name_at]]).decode(errors="replace"),
+        codec=view[at.WRITER_LINE + at.CODEC],
+        n_reader=layout.n_reader,
+        max_chunk_bytes=layout.max_chunk_bytes,
+        max_chunks=layout.max_chunks,
+        slots=layout.slots,
+        inline_bytes=layout.inline_bytes,
+        writer=_writer(view, layout, now_ns),
+        readers=tuple(_reader(view, layout, place, written) for place in range(layout.n_reader)),
+    )
+
+
+def _writer(view: memoryview, layout: Layout, now_ns: int) -> WriterRow:
+    line, created = at.WRITER_LINE, _u64(view, at.WRITER_LINE + at.CREATED)
+    return WriterRow(
+        pid=_u32(view, line + at.PID),
+        closed=view[line + at.STATE] != 0,
+        messages=_u64(view, line + at.COUNT),
+        bytes=_u64(view, line + at.BYTES),
+        overflows=_u64(view, line + at.OVERFLOWS),
+        parked=view[at.WRITER_PARKED] != 0,
+        spinning=view[line + at.SPINNING] != 0,
+        wants=_u64(view, at.WRITER_WANTS),
+        remote_readers=_u32(view, layout.name_at + at.REMOTE_READERS),
+        age_s=max(0, now_ns - created) / 1e9 if created else 0.0,
+    )
+
+
+def _reader(view: memoryview, layout: Layout, place: int, written: int) -> ReaderRow:
+    line, histogram = layout.reader_line(place), layout.histogram(place)
+    state, read, pid = view[line + at.STATE], _u64(view, line + at.COUNT), _u32(view, line + at.PID)
+    counts = view[histogram : histogram + 8 * at.LATENCY_BUCKETS].cast("Q").tolist()
+    known: State = STATES[state] if state < len(STATES) else "unknown"
+    return ReaderRow(
+        place=place,
+        rank=_u32(view, line + at.RANK),
+        pid=pid,
+        state=known,
+        read=read,
+        lag=max(0, written - read) if known in ("attached", "held") else 0,
+        parked=view[at.READERS_PARKED + place] != 0,
+        spinning=view[line + at.SPINNING] != 0,
+        latency=Latency(tuple(counts), _u64(view, line + at.LATENCY_NS)),
+    )
+
+
+def _u64(view: memoryview, begin: int) -> int:
+    return int.from_bytes(view[begin : begin + 8], "little")
+
+
+def _u32(view: memoryview, begin: int) -> int:
+    return int.from_bytes(view[begin : begin + 4], "little")

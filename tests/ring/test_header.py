@@ -1,0 +1,323 @@
+"""What the header tells who looks at a ring from outside, and what the cores keep there for it."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from time import monotonic_ns
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs_of_cores import NewPair, Pair
+from rings import NewEnds, put, receive
+
+from aioshm.errors import HandleError
+from aioshm.ring import layout as at
+from aioshm.ring.header import STATES, Latency, RingHeader, read_header
+from aioshm.ring.layout import Layout
+
+
+def header_of(pair: Pair) -> RingHeader:
+    return read_header(pair.ring.view[: pair.ring.layout.header_bytes])
+
+
+def backdate(pair: Pair, seq: int, ns: int) -> None:
+    """Let a message look as if it had been published so long ago."""
+    struct.pack_into("<Q", pair.slots[seq % len(pair.slots)].header, 16, (monotonic_ns() - ns) % (1 << 64))
+
+
+class TestLatency:
+    """One class for every kind of core."""
+
+    @pytest.mark.parametrize(
+        ("age_ns", "bucket"), [(1 << 20, 13), (3 << 30, 24), (1 << 37, 30), (1 << 39, 31), (1 << 50, 31)]
+    )
+    def test_of_a_message(self, new_pair: NewPair, age_ns: int, bucket: int) -> None:
+        pair = new_pair()
+        pair.writer.put(b"x")
+        backdate(pair, 0, age_ns)
+        assert pair.reader.take() == b"x"
+        [row] = header_of(pair).readers
+        assert row.latency.counts[bucket] == row.latency.samples == 1
+        assert age_ns <= row.latency.sum_ns < age_ns + 60e9
+
+    def test_of_what_was_published_in_the_future(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.put(b"x")
+        backdate(pair, 0, -(1 << 50))
+        pair.reader.take()
+        latency = header_of(pair).readers[0].latency
+        assert (latency.counts[0], latency.sum_ns) == (1, 0)
+
+    @pytest.mark.parametrize(("amount", "samples"), [(1, 1), (7, 1), (8, 1), (9, 2), (20, 3)])
+    def test_one_in_eight_of_a_batch(self, new_pair: NewPair, amount: int, samples: int) -> None:
+        pair = new_pair(chunks=20)
+        assert pair.writer.put_many([b"x"] * amount, 0) == amount
+        assert len(pair.reader.take_many(100)) == amount
+        assert header_of(pair).readers[0].latency.samples == samples
+        assert pair.reader.take_many(100) == []
+        assert header_of(pair).readers[0].latency.samples == samples, "nothing was taken"
+
+    def test_of_every_lease_that_is_not_one_of_many(self, new_pair: NewPair) -> None:
+        pair = new_pair(raw=False)
+        pair.reader.bind_leases(*[lambda *_: None] * 4, None, None, lambda error: None)
+        pair.writer.put(b"x")
+        backdate(pair, 0, 1 << 30)
+        assert pair.reader.lease() == "x"
+        assert header_of(pair).readers[0].latency.counts[23] == 1, "while it is leased, not when that is over"
+        pair.reader.unlease()
+        assert header_of(pair).readers[0].latency.samples == 1
+
+    def test_of_some_leases_in_quick_succession(self, new_pair: NewPair) -> None:
+        pair = new_pair(raw=False)
+        pair.reader.bind_leases(*[lambda *_: None] * 4, None, None, lambda error: None)
+        for _ in range(800):
+            pair.writer.put(b"x")
+            pair.reader.lease()
+            pair.reader.unlease()
+        assert 100 <= header_of(pair).readers[0].latency.samples <= 800
+
+    def test_told_by_who_took_it_otherwise(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.reader.taken(now := monotonic_ns() - (1 << 30))
+        assert pair.reader.published_ns == now
+        assert header_of(pair).readers[0].latency.counts[23] == 1
+        for wrong in (-1, 1 << 64):
+            with pytest.raises(OverflowError):
+                pair.reader.taken(wrong)
+        pair.reader.close()
+        with pytest.raises(ValueError, match="closed"):
+            pair.reader.taken(now)
+
+    def test_not_of_what_cannot_be_decoded(self, new_pair: NewPair) -> None:
+        pair = new_pair(raw=False)
+        pair.writer.put(b"\xff")
+        with pytest.raises(UnicodeDecodeError):
+            pair.reader.take()
+        assert header_of(pair).readers[0].latency.samples == 0
+
+    def test_every_reader_has_its_own(self, new_pair: NewPair) -> None:
+        pair = new_pair(n_reader=3)
+        pair.writer.put(b"x")
+        for index, reader in enumerate(pair.readers[1:]):
+            backdate(pair, 0, 1 << 20 + index)
+            reader.take()
+        found = [row.latency for row in header_of(pair).readers]
+        assert [row.samples for row in found] == [0, 1, 1]
+        assert [found[1].counts[13], found[2].counts[14]] == [1, 1]
+
+    def test_damage_counts_on(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        layout = pair.ring.layout
+        line, histogram = layout.reader_line(0), layout.histogram(0)
+        pair.ring.view[line + at.LATENCY_NS : line + at.LATENCY_NS + 8] = b"\xff" * 8
+        pair.ring.view[histogram : histogram + 8 * at.LATENCY_BUCKETS] = b"\xff" * 8 * at.LATENCY_BUCKETS
+        pair.writer.put(b"x")
+        assert pair.reader.take() == b"x"
+        assert 0 in header_of(pair).readers[0].latency.counts
+
+
+class TestTotals:
+    """One class for every kind of core."""
+
+    def test_bytes(self, new_pair: NewPair) -> None:
+        pair = new_pair(chunks=5)
+        pair.writer.put(b"abc")
+        pair.writer.put_many([b"de", b""], 0)
+        pair.writer.send(b"x" * 100)
+        assert header_of(pair).writer.bytes == 105
+        assert header_of(pair).writer.messages == 4
+
+    def test_of_what_lies_elsewhere(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.claim(1000)
+        pair.writer.commit()
+        writer = header_of(pair).writer
+        assert (writer.bytes, writer.overflows) == (1000, 1)
+
+    def test_what_was_claimed_and_is_never_committed_does_not_count(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.claim(90)
+        pair.writer.claim(7)
+        pair.writer.commit()
+        assert header_of(pair).writer.bytes == 7
+
+    def test_who_fills_less_says_so(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.claim(100)
+        assert pair.writer.claimed_bytes == 100
+        pair.writer.claimed_bytes = 5
+        pair.writer.commit()
+        assert header_of(pair).writer.bytes == 5
+
+    def test_spinning(self, new_pair: NewPair) -> None:
+        pair, seen = new_pair(), []
+        os_yield = os.sched_yield
+        for core, row in (
+            (pair.reader, lambda: header_of(pair).readers[0]),
+            (pair.writer, lambda: header_of(pair).writer),
+        ):
+            assert not row().spinning
+            core.spin(1000)
+            assert not row().spinning
+        if pair.cores.module.__name__.endswith("_portable"):
+            pair.reader.spin_yields = True
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, "sched_yield", lambda: (seen.append(header_of(pair).readers[0].spinning), os_yield()))
+                pair.reader.spin(1000)
+            assert seen
+            assert all(seen)
+
+
+def test_spinning_natively(new_pair: NewPair) -> None:
+    """A spin that releases the GIL is seen by another thread."""
+    pair = new_pair()
+    thread = threading.Thread(target=pair.reader.spin, args=(20_000_000_000,))
+    thread.start()
+    end = monotonic_ns() + 15_000_000_000
+    try:
+        while not header_of(pair).readers[0].spinning:
+            assert monotonic_ns() < end
+    finally:
+        pair.writer.put(b"x")
+        thread.join()
+    assert not header_of(pair).readers[0].spinning
+
+
+class TestCursors:
+    def test_what_a_ring_is(self, new_ends: NewEnds) -> None:
+        ring, writer, readers = new_ends(3)
+        writer.set_writer_state(closed=False, pid=77)
+        writer.describe("steps", 2, (4, 0, 9), 5)
+        writer.set_reader_state(1, at.ATTACHED, 78)
+        put(writer, b"abcde")
+        put(writer, b"fg")
+        assert receive(readers[1]) == b"abcde"
+        header = writer.snapshot()
+        assert (header.queue_id, header.name, header.label) == (ring.queue_id.hex(), "steps", "steps")
+        assert (header.codec, header.layout, header.layout_version) == (2, ring.layout, at.VERSION)
+        assert (header.writer.pid, header.writer.closed, header.writer.messages) == (77, False, 2)
+        assert (header.writer.bytes, header.writer.remote_readers) == (7, 5)
+        assert 0 <= header.writer.age_s < 600
+        assert [row.rank for row in header.readers] == [4, 0, 9]
+        assert [(row.pid, row.state, row.read, row.lag) for row in header.readers] == [
+            (0, "absent", 0, 0),
+            (78, "attached", 1, 1),
+            (0, "absent", 0, 0),
+        ]
+        assert header.backlog == 1
+
+    def test_both_ends_see_the_same(self, new_ends: NewEnds) -> None:
+        _, writer, (reader,) = new_ends(1)
+        writer.describe("steps", 2, (0,), 0)
+        put(writer, b"x")
+        aged = [read_header(end._header, now_ns=1 << 62) for end in (writer, reader)]
+        assert aged[0] == aged[1]
+        assert reader.snapshot().writer.messages == 1
+
+    @pytest.mark.parametrize(("state", "word"), list(enumerate(STATES)))
+    def test_states(self, new_ends: NewEnds, state: int, word: str) -> None:
+        _, writer, _ = new_ends(1)
+        writer.set_reader_state(0, state, 5)
+        assert writer.snapshot().readers[0].state == word
+
+    def test_parked(self, new_ends: NewEnds) -> None:
+        _, writer, readers = new_ends(2)
+        readers[1].parked[0] = 1
+        writer.parked[0] = 1
+        header = writer.snapshot()
+        assert ([row.parked for row in header.readers], header.writer.parked) == ([False, True], True)
+
+    def test_a_new_reader_begins_a_new_histogram(self, new_pair: NewPair, new_ends: NewEnds) -> None:
+        _, writer, readers = new_ends(2)
+        for reader in readers:
+            reader.core.taken(1)
+        writer.set_reader_state(0, at.LEFT, 5)
+        assert [row.latency.samples for row in writer.snapshot().readers] == [1, 1], "of who has left, it stays"
+        writer.set_reader_state(0, at.ATTACHED, 6)
+        first, second = writer.snapshot().readers
+        assert (first.latency, second.latency.samples) == (Latency(), 1)
+
+    def test_a_queue_without_a_name(self, new_ends: NewEnds) -> None:
+        ring, writer, _ = new_ends(1)
+        writer.describe(None, 1, (0,), 0)
+        assert (writer.snapshot().name, writer.snapshot().label) == ("", ring.queue_id.hex()[:8])
+
+
+class TestQuantiles:
+    def test_of_nothing(self) -> None:
+        assert Latency().quantile(0.5) is None
+
+    def test_within_a_bucket(self) -> None:
+        counts = [0] * 32
+        counts[3] = 100
+        latency = Latency(tuple(counts), 0)
+        assert latency.quantile(0) == 1024e-9
+        assert latency.quantile(0.5) == 1536e-9
+        assert latency.quantile(1) == 2048e-9
+
+    def test_ends(self) -> None:
+        assert Latency((4, *(0,) * 31), 0).quantile(0.5) == 128e-9
+        assert Latency((*(0,) * 31, 4), 0).quantile(0.5) == 1.5 * (1 << 38) / 1e9
+
+    def test_between_buckets(self) -> None:
+        latency = Latency((50, *(0,) * 29, 50, 0), 0)
+        assert latency.quantile(0.5) == 256e-9
+        assert latency.quantile(0.99) == pytest.approx((1 << 37) * 1.98e-9)
+
+    @pytest.mark.parametrize("q", [-0.1, 1.1])
+    def test_no_share(self, q: float) -> None:
+        with pytest.raises(ValueError, match="q must be 0 to 1"):
+            Latency().quantile(q)
+
+    def test_since(self) -> None:
+        before, now = Latency((1, *(0,) * 31), 10), Latency((3, *(0,) * 31), 50)
+        assert now.since(before) == Latency((2, *(0,) * 31), 40)
+        assert before.since(now) == before, "another reader has come"
+        assert (now.samples, now.sum_s) == (3, 50e-9)
+
+
+class TestGarbage:
+    good = Layout.of(2, 100, 3, 3, 36)
+
+    @pytest.fixture
+    def memory(self) -> bytearray:
+        memory = bytearray(self.good.header_bytes)
+        preamble = self.good.preamble(bytes(16))
+        memory[: len(preamble)] = preamble
+        return memory
+
+    @pytest.mark.parametrize("size", [0, 7, 63, 64, 4095])
+    def test_too_short(self, memory: bytearray, size: int) -> None:
+        with pytest.raises(HandleError):
+            read_header(bytes(memory[:size]))
+
+    def test_another_version(self, memory: bytearray) -> None:
+        memory[8] += 1
+        with pytest.raises(HandleError, match=f"layout version {at.VERSION + 1}, this aioshm reads {at.VERSION}"):
+            read_header(memory)
+
+    @pytest.mark.parametrize("sizes", [(1 << 40, 1, 1, 1, 1), (1 << 31, 1, 1, 1, 1), (1, 0, 1, 1, 0), (1, 1, 1, 1, 2)])
+    def test_sizes_of_no_ring(self, memory: bytearray, sizes: tuple[int, ...]) -> None:
+        n_reader = sizes[0] & 0xFFFFFFFF
+        memory[: at.PREAMBLE.size] = at.PREAMBLE.pack(at.MAGIC, at.VERSION, n_reader or 1 << 31, *sizes[1:], bytes(16))
+        with pytest.raises(HandleError, match="make none"):
+            read_header(memory)
+
+    @given(content=st.binary(max_size=700))
+    def test_any_bytes(self, content: bytes) -> None:
+        memory = bytearray(self.good.header_bytes)
+        memory[: at.PREAMBLE.size] = self.good.preamble(bytes(16))
+        memory[at.PREAMBLE.size : at.PREAMBLE.size + len(content)] = content
+        header = read_header(memory)
+        for row in header.readers:
+            assert row.lag >= 0
+            assert row.latency.quantile(0.5) is None or row.latency.samples
+
+
+def test_a_state_that_is_none(new_pair: NewPair) -> None:
+    pair = new_pair()
+    pair.ring.view[pair.ring.layout.reader_line(0) + at.STATE] = 200
+    assert header_of(pair).readers[0].state == "unknown"
