@@ -1,10 +1,11 @@
 """What it costs that readers come and go: one joins and another one is killed (SIGKILL) every 50 ms under full traffic.
 
-Two processes read what a third one writes as fast as it can, with a queue's defaults; in turns, nobody comes or goes,
-or a new reader takes a vacant place and the one that has been there for longest is killed as soon as the new one has a
-message. The newcomers are processes that wait for that, with everything imported. How long one takes to join is from
-its ``create_from_handle`` to its first message. How long the writer stands still is the time of each call of its event
-loop that admits a reader, or learns of a death, without the time that the thread waited for a CPU. Every message that a
+One process writes as fast as it can, with a queue's defaults, and two read that, or one where there are two CPUs; in
+turns, nobody comes or goes, or a new reader takes a vacant place and the one that has been there for longest is killed
+as soon as the new one has a message. The newcomers are processes that wait for that, with everything imported, and
+nothing run yet. How long one takes to join is from its ``create_from_handle`` to its first message, also without the
+time that its thread waited for a CPU, of which nobody has one left here. How long the writer stands still is the time
+of each call of its event loop that admits a reader, or learns of a death, without such time. Every message that a
 reader receives is checked to be the next one.
 
 What places cost that nobody has is measured in one process, with both readers in turn: a CPU that other processes have
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any
 
 from aioshm import Handle, MessageQueue, Options, QueueClosed
+from aioshm.wait.cpus import usable_cpus
 from benchmarks.framework.crew import BenchmarkError, Boss, Crew, Hand
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report, percentile
@@ -32,7 +34,8 @@ from benchmarks.framework.workload import SMALL_DICT
 
 PERIOD_S = 0.05
 LEAST_EVENTS = 3
-READERS, PLACES = 2, 4
+READERS = max(1, min(2, usable_cpus() - 1))  # with the writer, as many busy processes as there are CPUs
+PLACES = 4
 MANY_PLACES = 256
 BATCH = 64
 TURN_MESSAGES = 2048
@@ -63,10 +66,18 @@ class Sent:
     died: dict[int, float]
 
 
+@dataclass(frozen=True)
+class Joined:
+    """How long a reader took to join, all in all and without the waits for a CPU."""
+
+    took_ms: float
+    running_ms: float
+
+
 async def run(settings: Settings, report: Report) -> None:
     """Measure with churn and without, and with many places and few."""
     messages = TURN_MESSAGES // 8 if settings.quick else TURN_MESSAGES
-    joined_ms: list[float] = []
+    joined_ms: list[Joined] = []
     still_us: list[float] = []
     with Crew(functools.partial(timed_loop, settings.loop_factory)) as crew:
         writer = crew.start("writer", write)
@@ -99,8 +110,10 @@ async def run(settings: Settings, report: Report) -> None:
                     still_us += sent.still_us
                     noticed = [(sent.died[pid] - at) * 1e3 for pid, at in killed.items() if pid in sent.died]
                     result.add(
-                        join_p50_ms=percentile(joins, 50),
-                        join_p99_ms=percentile(joins, 99),
+                        join_p50_ms=percentile([join.took_ms for join in joins], 50),
+                        join_p99_ms=percentile([join.took_ms for join in joins], 99),
+                        join_running_p50_ms=percentile([join.running_ms for join in joins], 50),
+                        join_running_p99_ms=percentile([join.running_ms for join in joins], 99),
                         still_p50_us=percentile(sent.still_us, 50),
                         still_p99_us=percentile(sent.still_us, 99),
                         still_max_us=max(sent.still_us),
@@ -112,7 +125,8 @@ async def run(settings: Settings, report: Report) -> None:
     with_churn, without = (report.result(case, "aioshm", READERS).figures["messages_per_s"] for case in (CHURN, QUIET))
     ratio = median(one / other for one, other in zip(with_churn, without, strict=True))
     report.hold("messages/s while readers come and go, against the same without", ratio, "x", RATIO, at_least=True)
-    report.hold(f"joining, p99 of {len(joined_ms)}", percentile(joined_ms, 99), "ms", JOIN_MS)
+    took_ms = percentile([join.took_ms for join in joined_ms], 99)
+    report.hold(f"joining, p99 of {len(joined_ms)}", took_ms, "ms", JOIN_MS)
     text = f"the writer stands still for a reader that comes or goes, p99 of {len(still_us)} calls"
     report.hold(text, percentile(still_us, 99), "us", STILL_US)
     await _compare_places(settings, report, messages)
@@ -121,8 +135,8 @@ async def run(settings: Settings, report: Report) -> None:
 # Churn
 
 
-async def _churn(fresh: list[Hand], readers: list[Hand], killed: dict[int, float]) -> list[float]:
-    """Let each of the fresh ones join, and kill the oldest then; return how long they took, in milliseconds."""
+async def _churn(fresh: list[Hand], readers: list[Hand], killed: dict[int, float]) -> list[Joined]:
+    """Let each of the fresh ones join, and kill the oldest then; return how long they took."""
     joined_ms, due = [], time.monotonic()
     for hand in fresh:
         due += PERIOD_S
@@ -138,9 +152,9 @@ async def _churn(fresh: list[Hand], readers: list[Hand], killed: dict[int, float
     return joined_ms
 
 
-async def _joined(hand: Hand) -> float:
-    seconds: float = await hand.reply()
-    return seconds * 1e3
+async def _joined(hand: Hand) -> Joined:
+    joined: Joined = await hand.reply()
+    return joined
 
 
 async def _check(hand: Hand) -> None:
@@ -188,11 +202,14 @@ async def read(boss: Boss, handle: Handle) -> None:
     """Role: join when that is ordered, say how long it took, and read."""
     boss.reply("imported")
     await boss.order()
-    began = time.perf_counter()
     try:
-        async with MessageQueue.create_from_handle(handle) as queue:
+        with RunQueue() as run_queue:
+            waited, began = run_queue.waited_s(), time.perf_counter()
+            queue = MessageQueue.create_from_handle(handle)
             number = (await queue.dequeue())["n"]
-            boss.reply(time.perf_counter() - began)
+            took = time.perf_counter() - began
+            boss.reply(Joined(took * 1e3, (took - (run_queue.waited_s() - waited)) * 1e3))
+        async with queue:
             async for message in queue:
                 number += 1
                 if message["n"] != number:

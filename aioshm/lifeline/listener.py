@@ -175,8 +175,8 @@ class LifelineListener:
         strangers = [connection for connection in self._connections.values() if connection.peer is None]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].close()  # the oldest: a reader greets at once, so it is none
-        self._connections[sock] = connection = _Connection(self, self._loop, self._host, sock, pid)
-        connection.read()  # a reader's greeting came with it
+        # A greeting that came with it is read by the loop's next step: the writer's calls go on between the two.
+        self._connections[sock] = _Connection(self, self._loop, self._host, sock, pid)
         return True
 
     def _refuse_one(self, error: OSError) -> bool:

@@ -13,9 +13,10 @@ class QuietSocket(socket.socket):
     """
 
     def accept(self) -> tuple[QuietSocket, Any]:
-        """Do what `socket.socket.accept` does."""
-        accepted, address = super().accept()
-        return QuietSocket(fileno=accepted.detach()), address
+        """Do what `socket.socket.accept` does, without asking the kernel what the new socket is: it is what this is."""
+        accept: Any = super()._accept  # type: ignore[misc]
+        fd, address = accept()
+        return QuietSocket(self.family, self.type, self.proto, fileno=fd), address
 
     def __del__(self) -> None:
         self.close()

@@ -50,6 +50,7 @@ The flags of one slot:
 
 from __future__ import annotations
 
+import functools
 import resource
 import struct
 from collections import Counter
@@ -197,16 +198,7 @@ class Layout:
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The chunks by size, the largest first."""
-        pools = [self._pool(self.slots_end, self.max_chunk_bytes, self.max_chunks, 0)]
-        for room, count in SMALL_CHUNKS:
-            if self.inline_bytes < room <= self.max_chunk_bytes // 2:
-                last = pools[-1]
-                pools.append(self._pool(last.end, room, min(count, self.slots), last.first + last.chunks))
-        return tuple(pools)
-
-    @staticmethod
-    def _pool(behind: int, room: int, count: int, first: int) -> Pool:
-        return Pool(round_up(behind, PAGE), room, CHUNK_HEADER_BYTES + round_up(room, LINE), count, first)
+        return _pools(self)
 
     @property
     def metadata_offset(self) -> int:
@@ -248,6 +240,20 @@ class Layout:
         """Return the bytes that open the segment."""
         sizes = (self.n_reader, self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes)
         return PREAMBLE.pack(MAGIC, VERSION, *sizes, queue_id)
+
+
+@functools.lru_cache
+def _pools(layout: Layout) -> tuple[Pool, ...]:
+    pools = [_pool(layout.slots_end, layout.max_chunk_bytes, layout.max_chunks, 0)]
+    for room, count in SMALL_CHUNKS:
+        if layout.inline_bytes < room <= layout.max_chunk_bytes // 2:
+            last = pools[-1]
+            pools.append(_pool(last.end, room, min(count, layout.slots), last.first + last.chunks))
+    return tuple(pools)
+
+
+def _pool(behind: int, room: int, count: int, first: int) -> Pool:
+    return Pool(round_up(behind, PAGE), room, CHUNK_HEADER_BYTES + round_up(room, LINE), count, first)
 
 
 def pool_for(pools: tuple[Pool, ...], nbytes: int) -> Pool:

@@ -62,6 +62,7 @@ class Predictor:
 
     Attributes:
         hot: Whether the latest wait was worth a spin.
+        crowded: As the argument.
         weighs: Whether anything depends on what waking costs: where nothing may spin or nap, every wait parks.
     """
 
@@ -78,7 +79,7 @@ class Predictor:
         self._crowd = crowd if crowded else 0
         self._spins = may_spin and (yields or not crowded or crowd > 0)
         self._yields = yields or self._crowd > 0
-        self._naps = crowded
+        self.crowded: bool = crowded
         self._rhythm = Rhythm(max_spin_cpu, costs) if self._spins and not self._crowd and max_spin_cpu > 0 else None
         self._gap_ns = 0.0
         self._period_ns = 0.0  # gap between messages, pauses included: believed slowly, doubted at once
@@ -90,7 +91,7 @@ class Predictor:
         self._failures = 0
         self._waits = 0
         self.hot: bool = False
-        self.weighs: bool = self._spins or self._naps
+        self.weighs: bool = self._spins or self.crowded
         self.adjust(costs)
 
     def adjust(self, costs: Costs) -> None:
@@ -135,7 +136,7 @@ class Predictor:
                     self._waited_ns = mean + _WEIGHT * (waited - mean)
             self._count, self._at_ns, self._began_ns = count, at_ns, self._since_ns or now_ns
         self._since_ns = 0
-        if self._naps and 0 < self._gap_ns < self._nap_gap_ns and self._failures < FAILURES:
+        if self.crowded and 0 < self._gap_ns < self._nap_gap_ns and self._failures < FAILURES:
             return self._nap
         if not self._spins:
             return PARK

@@ -70,7 +70,7 @@ class TestLeaving:
                 sock.close()
 
     async def test_a_reader_that_has_gone_is_noticed_before_its_successor_is_asked_in(self, address: str) -> None:
-        """The listening socket's turn may come before that of the connection that has ended."""
+        """Its successor's turn may come before that of the connection that has ended."""
         async with opened(address) as door:
             for _ in range(20):
                 reader = await Reader.admitted(address)
@@ -79,6 +79,8 @@ class TestLeaving:
                 reader.lifeline.close()
                 door.log.clear()
                 door.listener._accept()
+                *_, successor = door.listener._connections.values()
+                successor.read()
                 assert door.log == [("left", 0), ("attached", 0)]
                 sock.close()
                 await until(lambda: door.log[-1] == ("died", 0), "the end")

@@ -46,8 +46,8 @@ async def test_so_does_that_of_a_merge(crowded: bool, monkeypatch: pytest.Monkey
         assert poller.crowded is crowded
 
 
-@pytest.mark.usefixtures("crowded")
-def test_a_crowd_is_known_to_the_predictor() -> None:
+def test_a_crowd_is_known_to_the_predictor(crowded: bool) -> None:
     crowd = waiting.predictor_among([1, 2], Options())
     crowd.weighs = False
-    assert (crowd._crowd == 3) is waiting.is_crowded([1, 2])
+    assert crowd.crowded is crowded
+    assert (crowd._crowd == 3) is crowded

@@ -50,42 +50,36 @@ def new_poller(
     tell = cursor.set_costs if isinstance(cursor, RingWriter) else None
     if not isinstance(loop, BlockingLoop):
         predictor, bells = predictor_among(others, options), () if bell is None else (bell,)
-        return Poller(loop, cursor.parked, predictor, options.wait, spin, told, tell, bells, crowded=is_crowded(others))
+        return Poller(loop, cursor.parked, predictor, options.wait, spin, told, tell, bells, crowded=predictor.crowded)
     # Its spins are for an answer, whichever end that comes to: every other end that is under way needs a CPU too.
     _others[owner] = {pid for pid in others if pid > 0}
     processes = {*others}.union(*_others.values())
-    crowded = _apart(others) and 1 + len(processes) > _cpus_of(others)
-    predictor = predictor_among(others, options, crowded=crowded, yields=True)
+    predictor = predictor_among(others, options, ends=1 + len(processes), yields=True)
     return BlockingPoller(
-        loop, cursor.parked, predictor, options.wait, spin, bell, crowded=crowded, told=told, tell=tell
+        loop, cursor.parked, predictor, options.wait, spin, bell, crowded=predictor.crowded, told=told, tell=tell
     )
 
 
 def predictor_among(
-    others: Sequence[int], options: Options, *, crowded: bool | None = None, yields: bool = False
+    others: Sequence[int], options: Options, *, ends: int | None = None, yields: bool = False
 ) -> Predictor:
     """Return what decides how an end waits for others.
 
     Args:
         others: The process of each, 0 where that is not known.
         options: The end's.
-        crowded: Whether there are more ends than CPUs; None: find out.
+        ends: How many want a CPU, this end included; None: this end and the others.
         yields: Whether it hands its CPU on while it spins.
     """
-    cpus = _cpus_of(others)
     # Ends of one process hand over to each other through its event loop, or its GIL: spinning would keep both.
+    apart, cpus = _apart(others), _cpus_of(others)
     return Predictor(
-        may_spin=_apart(others) and cpus > 1,
-        crowded=is_crowded(others) if crowded is None else crowded,
+        may_spin=apart and cpus > 1,
+        crowded=apart and (1 + len(others) if ends is None else ends) > cpus,
         yields=yields,
         crowd=0 if yields else 1 + len(others),
         max_spin_cpu=options.max_spin_cpu,
     )
-
-
-def is_crowded(others: Sequence[int]) -> bool:
-    """Return whether an end and these others are more than the CPUs that they have."""
-    return _apart(others) and 1 + len(others) > _cpus_of(others)
 
 
 def deadline_after(

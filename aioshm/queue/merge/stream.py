@@ -22,7 +22,7 @@ from aioshm.lifeline.bell import Bell
 from aioshm.queue.api import MessageQueue
 from aioshm.queue.ends.gate import TURN_MESSAGES, TURN_NS
 from aioshm.queue.ends.reading import ReadingEnd
-from aioshm.queue.ends.waiting import is_crowded, predictor_among
+from aioshm.queue.ends.waiting import predictor_among
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.merge.places import Place, SharedSleep, check_rank, checked_reader, checked_readers
 from aioshm.queue.merge.round import Errors, Round, check_errors, ranked
@@ -304,7 +304,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             return Poller(loop, self._shared, Predictor(may_spin=False), "park", self._shared.spin)
         processes = [*{pid for pid in others if pid}, *(pid for pid in others if not pid)]
         predictor, shared = predictor_among(processes, options), self._shared
-        shared.yields = is_crowded(processes)
+        shared.yields = predictor.crowded
         return Poller(
             loop, shared, predictor, options.wait, shared.spin, shared.told, bells=bells, crowded=shared.yields
         )
