@@ -6,7 +6,7 @@ SIDE_BY_SIDE := -n auto --dist worksteal
 FAST_LANE := $(SIDE_BY_SIDE) -m "not slow" --hypothesis-profile fast
 NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test test-all check coverage lint types verifytypes bench bench-rivals vllm sanitize clean
+.PHONY: demo test test-all check coverage lint types verifytypes docs bench bench-rivals vllm sanitize clean
 
 demo: .venv/.ready        ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
@@ -43,6 +43,9 @@ verifytypes: .venv-types/.ready ## how much of what is exported is typed, by pyr
 	rm -rf build/lib*
 	.venv-types/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
 	.venv-types/bin/python tools/verifytypes.py
+
+docs: .venv/.ready        ## the pages as a site, in site/; fails on a link or a reference that leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 
 bench: .venv/.ready       ## every benchmark against its rivals, one after the other
 	$(BIN)/python -m benchmarks.throughput $(ARGS)
@@ -126,5 +129,5 @@ VLLM_VERSIONS := benchmarks/compare/constraints-vllm.txt
 	touch $@
 
 clean:                    ## remove the environment and every cache
-	rm -rf .venv .venv-rivals .venv-types .venv-vllm results build dist .coverage* coverage.xml *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-rivals .venv-types .venv-vllm site results build dist .coverage* coverage.xml *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

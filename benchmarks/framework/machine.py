@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ _PACKAGES = ["pyzmq", "uvloop", "numpy", "msgspec"]
 def describe(loop: str, packages: Sequence[str] = ()) -> dict[str, str | int | float]:
     """Return what the figures depend on: processor, system, and versions, those of these packages too."""
     return {
+        "date": date.today().isoformat(),
         "cpu": _cpu_model(),
         "usable_cpus": usable_cpus(),
         "load_1m": round(os.getloadavg()[0], 2),

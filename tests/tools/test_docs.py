@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from aioshm import config, errors
+from tools import pages
+
 ROOT = Path(__file__).parents[2]
-PAGES = ("docs/architecture.md", "CONTRIBUTING.md", "SECURITY.md", "README.md")
+PAGES = (
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+)
 FOLDERS = (ROOT, ROOT / "aioshm", ROOT / "aioshm/engine", ROOT / "tests", ROOT / "tests/events")
 
 
@@ -20,7 +32,7 @@ def test_paths(page: str) -> None:
     }
     missing = sorted(path for path in named if not any((folder / path).exists() for folder in FOLDERS))
     assert not missing
-    linked = re.findall(r"\]\(([\w./]+)\)", text)
+    linked = re.findall(r"\]\(([\w./-]+)(?:#[\w.-]+)?\)", text)
     assert [path for path in linked if not ((ROOT / page).parent / path).exists()] == []
 
 
@@ -29,3 +41,58 @@ def test_targets_of_the_makefile() -> None:
     for page in PAGES:
         named = re.findall(r"`make ([a-z-]+)", (ROOT / page).read_text())
         assert set(named) <= targets, page
+
+
+def test_every_error_has_a_cure() -> None:
+    text = (ROOT / "docs/reference/errors.md").read_text()
+    cured = set(re.findall(r"^## (\w+)\n\n(?:(?!^## ).*\n)*?\*\*Cure:\*\* \S", text, re.MULTILINE))
+    errors_there = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, errors.AioshmError) and not name.startswith("_")
+    }
+    assert cured == errors_there
+
+
+def test_every_variable_is_listed() -> None:
+    rows = re.findall(
+        r"^\| `(AIOSHM_\w+)` \| (?:`(\w+)` )?\|", (ROOT / "docs/reference/environment.md").read_text(), re.MULTILINE
+    )
+    assert {name for name, _ in rows} == set(re.findall(r"\bAIOSHM_[A-Z_]+\b", inspect.getsource(config))) - {"AIOSHM_"}
+    options = {name: option for name, option in rows if option}
+    assert options == {name: option for name, (option, _) in config._VARIABLES.items()}
+
+
+def test_the_command_line_is_told_by_the_command() -> None:
+    text = pages.command_line()
+    for command in ("aioshm demo", "aioshm doctor", "aioshm events tail"):
+        assert f"# `{command}`" in text
+    assert "--clean" in text
+
+
+def test_a_docstring_becomes_a_page() -> None:
+    text = pages.docstring("aioshm.lifeline.protocol")
+    assert text.startswith("What passes over a lifeline")
+    assert text.count("```") == 2
+    assert "```text\nreader                                writer\n" in text
+
+
+def test_what_a_page_begins_with() -> None:
+    assert pages.summary("# Title\n\n```\ncode\n```\n\nIt has a [link](x.md). And more.") == "It has a link."
+
+
+@pytest.mark.slow
+def test_the_site(tmp_path: Path) -> None:
+    """Every link, anchor and reference leads somewhere, or ``make docs`` fails."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    site = tmp_path / "site"
+    listed = (site / "llms.txt").read_text()
+    for page in ("tutorial/", "howto/starlette/", "reference/errors/"):
+        assert f"{page}): " in listed
+        assert (site / page / "index.html").exists()
+    shown = (site / "reference/queue/index.html").read_text()
+    assert "Send an object to every reader" in shown  # from a docstring
+    assert not re.findall(r"&lt;!-- (?:include|docstring|command line)", shown)

@@ -1,0 +1,87 @@
+"""Every code block of the README and of docs/ runs as it stands, or says why it cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from page_blocks import BlockError, blocks_of, check, matches
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path.relative_to(ROOT) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+SLOW = {
+    "docs/tutorial.md",
+    "docs/howto/engines.md",
+    "docs/howto/names.md",
+    "docs/howto/starlette.md",
+    "docs/howto/uvicorn-workers.md",
+    "docs/howto/workers.md",
+    "docs/howto/zero-copy.md",
+}
+"""Pages that take more than some seconds."""
+
+
+def _blocks(page: Path) -> list[object]:
+    return [block for block in blocks_of(ROOT / page) if block.is_run and block.language in ("python", "console")]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=str(page), marks=[pytest.mark.slow] * (str(page) in SLOW))
+        for page in PAGES
+        if _blocks(page)
+    ],
+)
+def test_blocks_run(page: Path, tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        env["PORT"] = str(free.getsockname()[1])
+    runner = [sys.executable, ROOT / "tests/tools/page_blocks.py", ROOT / page]
+    done = subprocess.run(runner, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_block_is_run_or_says_why_not() -> None:
+    for page in PAGES:
+        for block in blocks_of(ROOT / page):
+            check(block)
+
+
+def test_code_is_in_fences() -> None:
+    """A block that is only indented would be seen by readers, and by none of these tests."""
+    for page in PAGES:
+        text = re.sub(r"^( *)(```|~~~).*?^\1\2$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+        found = re.findall(r"\n\n(    .+)", text)
+        assert [line for line in found if not line.lstrip().startswith(("-", "*", "!", "<"))] == [], page
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["```\nx\n```", "```rust\nx\n```", "```console\nx\n```", "```json\n{\n```", "```python\nif\n```", "```python\nx"],
+)
+def test_what_is_not_run_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(text)
+    with pytest.raises((BlockError, ValueError, SyntaxError)):
+        for block in blocks_of(tmp_path / "page.md"):
+            check(block)
+
+
+def test_a_block_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("text\n\n```python\nx = 1\n\nx / 0\n```\n")
+    runner = [sys.executable, ROOT / "tests/tools/page_blocks.py", tmp_path / "page.md"]
+    done = subprocess.run(runner, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode
+    assert 'page.md:4", line 6' in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_what_is_printed_is_compared() -> None:
+    assert matches("a\nb 17\nc\n", ["b ..."])
+    assert not matches("a\nb\n", ["a b"])

@@ -1,0 +1,103 @@
+"""What ``make docs`` adds to the pages, as a hook of mkdocs: parts that stand in the source, and ``llms.txt``.
+
+* ``<!-- include: FILE -->``: a page of the repository's root, its links turned to those of the site.
+* ``<!-- docstring: MODULE -->``: what a module says of itself, drawings and all.
+* ``<!-- command line -->``: the reference of the ``aioshm`` command, from the command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+SITE_PAGES = {
+    "README.md": "index.md",
+    "SECURITY.md": "explanation/threat-model.md",
+    "CHANGELOG.md": "reference/changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+"""Where the pages of the repository's root are on the site."""
+
+_seen: list[tuple[str, str, str]] = []  # of each page: its title, its URL and its first sentence
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Put in what a page only names."""
+    depth = page.file.src_uri.count("/")
+    markdown = re.sub(r"\]\((?:\.\./)+([A-Z]+\.md)", lambda found: f"]({'../' * depth}{SITE_PAGES[found[1]]}", markdown)
+    markdown = re.sub(r"<!-- include: (\S+) -->", lambda found: included(found[1], depth), markdown)
+    markdown = re.sub(r"<!-- docstring: (\S+) -->", lambda found: docstring(found[1]), markdown)
+    if "<!-- command line -->" in markdown:
+        markdown = markdown.replace("<!-- command line -->", command_line())
+    title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
+    _seen.append((title[1] if title else page.title, page.url, summary(markdown)))
+    return markdown
+
+
+def on_pre_build(**_: Any) -> None:
+    """Forget the pages of an earlier build."""
+    _seen.clear()
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Write ``llms.txt``: what there is to read, for programs that read."""
+    base = (config.site_url or "").rstrip("/")
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    lines += [f"- [{title}]({base}/{url}): {text}" for title, url, text in _seen]
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def summary(markdown: str) -> str:
+    """Return the first sentence of a page that is text."""
+    for part in re.sub(r"```.*?```", "", markdown, flags=re.DOTALL).split("\n\n"):
+        text = " ".join(part.split())
+        if text and not text.startswith(("#", "<", "!", "|", "-", "*", ":::")):
+            text = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)
+            return re.split(r"(?<=[.!?]) ", text, maxsplit=1)[0]
+    return ""
+
+
+def included(name: str, depth: int) -> str:
+    """Return a page of the repository's root as it stands on the site, ``depth`` folders down."""
+    up = "../" * depth
+
+    def link(found: re.Match[str]) -> str:
+        target, anchor = found[1], found[2] or ""
+        return f"]({up}{SITE_PAGES.get(target, target.removeprefix('docs/'))}{anchor})"
+
+    return re.sub(r"\]\(([\w./-]+\.(?:md|svg|png))(#[\w-]+)?\)", link, (ROOT / name).read_text())
+
+
+def docstring(module: str) -> str:
+    """Return the docstring of a module as Markdown: what is indented there is drawn as it stands."""
+    lines: list[str] = []
+    drawing: list[str] = []
+    for line in [*inspect.cleandoc(importlib.import_module(module).__doc__ or "").splitlines(), "end"]:
+        if line.startswith("    ") or (drawing and not line):
+            drawing.append(line[4:])
+            continue
+        if drawing:
+            lines += ["```text", *"\n".join(drawing).rstrip().splitlines(), "```", ""]
+            drawing = []
+        lines.append(line.replace("``", "`"))
+    return "\n".join(lines[:-1])
+
+
+def command_line() -> str:
+    """Return the reference of the ``aioshm`` command, a level of headings down."""
+    from typer.cli import get_docs_for_click
+    from typer.main import get_command
+
+    from aioshm.cli.app import make_app
+
+    command = get_command(make_app())
+    context: Any = command.context_class(command)
+    text = get_docs_for_click(obj=command, ctx=context, name="aioshm")
+    text = text.partition("\n")[2]  # the page has a title of its own
+    text = re.sub(r"^(\* `[^`]+`): (.+?)\.\.\.$", lambda found: f"{found[1]}: {found[2]} ...", text, flags=re.MULTILINE)
+    return str(text)
