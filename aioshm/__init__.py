@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         ReaderJoined,
         ReaderLeft,
         StatelessProcessGroup,
+        TraceContext,
         in_the_same_node_as,
         merge,
     )
@@ -117,6 +118,7 @@ __all__ = [
     "SharedMemoryError",
     "ShmRingBuffer",
     "StatelessProcessGroup",
+    "TraceContext",
     "UnsafePayload",
     "WorkerDied",
     "WorkerError",
@@ -183,6 +185,7 @@ if not TYPE_CHECKING:  # to which any name would be one of the package's
                 "ReaderJoined",
                 "ReaderLeft",
                 "StatelessProcessGroup",
+                "TraceContext",
                 "in_the_same_node_as",
                 "merge",
             ),

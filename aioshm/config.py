@@ -117,6 +117,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             room: ``"block"`` lets the writer wait for it, ``"evict"`` goes on without it (`ReaderEvicted`), ``"skip"``
             lets it lose its oldest messages (`MessagesLost`). ``create_from_handle(slow=)`` says it for one reader.
         max_message_bytes: Encoded messages above this raise `MessageTooLarge`.
+        trace_context: Whether each message takes along the context of the OpenTelemetry span that is current where it
+            is sent; readers have it as ``last_trace_context``. The writer needs ``aioshm[opentelemetry]``, and takes
+            some 2 us more for each message.
         remote_timeout: Seconds of silence after which the other end of a network connection is dead.
         remote_window: Messages that may be on their way to remote readers, or wait there; then `enqueue` waits.
         remote_window_bytes: The same in bytes; a larger message goes alone.
@@ -146,6 +149,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     slow_reader: SlowReader = "block"
     # Messages
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    trace_context: bool = False
     # Remote readers
     remote_timeout: float = REMOTE_TIMEOUT_S
     remote_window: int = REMOTE_WINDOW
@@ -176,6 +180,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         check_int("remote_window", self.remote_window, minimum=1, maximum=MAX_REMOTE_WINDOW)
         check_int("remote_window_bytes", self.remote_window_bytes, minimum=1, maximum=MAX_BYTES)
         check_int("remote_history", self.remote_history, minimum=0, maximum=MAX_REMOTE_WINDOW)
+        check_bool("trace_context", self.trace_context)
         check_bool("secure", self.secure)
         check_bool("allow_insecure_pickle", self.allow_insecure_pickle)
         _check_share("max_spin_cpu", self.max_spin_cpu)

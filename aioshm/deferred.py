@@ -35,3 +35,20 @@ def import_when_used(
         return sorted({*vars(sys.modules[package]), *home_of, *below})
 
     return find, names
+
+
+def import_extra(module: str, extra: str, what: str) -> Any:
+    """Return a module that is not among what aioshm itself needs.
+
+    Args:
+        module: Its name.
+        extra: Of aioshm, which installs it.
+        what: What needs it, as the beginning of the error.
+
+    Raises:
+        ImportError: It cannot be imported; the text says what to install.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{what}: pip install 'aioshm[{extra}]' ({error})", name=error.name) from error

@@ -7,6 +7,7 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.membership import ChangesLost, ReaderDied, ReaderInfo, ReaderJoined, ReaderLeft
 from aioshm.queue.merge import Merged, merge
 from aioshm.queue.stats import QueueStats
+from aioshm.queue.tracing import TraceContext
 
 __all__ = [
     "ChangesLost",
@@ -19,6 +20,7 @@ __all__ = [
     "ReaderJoined",
     "ReaderLeft",
     "StatelessProcessGroup",
+    "TraceContext",
     "in_the_same_node_as",
     "merge",
 ]

@@ -22,6 +22,7 @@ from aioshm.queue.handle import Handle, refuse_to_pickle
 from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
+from aioshm.queue.tracing import TraceContext
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -529,6 +530,26 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             return await self.dequeue()
         await self.enqueue(cast(T, obj))  # None may be a message, too
         return cast(T, obj)
+
+    @property
+    def last_trace_context(self) -> TraceContext | None:
+        """The context of the span in which the message was sent that this reader received last, or has leased.
+
+        None: no span was current there; what has come was none (`stats` counts these); or nothing was received. Only
+        where the writer has ``Options(trace_context=True)``. Ask before anybody else receives from this end: right
+        after `dequeue`, in an ``async for``, or in a lease's block. Of what a merge gives, the reader has it.
+        """
+        contexts = self.trace_contexts(1)
+        return contexts[0] if contexts else None
+
+    def trace_contexts(self, count: int) -> list[TraceContext | None]:
+        """Return the trace contexts of the last messages that this reader received, in their order.
+
+        Args:
+            count: Of how many, such as of those that `dequeue_many` has returned. Up to 1024 are kept.
+        """
+        reader = self._reader or self._wrong_end("trace_contexts", "reader")
+        return reader.trace_contexts(count)
 
     @property
     def readers(self) -> tuple[ReaderInfo, ...]:

@@ -121,7 +121,12 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
     def layout(self) -> Layout:
         """The ring's layout."""
         return Layout(
-            len(self.local_reader_ranks), self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes
+            len(self.local_reader_ranks),
+            self.max_chunk_bytes,
+            self.max_chunks,
+            self.slots,
+            self.inline_bytes,
+            self.options.trace_context,
         )
 
     @property

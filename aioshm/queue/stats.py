@@ -27,6 +27,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         resent: Messages sent again to remote readers, or received twice by this one.
         reconnects: Times that a remote reader has lost a connection and got it back.
         restarts: Times that a reader went on with another writer, and has told so (`QueueRestarted`).
+        garbled_traces: Messages that a reader got with a trace context that is none (`Options.trace_context`).
         spins: Times this end span, each for some microseconds.
         spin_hits: Spins that ended with what was waited for.
         spin_s: Seconds spent spinning.
@@ -55,3 +56,4 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     reconnects: int = 0
     restarts: int = 0
     copied_bytes: int = 0
+    garbled_traces: int = 0

@@ -36,6 +36,8 @@
 #define READERS_PARKED 192
 #define SLOT_HEADER_BYTES 64
 #define CHUNK 32
+#define SIZE 40
+#define OVERFLOW_SIZE 52
 #define CHUNK_HEADER_BYTES 64
 #define SPINNING 9
 #define BYTES 40
@@ -44,6 +46,8 @@
 #define LATENCY_BUCKETS 32
 #define LATENCY_FIRST_BIT 8
 #define LATENCY_EVERY 8
+#define TRACE_BYTES 26
+#define TRAIL 1024            /* trace contexts of the latest messages, which a reader keeps */
 
 #define OVERFLOW 2            /* codec/frames.py: the first byte of the header of a message that lies elsewhere */
 
@@ -118,6 +122,13 @@ typedef struct {
     PyObject *nothing, *elsewhere;
     PyTypeObject *at_once;
     PyObject *given;          /* what a lease's block awaits, used again */
+    /* Trace contexts, where slots have any */
+    size_t trace_at;          /* where in a slot; 0: they have none */
+    uint8_t trace[TRACE_BYTES];  /* what a writer's next message goes out with */
+    uint8_t *trail;           /* those of the latest messages that a reader has taken, in turn */
+    uint64_t n_trail;         /* how many it has noted */
+    uint64_t noted;           /* the message whose was noted last */
+    unsigned long long garbled;
 } Core;
 
 typedef struct {
@@ -632,8 +643,20 @@ static PyObject *writer_claim(Core *self, PyObject *const *args, Py_ssize_t narg
 
 /* The writer's end: publishing */
 
+/* Whether a message lies elsewhere: its slot then names no chunk, though it has one. */
+static inline bool is_elsewhere(const uint8_t *slot)
+{
+    return (load_word(slot) & 0xff) == OVERFLOW;
+}
+
 static inline void publish(Core *self)
 {
+    uint8_t *slot = slot_of(self, self->index);
+    bool elsewhere = is_elsewhere(slot);
+    if (!elsewhere)  /* where it is, its marker says so */
+        memcpy(slot + SIZE, &self->claimed_bytes, 8);
+    if (self->trace_at)
+        memcpy(slot + self->trace_at, self->trace, TRACE_BYTES);
     uint8_t *flags = flags_of(self, self->index);
     Pool *pool = self->claimed;
     if (pool != NULL) {
@@ -644,7 +667,7 @@ static inline void publish(Core *self)
     memcpy(flags + 1, self->unread, self->n_places);
     store_release(flags, 1);  /* last: readers may look the moment this is visible */
     add_to_word(self->own + BYTES, self->claimed_bytes);
-    if (self->claimed_bytes > self->room)
+    if (elsewhere)
         add_to_word(self->own + OVERFLOWS, 1);
     advance(self);
     store_count(self->own, self->seq);
@@ -871,12 +894,6 @@ static Pool *pool_of(Core *self, uint64_t number)
     return NULL;
 }
 
-/* Whether a message lies elsewhere: its slot then names no chunk, though it has one. */
-static inline bool is_elsewhere(const uint8_t *slot)
-{
-    return (load_word(slot) & 0xff) == OVERFLOW;
-}
-
 /* Whether slot and chunk still have a message: 1, 0, or -1 with an error. */
 static int has_message(Core *self, uint64_t seq, PyObject *gone)
 {
@@ -977,8 +994,39 @@ static PyObject *reader_peek(Core *self, PyObject *Py_UNUSED(ignored))
     return slot_at(self);
 }
 
+/* Note the trace context of the next message, or zeros where it is none. */
+static void note_trace(Core *self)
+{
+    if (self->noted == self->seq)
+        return;  /* it was leased */
+    self->noted = self->seq;
+    uint8_t *kept = self->trail + TRACE_BYTES * (self->n_trail++ % TRAIL);
+    const uint8_t *slot = slot_of(self, self->index) + self->trace_at;
+    for (size_t n = 0; n < TRACE_BYTES; n++)  /* once each, see above */
+        kept[n] = atomic_load_explicit((const _Atomic uint8_t *)slot + n, memory_order_relaxed);
+    if (kept[0] == 1 && !all_are(kept + 2, 16, 0) && !all_are(kept + 18, 8, 0))
+        return;
+    self->garbled += kept[0] != 0;
+    memset(kept, 0, TRACE_BYTES);
+}
+
+/* Count the bytes of the next message, and note its trace context: it is finished with, or nearly. */
+static inline void note(Core *self)
+{
+    const uint8_t *slot = slot_of(self, self->index);
+    uint64_t size;
+    if (is_elsewhere(slot))
+        memcpy(&size, slot + OVERFLOW_SIZE, sizeof size);
+    else
+        size = load_word(slot + SIZE);
+    add_to_word(self->own + BYTES, size);
+    if (self->trace_at)
+        note_trace(self);
+}
+
 static inline void finish(Core *self)
 {
+    note(self);
     store_release(flags_of(self, self->index) + self->reader, 1);
     advance(self);
     store_count(self->own, self->seq);
@@ -1030,10 +1078,56 @@ static PyObject *reader_release(Core *self, PyObject *Py_UNUSED(ignored))
     return PyBool_FromLong(writer_parked(self));
 }
 
+static PyObject *reader_note_trace(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (check_unused(self) < 0)
+        return NULL;
+    if (self->trace_at)
+        note_trace(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reader_traces(Core *self, PyObject *arg)
+{
+    size_t most = PyLong_AsSize_t(arg), there = self->n_trail < TRAIL ? (size_t)self->n_trail : TRAIL;
+    if (most == (size_t)-1 && PyErr_Occurred())
+        return NULL;
+    if (most > there)
+        most = there;
+    PyObject *traces = PyList_New((Py_ssize_t)most);
+    for (size_t n = 0; traces != NULL && n < most; n++) {
+        const uint8_t *kept = self->trail + TRACE_BYTES * ((self->n_trail - most + n) % TRAIL);
+        PyObject *trace = PyBytes_FromStringAndSize((const char *)kept, TRACE_BYTES);
+        if (trace == NULL || PyList_SetItem(traces, (Py_ssize_t)n, trace) < 0)
+            Py_CLEAR(traces);
+    }
+    return traces;
+}
+
+static PyObject *writer_trace(Core *self, void *Py_UNUSED(closure))
+{
+    return PyBytes_FromStringAndSize((const char *)self->trace, TRACE_BYTES);
+}
+
+static int writer_set_trace(Core *self, PyObject *trace, void *Py_UNUSED(closure))
+{
+    if (trace == NULL || !PyBytes_CheckExact(trace)) {
+        PyErr_SetString(PyExc_TypeError, "a trace context is bytes");
+        return -1;
+    }
+    if (PyBytes_Size(trace) != TRACE_BYTES) {
+        PyErr_Format(PyExc_ValueError, "a trace context has %d bytes", TRACE_BYTES);
+        return -1;
+    }
+    memcpy(self->trace, PyBytes_AsString(trace), TRACE_BYTES);
+    return 0;
+}
+
 static PyObject *reader_skip(Core *self, PyObject *Py_UNUSED(ignored))
 {
     if (check_unused(self) < 0)
         return NULL;
+    note(self);
     advance(self);
     store_count(self->own, self->seq);
     self->kept = 1;
@@ -1363,6 +1457,8 @@ static PyObject *lease(Core *self)
     self->leased = 1;
     if (counts(self))
         note_latency(self, now_ns());
+    if (self->trace_at)
+        note_trace(self);
     const uint8_t *slot = slot_of(self, self->index);
     if (!self->shown && load_word(slot) == self->what)
         self->copied += load_word(slot + 24);
@@ -2038,7 +2134,8 @@ static bool lies_straight(const Core *self, size_t line, size_t total_bytes)
         || !fit(line, 1, 64, self->slots_at) || !fit(READERS_PARKED, self->n_reader, 1, self->slots_at)
         || !fit(self->slots_at, self->n_slots, self->slot_bytes, self->flags_at)
         || !fit(self->flags_at, self->n_slots, self->flag_bytes, total_bytes)
-        || self->n_pools < 1 || self->flag_bytes != 1 + self->n_reader || !fit(SLOT_HEADER_BYTES, self->inline_bytes, 1, self->slot_bytes))
+        || self->n_pools < 1 || self->flag_bytes != 1 + self->n_reader || !fit(SLOT_HEADER_BYTES, self->inline_bytes, 1, self->slot_bytes)
+        || (self->trace_at && (!fit(SLOT_HEADER_BYTES, self->inline_bytes, 1, self->trace_at) || !fit(self->trace_at, 1, TRACE_BYTES, self->slot_bytes))))
         return false;
     size_t end = self->slots_at + self->n_slots * self->slot_bytes, number = 0, room = SIZE_MAX;
     for (size_t n = 0; n < self->n_pools; n++) {
@@ -2117,6 +2214,7 @@ static void free_stacks(Core *self)
         free(self->pools[n].used);
     }
     free(self->unread);
+    free(self->trail);
 }
 
 static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slots, size_t line)
@@ -2130,7 +2228,7 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
     if (number(layout, "n_reader", &self->n_reader) < 0 || number(layout, "max_chunk_bytes", &self->room) < 0
         || number(layout, "slots", &self->n_slots) < 0 || number(layout, "inline_bytes", &self->inline_bytes) < 0 || number(layout, "slot_bytes", &self->slot_bytes) < 0
         || number(layout, "flag_bytes", &self->flag_bytes) < 0 || number(layout, "header_bytes", &self->slots_at) < 0
-        || number(layout, "metadata_offset", &self->flags_at) < 0
+        || number(layout, "metadata_offset", &self->flags_at) < 0 || number(layout, "trace_at", &self->trace_at) < 0
         || number(layout, "total_bytes", &total_bytes) < 0 || ask_pools(self, layout) < 0)
         return -1;
     Py_ssize_t amount = PyObject_Size(slots);
@@ -2149,7 +2247,9 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
     }
     self->n_places = self->n_reader;
     self->unread = calloc(self->n_reader + 1, 1);  /* never nothing */
-    if (self->unread == NULL || (line == WRITER_LINE && make_stacks(self) < 0)) {
+    self->trail = line == WRITER_LINE || !self->trace_at ? NULL : calloc(TRAIL, TRACE_BYTES);
+    self->noted = NONE;
+    if (self->unread == NULL || (line == WRITER_LINE ? make_stacks(self) < 0 : self->trace_at && self->trail == NULL)) {
         PyBuffer_Release(&self->buffer);
         PyErr_NoMemory();
         return -1;
@@ -2329,6 +2429,8 @@ static PyMethodDef reader_methods[] = {
     {"adopt", CALL reader_adopt, METH_NOARGS, "Let the end of the lease be the gate's; return whether there is one."},
     {"unlease", CALL reader_unlease, METH_NOARGS, "Give the leased slot back."},
     {"receive", CALL reader_receive, METH_NOARGS, "Take the next message, if the gate lets this thread pass."},
+    {"note_trace", CALL reader_note_trace, METH_NOARGS, "Note the next message's trace context, as of one that a block has."},
+    {"traces", CALL reader_traces, METH_O, "Return the trace contexts of so many of the messages that were taken last."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -2336,6 +2438,11 @@ static PyObject *reader_next(Core *self, void *Py_UNUSED(closure))
 {
     return reader_receive(self, NULL);
 }
+
+static PyGetSetDef writer_attributes[] = {
+    {"trace", (getter)writer_trace, (setter)writer_set_trace, "The trace context that the next message goes out with.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
 
 static PyGetSetDef reader_attributes[] = {
     {"next", (getter)reader_next, NULL, "What receive() returns: taken without a call, so that nothing can come in between.", NULL},
@@ -2363,6 +2470,7 @@ static PyMemberDef members[] = {
     {"spun_ns", T_ULONGLONG, offsetof(Core, spun_ns), READONLY, "Time spent spinning."},
     {"claimed_bytes", T_ULONGLONG, offsetof(Core, claimed_bytes), 0, "Bytes of the message that the claimed slot is for."},
     {"copied", T_ULONGLONG, offsetof(Core, copied), 0, "Bytes copied into messages, or out of leased ones."},
+    {"garbled", T_ULONGLONG, offsetof(Core, garbled), READONLY, "Messages whose trace context was none."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -2373,6 +2481,7 @@ static PyType_Slot writer_slots[] = {
     {Py_tp_traverse, core_traverse},
     {Py_tp_clear, core_clear},
     {Py_tp_methods, writer_methods},
+    {Py_tp_getset, writer_attributes},
     {Py_tp_members, members},
     {0, NULL},
 };

@@ -82,6 +82,8 @@ class _Core(ABC):
         spins, hits, spun_ns: How often this end spun, with success, and for how long in all.
         copied: Bytes that were copied into messages (of a writer), or out of those that were leased (of a reader).
         claimed_bytes: Bytes of the message that the latest claimed slot is for (of a writer), which `commit` counts.
+        trace: The trace context that the next message goes out with, as `layout.TRACE` has it (of a writer).
+        garbled: How many messages came with a trace context that is none (of a reader).
     """
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, line: int) -> None:
@@ -102,6 +104,7 @@ class _Core(ABC):
         self.hits: int = 0
         self.spun_ns: int = 0
         self.copied: int = 0
+        self.garbled: int = 0
         self._thread = -1
         self.user: int = 0
         self._runs: Callable[[], object] | None = bool
@@ -119,6 +122,7 @@ class _Core(ABC):
         self._flags = view[layout.metadata_offset : layout.total_bytes]
         self._row_bytes = layout.flag_bytes
         self._first, self._stride, self._inline = layout.header_bytes, layout.slot_bytes, layout.inline_bytes
+        self._trace_at = layout.trace_at
         self._pools = layout.pools
         # memory_fence() inline, at half of its cost. No other thread has this lock; it is not waited for because an
         # exception that a signal handler raises between the two calls leaves it taken, and release() alone is a fence.
@@ -307,6 +311,20 @@ class WriterCore(_Core):
         with view[at.WRITER_LINE : at.WRITER_LINE + at.LINE].cast("Q") as words:
             self._totals = words[at.BYTES // 8 : at.OVERFLOWS // 8 + 1]
         self._awaited = -1
+        self._trace = bytes(at.TRACE_BYTES)
+
+    @property
+    def trace(self) -> bytes:
+        """The trace context that the next message goes out with, where slots have any."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: bytes) -> None:
+        if type(trace) is not bytes:
+            raise TypeError("a trace context is bytes")
+        if len(trace) != at.TRACE_BYTES:
+            raise ValueError(f"a trace context has {at.TRACE_BYTES} bytes")
+        self._trace = trace
 
     # Room
 
@@ -543,9 +561,19 @@ class WriterCore(_Core):
         self._parked.release()
 
     def _publish(self) -> None:
+        self._put_notes()
         flags, row, cleared = self._flags, self._index * self._row_bytes, self._cleared
         flags[row + 1 : row + 1 + len(cleared)] = cleared
         self._announce(row)
+
+    def _put_notes(self) -> None:
+        """Note in the slot how large the message is, where its marker does not say so, and its trace context."""
+        start = self._first + self._index * self._stride
+        if self._view[start] != _OVERFLOW:
+            _WORD.pack_into(self._view, start + at.SIZE, self.claimed_bytes)
+        if self._trace_at:
+            start += self._trace_at
+            self._view[start : start + at.TRACE_BYTES] = self._trace
 
     def _announce(self, row: int) -> None:
         if self._claimed is not None:
@@ -554,7 +582,7 @@ class WriterCore(_Core):
         self._flags[row] = 1  # last: readers may look the moment this is visible
         totals, nbytes = self._totals, self.claimed_bytes
         totals[0] = (totals[0] + nbytes) & _ALL
-        if nbytes > self._room:
+        if self._view[self._first + self._index * self._stride] == _OVERFLOW:
             totals[1] = (totals[1] + 1) & _ALL
         self._advance()
 
@@ -676,7 +704,10 @@ class ReaderCore(_Core):
             self._latencies = part.cast("Q")
         with view[layout.reader_line(reader) : layout.reader_line(reader) + at.LINE].cast("Q") as words:
             self._latency_ns = words[at.LATENCY_NS // 8 : at.LATENCY_NS // 8 + 1]
+            self._bytes_read = words[at.BYTES // 8 : at.BYTES // 8 + 1]
         self._parked = view[at.WRITER_PARKED : at.WRITER_PARKED + 1]
+        self._trail: deque[bytes] = deque(maxlen=at.TRAIL)
+        self._noted = -1  # the message whose trace context was noted last
 
     def ready(self) -> bool:
         """Return whether a message waits."""
@@ -707,6 +738,7 @@ class ReaderCore(_Core):
     def skip(self) -> None:
         """Go on to the next message, but keep the slot, until `give_back`."""
         self._check_unused()
+        self._note_taken()
         self._advance()
         self.kept = True
 
@@ -870,6 +902,7 @@ class ReaderCore(_Core):
                 self.holder, self.leased = holder, True
                 if self._counts():
                     self._note_latency(monotonic_ns())
+                self._note_trace()
                 if not self.shown:
                     what, _, _, size, _ = _unpack(self._view, self._first + self._index * self._stride)
                     self.copied += size if what == self._what else 0
@@ -977,12 +1010,55 @@ class ReaderCore(_Core):
 
     def close(self) -> None:
         super().close()
-        for part in (self._parked, self._latencies, self._latency_ns):
+        for part in (self._parked, self._latencies, self._latency_ns, self._bytes_read):
             part.release()
 
     def _finish(self) -> None:
+        self._note_taken()
         self._flags[self._index * self._row_bytes + self._flag] = 1
         self._advance()
+
+    # Trace contexts
+
+    def note_trace(self) -> None:
+        """Note the trace context of the next message, which is there, as of one that a block has."""
+        self._check_unused()
+        self._note_trace()
+
+    def traces(self, most: int, /) -> list[bytes]:
+        """Return the trace contexts of the messages that were taken last, the latest last: at most so many.
+
+        Zeros stand for none, and for what is none; `layout.TRAIL` are kept.
+        """
+        if most < 0:
+            raise OverflowError("there are no fewer than 0 messages")
+        return list(self._trail)[-most:] if most else []
+
+    def _note_trace(self) -> None:
+        if self._trace_at and self._noted != self.seq:
+            self._noted = self.seq
+            self._trail.append(self._checked_trace(self._read_trace()))
+
+    def _note_taken(self) -> None:
+        """Count the bytes of the next message, and note its trace context: it is finished with, or nearly."""
+        self._bytes_read[0] = (self._bytes_read[0] + self._read_size()) & _ALL
+        self._note_trace()
+
+    def _read_size(self) -> int:
+        start = self._first + self._index * self._stride
+        overflows = self._view[start] == _OVERFLOW
+        return int(_WORD.unpack_from(self._view, start + (at.OVERFLOW_SIZE if overflows else at.SIZE))[0])
+
+    def _read_trace(self) -> bytes:
+        start = self._first + self._index * self._stride + self._trace_at
+        return bytes(self._view[start : start + at.TRACE_BYTES])
+
+    def _checked_trace(self, trace: bytes) -> bytes:
+        is_there, _, trace_id, span_id = at.TRACE.unpack(trace)
+        if is_there == 1 and any(trace_id) and any(span_id):
+            return trace
+        self.garbled += is_there != 0
+        return bytes(at.TRACE_BYTES)
 
     def _copy_plain(self) -> bytes | None:
         view, start = self._view, self._first + self._index * self._stride
@@ -1061,6 +1137,7 @@ class OrderedWriterCore(WriterCore):
         super()._note(number)
 
     def _publish(self) -> None:
+        self._put_notes()
         memory_fence()
         row, cleared = self._index * self._row_bytes, self._cleared
         self._flags[row + 1 : row + 1 + len(cleared)] = cleared

@@ -41,6 +41,7 @@ class RingHandle(NamedTuple):
     name: str | None
     pid: int
     fd: int
+    traced: bool = False
 
 
 class ShmRingBuffer:
@@ -58,6 +59,7 @@ class ShmRingBuffer:
         backing: ``"memfd"`` or ``"named"``, when creating; None takes the platform's best.
         slots: Messages that can be in the ring at a time, of whatever size; None: thousands.
         inline_bytes: Room for a message in a slot; what is larger takes a chunk. None: what is good for small objects.
+        traced: Whether each message comes with a trace context.
 
     Raises:
         SharedMemoryError: There is not enough memory.
@@ -74,8 +76,9 @@ class ShmRingBuffer:
         backing: Backing | None = None,
         slots: int | None = None,
         inline_bytes: int | None = None,
+        traced: bool = False,
     ) -> None:
-        sizes = checked_layout(n_reader, max_chunk_bytes, max_chunks, slots, inline_bytes)
+        sizes = checked_layout(n_reader, max_chunk_bytes, max_chunks, slots, inline_bytes, traced)
         if name is not None:
             if not isinstance(name, str):
                 raise TypeError(f"name must be a str or None, not {shown(name)}")
@@ -230,6 +233,7 @@ class ShmRingBuffer:
             segment.name,
             os.getpid(),
             segment.fd,
+            sizes.traced,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -260,7 +264,12 @@ class ShmRingBuffer:
 
 def _reopen(handle: RingHandle) -> ShmRingBuffer:
     sizes = checked_layout(
-        handle.n_reader, handle.max_chunk_bytes, handle.max_chunks, handle.slots, handle.inline_bytes
+        handle.n_reader,
+        handle.max_chunk_bytes,
+        handle.max_chunks,
+        handle.slots,
+        handle.inline_bytes,
+        handle.traced,
     )
     ring = ShmRingBuffer.__new__(ShmRingBuffer)
     try:
@@ -276,7 +285,12 @@ def _reopen(handle: RingHandle) -> ShmRingBuffer:
 
 
 def checked_layout(
-    n_reader: int, max_chunk_bytes: int, max_chunks: int, slots: int | None, inline_bytes: int | None
+    n_reader: int,
+    max_chunk_bytes: int,
+    max_chunks: int,
+    slots: int | None,
+    inline_bytes: int | None,
+    traced: bool = False,
 ) -> Layout:
     """Return the layout of a ring; the arguments are those of `ShmRingBuffer`.
 
@@ -289,8 +303,8 @@ def checked_layout(
     if slots is not None:
         check_int("slots", slots, minimum=1)
     if inline_bytes is not None:
-        check_int("inline_bytes", inline_bytes, minimum=0)
-    return Layout.of(n_reader, max_chunk_bytes, max_chunks, slots, inline_bytes)
+        check_int("inline_bytes", inline_bytes, minimum=0, maximum=at.MAX_INLINE_BYTES)
+    return Layout.of(n_reader, max_chunk_bytes, max_chunks, slots, inline_bytes, traced)
 
 
 def _difference(found: bytes, expected: bytes) -> str:
@@ -302,6 +316,7 @@ def _difference(found: bytes, expected: bytes) -> str:
         "max_chunks",
         "slots",
         "inline_bytes",
+        "traced",
         "queue id",
     )
     for name, is_, should in zip(names, at.PREAMBLE.unpack(found), at.PREAMBLE.unpack(expected), strict=True):

@@ -37,6 +37,7 @@ class CopyingCore(_portable.ReaderCore):
         with view[at.WRITER_LINE : at.WRITER_LINE + at.LINE].cast("Q") as words:
             self._written = words[at.COUNT : at.COUNT + 1]
         self._lost_at = -1
+        self._staged = bytes(at.TRACE_BYTES), 0
 
     @property
     def slot(self) -> Slot:
@@ -96,14 +97,26 @@ class CopyingCore(_portable.ReaderCore):
 
     def _notify(self) -> None: ...
 
+    def stage(self) -> None:
+        """Copy what is to be noted of the next message, before `intact` says whether that, too, is whole."""
+        self._staged = super()._read_trace() if self._trace_at else b"", super()._read_size()
+
+    def _read_trace(self) -> bytes:
+        return self._staged[0]
+
+    def _read_size(self) -> int:
+        return self._staged[1]
+
     def _copy_plain(self) -> bytes | None:
         message = super()._copy_plain()
+        self.stage()
         return message if message is not None and self.intact() else None
 
     def _may_go_on(self) -> bool:
         return self._written[0] > self.seq
 
     def _finish(self) -> None:
+        self._note_taken()
         self._advance()
 
     def _is_intact(self, slot: Slot, seq: int) -> bool:

@@ -134,7 +134,7 @@ class RingWriter(_Cursor):
         """Write a reader's state to the header, where it can be inspected; one that has come begins a new histogram."""
         line = self.layout.reader_line(reader)
         if state == at.ATTACHED:
-            self._words[(line + at.LATENCY_NS) // 8] = 0
+            self._words[(line + at.LATENCY_NS) // 8] = self._words[(line + at.BYTES) // 8] = 0
             histogram = self.layout.histogram(reader)
             self._header[histogram : histogram + 8 * at.LATENCY_BUCKETS] = bytes(8 * at.LATENCY_BUCKETS)
         self._header[line + at.STATE] = state

@@ -111,6 +111,7 @@ class ReaderRow(msgspec.Struct, frozen=True, kw_only=True):
         pid: The reader's process, as it sees itself; 0: none came yet.
         state: What the writer knows of it; ``"held"``: it died, and its unread messages are kept for a replacement.
         read: The number of its next message: how many it has finished with, if it was there from the beginning.
+        bytes: In the bodies of the messages that it has finished with.
         lag: Messages published that it has not finished with; 0 where nobody waits for it.
         parked: Whether it sleeps until there is a message.
         spinning: Whether it spins just now.
@@ -122,6 +123,7 @@ class ReaderRow(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     state: State
     read: int
+    bytes: int
     lag: int
     parked: bool
     spinning: bool
@@ -141,6 +143,7 @@ class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
         max_chunks: Chunks of that size.
         slots: Messages that the ring holds.
         inline_bytes: Room for a message in a slot.
+        traced: Whether messages come with trace contexts.
         writer: Its writer.
         readers: Its readers.
     """
@@ -154,13 +157,14 @@ class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
     max_chunks: int
     slots: int
     inline_bytes: int
+    traced: bool
     writer: WriterRow
     readers: tuple[ReaderRow, ...]
 
     @property
     def layout(self) -> Layout:
         """Where everything is."""
-        return Layout(self.n_reader, self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes)
+        return Layout(self.n_reader, self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes, self.traced)
 
     @property
     def label(self) -> str:
@@ -181,10 +185,10 @@ def read_layout(preamble: bytes | memoryview) -> tuple[Layout, bytes]:
     """
     if len(preamble) < at.PREAMBLE.size or bytes(preamble[: len(at.MAGIC)]) != at.MAGIC:
         raise HandleError("this is no ring of aioshm")
-    _, version, n_reader, chunk_bytes, chunks, slots, inline, queue_id = at.PREAMBLE.unpack_from(preamble)
+    _, version, n_reader, chunk_bytes, chunks, slots, inline, traced, queue_id = at.PREAMBLE.unpack_from(preamble)
     if version != at.VERSION:
         raise HandleError(f"the ring has layout version {version}, this aioshm reads {at.VERSION}")
-    layout = Layout(n_reader, chunk_bytes, chunks, slots, inline)
+    layout = Layout(n_reader, chunk_bytes, chunks, slots, inline, bool(traced))
     if not (chunk_bytes and chunks and slots and inline <= chunk_bytes and layout.header_bytes <= MAX_HEADER_BYTES):
         raise HandleError(f"the sizes of the ring make none: {layout}")
     return layout, queue_id
@@ -217,6 +221,7 @@ def read_header(header: bytes | bytearray | memoryview, now_ns: int | None = Non
         max_chunks=layout.max_chunks,
         slots=layout.slots,
         inline_bytes=layout.inline_bytes,
+        traced=layout.traced,
         writer=_writer(view, layout, now_ns),
         readers=tuple(_reader(view, layout, place, written) for place in range(layout.n_reader)),
     )
@@ -249,6 +254,7 @@ def _reader(view: memoryview, layout: Layout, place: int, written: int) -> Reade
         pid=pid,
         state=known,
         read=read,
+        bytes=_u64(view, line + at.BYTES),
         lag=max(0, written - read) if known in ("attached", "held") else 0,
         parked=view[at.READERS_PARKED + place] != 0,
         spinning=view[line + at.SPINNING] != 0,

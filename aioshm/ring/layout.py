@@ -8,7 +8,8 @@
     ...               one 64-byte line per reader: messages read, state, pid     that reader; state, pid, rank: writer
     ...               one histogram per reader: how long messages took           that reader
     ...               the queue's name, how many remote readers it has           writer
-    header_bytes      slots x [64-byte slot header][inline_bytes of room]        writer
+    header_bytes      slots x [64-byte slot header][inline_bytes of room],       writer
+                      and, if asked for, one more line: the trace context
     ...               the pool: for each size of chunk,                          writer
                       count x [64-byte line: 1 + message number][room]
     metadata_offset   flags: slots x [written][read by 0][read by 1]...          writer and readers
@@ -64,10 +65,17 @@ LINE = 64
 PAGE = resource.getpagesize()  # bytes; protection and mappings are set by the page
 SLOT_HEADER_BYTES = 64
 CHUNK = 32  # u64 in a slot's header: 0, or 1 + the number of the chunk that has the body
+SIZE = 40  # u64 in a slot's header: bytes of the body, if it is in the ring
+OVERFLOW_SIZE = 52  # u64 in a slot's header: the same, if it is not; see ``queue/local/overflow.py``
 CHUNK_HEADER_BYTES = 64
+TRACE = struct.Struct("<BB16s8s")  # 1, or 0: there is none; W3C's flags, trace id, span id
+TRACE_BYTES = TRACE.size
+TRAIL = 1024  # of the messages that it took last, a reader keeps the trace contexts; more than come in one batch
+MAX_INLINE_BYTES = 2**32 - 1
 
 QUEUE_ID_BYTES = 16
-PREAMBLE = struct.Struct("<8sIIQQQQ16s")  # magic, version, n_reader, chunk bytes, chunks, slots, inline bytes, queue id
+PREAMBLE = struct.Struct("<8sIIQQQII16s")
+"""Magic, version, n_reader, chunk bytes, chunks, slots, inline bytes, whether slots have trace contexts, queue id."""
 
 WRITER_LINE = LINE
 WRITER_PARKED = 2 * LINE
@@ -81,7 +89,7 @@ SPINNING = 9  # u8: 1 while this end spins
 CODEC = 10  # u8, of the writer: the codec's code
 PID = 12  # u32
 COSTS, N_COSTS = 16, 3  # u64 each, of the writer: a wake-up, a timer, a sched_yield; in nanoseconds, 0: not known
-BYTES = 40  # u64, of the writer: in the bodies of all messages written
+BYTES = 40  # u64: in the bodies of all messages written or read
 OVERFLOWS = 48  # u64, of the writer: messages that were larger than a chunk
 CREATED = 56  # u64, of the writer: when the queue was made, by the same clock as the times of publishing
 RANK = 16  # u32, of a reader
@@ -148,6 +156,7 @@ class Layout:
         max_chunks: Chunks of that size.
         slots: Messages that the ring holds.
         inline_bytes: Room for a message in a slot, behind the slot's header; at most ``max_chunk_bytes``.
+        traced: Whether each slot has a trace context (see ``queue/tracing.py``) besides.
     """
 
     n_reader: int
@@ -155,6 +164,7 @@ class Layout:
     max_chunks: int
     slots: int
     inline_bytes: int
+    traced: bool = False
 
     @classmethod
     def of(
@@ -164,6 +174,7 @@ class Layout:
         max_chunks: int,
         slots: int | None = None,
         inline_bytes: int | None = None,
+        traced: bool = False,
     ) -> Layout:
         """Return the layout of a ring; None: as many slots, and as much room in each, as are good for most."""
         return cls(
@@ -172,6 +183,7 @@ class Layout:
             max_chunks,
             max(SLOTS, max_chunks) if slots is None else slots,
             min(INLINE_BYTES if inline_bytes is None else inline_bytes, max_chunk_bytes),
+            traced,
         )
 
     @property
@@ -189,7 +201,12 @@ class Layout:
 
     @property
     def slot_bytes(self) -> int:
-        return SLOT_HEADER_BYTES + round_up(self.inline_bytes, LINE)
+        return SLOT_HEADER_BYTES + round_up(self.inline_bytes, LINE) + (LINE if self.traced else 0)
+
+    @property
+    def trace_at(self) -> int:
+        """Where in a slot the trace context is; 0: there is none."""
+        return self.slot_bytes - LINE if self.traced else 0
 
     @property
     def slots_end(self) -> int:
@@ -238,7 +255,7 @@ class Layout:
 
     def preamble(self, queue_id: bytes) -> bytes:
         """Return the bytes that open the segment."""
-        sizes = (self.n_reader, self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes)
+        sizes = (self.n_reader, self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes, self.traced)
         return PREAMBLE.pack(MAGIC, VERSION, *sizes, queue_id)
 
 

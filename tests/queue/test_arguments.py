@@ -253,6 +253,7 @@ OPTIONS: list[tuple[str, list[Any]]] = [
     ("remote_window", [*NO_SMALL_COUNT, 0]),
     ("remote_window_bytes", [*NO_SMALL_COUNT, 0]),
     ("remote_history", NO_SMALL_COUNT),
+    ("trace_context", NO_BOOL),
     ("secure", NO_BOOL),
     ("allow_insecure_pickle", NO_BOOL),
 ]

@@ -31,6 +31,7 @@ FIELDS = (
     "inline_bytes",
     "pools",
     "slot_bytes",
+    "trace_at",
     "flag_bytes",
     "header_bytes",
     "metadata_offset",

@@ -87,12 +87,12 @@ class TestRing:
             assert slot is not None
             assert (slot.header.nbytes, slot.body.nbytes) == (at.SLOT_HEADER_BYTES, 65)
             slot.body[:] = bytes([100 + number]) * 65
-            slot.header[:8] = slot.header[40:48] = bytes([number]) * 8
+            slot.header[:8] = slot.header[48:56] = bytes([number]) * 8
             writer.commit()
         for number in range(4):
             slot = reader.peek()
             assert slot is not None
-            assert slot.header[:8] == slot.header[40:48] == bytes([number]) * 8
+            assert slot.header[:8] == slot.header[48:56] == bytes([number]) * 8
             assert slot.body == bytes([100 + number]) * 65
             reader.release()
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pairs_of_cores import NewPair, Pair
 from rings import NewEnds, put, receive
 
+from aioshm.codec.frames import OVERFLOW
 from aioshm.errors import HandleError
 from aioshm.ring import layout as at
 from aioshm.ring.header import STATES, Latency, RingHeader, read_header
@@ -129,13 +130,25 @@ class TestTotals:
         pair.writer.send(b"x" * 100)
         assert header_of(pair).writer.bytes == 105
         assert header_of(pair).writer.messages == 4
+        pair.reader.take()
+        assert header_of(pair).readers[0].bytes == 3
+        pair.reader.take_many(2)
+        pair.reader.peek()
+        assert header_of(pair).readers[0].bytes == 5
+        pair.reader.skip()
+        pair.reader.give_back(3)
+        assert header_of(pair).readers[0].bytes == 105
 
     def test_of_what_lies_elsewhere(self, new_pair: NewPair) -> None:
         pair = new_pair()
-        pair.writer.claim(1000)
+        slot = pair.writer.claim(1000)
+        slot.header[0] = OVERFLOW
+        slot.header[at.OVERFLOW_SIZE : at.OVERFLOW_SIZE + 8] = (1000).to_bytes(8, "little")
         pair.writer.commit()
         writer = header_of(pair).writer
         assert (writer.bytes, writer.overflows) == (1000, 1)
+        pair.reader.release()
+        assert header_of(pair).readers[0].bytes == 1000
 
     def test_what_was_claimed_and_is_never_committed_does_not_count(self, new_pair: NewPair) -> None:
         pair = new_pair()
@@ -301,8 +314,8 @@ class TestGarbage:
 
     @pytest.mark.parametrize("sizes", [(1 << 40, 1, 1, 1, 1), (1 << 31, 1, 1, 1, 1), (1, 0, 1, 1, 0), (1, 1, 1, 1, 2)])
     def test_sizes_of_no_ring(self, memory: bytearray, sizes: tuple[int, ...]) -> None:
-        n_reader = sizes[0] & 0xFFFFFFFF
-        memory[: at.PREAMBLE.size] = at.PREAMBLE.pack(at.MAGIC, at.VERSION, n_reader or 1 << 31, *sizes[1:], bytes(16))
+        sizes = (sizes[0] & 0xFFFFFFFF or 1 << 31, *sizes[1:])
+        memory[: at.PREAMBLE.size] = at.PREAMBLE.pack(at.MAGIC, at.VERSION, *sizes, 0, bytes(16))
         with pytest.raises(HandleError, match="make none"):
             read_header(memory)
 

@@ -32,6 +32,7 @@ layouts = st.builds(
     st.integers(1, 50),
     st.integers(1, 50) | st.none(),
     st.integers(0, 5000) | st.none(),
+    st.booleans(),
 )
 
 
@@ -99,12 +100,22 @@ def test_the_preamble_says_it_all(layout: Layout, queue_id: bytes) -> None:
     assert len(preamble) == PREAMBLE.size <= LINE
     assert preamble.startswith(b"aioshm\r\n")
     sizes = (layout.n_reader, layout.max_chunk_bytes, layout.max_chunks, layout.slots, layout.inline_bytes)
-    assert PREAMBLE.unpack(preamble) == (at.MAGIC, at.VERSION, *sizes, queue_id)
+    assert PREAMBLE.unpack(preamble) == (at.MAGIC, at.VERSION, *sizes, layout.traced, queue_id)
 
 
 def test_a_slot_costs_its_room_and_one_line() -> None:
     assert Layout.of(1, 4096, 1, 1, 4000).slot_bytes == 4032 + 64
     assert Layout.of(1, 1, 1).slot_bytes == 64 + 64
+
+
+@given(layouts)
+def test_a_trace_context_costs_a_line_and_nothing_where_nobody_asked(layout: Layout) -> None:
+    plain = Layout(layout.n_reader, layout.max_chunk_bytes, layout.max_chunks, layout.slots, layout.inline_bytes)
+    assert plain.trace_at == 0
+    assert layout.slot_bytes - plain.slot_bytes == (LINE if layout.traced else 0)
+    if layout.traced:
+        assert SLOT_HEADER_BYTES + layout.inline_bytes <= layout.trace_at
+        assert layout.trace_at + at.TRACE_BYTES <= layout.slot_bytes
 
 
 class TestPools:

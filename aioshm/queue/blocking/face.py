@@ -34,6 +34,7 @@ from aioshm.queue.handle import Handle, refuse_to_pickle
 from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
+from aioshm.queue.tracing import TraceContext
 from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.blocking import WindowBegins
 
@@ -464,6 +465,16 @@ class MessageQueue(QueueBase[T], Closing):
             raise StopIteration from None
 
     # Telling about itself, closing
+
+    @property
+    def last_trace_context(self) -> TraceContext | None:
+        """The context of the span in which the last message was sent; as that of `aioshm.MessageQueue`."""
+        contexts = self.trace_contexts(1)
+        return contexts[0] if contexts else None
+
+    def trace_contexts(self, count: int) -> list[TraceContext | None]:
+        """Return the trace contexts of the last messages that this end's calls have returned, in their order."""
+        return self._reading_end("trace_contexts").trace_contexts(count, len(self.held.kept))
 
     @property
     def readers(self) -> tuple[ReaderInfo, ...]:

@@ -23,6 +23,7 @@ class Core(Protocol):
     hits: int
     spun_ns: int
     copied: int
+    garbled: int
 
     @property
     def leased(self) -> bool: ...
@@ -43,6 +44,7 @@ class NoRing:
         self.owes = self.quiet = self.leased = self.spin_yields = False
         self.turn = self.turn_ends_ns = self.published_ns = self.spin_ns = self.spins = self.hits = self.spun_ns = 0
         self.copied: int = 0
+        self.garbled: int = 0
         self._thread = -1
         self._runs: Callable[[], object] | None = bool
 

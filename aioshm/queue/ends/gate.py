@@ -395,6 +395,7 @@ class Gate:
             naps=waits.naps,
             parks=waits.parks,
             copied_bytes=core.copied,
+            garbled_traces=core.garbled,
         )
 
     def __repr__(self) -> str:

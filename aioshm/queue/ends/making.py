@@ -26,6 +26,7 @@ from aioshm.queue.local.source import RingSource
 from aioshm.queue.names.registry import NamedWriters, check_name
 from aioshm.queue.ranks import extra_ranks
 from aioshm.queue.remote.wire import MAX_RANK
+from aioshm.queue.tracing import current_trace
 
 MAX_HISTORY = (1 << 63) - 1  # what the ring's core takes
 
@@ -60,6 +61,8 @@ def writing_end(
     options = Options.from_env() if options is None else options
     if not isinstance(options, Options):
         raise TypeError(f"options must be an Options, not {options!r}")
+    if options.trace_context:
+        current_trace()  # raises where it cannot, before anything is made
     if name is not None:
         check_name(name)
     n_reader = len(local) + len(remote)

@@ -22,7 +22,9 @@ from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import Inquiry
 from aioshm.queue.stats import QueueStats
+from aioshm.queue.tracing import TraceContext, unpack_trace
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, Calls, ReaderCore
+from aioshm.ring.layout import TRAIL
 from aioshm.wait.blocking import BlockingPoller
 from aioshm.wait.line import settle
 from aioshm.wait.stall import Stall
@@ -428,6 +430,17 @@ class ReadingEnd:
         return self._stall
 
     # Telling about itself
+
+    def trace_contexts(self, count: int, behind: int = 0) -> list[TraceContext | None]:
+        """Return the trace contexts of the messages that were received last, the latest last.
+
+        Args:
+            count: Of how many.
+            behind: How many that are later are left out.
+        """
+        check_int("count", count, minimum=0)
+        traces = self.source.traces(min(count + behind, TRAIL))
+        return [unpack_trace(trace) for trace in traces[: len(traces) - behind]]
 
     @property
     def codec_name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.lag import LagWatch
 from aioshm.queue.local.audience import RingAudience
 from aioshm.queue.local.loans import Extent, Placed
+from aioshm.queue.tracing import NO_TRACE, current_trace
 from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots
 from aioshm.wait.line import settle
@@ -91,7 +93,11 @@ class Sender:
         self.wanted: Need = Need(1, ())
         has_readers = bool(ring.ranks) or network is not None
         self.encode: Callable[[Any], Encoded] = codec.encode if has_readers else _checked_only(codec)
-        core.bind(self.encode, plain(codec.code), isinstance(codec, RawCodec) and has_readers, ring.roster.ring_bells)
+        self._current_trace = current_trace() if gate.options.trace_context else None
+        if self._current_trace is not None:  # the core asks for no context itself, but encodes each message
+            self.encode = _tracing(self.encode, weakref.WeakMethod(self._note_trace))
+        as_it_is = isinstance(codec, RawCodec) and has_readers and self._current_trace is None
+        core.bind(self.encode, plain(codec.code), as_it_is, ring.roster.ring_bells)
         if network is None:
             core.bind_beside(
                 _filling(codec.code, ring.ring.slots), functools.partial(_checked_size, self._max_message_bytes)
@@ -104,6 +110,17 @@ class Sender:
         message = self.encode(obj)
         return None if network.flow.room_for(message) and self._publish(network, message) else message
 
+    # Trace contexts
+
+    def _note_trace(self) -> None:
+        """Let the next message have the context of the span that is current."""
+        if self._current_trace is not None:
+            self._core.trace = self._current_trace()
+
+    def _trace(self) -> bytes:
+        """Return what goes over the network of the next message's context."""
+        return b"" if self._current_trace is None or (trace := self._core.trace) == NO_TRACE else trace
+
     # Publishing
 
     def put(self, message: Encoded) -> bool:
@@ -114,6 +131,7 @@ class Sender:
             SharedMemoryError: It does not fit a chunk, and there is no memory for it elsewhere.
         """
         network = self._network
+        self._note_trace()
         if network is None:
             return self._put(message)
         return _room_for(network, message) and self._publish(network, message)
@@ -121,6 +139,7 @@ class Sender:
     def put_all(self, messages: list[Encoded]) -> None:
         """Publish messages for which there is room."""
         network, core = self._network, self._core
+        self._note_trace()
         if network is not None:
             for message in messages:
                 published = self._publish(network, message)
@@ -137,6 +156,7 @@ class Sender:
     def put_raw(self, slot: Slot, nbytes: int) -> None:
         """Publish the claimed slot, of which the caller's block has filled so many bytes."""
         network = self._network
+        self._note_trace()
         if network is None:
             self._ring.put_raw(slot, nbytes)
             return
@@ -145,7 +165,7 @@ class Sender:
             network.flow.window.skip()
             return
         content = [bytes(slot.body[:nbytes])]
-        outgoing = network.flow.outbox.pack(RAW, 0, self._core.seq, content, (), nbytes)
+        outgoing = network.flow.outbox.pack(RAW, 0, self._core.seq, content, (), nbytes, self._trace())
         self._core.copied += nbytes
         self._ring.put_raw(slot, nbytes)
         network.flow.publish(outgoing)
@@ -158,11 +178,13 @@ class Sender:
         parts, buffers = parts_of(message)
         size = message_bytes(message)
         self._core.copied += size
-        return network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size)
+        self._note_trace()
+        return network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size, self._trace())
 
     def put_placed(self, slot: Slot, extent: Extent, placed: Placed, outgoing: Outgoing | None) -> None:
         """Publish a message that lies in its place, and what `pack` has returned; as `RingAudience.put_placed`."""
         network = self._network
+        self._note_trace()
         try:
             self._ring.put_placed(slot, extent, placed, self._code)
         except BaseException:
@@ -184,7 +206,7 @@ class Sender:
             return published
         # First what may fail: then either all readers get it, or none.
         parts, buffers = parts_of(message)
-        outgoing = network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size)
+        outgoing = network.flow.outbox.pack(INLINE, self._code, self._core.seq, parts, buffers, size, self._trace())
         self._core.copied += size
         if not self._put(message if self._ring.ranks else b""):  # without local readers only to be counted
             network.flow.outbox.let_go([outgoing])
@@ -409,6 +431,25 @@ def _filling(code: int, slots: Slots) -> Callable[[int, Encoded, int], bool]:
         return True
 
     return fill
+
+
+def _tracing(
+    encode: Callable[[Any], Encoded], noting: Callable[[], Callable[[], object] | None]
+) -> Callable[[Any], Encoded]:
+    """Return what encodes a message and notes the trace context that it goes out with; as `_filling`, without a cycle.
+
+    Args:
+        encode: Makes bytes of an object.
+        noting: Returns what notes the context, while there is anybody to send.
+    """
+
+    def encode_and_note(obj: Any) -> Encoded:
+        message = encode(obj)
+        if (note := noting()) is not None:
+            note()
+        return message
+
+    return encode_and_note
 
 
 def _checked_only(codec: Codec) -> Callable[[Any], Encoded]:

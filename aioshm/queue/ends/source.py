@@ -119,6 +119,9 @@ class Source(Inside, Protocol):
     def lost(self) -> AioshmError:
         """Return the error if the writer is gone and the rest of the next message has not arrived."""
 
+    def traces(self, most: int) -> list[bytes]:
+        """Return the trace contexts of the messages that were taken last, as `ReaderCore.traces`."""
+
     # What is known of the other ends
 
     @property

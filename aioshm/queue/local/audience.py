@@ -76,7 +76,7 @@ class RingAudience:
         self._chunk_bytes = chunk_bytes
         with naming_limits("a writer"):
             self.buffer: ShmRingBuffer = ShmRingBuffer(
-                len(ranks), chunk_bytes, chunks, backing=options.backing, slots=slots
+                len(ranks), chunk_bytes, chunks, backing=options.backing, slots=slots, traced=options.trace_context
             )
             try:
                 self.queue_id: bytes = self.buffer.queue_id

@@ -87,6 +87,7 @@ class CopyingSlots:
         if copied is None:
             return None
         self._core.copied += len(copied.body)
+        self._core.note_trace()
         return CopiedBlock(self, copied, decoded=decoded)
 
     def seen(self, copied: Copied, *, decoded: bool) -> Any:
@@ -130,6 +131,7 @@ class CopyingSlots:
                 copied = self._copy_slot()
             except (CorruptSlot, CodecError) as error:  # of damage, or of what is being overwritten
                 failure = error
+            self._core.stage()
             if self._core.intact():
                 if failure is not None:
                     self.finished()

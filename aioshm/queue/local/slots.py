@@ -126,6 +126,7 @@ class SlotReader:
         """Return the next message for a block, as `Source.open_block`."""
         slot = self.next_slot()
         if not self.overflowed(slot) or (decoded and self._overflow.where(slot.header, self.seq) is not None):
+            self._core.note_trace()
             return LeasedSlot(self, slot) if decoded else RawBlock(self, slot, None)
         try:
             body = self.overflow_body(slot)
@@ -134,6 +135,7 @@ class SlotReader:
             raise
         if body is None:
             return None
+        self._core.note_trace()
         return OverflowBlock(self, slot, body) if decoded else RawBlock(self, slot, body)
 
     # Looking into slots

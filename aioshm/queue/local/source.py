@@ -225,6 +225,9 @@ class RingSource:
             return MessagesLost(seq, self._cursor.messages_written() - 1)
         return PeerDied(-1, self._lifeline.welcome.pid, "writer", f"with the body of message {seq}")
 
+    def traces(self, most: int) -> list[bytes]:
+        return [] if self.attachment is None else self._cursor.core.traces(most)
+
     def tell_parked(self) -> None:
         if self.waker is not None:
             self.waker.slot_is_free()

@@ -9,6 +9,7 @@ from aioshm.queue.remote import wire
 from aioshm.queue.remote.outgoing import Outbox, Outgoing
 from aioshm.queue.remote.window import SendWindow
 from aioshm.queue.remote.writer_sockets import WriterSockets
+from aioshm.ring.layout import TRACE_BYTES
 
 
 class Flow:
@@ -34,6 +35,7 @@ class Flow:
         )
         self.outbox: Outbox = Outbox()
         self.resent: int = 0
+        self._head_bytes = wire.HEAD_BYTES + (TRACE_BYTES if options.trace_context else 0)
 
     @property
     def kept(self) -> int:
@@ -59,17 +61,17 @@ class Flow:
 
     def room_for(self, *messages: Encoded) -> bool:
         """Return whether the window has room for some encoded messages."""
-        return self.room(len(messages), sum(map(_window_bytes, messages)))
+        return self.room(len(messages), sum(map(self._window_bytes, messages)))
 
     def room_for_bytes(self, nbytes: int) -> bool:
         """Return whether the window has room for a message of so many bytes."""
-        return self.room(1, wire.HEAD_BYTES + nbytes)
+        return self.room(1, self._head_bytes + nbytes)
 
     def parts(self, messages: list[Encoded]) -> list[list[Encoded]]:
         """Divide messages into runs that may go together."""
         parts = []
         while messages:
-            count = self.window.part(list(map(_window_bytes, messages)))
+            count = self.window.part(list(map(self._window_bytes, messages)))
             parts.append(messages[:count])
             messages = messages[count:]
         return parts
@@ -115,7 +117,6 @@ class Flow:
         """Count on a reader no more."""
         self.outbox.let_go(self.window.leave(rank))
 
-
-def _window_bytes(message: Encoded) -> int:
-    """Return what a message takes of the window."""
-    return wire.HEAD_BYTES + message_bytes(message)
+    def _window_bytes(self, message: Encoded) -> int:
+        """Return what a message takes of the window, at most."""
+        return self._head_bytes + message_bytes(message)

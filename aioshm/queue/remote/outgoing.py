@@ -10,7 +10,7 @@ from time import monotonic_ns
 import zmq
 
 from aioshm.codec.frames import HEADER, write_body
-from aioshm.queue.remote.wire import ADDRESS_BYTES, BODY_APART, ONE_FRAME_BYTES
+from aioshm.queue.remote.wire import ADDRESS_BYTES, BODY_APART, ONE_FRAME_BYTES, TRACED
 
 IDLE_BYTES = 64 << 20
 """So much memory is kept to be filled again: touching fresh memory costs more than the copy."""
@@ -61,6 +61,7 @@ class Outbox:
         parts: Sequence[bytes | memoryview],
         buffers: Sequence[memoryview],
         size: int,
+        trace: bytes = b"",
     ) -> Outgoing:
         """Return a message with a copy of all that the caller may change.
 
@@ -71,16 +72,17 @@ class Outbox:
             parts: The main part in pieces.
             buffers: The out-of-band buffers.
             size: Of the body that `write_body` makes of them.
+            trace: Its trace context, if it has one.
         """
         apart = size > ONE_FRAME_BYTES
-        main_bytes = sum(map(len, parts))
-        header = HEADER.pack(kind, codec, BODY_APART if apart else 0, len(buffers), seq, monotonic_ns(), main_bytes)
+        main_bytes, flags = sum(map(len, parts)), (BODY_APART if apart else 0) | (TRACED if trace else 0)
+        header = HEADER.pack(kind, codec, flags, len(buffers), seq, monotonic_ns(), main_bytes) + trace
         if not apart:
             if not buffers:
                 return Outgoing(b"".join((header, *parts)), None, None)
-            gathered = bytearray(HEADER.size + size)
-            gathered[: HEADER.size] = header
-            write_body(memoryview(gathered)[HEADER.size :], parts, buffers)
+            gathered = bytearray(len(header) + size)
+            gathered[: len(header)] = header
+            write_body(memoryview(gathered)[len(header) :], parts, buffers)
             return Outgoing(bytes(gathered), None, None)
         if len(parts) == 1 and not buffers and type(parts[0]) is bytes:
             return Outgoing(header, parts[0], None)

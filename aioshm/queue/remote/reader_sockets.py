@@ -11,6 +11,7 @@ import zmq
 
 from aioshm.config import Options
 from aioshm.queue.remote import wire
+from aioshm.ring.layout import TRACE_BYTES
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.inbox import Inbox
@@ -170,4 +171,4 @@ class Connection:
 
 
 def _largest_frame(max_message_bytes: int) -> int:
-    return min(max_message_bytes + wire.HEAD_BYTES, 2**63 - 1)
+    return min(max_message_bytes + wire.HEAD_BYTES + TRACE_BYTES, 2**63 - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,10 @@ from aioshm.queue.remote.link import WriterLink
 from aioshm.queue.remote.safety import check_safety
 from aioshm.queue.remote.window import Missing
 from aioshm.queue.stats import QueueStats
+from aioshm.queue.tracing import NO_TRACE, is_trace
 from aioshm.ring import RingReader
 from aioshm.ring.atomics import NOTHING
+from aioshm.ring.layout import TRAIL
 
 COPY_BYTES = 16 * 1024
 """Longer messages are decoded where they lie."""
@@ -73,6 +76,8 @@ class NetworkSource:
         self._loads = loads_of(codec)
         self._view = view_of(codec)
         self._core = gate.core
+        self._trail: deque[bytes] | None = deque(maxlen=TRAIL) if handle.options.trace_context else None
+        self._noted = -1  # the message whose trace context was noted last
         self.receive: Callable[[], Any] = self._receive
 
     @property
@@ -126,6 +131,7 @@ class NetworkSource:
         try:
             if isinstance(message, Missing):
                 raise self._lost(message)
+            self.note_trace(message)
             return self._decoded(message)
         finally:
             self.done()
@@ -141,6 +147,7 @@ class NetworkSource:
                 batch.append(self._decoded(message))
             except CodecError:
                 break
+            self.note_trace(message)
             self.done()
         return batch
 
@@ -150,6 +157,7 @@ class NetworkSource:
             self.done()
             raise self._lost(message)
         self._window.held = True
+        self.note_trace(message)
         return LeasedData(self, message) if decoded else RawData(self, message)
 
     def bind_leases(self, *_: object) -> None:
@@ -172,6 +180,20 @@ class NetworkSource:
         """Finish with the first message in line."""
         self._gate.count_turn()
         self.link.finished_one()
+
+    def note_trace(self, data: wire.Data) -> None:
+        """Note the trace context of a message that is taken."""
+        if self._trail is None or self._noted == data.seq:
+            return
+        self._noted = data.seq
+        trace = data.trace or NO_TRACE
+        if trace != NO_TRACE and not is_trace(trace):
+            self._core.garbled += 1
+            trace = NO_TRACE
+        self._trail.append(trace)
+
+    def traces(self, most: int) -> list[bytes]:
+        return [] if self._trail is None or not most else list(self._trail)[-most:]
 
     def _decoded(self, data: wire.Data) -> Any:
         if data.kind == RAW:

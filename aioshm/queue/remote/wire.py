@@ -8,6 +8,9 @@ Data goes from the writer's XPUB socket to the readers' SUB sockets, in one fram
     | topic  | u32   | slot (frames.py)  |             |        |        |
     +--------+-------+-------------------+-------------+        +--------+
 
+The third field of the header says whether the body is apart, and whether there is a trace context between header and
+body (`TRACE_BYTES`, as in a slot).
+
 ``whom`` is `EVERYONE`, or the rank of the one reader that asked for this message again. Both lie in the part of a frame
 that a subscription is for, so only subscribers that know the secret get anything at all.
 
@@ -26,7 +29,7 @@ import msgspec
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, RAW
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.process.guard import built
-from aioshm.ring.layout import VERSION
+from aioshm.ring.layout import TRACE_BYTES, VERSION
 
 SECRET_BYTES = 16
 EVERYONE = 2**32 - 1
@@ -37,7 +40,7 @@ MARK = 16
 """A kind of data message without a body: its sequence number is that of the message behind it. A reader that has just
 subscribed gets one, and thereby knows which messages it will not get by itself."""
 
-BODY_APART = 1  # in the header's third field
+BODY_APART, TRACED = 1, 2  # bits of the header's third field
 ONE_FRAME_BYTES = 16 * 1024
 """Bodies up to this are joined to their head: one more frame costs more than the copy."""
 
@@ -81,6 +84,7 @@ class Data(msgspec.Struct, frozen=True, gc=False):
         seq: The sequence number.
         main_bytes: Length of the body's main part.
         body: As it would lie in a chunk.
+        trace: The trace context; empty: there is none.
     """
 
     kind: int
@@ -89,6 +93,7 @@ class Data(msgspec.Struct, frozen=True, gc=False):
     seq: int
     main_bytes: int
     body: memoryview
+    trace: bytes = b""
 
 
 def parse_data(head: memoryview, body: memoryview | None) -> Data:
@@ -103,16 +108,22 @@ def parse_data(head: memoryview, body: memoryview | None) -> Data:
     """
     if len(head) < HEAD_BYTES:
         raise WireError(f"a frame of {len(head)} bytes instead of {HEAD_BYTES} or more")
-    kind, codec, apart, n_buffers, seq, _, main_bytes = HEADER.unpack_from(head, ADDRESS_BYTES)
-    if apart != (BODY_APART if body is not None else 0) or (apart and len(head) != HEAD_BYTES):
+    kind, codec, flags, n_buffers, seq, _, main_bytes = HEADER.unpack_from(head, ADDRESS_BYTES)
+    end, trace = HEAD_BYTES, b""
+    if flags & TRACED:
+        end += TRACE_BYTES
+        trace = bytes(head[HEAD_BYTES:end])
+        if len(trace) != TRACE_BYTES:
+            raise WireError(f"a frame of {len(head)} bytes instead of {end} or more")
+    if flags & ~TRACED != (BODY_APART if body is not None else 0) or (body is not None and len(head) != end):
         raise WireError("another number of frames than the first one says")
     if body is None:
-        body = head[HEAD_BYTES:]
+        body = head[end:]
     if kind not in (INLINE, RAW, MARK) or n_buffers > MAX_BUFFERS or main_bytes > len(body):
         raise WireError(f"kind {kind}, {n_buffers} buffers, {main_bytes} of {len(body)} bytes")
     if not n_buffers and main_bytes != len(body):
         raise WireError(f"{len(body)} bytes instead of {main_bytes}")
-    return Data(kind, codec, n_buffers, seq, main_bytes, body)
+    return Data(kind, codec, n_buffers, seq, main_bytes, body, trace)
 
 
 class Control(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):

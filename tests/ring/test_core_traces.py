@@ -1,0 +1,135 @@
+"""Trace contexts in slots, in both cores: each message has its writer's of that moment, and garbage is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pairs_of_cores import PLAIN, NewPair, Pair
+
+from aioshm.ring import layout as at
+from aioshm.ring import memory_fence
+
+NONE = bytes(at.TRACE_BYTES)
+
+
+def trace(number: int) -> bytes:
+    return at.TRACE.pack(1, 1, number.to_bytes(16, "big"), number.to_bytes(8, "big"))
+
+
+def traced(new_pair: NewPair, n_reader: int = 1, chunks: int = 3, **sizes: Any) -> Pair:
+    return new_pair(n_reader, chunks, traced=True, **sizes)
+
+
+def test_each_message_has_the_context_of_its_moment(new_pair: NewPair) -> None:
+    pair = traced(new_pair, 2)
+    for number in (1, 2, 3, 4):
+        pair.writer.trace = trace(number) if number != 3 else NONE
+        assert pair.writer.send(b"x" * 50) is None
+        assert [reader.take() for reader in pair.readers] == [b"x" * 50] * 2
+        assert pair.reader.traces(1) == [trace(number) if number != 3 else NONE]
+    for reader in pair.readers:
+        assert reader.traces(3) == [trace(2), NONE, trace(4)]
+        assert reader.traces(99) == [trace(1), trace(2), NONE, trace(4)]
+        assert reader.traces(0) == []
+        assert reader.garbled == 0
+
+
+def test_batches(new_pair: NewPair) -> None:
+    pair = traced(new_pair, 1, 4)
+    pair.writer.trace = trace(1)
+    assert pair.writer.put_many([b"a", b"b"], 0) == 2
+    pair.writer.trace = trace(2)
+    assert pair.writer.put(b"c")
+    assert pair.reader.take_many(5) == [b"a", b"b", b"c"]
+    assert pair.reader.traces(3) == [trace(1), trace(1), trace(2)]
+
+
+def test_what_is_claimed_and_committed_by_hand(new_pair: NewPair) -> None:
+    pair = traced(new_pair)
+    assert pair.writer.claim(50) is not None
+    pair.writer.trace = trace(7)
+    pair.writer.commit()
+    memory_fence()
+    assert pair.reader.peek() is not None
+    assert pair.reader.traces(1) == [], "nothing was taken yet"
+    pair.reader.note_trace()
+    assert pair.reader.traces(1) == [trace(7)]
+    pair.reader.release()
+    assert pair.reader.traces(9) == [trace(7)], "it was noted once"
+
+
+def test_leased_and_kept(new_pair: NewPair) -> None:
+    pair = traced(new_pair)
+    reader = pair.reader
+    reader.bind_leases(lambda _: None, lambda: None, lambda: None, lambda *_: None, None, None, lambda _: None)
+    for number in (1, 2):
+        pair.writer.trace = trace(number)
+        assert pair.writer.put(b"x")
+    assert reader.lease() == b"x"
+    assert reader.traces(9) == [trace(1)], "while it is leased"
+    reader.unlease()
+    assert reader.traces(9) == [trace(1)]
+    reader.skip()
+    assert reader.traces(9) == [trace(1), trace(2)]
+    reader.give_back(1)
+    assert reader.traces(9) == [trace(1), trace(2)]
+
+
+def test_the_latest_are_kept(new_pair: NewPair) -> None:
+    pair = traced(new_pair, 1, 8)
+    for number in range(1, at.TRAIL + 10):
+        pair.writer.trace = trace(number)
+        assert pair.writer.put(b"")
+        pair.reader.take()
+    assert pair.reader.traces(1 << 40) == [trace(number) for number in range(10, at.TRAIL + 10)]
+
+
+@pytest.mark.parametrize(
+    ("found", "garbled"),
+    [
+        (bytes([2]) + trace(1)[1:], 1),
+        (bytes([255]) * at.TRACE_BYTES, 1),
+        (at.TRACE.pack(1, 1, bytes(16), b"12345678"), 1),
+        (at.TRACE.pack(1, 1, b"1234567812345678", bytes(8)), 1),
+        (at.TRACE.pack(0, 1, b"1234567812345678", b"12345678"), 0),
+    ],
+    ids=["unknown version", "ones", "no trace id", "no span id", "none, and leftovers"],
+)
+def test_garbage_is_ignored_and_counted(new_pair: NewPair, found: bytes, garbled: int) -> None:
+    pair = traced(new_pair)
+    pair.writer.put(b"x")
+    start = pair.ring.layout.slot(0) + pair.ring.layout.trace_at
+    pair.ring.view[start : start + at.TRACE_BYTES] = found
+    assert pair.reader.take() == b"x", "the message is none the worse"
+    assert pair.reader.traces(1) == [NONE]
+    assert pair.reader.garbled == garbled
+
+
+def test_where_nobody_asked_there_is_none(new_pair: NewPair) -> None:
+    pair = new_pair()
+    before = bytes(pair.ring.view[pair.ring.layout.slot(1) : pair.ring.layout.slot(2)])
+    pair.writer.trace = trace(5)
+    pair.writer.put(b"x")
+    pair.reader.take()
+    assert pair.reader.traces(5) == []
+    pair.reader.note_trace()
+    assert bytes(pair.ring.view[pair.ring.layout.slot(1) : pair.ring.layout.slot(2)]) == before
+
+
+def test_arguments(new_pair: NewPair) -> None:
+    pair = traced(new_pair)
+    assert pair.writer.trace == NONE
+    for wrong, error in ((b"", ValueError), (bytes(27), ValueError), (None, TypeError), (bytearray(26), TypeError)):
+        with pytest.raises(error, match="a trace context"):
+            pair.writer.trace = wrong
+    pair.writer.trace = trace(3)
+    assert pair.writer.trace == trace(3)
+    for wrong, error in ((-1, OverflowError), ("1", TypeError)):
+        with pytest.raises(error):
+            pair.reader.traces(wrong)
+    pair.reader.bind(bytes, PLAIN, True, None)
+    pair.reader.close()
+    assert pair.reader.traces(1) == []
+    with pytest.raises(ValueError, match="closed"):
+        pair.reader.note_trace()
