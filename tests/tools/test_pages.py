@@ -18,6 +18,7 @@ SLOW = {
     "docs/tutorial.md",
     "docs/howto/engines.md",
     "docs/howto/names.md",
+    "docs/howto/pytest.md",
     "docs/howto/starlette.md",
     "docs/howto/uvicorn-workers.md",
     "docs/howto/workers.md",

@@ -1,0 +1,22 @@
+"""For tests of programs that use aioshm: ends in one loop, and a look at what a test has left behind.
+
+The pytest plugin (`aioshm.testing.plugin`) is there wherever aioshm is installed, and has the same as fixtures:
+`aioshm_pair`, `aioshm_readers`, `aioshm_clean` and `aioshm_runtime_dir`. This module needs no pytest, and what stands
+here is imported when it is first used: pytest imports the plugin in every run.
+"""
+
+from typing import TYPE_CHECKING
+
+from aioshm.deferred import import_when_used as _import_when_used
+
+if TYPE_CHECKING:
+    from aioshm.testing.ends import pair, readers
+    from aioshm.testing.leftovers import Leftovers, leaving_no_task
+
+__all__ = ["Leftovers", "leaving_no_task", "pair", "readers"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = _import_when_used(
+        __name__,
+        {"aioshm.testing.ends": ("pair", "readers"), "aioshm.testing.leftovers": ("Leftovers", "leaving_no_task")},
+    )

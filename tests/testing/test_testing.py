@@ -1,0 +1,166 @@
+"""The fixtures for users, in runs of pytest of their own, on the loops of pytest-asyncio and of anyio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import sweeping
+
+from aioshm.testing import Leftovers, leaving_no_task, pair, readers
+
+TESTS = """
+import asyncio, gc, os, subprocess, sys
+import pytest
+from aioshm import MessageQueue, Options
+
+MARK
+
+async def test_a_pair(aioshm_pair, aioshm_clean):
+    async with aioshm_pair(codec="msgpack", type=int) as (writer, reader):
+        await writer.enqueue(7)
+        assert await reader.dequeue() == 7
+
+async def test_readers(aioshm_readers, aioshm_clean):
+    async with aioshm_readers(3) as (writer, readers):
+        await writer.enqueue("all")
+        assert [await reader.dequeue() for reader in readers] == ["all"] * 3
+
+async def test_names_are_the_tests_own(aioshm_runtime_dir, aioshm_clean):
+    async with MessageQueue(0, 0, name="steps"):
+        assert list(aioshm_runtime_dir.iterdir())
+
+def test_a_plain_function(aioshm_clean):
+    pass
+
+kept = []
+
+async def test_leaves_a_queue(aioshm_clean):
+    kept.append(MessageQueue(0, 0))
+
+async def test_leaves_a_task(aioshm_clean):
+    kept.append(asyncio.create_task(asyncio.sleep(100)))
+
+def test_leaves_a_process(aioshm_clean):
+    kept.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+
+def test_leaves_a_segment(aioshm_clean):
+    code = "from aioshm.ring.segment import Segment; s = Segment.create(4096, 'named'); import os; os._exit(0)"
+    subprocess.run([sys.executable, "-c", code])
+
+def test_ends_what_was_left():
+    kept[-1].communicate()
+    from aioshm.ring.segment import orphans, remove_orphan
+    for name in orphans():
+        remove_orphan(name)
+"""
+LOOPS = {
+    "asyncio": ("", ["-p", "pytest_asyncio.plugin", "-o", "asyncio_mode=auto"]),
+    "strict": ("pytestmark = pytest.mark.asyncio", ["-p", "pytest_asyncio.plugin", "-o", "asyncio_mode=strict"]),
+    "anyio": (
+        "pytestmark = pytest.mark.anyio\n@pytest.fixture\ndef anyio_backend(): return 'asyncio'",
+        ["-p", "anyio"],
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_in_a_run_of_its_own(loop: str, tmp_path: Path) -> None:
+    mark, options = LOOPS[loop]
+    tests = TESTS.replace("MARK", mark)
+    if loop == "strict":  # whose mark is not for functions that are no coroutines
+        tests = tests.replace(mark, "").replace("async def test", "@pytest.mark.asyncio\nasync def test")
+    (tmp_path / "test_users.py").write_text(tests)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naioshm_clean_timeout = 0.3\n")
+    plugin = ["-p", "aioshm.testing.plugin"]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *plugin, *options]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    with sweeping():
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+    outcomes = {
+        line.split()[0].rpartition("::")[2]: line.split()[1]
+        for line in reversed(done.stdout.splitlines())  # what comes first counts: the call, then its teardown
+        if line.startswith("test_users.py::")
+    }
+    assert outcomes == {
+        "test_a_pair": "PASSED",
+        "test_readers": "PASSED",
+        "test_names_are_the_tests_own": "PASSED",
+        "test_a_plain_function": "PASSED",
+        "test_leaves_a_queue": "PASSED",
+        "test_leaves_a_task": "FAILED",
+        "test_leaves_a_process": "PASSED",
+        "test_leaves_a_segment": "PASSED",
+        "test_ends_what_was_left": "PASSED",
+    }, done.stdout
+    assert "the test left tasks behind" in done.stdout
+    for name, what in {
+        "test_leaves_a_queue": "shared memory (inode",
+        "test_leaves_a_process": "process ",
+        "test_leaves_a_segment": "segment aioshm-",
+    }.items():
+        assert f"ERROR test_users.py::{name}" in done.stdout, done.stdout
+        assert f"the test left behind: {what}" in done.stdout, done.stdout
+    assert "1 failed, 8 passed, 3 errors" in done.stdout
+
+
+def test_importing_what_users_import_imports_no_pytest() -> None:
+    for modules in ("aioshm", "aioshm.testing, aioshm.testing.ends, aioshm.testing.leftovers"):
+        code = f"import {modules}, sys; print('pytest' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout == "False\n"
+
+
+def test_the_plugin_alone_imports_no_queue() -> None:
+    code = "import aioshm.testing.plugin, sys; print({'asyncio', 'zmq', 'msgspec'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+async def test_what_is_left_is_found_and_then_gone() -> None:
+    leftovers = Leftovers()
+    async with pair() as (writer, reader):
+        await writer.enqueue(1)
+        assert await reader.dequeue() == 1
+        found = leftovers.find()
+        assert any(line.startswith("shared memory") for line in found)
+        assert any(line.startswith("socket") for line in found)
+    assert await asyncio.to_thread(leftovers.wait) == []
+
+
+async def test_a_process_is_left_until_it_has_ended() -> None:
+    leftovers = Leftovers()
+    process = await asyncio.create_subprocess_exec("sleep", "100")
+    assert leftovers.wait(0) == [f"process {process.pid} (sleep 100)"] or leftovers.find()  # or not execed yet
+    process.kill()
+    await process.wait()
+    assert await asyncio.to_thread(leftovers.wait) == []
+
+
+async def test_readers_are_refused_what_they_set_themselves() -> None:
+    with pytest.raises(TypeError, match="n_reader must not be given"):
+        async with readers(2, n_reader=2):
+            pass
+    with pytest.raises(ValueError, match="count"):
+        async with readers(0):
+            pass
+
+
+async def test_a_test_that_cancels_its_tasks_leaves_none() -> None:
+    async def tidy() -> None:
+        asyncio.create_task(asyncio.sleep(100)).cancel()
+
+    await leaving_no_task(tidy)()
+
+
+def test_the_entry_point() -> None:
+    from importlib.metadata import entry_points
+
+    names = {entry.name: entry.value for entry in entry_points(group="pytest11")}
+    assert names["aioshm.testing.plugin"] == "aioshm.testing.plugin"
