@@ -19,7 +19,7 @@ from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, ide
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
 from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
-from aioshm.errors import EngineDead
+from aioshm.errors import EngineDead, RoleError
 from aioshm.process.watch import WatchedManager, WatchedProcess
 
 _ADD = EngineCoreRequestType.ADD.value
@@ -63,6 +63,9 @@ class EngineClient(AsyncClosing):
             brought no output yet, each to an engine that has not had it; None: none.
         on_engine_change: Called on the loop, with ``"continue"``, when an engine is gone, with its rank and the error,
             and when one is back, with its rank and None.
+        membership_address: Where the process that starts the engines tells which ones there are, see
+            `CoreEngineLaunch.membership_address`, with ``"continue"``; then ``engines`` may be any that were before.
+            None: they are those that are given, and those that `add_engine` and `remove_engine` say.
 
     Attributes:
         addresses: What engines are to be told.
@@ -85,14 +88,27 @@ class EngineClient(AsyncClosing):
         on_engine_death: OnEngineDeath = "fail",
         resubmit: Resubmit | None = None,
         on_engine_change: OnEngineChange | None = None,
+        membership_address: str | None = None,
     ) -> None:
         if on_engine_death not in get_args(OnEngineDeath):
             raise ValueError(f"on_engine_death must be 'fail' or 'continue', not {on_engine_death!r}")
         if resubmit is not None and (resubmit not in get_args(Resubmit) or on_engine_death == "fail"):
             raise ValueError(f"resubmit must be None, or 'unstarted' with on_engine_death='continue', not {resubmit!r}")
+        if membership_address is not None and on_engine_death == "fail":
+            raise ValueError("membership_address needs on_engine_death='continue', not 'fail'")
         self._link = EngineLink(
-            addresses, engines, client_index, output_type, options, keys, secure, on_engine_death, on_engine_change
+            addresses,
+            engines,
+            client_index,
+            output_type,
+            options,
+            keys,
+            secure,
+            on_engine_death,
+            on_engine_change,
+            membership_address,
         )
+        self._follows = membership_address is not None
         self._resubmits = resubmit is not None
         self._request_type = request_type
         self._encode = PayloadEncoder(self._link.options.max_message_bytes).encode
@@ -209,7 +225,7 @@ class EngineClient(AsyncClosing):
             TypeError, ValueError: There can be no such rank, or there is an engine of that rank.
         """
         identity(rank)
-        self._link.check_open()
+        self._check_own()
         self._link.add(rank)
         self._link.tell_scale()
 
@@ -227,7 +243,7 @@ class EngineClient(AsyncClosing):
             ValueError: It is not the last one, or the only one.
         """
         link = self._link
-        link.check_open()
+        self._check_own()
         if timeout is not None:
             check_seconds("timeout", timeout)
         if len(link.engines.ranks) == 1 or rank != link.engines.ranks[-1]:
@@ -331,6 +347,11 @@ class EngineClient(AsyncClosing):
         finally:
             link.pending.forget(calls)
         return results if engine is None else results[0]
+
+    def _check_own(self) -> None:
+        self._link.check_open()
+        if self._follows:
+            raise RoleError("the process at membership_address says which engines there are: scale its supervisor")
 
     def _stamp(self, request: Any) -> None:
         try:

@@ -16,12 +16,14 @@ from aioshm.arguments import check_int
 from aioshm.closing import warn_not_closed
 from aioshm.config import Options
 from aioshm.engine.client.liveness import Liveness
+from aioshm.engine.client.membership import MembershipLink
 from aioshm.engine.client.pending import Pending
 from aioshm.engine.client.sockets import ClientSockets
 from aioshm.engine.client.streams import Inbox
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
 from aioshm.engine.protocol.balance import LoadBalancer
 from aioshm.engine.protocol.envelopes import EnvelopeDecoder
+from aioshm.engine.protocol.membership import Membership, Progress
 from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
 from aioshm.engine.protocol.payloads import Frame, check_stranger
 from aioshm.engine.protocol.registrations import Registrations
@@ -32,6 +34,7 @@ from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
 from aioshm.process.guard import built
+from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import host_of
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
@@ -76,6 +79,7 @@ class EngineLink:
         secure: bool,
         on_engine_death: OnEngineDeath,
         on_engine_change: OnEngineChange | None,
+        membership_address: str | None,
     ) -> None:
         self.sockets: ClientSockets | None = None
         self._closed = False
@@ -102,6 +106,12 @@ class EngineLink:
         self._dead: EngineDead | None = None
         self.deaths: dict[int, EngineDead] = {}
         self._began = self._complete = False
+        self._leaving: set[int] = set()  # engines that get nothing more
+        self._membership_address = membership_address
+        self._membership: MembershipLink | None = None
+        self._early: dict[bytes, tuple[list[bytes], int, str, str]] = {}  # engines that were not told of yet
+        self._version = 0  # of the membership that this goes by
+        self._incarnations: dict[int, int] = {}  # of the engines that have registered, where their keys tell
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
     def __repr__(self) -> str:
@@ -137,6 +147,18 @@ class EngineLink:
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
         self.liveness: Liveness = Liveness(lambda rank: this._lose(rank), lambda error: this._die(error))
+        if (address := self._membership_address) is not None:
+            self.liveness.expect_explanations()
+            self.pending.idle = lambda _position: this._say_progress()
+            own = keys_for_front_end(self._given_keys).front_end if self._secure and over_tcp([address]) else None
+            curve = None if own is None else CurveKeys(public=own.public, secret=own.secret, server=own.public)
+            try:
+                self._membership = MembershipLink(address, lambda told: this._follow(told), curve)
+            except BaseException:
+                self._closed = True
+                self.liveness.stop()
+                self.sockets.close()
+                raise
 
     async def aclose(self) -> None:
         """Abort what is in flight, and close the sockets."""
@@ -147,6 +169,8 @@ class EngineLink:
             self.abort(position, ids)
         self._closed = True
         self.liveness.stop()
+        if self._membership is not None:
+            self._membership.close()
         self._fail(lambda: EndClosed("the client of the engines was closed"))
         await self.sockets.aclose()
 
@@ -154,6 +178,8 @@ class EngineLink:
         if self.sockets is not None and not self._closed:
             warn_not_closed(self)
             self.liveness.stop()
+            if self._membership is not None:
+                self._membership.close()
             self.sockets.close()
 
     # What is sent
@@ -190,6 +216,9 @@ class EngineLink:
             if self._recognised[0]:
                 rank_by_keys = self._protection.ranks.get(user)
                 self.engines.recognise(sender_identity, rank_by_keys, self._protection.name_of(user))
+            if self._membership is not None and self.engines.may_come(sender_identity):
+                self._early[sender_identity] = frames, connection, sender, user
+                return
             rank = self.engines.take(sender_identity, frames)
         except ValueError as error:
             self._limiter.warn(
@@ -197,21 +226,33 @@ class EngineLink:
             )
             return
         self.liveness.connected(rank, connection, sender)
+        if self._dead is not None:  # of its predecessor, which was not known before
+            return
         if self.deaths.pop(rank, None) is not None:
+            self.engines.take(sender_identity, frames)  # its predecessor's death, if it was told now, has undone it
             logger.info("engine %d is back: it is %s", rank, sender)
             self._tell_change(rank, None)
-        self.balance.take_in(self.engines.position(rank))
-        if self.engines.missing:
+        if self._recognised[0]:
+            self._incarnations[rank] = int(user.partition(".")[2])
+        if rank not in self._leaving:
+            self.balance.take_in(self.engines.position(rank))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let calls begin if all engines have registered, and those are all that there are."""
+        self._say_progress()
+        if self.engines.missing or (self._membership is not None and not self._version):
             return
         self._complete = True
-        if not self.settled.is_set():
-            self.settled.set()
-            if not self._began:
-                self._began = True
-                self._subscribe(self.addresses.frontend_stats_publish_address or self.engines.stats_address)
+        self.settled.set()
+        if not self._began:
+            self._began = True
+            self._subscribe(self.addresses.frontend_stats_publish_address or self.engines.stats_address)
 
     def disconnected(self, connection: int) -> None:
         """Take the end of a connection."""
+        for name in [each for each, (_, its_connection, *_) in self._early.items() if its_connection == connection]:
+            del self._early[name]
         self.liveness.disconnected(connection)
 
     def output(self, frames: list[Frame], origin: str) -> None:
@@ -298,6 +339,7 @@ class EngineLink:
             "%s; %d of its requests failed, %d went to other engines", error, len(its_own) - len(moved), len(moved)
         )
         self._tell_change(rank, error)
+        self._say_progress()
 
     def _expect_more(self) -> None:
         assert self.sockets is not None
@@ -352,14 +394,13 @@ class EngineLink:
 
     async def drain(self, rank: int) -> None:
         """Give an engine no more requests, and wait until it has finished what it has; cancelling this changes that."""
-        position = self.engines.position(rank)
+        position = self._begin_to_leave(rank)
         idle = asyncio.Event()
 
         def notice(now_idle: int) -> None:
             if now_idle == position:
                 idle.set()
 
-        self.balance.leave_out(position)
         try:
             self.pending.idle = notice
             if self.balance.in_flight[position]:
@@ -367,11 +408,21 @@ class EngineLink:
             if answers := self.pending.calls_of(position):
                 await asyncio.wait(answers)
         except BaseException:
-            if rank in self.engines.ready:
-                self.balance.take_in(position)
+            self._stay(rank)
             raise
         finally:
             self.pending.idle = None
+
+    def _begin_to_leave(self, rank: int) -> int:
+        position = self.engines.position(rank)
+        self._leaving.add(rank)
+        self.balance.leave_out(position)
+        return position
+
+    def _stay(self, rank: int) -> None:
+        self._leaving.discard(rank)
+        if rank in self.engines.ready:
+            self.balance.take_in(self.engines.position(rank))
 
     def remove_last(self) -> None:
         """Expect the last engine no more; what it still has fails."""
@@ -383,10 +434,45 @@ class EngineLink:
         self.liveness.dismiss(rank)
         self.deaths.pop(rank, None)
         self.engines.remove_last()
+        self._leaving.discard(rank)
         self.balance.resize(len(self.engines.ranks))
-        if not self.engines.missing:
-            self._complete = True
-            self.settled.set()
+        self._settle()
+
+    # As another process tells
+
+    def _follow(self, told: Membership) -> None:
+        """Go by what is told of the engines: more of them, fewer, some that are to be left alone, or how they died."""
+        if self._dead is not None or self._closed:
+            return
+        for rank in sorted(told.engines.keys() - self.engines.ranks):
+            self.add(rank)
+        while self.engines.ranks[-1] not in told.engines and len(self.engines.ranks) > 1:
+            self.remove_last()
+        for rank, incarnation in told.engines.items():
+            self.void_keys(rank, incarnation)
+        for rank in self._leaving.difference(told.leaving):
+            self._stay(rank)
+        for rank in set(told.leaving).intersection(self.engines.ranks) - self._leaving:
+            for answer in self.pending.calls_of(self._begin_to_leave(rank)):
+                answer.add_done_callback(lambda _answer: self._loop.call_soon(self._say_progress))
+        for rank, death in told.deaths.items():
+            is_this = self._incarnations.get(rank) == death.incarnation if self._recognised[0] else None
+            self.liveness.explain(EngineDead(death.text, engine=rank, pid=death.pid), is_this=is_this)
+        self._version = told.version
+        for name in self._early.keys() & set(self.engines.identities):
+            self.registered(name, *self._early.pop(name))
+        if told.failure is not None:
+            self.give_up(EngineDead(told.failure.text, engine=told.failure.engine, pid=told.failure.pid))
+        self._settle()
+
+    def _say_progress(self) -> None:
+        """Tell the process that starts engines how far this front end is with what it was told."""
+        if self._membership is not None and not self._closed:
+            busy = [rank for rank in sorted(self._leaving) if self._is_busy(self.engines.position(rank))]
+            self._membership.say(Progress(self._version, self.engines.missing, busy))
+
+    def _is_busy(self, position: int) -> bool:
+        return self.balance.in_flight[position] > 0 or any(not each.done() for each in self.pending.calls_of(position))
 
     def tell_scale(self) -> None:
         """Tell the coordinator, if there is one, how many engines there are."""
@@ -414,19 +500,19 @@ class EngineLink:
         if rank is not None:
             if rank in self.deaths:
                 raise _again(self.deaths[rank])
+            if rank in self._leaving:
+                raise EngineDead(f"engine {rank} is being taken out of service", engine=rank)
             return self.engines.position(rank)
         if self.balance.choices:
             return self.balance.choose()
         raise self._nobody()
 
     def all_positions(self) -> list[int]:
-        """Return the positions of the engines that live.
+        """Return the positions of the engines that live, and stay.
 
         Raises:
             EngineDead: None does.
         """
-        if not self.deaths:
-            return list(range(len(self.engines.ranks)))
         if not self.balance.choices:
             raise self._nobody()
         return self.balance.choices.copy()

@@ -51,6 +51,7 @@ class Liveness:
         self._losses: dict[int | None, _Loss] = {}  # None: an engine that has not said which one it is
         self._told: set[int] = set()  # the dead, until they are back
         self._told_until = 0.0  # until then an engine that says that it ends is the one that was told last
+        self._explained = False  # somebody else tells how they have died
         self._stopped = False
 
     def watch(self, manager: WatchedManager | None, processes: Iterable[WatchedProcess]) -> None:
@@ -76,6 +77,26 @@ class Liveness:
         self._connections[connection] = engine
         self._senders[engine] = sender
         self.hosts.add(sender)
+
+    def expect_explanations(self) -> None:
+        """Wait for `explain` where an engine's connection ends."""
+        self._explained = True
+
+    def explain(self, error: EngineDead, *, is_this: bool | None = None) -> None:
+        """Take from elsewhere how an engine has died; nothing happens if that was told, or its successor is here.
+
+        Args:
+            error: Names the engine and its process.
+            is_this: Whether it is the process that has connected, where its keys tell that; None: as its process id
+                tells, if it does.
+        """
+        engine = error.engine
+        assert engine is not None
+        if is_this is None:
+            sender = self._senders.get(engine, "")
+            is_this = sender == f"pid {error.pid}" if sender.startswith("pid ") else engine in self._losses
+        if is_this and (engine in self._losses or engine in self._connections.values()):
+            self._tell(error)
 
     def dismiss(self, engine: int) -> None:
         """Take the end of an engine for what was meant to be, until an engine of its rank connects again."""
@@ -123,7 +144,9 @@ class Liveness:
         former = self._losses.get(engine)
         # Where it says so itself its connection ends next, or its process exits.
         when = self._loop.time() + (
-            NAME_WITHIN_S if self._watch is not None or (said_dead and former is None) else LAST_WORDS_S
+            NAME_WITHIN_S
+            if self._watch is not None or self._explained or (said_dead and former is None)
+            else LAST_WORDS_S
         )
         if former is not None:
             said_dead = said_dead or former.said_dead

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from aioshm.engine.protocol.messages import SUBSCRIBE_TO_ALL
 from aioshm.engine.protocol.payloads import MAX_FRAMES, MAX_STRANGE_FRAMES, Frame
 from aioshm.engine.security.binding import Protection, over_tcp
+from aioshm.engine.security.connections import Connections
 from aioshm.engine.security.doorkeeper import Doorkeeper
 from aioshm.engine.security.guard import STRANGE_BYTES, Guard, heartbeat_rate
 from aioshm.engine.security.reading import First, MessageReader, plain, sender_of, user_of, with_property, with_sender
@@ -101,33 +100,26 @@ class ClientSockets:
         first: First[str] = plain
         if over_tcp([output_address]):
             first = with_property("Peer-Address" if open_to_all else "User-Id")
-        self._guards: list[Guard] = []
-        self._guard: Guard | None = None  # of the ROUTER, over TCP; elsewhere there is
-        self._connections: Pump | None = None
-        self._open_connections: set[int] = set()
+        self._guard: Guard | None = None  # of the PULL, over TCP
+        self._connections: Connections | None = None
         try:
             self._doorkeeper = protection.doorkeeper(self._sockets)
             self._router = self._open(zmq.ROUTER, input_address, max_bytes)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what reaches nobody shall be an error
             if input_address.startswith("tcp://"):
                 watched_by_heartbeats(self._router, int(silence_s * 1000))
-            # Before an engine can connect, so that no end of a connection is missed.
-            if over_tcp([input_address]):
-                rate = heartbeat_rate(silence_s)
-                encrypted = protection.encrypts(input_address)
-                self._guard = Guard(
-                    self._router, self._sockets, encrypted=encrypted, on_end=listener.disconnected, rate=rate
-                )
-                self._guards.append(self._guard)
-            else:
-                monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-                self._monitor = self._sockets.add(monitor)
-                self._connections = Pump(self._loop, self._monitor, self._read_connections)
-                self._pumps.append(self._connections)
+            self._connections = Connections(
+                self._router,
+                self._sockets,
+                input_address,
+                protection,
+                lambda connection: listener.disconnected(connection),  # it may be a weak reference
+                heartbeat_rate(silence_s),
+            )
             self.input_address: str = self._bind(self._router, input_address)
             self._pull = self._open(zmq.PULL, output_address, max_bytes)
             if protection.encrypts(output_address):  # of others' outputs nobody knows how much they may be
-                self._guards.append(Guard(self._pull, self._sockets, encrypted=True))
+                self._guard = Guard(self._pull, self._sockets, encrypted=True)
             self.output_address: str = self._bind(self._pull, output_address)
             registrations = MessageReader(self._router, 1 + _REGISTRATION_FRAMES, with_sender)
             self._registrations = self._pump(self._router, self._registered, registrations.read)
@@ -194,8 +186,10 @@ class ClientSockets:
             pump.pause()
         for file in self._files:
             file.remove()
-        for guard in self._guards:
-            guard.close()
+        if self._connections is not None:
+            self._connections.close()
+        if self._guard is not None:
+            self._guard.close()
         if self._doorkeeper is not None:
             self._doorkeeper.close()
 
@@ -221,29 +215,9 @@ class ClientSockets:
 
     def _registered(self, message: tuple[zmq.Frame, list[bytes]]) -> None:
         sender, (name, *frames) = message
-        connection = int(sender.get(zmq.SRCFD))
-        # The number of a connection that has ended may be this one's now.
-        if self._guard is not None:
-            self._guard.look()
-            self._guard.credit(sender, frames)
-        elif self._connections is not None:
-            self._connections.run()
+        assert self._connections is not None
+        connection = self._connections.of(sender, frames)
         user = user_of(sender) if self._protection.encrypts(self.input_address) else ""
         self._listener.registered(name, frames, connection, sender_of(sender), user)
-        if not self._is_open(connection):  # it ended before this was read: nobody tells of that again
+        if not self._connections.is_open(connection):  # it ended before this was read: nobody tells of that again
             self._listener.disconnected(connection)
-
-    def _is_open(self, connection: int) -> bool:
-        return connection in self._open_connections if self._guard is None else self._guard.is_open(connection)
-
-    def _read_connections(self) -> None:
-        """Read all that the ROUTER's monitor says."""
-        with suppress(zmq.ZMQError):
-            while True:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-                connection = int(event["value"])
-                if event["event"] == zmq.EVENT_ACCEPTED:
-                    self._open_connections.add(connection)
-                else:
-                    self._open_connections.discard(connection)
-                    self._listener.disconnected(connection)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from aioshm.engine.protocol.addresses import identity
+from aioshm.engine.protocol.addresses import IDENTITY_BYTES, identity
 from aioshm.process.guard import built
 
 MAX_REGISTRATION_BYTES = 1 << 20
@@ -65,6 +65,10 @@ class Registrations:
             raise ValueError(f"it has the keys of engine {rank}, and another one's name")
         if sender == name and rank in self.ranks:
             self.identities[self.ranks.index(rank)] = name
+
+    def may_come(self, sender: bytes) -> bool:
+        """Tell whether an engine may be called this, although none is yet."""
+        return len(sender) == IDENTITY_BYTES and sender not in self.identities
 
     def take(self, sender: bytes, frames: Sequence[bytes]) -> int:
         """Take a registration: a map, or nothing as releases of vLLM before 0.10 send; return the engine's rank.

@@ -17,7 +17,8 @@ class APIServerProcessManager(ProcessManager):
 
     Each runs ``target_server_fn(listen_address, sock, args, client_config)``. The client config is a dict:
     ``input_address`` and ``output_address``, where this server meets the engines; ``client_count``, how many servers
-    there are; ``client_index``, which one it is; ``stats_update_address``, only if there is one.
+    there are; ``client_index``, which one it is; ``stats_update_address`` and ``membership_address``,
+    only if there is one.
 
     Args:
         target_server_fn: What each process runs.
@@ -31,6 +32,7 @@ class APIServerProcessManager(ProcessManager):
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
         keys: Each process starts with them, for its `EngineClient`; None: with those of this process.
+        membership_address: Where front ends are told which engines there are, if they are; see `EngineClient`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class APIServerProcessManager(ProcessManager):
         shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
         capture_stderr: bool = True,
         keys: EngineKeys | None = None,
+        membership_address: str | None = None,
     ) -> None:
         check_int("num_servers", num_servers, minimum=1)
         for name, addresses in (("input_addresses", input_addresses), ("output_addresses", output_addresses)):
@@ -60,5 +63,7 @@ class APIServerProcessManager(ProcessManager):
             config |= {"client_count": num_servers, "client_index": index}
             if stats_update_address is not None:
                 config["stats_update_address"] = stats_update_address
+            if membership_address is not None:
+                config["membership_address"] = membership_address
             jobs.append(Job(f"ApiServer_{index}", (listen_address, sock, args, config), attributes=attributes))
         super().__init__(target_server_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)

@@ -17,6 +17,8 @@ from aioshm.engine.protocol.progress import StartupProgress, StartupReport
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator
+from aioshm.engine.startup.endpoints import get_engine_client_zmq_addr
+from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.layout import Layout
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.engine.startup.rejoining import Rejoining
@@ -57,6 +59,7 @@ class CoreEngineLaunch:
     _cache_config: Any = field(default=None, repr=False)
     _progress_timeout: float = 0.0
     _stays_open: bool = False
+    front_ends: FrontEnds | None = field(default=None, repr=False)
     watch_coordinator: bool = field(default=True, repr=False)
 
     @property
@@ -64,6 +67,11 @@ class CoreEngineLaunch:
         """The processes of this host's engines; of Ray's actors, the manager has to be asked."""
         manager = self.engine_manager
         return manager.processes if isinstance(manager, CoreEngineProcManager) else []
+
+    @property
+    def membership_address(self) -> str | None:
+        """Where API servers are told which engines there are, see `EngineClient`; None: they are not told."""
+        return None if self.front_ends is None else self.front_ends.address
 
     @property
     def has_client(self) -> bool:
@@ -83,6 +91,11 @@ class CoreEngineLaunch:
                 " (launch with num_api_servers=0 to have one in this process)"
             )
         return self._client
+
+    @property
+    def members(self) -> EngineClient | FrontEnds | None:
+        """The clients of these engines, as one: the one of this process, or those of API servers that are told."""
+        return self._client if self.front_ends is None else self.front_ends
 
     async def wait_until_ready(self, timeout: float | None = None) -> StartupReport:
         """Wait until every engine is ready, and return what they said; needed after ``wait=False`` only.
@@ -147,6 +160,7 @@ async def launch_core_engines(
     coordinator: bool | None = None,
     enable_wave_coordination: bool = True,
     num_api_servers: int = 0,
+    membership_address: str | None = None,
     request_type: type[Any] | None = None,
     output_type: Any = None,
     options: Options | None = None,
@@ -196,6 +210,8 @@ async def launch_core_engines(
         coordinator: Whether to start a coordinator; None: if there is more than one engine, and this is the head node.
         enable_wave_coordination: See `DPCoordinator`.
         num_api_servers: How many API servers in other processes have the clients; 0: this process has the client.
+        membership_address: Where they are told which engines there are, with ``on_engine_death="continue"``; None: at a
+            socket file.
         request_type: See `EngineClient`.
         output_type: See `EngineClient`.
         options: See `EngineClient`.
@@ -271,6 +287,11 @@ async def launch_core_engines(
                 on_engine_change=on_engine_change,
             )
             await stack.enter_async_context(client)
+        front_ends = None
+        if num_api_servers and on_engine_death == "continue":
+            where = membership_address or get_engine_client_zmq_addr(True, "")
+            ranks = [engine.index for engine in layout.client_engines]
+            front_ends = stack.enter_context(FrontEnds(where, ranks, keys=keys, secure=secure))
         startup = EngineStartupCoordinator(
             layout.own_handshake_address,
             layout.core_engines,
@@ -313,6 +334,7 @@ async def launch_core_engines(
             cache_config,
             engine_ready_timeout() if progress_timeout is None else progress_timeout,
             on_engine_death == "continue",
+            front_ends,
         )
         if wait:
             await launch.wait_until_ready()

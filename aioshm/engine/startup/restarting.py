@@ -13,6 +13,7 @@ from aioshm.engine.dp.coordinator import NAME as COORDINATOR
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine
 from aioshm.engine.protocol.progress import engine_index, engine_of
+from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import EndClosed, EngineDead
@@ -92,7 +93,7 @@ class Restarting:
         manager = launch.engine_manager
         assert isinstance(manager, CoreEngineProcManager)
         self._launch, self._manager = launch, manager
-        self._client: EngineClient | None = launch.client if launch.has_client else None
+        self._members: EngineClient | FrontEnds | None = launch.members
         self._restart, self._lockstep, self._start_timeout = restart, lockstep, start_timeout
         self._on_change = on_change
         self.lives: dict[int, Life] = {}
@@ -155,6 +156,9 @@ class Restarting:
                 self._engine_exited(self.lives[rank], each)
 
     def _engine_exited(self, life: Life, found: ProcessExit) -> None:
+        if isinstance(self._members, FrontEnds):
+            error = EngineDead(found.describe(), engine=life.rank, pid=found.pid)
+            self._members.died(error, self._manager.next_incarnation(life.rank) - 1)
         self._void_keys(life.rank)
         if self.failure is not None or life.settle(found):
             return
@@ -168,9 +172,9 @@ class Restarting:
         """Have the keys of an engine's process that has exited refused at every socket."""
         incarnation = self._manager.next_incarnation(rank)
         self._rejoining.void_keys(rank, incarnation)
-        if self._client is not None:
+        if self._members is not None:
             with suppress(EngineDead, EndClosed):  # all keys are useless then
-                self._client.void_keys(rank, incarnation)
+                self._members.void_keys(rank, incarnation)
         if self._launch.coordinator is not None:
             self._launch.coordinator.void_keys(rank, incarnation)
 
@@ -179,6 +183,8 @@ class Restarting:
         life = self.lives.get(rank)
         if life is not None:
             life.settle(None)
+        if isinstance(self._members, FrontEnds):
+            self._members.returned(rank)
 
     # Started, and started again
 
@@ -249,8 +255,8 @@ class Restarting:
         life.pid = process.pid
         self.set_state(life, "starting")
         self._watch.add([process], managed=True)
-        if self._client is not None:
-            self._client.watch(self._manager)
+        if isinstance(self._members, EngineClient):
+            self._members.watch(self._manager)
         await asyncio.wait([life.turn], timeout=self._start_timeout)
         if not life.turn.done():
             life.doomed = True
@@ -286,7 +292,7 @@ class Restarting:
                 cause = str(error)
 
     async def _coordinator_back(self, coordinator: DPCoordinator) -> None:
-        count = None if self._client is None else len(self._client.ranks)
+        count = None if self._members is None else len(self._members.ranks)
         await in_thread(lambda: coordinator.run_again(count))
         self._watch.add([coordinator.proc])
 
@@ -294,8 +300,8 @@ class Restarting:
         logger.error("%s", text)
         rank, pid = (None, None) if life is None else (life.rank, life.pid)
         self.failure = EngineDead(text, engine=rank, pid=pid)
-        if self._client is not None:
-            self._client.give_up(self.failure)
+        if self._members is not None:
+            self._members.give_up(self.failure)
         self.failed.set()
 
     # What is said

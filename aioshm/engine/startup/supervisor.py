@@ -12,6 +12,7 @@ from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.link import Resubmit
+from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.restarting import Life, Restarting
 from aioshm.errors import EndClosed, EngineDead, RoleError
@@ -156,8 +157,11 @@ class EngineSupervisor(AsyncClosing):
         raise EndClosed("the supervisor of engines was closed")
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until every engine serves, also after deaths; see `EngineClient.wait_until_ready`."""
-        await self.client.wait_until_ready(timeout)
+        """Wait until every engine serves, also after deaths; see `EngineClient.wait_until_ready`.
+
+        Where API servers have the clients: until each of those that there are now has all engines.
+        """
+        await self._members().wait_until_ready(timeout)
 
     async def aclose(self) -> None:
         """Stop everything, the client first. Idempotent; finishes also when it is cancelled."""
@@ -188,40 +192,53 @@ class EngineSupervisor(AsyncClosing):
 
         Raises:
             EngineDead: A crash loop.
-            RoleError: The engines are in lockstep, or this process does not have all engines and their only client.
+            RoleError: The engines are in lockstep, or not all of them are this process', or other clients than its own
+                and those of its API servers have them.
             TypeError, ValueError: An argument makes no sense.
         """
         check_int("engine_count", engine_count, minimum=1)
-        launch = self._open()
+        members = self._members()
         if self._lockstep:
             raise RoleError("engines in lockstep cannot be scaled: they need each other")
         lives = self._lives
-        if not launch.has_client or len(self.client.ranks) != len(lives):
-            raise RoleError("engines are scaled where all of them, and their only client, are this process'")
+        if len(members.ranks) != len(lives):
+            raise RoleError("engines are scaled where all of them are this process'")
         async with self._scaling:
             while len(lives) > engine_count:
                 await self._take_out(lives[max(lives)], timeout)
             newcomers = []
             for rank in range(len(lives), engine_count):
-                self.client.add_engine(rank)
+                members.add_engine(rank)
+                self._tell_coordinator()
                 newcomers.append(self._restarting.add(rank))
             if newcomers:
                 await asyncio.gather(*map(asyncio.shield, newcomers))
-                await self.client.wait_until_ready(self._start_timeout)
+                await members.wait_until_ready(self._start_timeout)
+
+    def _tell_coordinator(self) -> None:
+        if self._launch.coordinator is not None:
+            self._launch.coordinator.scale(len(self._members().ranks))
 
     async def _take_out(self, life: Life, timeout: float | None) -> None:
         before = life.state
         self._restarting.set_state(life, "stopping")
         try:
-            await self.client.remove_engine(life.rank, timeout=timeout)
+            await self._members().remove_engine(life.rank, timeout=timeout)
         except BaseException:
             self._restarting.set_state(life, before)
             raise
+        self._tell_coordinator()
         await self._restarting.remove(life.rank)
 
     def _engine_changed(self, rank: int, error: EngineDead | None) -> None:
         if error is not None and self._stack is not None and rank not in self._lives:
             self._restarting.expect(rank)
+
+    def _members(self) -> EngineClient | FrontEnds:
+        members = self._open().members
+        if members is None:
+            raise RoleError("no client of these engines is told which ones there are")
+        return members
 
     def _open(self) -> CoreEngineLaunch:
         if self._stack is None:

@@ -1,0 +1,83 @@
+"""A front end's connection to the process that starts engines, and tells which ones there are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from aioshm.engine.protocol.membership import MAX_MEMBERSHIP_BYTES, Membership, Progress, decode_membership, encode
+from aioshm.logs import LogLimiter
+from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import attach, open_socket
+from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.pump import Pump, whole
+from aioshm.zeromq.sockets import Sockets
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
+
+_LOG_INTERVAL_S = 10.0
+_UNBOUNDED = 0
+
+
+class MembershipLink:
+    """Hears which engines there are, and says how far this front end is with that; on the running loop.
+
+    Args:
+        address: Where that process listens.
+        on_membership: Gets what it says.
+        curve: The keys for the connection; None: it is not encrypted.
+
+    Raises:
+        OSError: The address is malformed.
+    """
+
+    def __init__(self, address: str, on_membership: Callable[[Membership], object], curve: CurveKeys | None) -> None:
+        self._on_membership = on_membership
+        self._said = Progress()
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+        self._sockets = Sockets()
+        try:
+            self._dealer = self._sockets.add(
+                open_socket(self._sockets.context, zmq.DEALER, address, bind=False, hwm=_UNBOUNDED, curve=curve)
+            )
+            self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MEMBERSHIP_BYTES)
+            self._monitor = Monitor(self._dealer)
+            self._sockets.add(self._monitor.pair)
+            attach(self._dealer, address, bind=False)
+            self._dealer.send(encode(self._said), zmq.NOBLOCK)
+            loop = asyncio.get_running_loop()
+            self._pump = Pump.of_messages(loop, self._dealer, self._take, whole(self._dealer))
+            self._connection = Pump(loop, self._monitor.pair, self._look_at_connection)
+        except BaseException:
+            self._sockets.close()
+            raise
+
+    def say(self, progress: Progress) -> None:
+        """Say how far this front end is, if that has changed."""
+        if progress != self._said:
+            self._said = progress
+            self._send()
+
+    def close(self) -> None:
+        """Hear nothing any more. Idempotent."""
+        self._pump.pause()
+        self._connection.pause()
+        self._monitor.close()
+        self._sockets.close()
+
+    def _send(self) -> None:
+        self._dealer.send(encode(self._said), zmq.NOBLOCK)
+        self._pump.run_soon()  # sending may swallow the sign that there is something to read
+
+    def _look_at_connection(self) -> None:
+        if self._monitor.read()[0]:  # a new connection, of which the other end knows nothing yet
+            self._send()
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            self._on_membership(decode_membership(frames))
+        except ValueError as error:
+            self._limiter.warn(logger, "what was said of the engines is ignored: %s", error)

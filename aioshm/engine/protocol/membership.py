@@ -1,0 +1,108 @@
+"""What front ends in several processes are told of the engines, and what they say to that. No I/O."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from aioshm.engine.protocol.addresses import MAX_INDEX
+from aioshm.process.guard import built
+
+MAX_MEMBERSHIP_BYTES = 16 << 20
+"""Above what is said of all engines that there can be."""
+
+T = TypeVar("T")
+_Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
+
+
+class Death(msgspec.Struct, array_like=True, frozen=True):
+    """How an engine has died that is not back.
+
+    Attributes:
+        incarnation: Which of the processes of its rank it was, one after the other.
+        pid: Its process id.
+        text: What is known of it, for people.
+    """
+
+    incarnation: int
+    pid: int | None
+    text: str
+
+
+class Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why no engine will come back.
+
+    Attributes:
+        text: For people.
+        engine: The rank of the engine in a crash loop, if it was one.
+        pid: The process id of its last process.
+    """
+
+    text: str
+    engine: int | None = None
+    pid: int | None = None
+
+
+class Membership(msgspec.Struct, array_like=True, frozen=True):
+    """The engines: each message is about all of them, so that none depends on the ones before.
+
+    Attributes:
+        version: Grows with each change.
+        engines: The first incarnations whose keys are not void, by rank.
+        leaving: The ranks of those that get no more requests, and are stopped when they have finished what they have.
+        deaths: How engines have died that are not back, by rank.
+        failure: Why none will come back, once that is so.
+    """
+
+    version: int
+    engines: dict[_Rank, int]
+    leaving: list[_Rank] = []
+    deaths: dict[_Rank, Death] = {}
+    failure: Failure | None = None
+
+
+class Progress(msgspec.Struct, array_like=True, frozen=True):
+    """What a front end says: first of all, and whenever it is something else.
+
+    Attributes:
+        version: The membership that it goes by; 0: none yet.
+        missing: The ranks of engines that have not registered with it.
+        busy: The ranks of those that leave which have something of its to finish.
+    """
+
+    version: int = 0
+    missing: list[_Rank] = []
+    busy: list[_Rank] = []
+
+
+_membership = built(lambda: msgspec.msgpack.Decoder(Membership))
+_progress = built(lambda: msgspec.msgpack.Decoder(Progress))
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode_membership(frames: list[bytes]) -> Membership:
+    """Return what front ends are told.
+
+    Raises:
+        ValueError: It is nothing of the kind; the text says why.
+    """
+    return _decode(_membership, frames)
+
+
+def decode_progress(frames: list[bytes]) -> Progress:
+    """Return what a front end says.
+
+    Raises:
+        ValueError: It is nothing of the kind; the text says why.
+    """
+    return _decode(_progress, frames)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T:
+    if len(frames) != 1:
+        raise ValueError(f"a message of {len(frames)} payload frames")
+    try:
+        return decoder.decode(frames[0])
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"an undecodable message: {error}") from None

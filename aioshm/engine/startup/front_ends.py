@@ -1,0 +1,232 @@
+"""Tells front ends in other processes which engines there are, and hears how far they are with that."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+import zmq
+
+from aioshm.closing import Closing
+from aioshm.engine.protocol.addresses import identity
+from aioshm.engine.protocol.membership import Death, Failure, Membership, Progress, decode_progress, encode
+from aioshm.engine.security.binding import FRONT_ENDS, Protection
+from aioshm.engine.security.connections import Connections
+from aioshm.engine.security.doorkeeper import Doorkeeper
+from aioshm.engine.security.guard import STRANGE_BYTES
+from aioshm.engine.security.keys import EngineKeys
+from aioshm.engine.security.reading import MessageReader, sender_of, with_sender
+from aioshm.errors import EngineDead
+from aioshm.lifeline.address import connectable
+from aioshm.logs import LogLimiter
+from aioshm.zeromq.endpoint import BoundFile, attach
+from aioshm.zeromq.pump import Pump
+from aioshm.zeromq.sockets import Sockets
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
+
+_LOG_INTERVAL_S = 10.0
+_FRAMES = 2  # of a payload, that are kept: it should be one
+_UNBOUNDED = 0  # one that is stopped for a while shall miss nothing; what it is told is small, and told rarely
+
+
+class FrontEnds(Closing):
+    """The front ends of engines, each an `EngineClient` in another process; a context manager, on the running loop.
+
+    Each `EngineClient` with this ``membership_address`` is told which engines there are, at once and whenever that
+    changes. The methods are those of `EngineClient` itself, for all of them together. A front end whose connection ends
+    is not waited for any more.
+
+    Args:
+        address: What to bind.
+        ranks: Of the engines.
+        keys: See `EngineClient`.
+        secure: See `EngineClient`.
+
+    Attributes:
+        address: Where it is bound, in a form that front ends can connect to.
+
+    Raises:
+        OSError: The address cannot be bound.
+        RoleError: The keys are those of one engine.
+    """
+
+    def __init__(
+        self, address: str, ranks: Iterable[int], *, keys: EngineKeys | None = None, secure: bool = True
+    ) -> None:
+        self._told = Membership(1, dict.fromkeys(ranks, 0))
+        self._valid: dict[int, int] = {}  # also of engines that there are not now
+        self._progress: dict[bytes, Progress] = {}  # by what ZeroMQ calls the connection
+        self._names: dict[int, bytes] = {}  # by the number of the connection
+        self._changed = asyncio.Event()
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+        self._sockets = Sockets()
+        self._file: BoundFile | None = None
+        self._connections: Connections | None = None
+        self._pump: Pump | None = None
+        self._doorkeeper: Doorkeeper | None = None
+        try:
+            protection = Protection.of_front_end([address], (), keys=keys, secure=secure)
+            self._doorkeeper = protection.doorkeeper(self._sockets)
+            self._router = protection.open(self._sockets, zmq.ROUTER, address, hwm=_UNBOUNDED, domain=FRONT_ENDS)
+            self._router.setsockopt(zmq.MAXMSGSIZE, STRANGE_BYTES)
+            # What is unread keeps coming from one that is stopped: a send that would wait is an error instead.
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._connections = Connections(self._router, self._sockets, address, protection, self._left)
+            bound = attach(self._router, address, bind=True)
+            self._file = BoundFile(bound)
+            self.address: str = connectable(bound)
+            self._pump = Pump.of_messages(
+                asyncio.get_running_loop(),
+                self._router,
+                self._take,
+                MessageReader(self._router, 1 + _FRAMES, with_sender).read,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<FrontEnds at {self.address}: {len(self._progress)} of engines {self.ranks}>"
+
+    def __len__(self) -> int:
+        """How many there are now."""
+        return len(self._progress)
+
+    def close(self) -> None:
+        """Tell them nothing any more. Idempotent."""
+        if self._pump is not None:
+            self._pump.pause()
+        if self._connections is not None:
+            self._connections.close()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+        if self._file is not None:
+            self._file.remove()
+        self._sockets.close()
+        self._progress.clear()
+        self._changed.set()
+
+    # What they are told
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the engines."""
+        return list(self._told.engines)
+
+    def add_engine(self, rank: int) -> None:
+        """See `EngineClient.add_engine`.
+
+        Raises:
+            TypeError, ValueError: There can be no such rank, or there is an engine of that rank.
+        """
+        identity(rank)
+        if rank in self._told.engines:
+            raise ValueError(f"rank must be that of no engine, not {rank}")
+        self._tell(engines={**self._told.engines, rank: self._valid.get(rank, 0)})
+
+    async def remove_engine(self, rank: int, *, timeout: float | None = None) -> None:
+        """See `EngineClient.remove_engine`; all of them have finished what they had there."""
+        before = self._told.leaving
+        self._tell(leaving=[*before, rank])
+        version = self._told.version
+        try:
+            async with asyncio.timeout(timeout):
+                await self._all(lambda each: each.version >= version and rank not in each.busy)
+        except TimeoutError:
+            pass
+        except BaseException:
+            self._tell(leaving=before)
+            raise
+        self._tell(
+            engines={each: first for each, first in self._told.engines.items() if each != rank},
+            leaving=before,
+            deaths={each: death for each, death in self._told.deaths.items() if each != rank},
+        )
+        version = self._told.version
+        await self._all(lambda each: each.version >= version)  # its end is no surprise to any of them
+
+    async def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until every engine has registered with each of them, see `EngineClient.wait_until_ready`.
+
+        Raises:
+            TimeoutError: That takes longer.
+        """
+        version = self._told.version
+        try:
+            async with asyncio.timeout(timeout):
+                await self._all(lambda each: each.version >= version and not each.missing)
+        except TimeoutError:
+            missing = sorted({rank for each in self._progress.values() for rank in each.missing})
+            raise TimeoutError(f"engines {missing} have not registered everywhere after {timeout} s") from None
+
+    def void_keys(self, rank: int, incarnation: int) -> None:
+        """See `EngineClient.void_keys`."""
+        if incarnation > self._valid.get(rank, 0):
+            self._valid[rank] = incarnation
+            if rank in self._told.engines:
+                self._tell(engines={**self._told.engines, rank: incarnation})
+
+    def died(self, error: EngineDead, incarnation: int) -> None:
+        """Tell them how an engine has died: which of its processes, one after the other."""
+        if error.engine in self._told.engines:
+            death = Death(incarnation, error.pid, str(error))
+            self._tell(deaths={**self._told.deaths, error.engine: death})
+
+    def returned(self, rank: int) -> None:
+        """Tell them no more how an engine has died: it is back."""
+        if rank in self._told.deaths:
+            self._tell(deaths={each: death for each, death in self._told.deaths.items() if each != rank})
+
+    def give_up(self, error: EngineDead) -> None:
+        """See `EngineClient.give_up`."""
+        self._tell(failure=Failure(str(error), error.engine, error.pid))
+
+    def _tell(self, **changes: object) -> None:
+        self._told = msgspec.structs.replace(self._told, version=self._told.version + 1, **changes)
+        if self._pump is not None and not self._pump.paused:
+            for name in list(self._progress):
+                self._send(name)
+            self._pump.run_soon()  # sending may swallow the sign that there is something to read
+
+    def _send(self, name: bytes) -> None:
+        try:
+            self._router.send_multipart([name, encode(self._told)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it is gone, which is told soon
+            logger.debug("a front end cannot be told of engines: %s", error)
+
+    # What they say
+
+    async def _all(self, condition: Callable[[Progress], bool]) -> None:
+        """Wait until this holds for each of them."""
+        while not all(map(condition, self._progress.values())):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _take(self, message: tuple[zmq.Frame, list[bytes]]) -> None:
+        sender, (name, *frames) = message
+        assert self._connections is not None
+        connection = self._connections.of(sender, frames)
+        try:
+            progress = decode_progress(frames)
+        except ValueError as error:
+            self._limiter.warn(
+                logger, "a message from %s, as if it were a front end, is ignored: %s", sender_of(sender), error
+            )
+            return
+        known, self._progress[name] = self._progress.get(name), progress
+        self._names[connection] = name
+        if not self._connections.is_open(connection):  # it ended before this was read: nobody tells of that again
+            self._left(connection)
+        elif known is None or not progress.version:
+            self._send(name)
+            assert self._pump is not None
+            self._pump.run_soon()
+        self._changed.set()
+
+    def _left(self, connection: int) -> None:
+        name = self._names.pop(connection, None)
+        if name is not None and self._progress.pop(name, None) is not None:
+            self._changed.set()
