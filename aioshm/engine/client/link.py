@@ -40,6 +40,7 @@ from aioshm.zeromq.endpoint import host_of
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _LOG_INTERVAL_S = 10.0
+_UNKNOWN_S = 2.0  # that an engine may know that it is one before this client was told of it
 _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
 
@@ -143,6 +144,7 @@ class EngineLink:
             protection,
             max_bytes=self.options.max_message_bytes,
             silence_s=self.options.remote_timeout,
+            patience_s=0.0 if self._membership_address is None else _UNKNOWN_S,
         )
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
@@ -459,6 +461,8 @@ class EngineLink:
             is_this = self._incarnations.get(rank) == death.incarnation if self._recognised[0] else None
             self.liveness.explain(EngineDead(death.text, engine=rank, pid=death.pid), is_this=is_this)
         self._version = told.version
+        assert self.sockets is not None
+        self.sockets.reconsider()
         for name in self._early.keys() & set(self.engines.identities):
             self.registered(name, *self._early.pop(name))
         if told.failure is not None:

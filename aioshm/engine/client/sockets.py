@@ -68,6 +68,7 @@ class ClientSockets:
         protection: Who may connect.
         max_bytes: Of a frame: a peer that sends a larger one is disconnected.
         silence_s: Seconds after which a connection over TCP that says nothing is given up.
+        patience_s: Seconds that an engine's keys may be unknown, see `reconsider`.
 
     Attributes:
         input_address: Where the ROUTER is bound.
@@ -86,6 +87,7 @@ class ClientSockets:
         *,
         max_bytes: int,
         silence_s: float,
+        patience_s: float = 0.0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
@@ -103,7 +105,7 @@ class ClientSockets:
         self._guard: Guard | None = None  # of the PULL, over TCP
         self._connections: Connections | None = None
         try:
-            self._doorkeeper = protection.doorkeeper(self._sockets)
+            self._doorkeeper = protection.doorkeeper(self._sockets, patience_s=patience_s)
             self._router = self._open(zmq.ROUTER, input_address, max_bytes)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what reaches nobody shall be an error
             if input_address.startswith("tcp://"):
@@ -160,6 +162,11 @@ class ClientSockets:
         if self._coordinator is not None:
             self._coordinator.send(payload, zmq.NOBLOCK)
             self._counts.run_soon()  # sending may swallow the sign that there is something to read
+
+    def reconsider(self) -> None:
+        """Let in who was unknown: there are more engines, or newer ones."""
+        if self._doorkeeper is not None:
+            self._doorkeeper.reconsider()
 
     def look_for_registrations(self) -> None:
         """Look soon whether an engine has registered: sending may have swallowed the sign of it."""

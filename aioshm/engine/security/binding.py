@@ -101,9 +101,9 @@ class Protection:
                 pass
         return socket
 
-    def doorkeeper(self, sockets: Sockets) -> Doorkeeper | None:
+    def doorkeeper(self, sockets: Sockets, *, patience_s: float = 0.0) -> Doorkeeper | None:
         """Return who lets in those that are recognised; None where nobody is asked for keys. Before any is bound."""
-        return None if self._keys is None else Doorkeeper(sockets, self.recognise)
+        return None if self._keys is None else Doorkeeper(sockets, self.recognise, patience_s=patience_s)
 
     def encrypts(self, address: str) -> bool:
         """Tell whether who connects to this address is recognised by keys."""
