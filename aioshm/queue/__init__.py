@@ -6,12 +6,14 @@ from aioshm.queue.groups.stateless import StatelessProcessGroup
 from aioshm.queue.handle import Handle
 from aioshm.queue.membership import ChangesLost, ReaderDied, ReaderInfo, ReaderJoined, ReaderLeft
 from aioshm.queue.merge import Merged, merge
-from aioshm.queue.stats import QueueStats
+from aioshm.queue.stats import QueueStats, ReaderStats
 from aioshm.queue.tracing import TraceContext
+from aioshm.ring.header import Latency
 
 __all__ = [
     "ChangesLost",
     "Handle",
+    "Latency",
     "Merged",
     "MessageQueue",
     "QueueStats",
@@ -19,6 +21,7 @@ __all__ = [
     "ReaderInfo",
     "ReaderJoined",
     "ReaderLeft",
+    "ReaderStats",
     "StatelessProcessGroup",
     "TraceContext",
     "in_the_same_node_as",

@@ -4,6 +4,62 @@ from __future__ import annotations
 
 import msgspec
 
+from aioshm.queue.membership import ReaderInfo
+from aioshm.ring.header import Latency
+
+RATE_S = 1.0
+"""Rates are those since an earlier call of `stats` that is at least so many seconds ago."""
+
+
+class ReaderStats(ReaderInfo, frozen=True, kw_only=True):
+    """One place of a queue and its reader, as `ReaderInfo`, and what its writer knows of how it reads.
+
+    Attributes:
+        bytes: In the bodies of the messages that it has finished with; None of a remote reader: only its end knows.
+        latency: How long messages took from being published until it had taken them; None of a remote reader.
+    """
+
+    bytes: int | None = None
+    latency: Latency | None = None
+
+    @property
+    def latency_p50_s(self) -> float | None:
+        """The median of that, in seconds; None if nothing was counted."""
+        return None if self.latency is None else self.latency.quantile(0.5)
+
+    @property
+    def latency_p99_s(self) -> float | None:
+        """What 99% of the messages stayed below, in seconds; None if nothing was counted."""
+        return None if self.latency is None else self.latency.quantile(0.99)
+
+
+class Rates:
+    """Messages and bytes per second, between calls that are apart far enough. No clock.
+
+    Args:
+        now: When the end was made, in seconds of any clock that only goes forward.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._before = self._latest = (now, 0, 0)
+        self._begun = False
+
+    def begin(self, now: float, messages: int) -> None:
+        """Count from here, once: a newcomer's first message has this number."""
+        if not self._begun:
+            self._begun = True
+            self._before = self._latest = (now, messages, 0)
+
+    def since(self, now: float, messages: int, nbytes: int) -> tuple[float, float]:
+        """Return both rates, given how many there were up to now."""
+        if now - self._latest[0] >= RATE_S:
+            self._before, self._latest = self._latest, (now, messages, nbytes)
+        began, messages_then, bytes_then = self._before
+        took = now - began
+        if took <= 0:
+            return 0.0, 0.0
+        return max(0, messages - messages_then) / took, max(0, nbytes - bytes_then) / took
+
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one end of a queue has done so far.
@@ -14,6 +70,10 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         rank: The reader's rank, or -1.
         ready: Whether `wait_until_ready` has succeeded.
         messages: Messages sent or received.
+        bytes: In their bodies: what their codec has made of them, without what comes along in slots and on the network.
+        messages_per_s: Messages a second since an earlier call of ``stats()``, one that was at least a second ago; at
+            first since this end was made, or attached.
+        bytes_per_s: The same of bytes.
         overflows: How many of them did not fit a chunk.
         copied_bytes: Bytes that this end has copied into messages, or out of leased ones: none of what is loaned, and
             leased where it lies. What `dequeue` returns is a copy, and does not count; nor does a lease of what was
@@ -22,6 +82,9 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         max_chunks: Chunks of ``max_chunk_bytes`` in the ring.
         slots: Messages that the ring holds.
         readers: A writer's readers that are attached and alive.
+        per_reader: A writer's readers one by one, as in `MessageQueue.readers`.
+        latency: How long messages took from being published until this reader had taken them; None of a writer, and of
+            a remote reader, whose host has another clock.
         kept: Messages that a writer keeps because a remote reader has not acknowledged them yet.
         kept_bytes: Their size.
         resent: Messages sent again to remote readers, or received twice by this one.
@@ -57,3 +120,8 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     copied_bytes: int = 0
     garbled_traces: int = 0
+    bytes: int = 0
+    messages_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    per_reader: tuple[ReaderStats, ...] = ()
+    latency: Latency | None = None

@@ -12,7 +12,7 @@ from aioshm.ring.layout import Layout
 from aioshm.ring.slot import Slot, Slots
 
 if TYPE_CHECKING:
-    from aioshm.ring.header import RingHeader
+    from aioshm.ring.header import ReaderRow, RingHeader
 
 _COSTS = (at.WRITER_LINE + at.COSTS) // 8  # the first of these words of the header
 
@@ -41,6 +41,20 @@ class _Cursor:
         from aioshm.ring.header import read_header  # what only few ask for costs no time to import
 
         return read_header(self._header)
+
+    def reader_row(self, reader: int) -> ReaderRow:
+        """Return what the header says of one reader."""
+        from aioshm.ring.header import read_reader  # as above
+
+        return read_reader(self._header, self.layout, reader, self.messages_written())
+
+    def bytes_written(self) -> int:
+        """Return how many bytes the bodies of the messages have that the writer has published."""
+        return self._words[(at.WRITER_LINE + at.BYTES) // 8]
+
+    def bytes_read(self, reader: int) -> int:
+        """Return how many bytes the bodies of the messages have that a reader has finished with."""
+        return self._words[(self.layout.reader_line(reader) + at.BYTES) // 8]
 
     def _unread_by(self, message: int) -> list[int]:
         """Return the readers that still have the slot of a message."""

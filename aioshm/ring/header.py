@@ -223,7 +223,7 @@ def read_header(header: bytes | bytearray | memoryview, now_ns: int | None = Non
         inline_bytes=layout.inline_bytes,
         traced=layout.traced,
         writer=_writer(view, layout, now_ns),
-        readers=tuple(_reader(view, layout, place, written) for place in range(layout.n_reader)),
+        readers=tuple(read_reader(view, layout, place, written) for place in range(layout.n_reader)),
     )
 
 
@@ -243,7 +243,15 @@ def _writer(view: memoryview, layout: Layout, now_ns: int) -> WriterRow:
     )
 
 
-def _reader(view: memoryview, layout: Layout, place: int, written: int) -> ReaderRow:
+def read_reader(view: memoryview, layout: Layout, place: int, written: int) -> ReaderRow:
+    """Decode what a ring's header says of one place for a reader.
+
+    Args:
+        view: The header.
+        layout: The ring's.
+        place: Which place.
+        written: How many messages were published.
+    """
     line, histogram = layout.reader_line(place), layout.histogram(place)
     state, read, pid = view[line + at.STATE], _u64(view, line + at.COUNT), _u32(view, line + at.PID)
     counts = view[histogram : histogram + 8 * at.LATENCY_BUCKETS].cast("Q").tolist()

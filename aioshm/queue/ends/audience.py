@@ -8,6 +8,7 @@ from typing import Protocol
 
 from aioshm.errors import AioshmError, PeerDied
 from aioshm.queue.membership import ReaderInfo
+from aioshm.queue.stats import ReaderStats
 
 
 class Audience(Protocol):
@@ -47,6 +48,9 @@ class Audience(Protocol):
 
     def readers(self) -> list[ReaderInfo]:
         """Return who reads, or did."""
+
+    def reader_stats(self) -> list[ReaderStats]:
+        """Return the same, and what is known of how they read."""
 
     def dismiss(self, rank: int, /) -> None:
         """Wait for a reader of its own no more, whether it is there, has died, or never came."""

@@ -45,6 +45,7 @@ class Following:
     Attributes:
         source: What the reader receives from.
         received: How many messages have come from the writers before this one.
+        received_bytes: How many bytes their bodies had.
         restarts: Of how many restarts the caller was told.
     """
 
@@ -71,6 +72,7 @@ class Following:
         self._obstacle: AioshmError | None = None  # what has kept this from attaching, until the caller is told
         self._finishing: set[asyncio.Task[None]] = set()
         self.received: int = 0
+        self.received_bytes: int = 0
         self.restarts: int = 0
 
     def begin(self, source: Source | None, use: Callable[[Source, Handle | None, Codec | None], None]) -> Source:
@@ -170,6 +172,7 @@ class Following:
         gate, old = self._gate, self.source
         assert gate.loop is not None
         self.received += old.progress
+        self.received_bytes += old.stats().bytes
         old.say_goodbye()
         gate.part(lambda: self._ended is not None)
         old.close()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from threading import current_thread, get_ident
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import cast
+
+import msgspec
 
 from aioshm.config import Options
 from aioshm.errors import AioshmError, EndClosed, RoleError
@@ -18,9 +20,10 @@ from aioshm.lifeline.bell import Bell
 from aioshm.queue.ends.closing import ClosingOrder, Whole
 from aioshm.queue.ends.core import Core, NoRing
 from aioshm.queue.ends.waiting import new_poller
-from aioshm.queue.stats import QueueStats
+from aioshm.queue.stats import QueueStats, Rates, ReaderStats
 from aioshm.ring import RingReader, RingWriter
 from aioshm.ring.atomics import ReaderCore
+from aioshm.ring.header import Latency
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller, WaitStats
 from aioshm.wait.stall import Stall
@@ -58,6 +61,7 @@ class Gate:
         poller: What a call waits with, once the other ends are known.
         shut_while: Keeps the fast path shut while it is true, if there is such a thing.
         on_interrupt: Is told, too, that every waiting call is to look again.
+        rates: Of what the end sends or receives.
     """
 
     def __init__(self, what: str, options: Options, *, networked: bool) -> None:
@@ -82,6 +86,7 @@ class Gate:
         self._lease_of: int | None = None  # the same of a lease that was adopted: the task's id
         self._watcher: Callable[[], None] | None = None
         self._news: asyncio.Future[None] | None = None
+        self.rates: Rates = Rates(monotonic())
 
     def enclose(self, inside: Whole) -> None:
         """Take over the closing of an end, which is complete by now."""
@@ -360,7 +365,9 @@ class Gate:
 
     def stats(self) -> QueueStats:
         """Return what the end has done so far."""
-        return self._closing.stats()
+        stats = self._closing.stats()
+        messages_per_s, bytes_per_s = self.rates.since(monotonic(), stats.messages, stats.bytes)
+        return msgspec.structs.replace(stats, messages_per_s=messages_per_s, bytes_per_s=bytes_per_s)
 
     # Telling about the end
 
@@ -375,6 +382,9 @@ class Gate:
         overflows: int,
         backlog: int,
         readers: int,
+        nbytes: int = 0,
+        per_reader: tuple[ReaderStats, ...] = (),
+        latency: Latency | None = None,
     ) -> QueueStats:
         """Return statistics, to which this adds what waiting has cost so far."""
         core, waits = self.core, WaitStats() if self.poller is None else self.poller.stats
@@ -396,6 +406,9 @@ class Gate:
             parks=waits.parks,
             copied_bytes=core.copied,
             garbled_traces=core.garbled,
+            bytes=nbytes,
+            per_reader=per_reader,
+            latency=latency,
         )
 
     def __repr__(self) -> str:

@@ -463,7 +463,12 @@ class ReadingEnd:
         following = self._following
         if following is None:
             return stats
-        return msgspec.structs.replace(stats, messages=following.received + stats.messages, restarts=following.restarts)
+        return msgspec.structs.replace(
+            stats,
+            messages=following.received + stats.messages,
+            bytes=following.received_bytes + stats.bytes,
+            restarts=following.restarts,
+        )
 
     # Closing (see `closing.Inside`)
 

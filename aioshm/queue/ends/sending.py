@@ -64,6 +64,7 @@ class Sender:
             ordinary message.
         wanted: What room the call that waits needs.
         is_local: Whether all readers are local.
+        bytes_beside: Bytes of the messages that went over the network only.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Sender:
         self._ring = ring
         self._network = network
         self.is_local: bool = network is None
+        self.bytes_beside: int = 0
         self._core = core = ring.ring.core
         self._lenient = ring.roster.behind.lenient
         self._code = codec.code
@@ -203,6 +205,7 @@ class Sender:
         if not window.readers and window.idle:  # whoever comes is not to have it
             if published := self._put(message if self._ring.ranks else b""):
                 window.skip()
+                self.bytes_beside += 0 if self._ring.ranks else size
             return published
         # First what may fail: then either all readers get it, or none.
         parts, buffers = parts_of(message)
@@ -211,6 +214,7 @@ class Sender:
         if not self._put(message if self._ring.ranks else b""):  # without local readers only to be counted
             network.flow.outbox.let_go([outgoing])
             return False
+        self.bytes_beside += 0 if self._ring.ranks else size
         network.flow.publish(outgoing)
         return True
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:  # who has local readers only needs no ZeroMQ
     from aioshm.queue.remote.places import RemotePlaces
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
+
+Info = TypeVar("Info", bound=ReaderInfo)
 
 THERE = ("attached", "held")
 """States of places that nobody else can have."""
@@ -270,7 +272,7 @@ class WritingEnd:
                 audience.look()
         return tuple(self._merged([audience.readers() for audience in self._audiences]))
 
-    def _merged(self, told: list[list[ReaderInfo]]) -> list[ReaderInfo]:
+    def _merged(self, told: list[list[Info]]) -> list[Info]:
         """Return what is known of each place; of one for either kind of reader, who has it, or had it last."""
         if len(told) == 1:
             return told[0]
@@ -423,6 +425,8 @@ class WritingEnd:
             overflows=ring.overflows,
             backlog=max(audience.backlog() for audience in self._audiences),
             readers=self._alive(),
+            nbytes=ring.ring.bytes_written() + self._sender.bytes_beside,
+            per_reader=tuple(self._merged([audience.reader_stats() for audience in self._audiences])),
         )
         if network is None:
             return stats

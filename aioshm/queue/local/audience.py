@@ -23,6 +23,7 @@ from aioshm.queue.local.loans import Extent, Loans, Placed
 from aioshm.queue.local.overflow import SECRET_BYTES, Overflow, OverflowSegments
 from aioshm.queue.local.roster import Roster
 from aioshm.queue.membership import ReaderInfo
+from aioshm.queue.stats import ReaderStats
 from aioshm.ring import RingWriter, ShmRingBuffer
 from aioshm.ring.slot import Slot
 
@@ -193,6 +194,10 @@ class RingAudience:
     def readers(self) -> list[ReaderInfo]:
         """Return who reads, or did."""
         return self.roster.readers()
+
+    def reader_stats(self) -> list[ReaderStats]:
+        """Return who reads, or did, and what is known of how."""
+        return self.roster.reader_stats()
 
     def dismiss(self, rank: int) -> None:
         """Wait for a reader no more, whether it is there, has died, or never came."""

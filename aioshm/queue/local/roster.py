@@ -8,6 +8,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
+from msgspec.structs import asdict
+
 from aioshm.config import SLOW_READER, OnReaderDeath
 from aioshm.errors import AioshmError, HandleError, NoPlaceVacant, PeerDied
 from aioshm.lifeline.peer import Peer
@@ -16,6 +18,7 @@ from aioshm.process.state import is_dying
 from aioshm.queue.local.behind import Behind
 from aioshm.queue.local.place import Place
 from aioshm.queue.membership import Change, ChangeLog, ReaderDied, ReaderInfo, ReaderJoined, ReaderLeft
+from aioshm.queue.stats import ReaderStats
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import ABSENT, ATTACHED, DIED, DISMISSED, EVICTED, HELD, LEFT
 
@@ -172,6 +175,12 @@ class Roster:
         """Return who reads, or did: every place but those extra ones that never had a reader."""
         ring, known = self._ring, [(i, p) for i, p in enumerate(self._places) if p.state != "absent" or not p.extra]
         return [place.info(ring.messages_read(index), ring.seq) for index, place in known]
+
+    def reader_stats(self) -> list[ReaderStats]:
+        """Return the same, and what the ring's header tells of how they read."""
+        places = {place.rank: index for index, place in enumerate(self._places)}
+        rows = [(info, self._ring.reader_row(places[info.rank])) for info in self.readers()]
+        return [ReaderStats(**asdict(info), bytes=row.bytes, latency=row.latency) for info, row in rows]
 
     def new_log(self) -> ChangeLog:
         """Return what notes the changes from now on, as long as somebody has it."""

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from aioshm.codec import Codec
@@ -119,6 +120,7 @@ class RingSource:
         self._lifeline, self._cursor = lifeline, ring = attachment.lifeline, attachment.ring
         self._rank = attachment.rank
         gate.use(ring.core)
+        gate.rates.begin(monotonic(), lifeline.welcome.first)
         self.waker = waker = WriterWaker(gate, ring, lifeline, loop)
 
         def make_leases() -> Leases:
@@ -309,6 +311,8 @@ class RingSource:
             overflows=0 if ring is None else self._slots.overflows,
             backlog=0 if ring is None else ring.messages_written() - self.progress,
             readers=0,
+            nbytes=0 if ring is None else ring.bytes_read(ring.reader),
+            latency=None if ring is None else ring.reader_row(ring.reader).latency,
         )
 
     # Closing

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 
+from msgspec.structs import asdict
+
 from aioshm.codec.frames import HEADER
 from aioshm.config import Options
 from aioshm.errors import AioshmError, PeerDied
@@ -24,6 +26,7 @@ from aioshm.queue.remote.flow import Flow
 from aioshm.queue.remote.places import RemotePeer, RemotePlaces
 from aioshm.queue.remote.slowness import Slowness
 from aioshm.queue.remote.writer_sockets import WriterSockets
+from aioshm.queue.stats import ReaderStats
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
 
@@ -167,6 +170,10 @@ class NetworkAudience:
     def readers(self) -> list[ReaderInfo]:
         """Return who reads, or did."""
         return self.places.readers()
+
+    def reader_stats(self) -> list[ReaderStats]:
+        """Return the same: how long messages took, and how large they were, only a remote reader's own end knows."""
+        return [ReaderStats(**asdict(info)) for info in self.readers()]
 
     def laggards(self) -> list[str]:
         """Name the readers that the window waits for."""

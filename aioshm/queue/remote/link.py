@@ -259,6 +259,7 @@ class WriterLink:
         self.writer.welcome = welcome
         self.rank = welcome.rank
         self.window.begin(welcome.first)
+        self._gate.rates.begin(monotonic(), welcome.first)
         self.sockets.subscribe([wire.address(self._topic), wire.address(self._topic, self.rank)])
 
     def _renew(self, topic: bytes) -> None:

@@ -78,6 +78,7 @@ class NetworkSource:
         self._core = gate.core
         self._trail: deque[bytes] | None = deque(maxlen=TRAIL) if handle.options.trace_context else None
         self._noted = -1  # the message whose trace context was noted last
+        self._bytes = 0
         self.receive: Callable[[], Any] = self._receive
 
     @property
@@ -178,6 +179,9 @@ class NetworkSource:
 
     def done(self) -> None:
         """Finish with the first message in line."""
+        message = self._window.ready[0][0]
+        if not isinstance(message, Missing):
+            self._bytes += len(message.body)
         self._gate.count_turn()
         self.link.finished_one()
 
@@ -265,6 +269,7 @@ class NetworkSource:
             overflows=0,
             backlog=window.next - window.taken,
             readers=0,
+            nbytes=self._bytes,
         )
         return msgspec.structs.replace(stats, resent=link.twice, reconnects=link.writer.reconnects)
 

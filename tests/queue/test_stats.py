@@ -1,0 +1,195 @@
+"""What an end tells of itself: bytes, overflows, rates, and each reader of a writer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from faces import reading
+from hypothesis import given
+from hypothesis import strategies as st
+from pairs import EITHER_PLACE, attached
+from remotes import ready_ends, wide_writer
+from support import until
+
+from aioshm import MessageQueue
+from aioshm.queue.stats import RATE_S, Rates
+
+
+class TestRates:
+    def test_over_at_least_a_second(self) -> None:
+        rates = Rates(100.0)
+        assert rates.since(100.0, 0, 0) == (0, 0), "no time has passed"
+        assert rates.since(100.5, 50, 500) == (100, 1000)
+        assert rates.since(102.0, 200, 4000) == (100, 2000), "since it was made"
+        assert rates.since(102.1, 310, 4000) == pytest.approx((310 / 2.1, 4000 / 2.1)), "the last call was just now"
+        assert rates.since(104.0, 400, 5000) == (100, 500), "since the call at 102 s"
+        assert rates.since(104.5, 400, 5000) == pytest.approx((80, 400))
+        assert rates.since(105.0, 400, 5000) == (0, 0), "since that at 104 s"
+
+    def test_a_newcomer_begins_where_it_came(self) -> None:
+        rates = Rates(0.0)
+        rates.begin(10.0, 1_000_000)
+        assert rates.since(12.0, 1_000_010, 20) == (5, 10)
+        rates.begin(12.0, 5)
+        assert rates.since(12.5, 1_000_020, 20) == (8, 8), "what follows is no newcomer"
+
+    @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 1000)), max_size=20))
+    def test_several_who_ask(self, steps: list[tuple[float, int]]) -> None:
+        """Whoever asks, and however often, the window is a second or more once there was one; nothing is negative."""
+        rates, now, messages = Rates(0.0), 0.0, 0
+        for pause, count in steps:
+            now, messages = now + pause, messages + count
+            per_s, bytes_per_s = rates.since(now, messages, 2 * messages)
+            assert 0 <= per_s <= (messages / min(now, RATE_S) if now else 0)
+            assert bytes_per_s == pytest.approx(2 * per_s)
+
+
+@EITHER_PLACE
+async def test_bytes(n_local: int, n_remote: int) -> None:
+    """As they were encoded, whichever way they take, and the same at both ends."""
+    async with ready_ends(n_local, n_remote, codec="raw", chunks=16) as (writer, (reader,)):
+        sizes = [0, 10, 3000, 4096, 5000, 60_000]
+        for size in sizes:
+            await writer.enqueue(bytes(size))
+        await writer.enqueue_many([bytes(7), bytearray(9000), bytes(11)])
+        async with writer.acquire_write(nbytes=100) as room:
+            room[:50] = b"x" * 50
+        total = sum(sizes) + 7 + 9000 + 11 + 100
+        assert writer.stats().bytes == total
+        for count in range(len(sizes)):
+            assert reader.stats().bytes == sum(sizes[:count])
+            if count % 2:
+                async with reader.lease(20):
+                    pass
+            else:
+                await reader.dequeue(20)
+        got: list[Any] = []
+        while len(got) < 3:
+            got += await reader.dequeue_many(3 - len(got), 20)
+        async with reader.acquire_read(20) as view:
+            assert len(view) == 100
+        assert reader.stats().bytes == total
+        assert reader.stats().overflows == (3 if n_local else 0)
+        assert writer.stats().overflows == (3 if n_local else 0)
+    assert (writer.stats().bytes, reader.stats().bytes) == (total, total), "also after closing"
+
+
+async def test_bytes_of_loans_and_of_what_comes_beside() -> None:
+    async with attached(1, chunk=1 << 20) as (writer, (reader,)):
+        for shape in ((100,), (200_000,), (400_000,)):
+            before = writer.stats().bytes
+            async with writer.loan(shape, "float32") as array:
+                array[...] = 1
+            assert writer.stats().bytes - before >= array.nbytes
+            async with reader.lease(20):
+                pass
+            assert reader.stats().bytes == writer.stats().bytes
+        await writer.enqueue({"a": np.zeros(50_000), "b": bytearray(3_000_000)})
+        await reader.dequeue(20)
+        assert reader.stats().bytes == writer.stats().bytes >= 3_400_000
+
+
+async def test_a_reader_that_skips_counts_what_it_got() -> None:
+    writer = wide_writer(1, 0, chunks=4, slow_reader="skip", codec="raw")
+    async with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+        await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
+        for size in (10, 2000, 5000):
+            await writer.enqueue(bytes(size))
+        assert len(await reader.dequeue(20)) == 10
+        assert len(await reader.dequeue(20)) == 2000
+        async with reader.lease(20) as obj:
+            assert len(obj) == 5000
+        assert reader.stats().bytes == 7010
+
+
+async def test_a_row_for_each_reader() -> None:
+    async with ready_ends(2, 1) as (writer, readers):
+        await writer.enqueue_many([b"x" * 10, b"y" * 10])
+        first, second, far = readers
+        await first.dequeue(20)
+        await first.dequeue(20)
+        await far.dequeue(20)
+        await far.dequeue(20)
+        await until(lambda: writer.readers[2].lag == 0)
+        stats = writer.stats()
+        rows = stats.per_reader
+        assert [(row.rank, row.read, row.lag, row.state) for row in rows] == [
+            (0, 2, 0, "attached"),
+            (1, 0, 2, "attached"),
+            (2, 2, 0, "attached"),
+        ]
+        assert all((row.pid, row.host) == (os.getpid(), platform.node()) for row in rows)
+        assert [info.rank for info in writer.readers] == [0, 1, 2]
+        assert rows[0].bytes == stats.bytes == first.stats().bytes
+        assert (rows[1].bytes, rows[2].bytes) == (0, None)
+        latency = rows[0].latency
+        assert latency is not None
+        assert first.stats().latency == latency
+        assert latency.samples >= 1
+        p50, p99 = rows[0].latency_p50_s, rows[0].latency_p99_s
+        assert p50 is not None
+        assert p99 is not None
+        assert 0 < p50 <= p99 < 60
+        assert (rows[1].latency_p50_s, rows[2].latency_p99_s, rows[2].latency) == (None, None, None)
+        assert (far.stats().latency, stats.latency) == (None, None)
+        assert first.stats().per_reader == ()
+        encoded = msgspec.json.encode(stats)
+        assert msgspec.json.decode(encoded, type=type(stats)) == stats
+        await second.aclose()
+        await until(lambda: writer.stats().per_reader[1].state == "left")
+
+
+async def test_rates_of_an_end() -> None:
+    async with attached(1, codec="raw", chunks=64) as (writer, (reader,)):
+        for _ in range(50):
+            await writer.enqueue(bytes(100))
+            await reader.dequeue(20)
+        for end in (writer, reader):
+            stats = end.stats()
+            assert stats.messages_per_s > 0
+            assert stats.bytes_per_s == pytest.approx(100 * stats.messages_per_s)
+
+
+async def test_a_newcomers_rate() -> None:
+    """It has not received what was sent before it came."""
+    writer = wide_writer(1, 0, chunks=8, max_readers=2, on_reader_death="evict")
+    handle = writer.export_handle()
+    async with writer, MessageQueue.create_from_handle(handle, 0) as first:
+        await asyncio.gather(writer.wait_until_ready(20), first.wait_until_ready(20))
+        for number in range(500):
+            await writer.enqueue(number)
+            await first.dequeue(20)
+        async with MessageQueue.create_from_handle(handle, 1) as late:
+            await late.wait_until_ready(20)
+            stats = late.stats()
+            assert (stats.messages, stats.messages_per_s, stats.bytes) == (500, 0, 0)
+
+
+def test_plain_threads() -> None:
+    def read(reader: Any) -> Any:
+        for _ in range(3):
+            reader.dequeue(20)
+        return reader.stats()
+
+    with reading(read, codec="raw") as (writer, thread):
+        for _ in range(3):
+            writer.enqueue(bytes(500), 20)
+        stats = thread.result()
+        assert (stats.bytes, stats.messages) == (1500, 3)
+        assert stats.latency.samples > 0
+        ours = writer.stats()
+        assert (ours.bytes, ours.per_reader[0].bytes) == (1500, 1500)
+        assert ours.messages_per_s > 0
+
+
+async def test_a_writer_without_readers() -> None:
+    async with MessageQueue(0, 0) as writer:
+        await writer.enqueue(bytes(100))
+        stats = writer.stats()
+        assert (stats.messages, stats.bytes, stats.per_reader) == (1, 0, ())
