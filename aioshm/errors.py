@@ -339,16 +339,18 @@ class ProcessDied(AioshmError, RuntimeError):
         name: The name of the process.
         pid: Its process id.
         exitcode: Its exit code; ``-n`` if signal ``n`` killed it.
+        story: What else there is to tell, such as the deaths before this one; in the text, too.
     """
 
-    def __init__(self, name: str, pid: int | None, exitcode: int | None) -> None:
-        super().__init__(f"Process {name} (PID: {pid}) died with exit code {exitcode}")
+    def __init__(self, name: str, pid: int | None, exitcode: int | None, story: str = "") -> None:
+        super().__init__(f"Process {name} (PID: {pid}) died with exit code {exitcode}{story and f'; {story}'}")
         self.name = name
         self.pid = pid
         self.exitcode = exitcode
+        self.story = story
 
-    def __reduce__(self) -> tuple[type[ProcessDied], tuple[str, int | None, int | None]]:
-        return type(self), (self.name, self.pid, self.exitcode)
+    def __reduce__(self) -> tuple[type[ProcessDied], tuple[str, int | None, int | None, str]]:
+        return type(self), (self.name, self.pid, self.exitcode, self.story)
 
 
 class WorkerDied(ProcessDied):

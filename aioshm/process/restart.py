@@ -43,18 +43,18 @@ class Restart:
             check_seconds(name, getattr(self, name))
 
 
-ProcessPhase: TypeAlias = Literal["running", "waiting", "starting", "stopping"]
+ProcessPhase: TypeAlias = Literal["running", "waiting", "starting", "stopping", "exited"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """An engine of a supervisor, or a worker of a group.
+    """An engine of a supervisor, a worker of a group, or an API server.
 
     Attributes:
         rank: Its rank.
         pid: The process id of its process, or of its last one; None before the first.
-        state: ``"running"``; ``"waiting"`` for its restart, see `Restart`; ``"starting"`` until it is ready; or
-            ``"stopping"``, since there are to be fewer.
+        state: ``"running"``; ``"waiting"`` for its restart, see `Restart`; ``"starting"`` until it is ready;
+            ``"stopping"``, since there are to be fewer; or, of an API server, ``"exited"`` for good.
         restarts: How often it was started again.
         cause: How it has died the last time; empty if it never has.
     """

@@ -138,7 +138,11 @@ class EngineClient(AsyncClosing):
 
     @property
     def late_outputs(self) -> int:
-        """How many outputs came too late: their requests were aborted, or their engine was taken for dead."""
+        """How many outputs and answers came too late, and were dropped.
+
+        Their requests were aborted, their engine was taken for dead, or they were meant for the process that was this
+        client before it died.
+        """
         return self._link.pending.late_outputs
 
     @property

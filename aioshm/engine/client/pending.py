@@ -45,8 +45,8 @@ class Pending:
     Attributes:
         inboxes: Of the requests in flight, by id.
         idle: Is called with the position of an engine whose last request has come to an end.
-        late_outputs: How many outputs came for requests that their engine had no more: they were aborted, or their
-            engine was taken for dead.
+        late_outputs: How many outputs came for requests that their engine had no more: they were aborted, their engine
+            was taken for dead, or they were those of a client that was here before; and answers to calls, likewise.
     """
 
     def __init__(
@@ -205,6 +205,7 @@ class Pending:
     def _answer(self, engine: int, answer: UtilityOutput) -> None:
         call = self._calls.get(answer.call_id)
         if call is None or call.answer.done():
+            self.late_outputs += 1
             return
         if answer.failure_message is not None:
             call.answer.set_exception(CallFailed(answer.failure_message, engine=engine, method=call.method))

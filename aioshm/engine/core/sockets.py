@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -25,6 +27,8 @@ LINGER_MS = 2000
 COORDINATOR = -1
 """What stands for the coordinator where messages have a client's index."""
 
+logger: logging.Logger = logging.getLogger("aioshm.engine")
+
 _UNBOUNDED = 0  # what is in flight is bounded by the requests that are open, not by ZeroMQ
 
 
@@ -42,6 +46,7 @@ class CoreSockets:
 
     Attributes:
         coordinated: Whether there is a coordinator.
+        dropped: How many messages there were for clients that were gone, by client.
 
     Raises:
         OSError: An address is malformed.
@@ -70,6 +75,7 @@ class CoreSockets:
         self._credentials = credentials
         self._addresses = addresses
         self._gone: set[int] = set()
+        self.dropped: Counter[int] = Counter()
         self._registration = b""
         self._monitors: list[Monitor] = []
         self._ready = self._loop.create_future()
@@ -108,6 +114,7 @@ class CoreSockets:
     def send(self, client: int, frames: list[Frame]) -> None:
         """Send something to a client, or to the coordinator; to a client that is gone nothing is sent."""
         if client in self._gone:
+            self.dropped[client] += 1
             return
         socket = self._reports if client == COORDINATOR else self._outputs[client]
         if len(frames) == 1:
@@ -165,6 +172,7 @@ class CoreSockets:
                 self._on_message(client, [])
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and client in self._gone:
                 self._gone.discard(client)
+                logger.info("client %d is back; %d messages found it gone", client, self.dropped[client])
                 self._outputs[client] = self._open(zmq.PUSH, self._addresses.outputs[client])
                 self._inputs[client].send(self._registration, zmq.NOBLOCK)
                 self._pumps[client].run_soon()  # sending may swallow the sign that there is something to read

@@ -33,18 +33,21 @@ async def wait_for_completion_or_failure(
 ) -> None:
     """Wait until all API servers are done, or the first process of any kind has failed; then stop everything.
 
+    An API server that its manager starts again, see ``restart``, has not failed.
+
     Everything is stopped in every case, also when this is cancelled, which then goes on as a cancellation. Ctrl-C,
     where nobody but asyncio or Python itself handles it, stops everything and returns; pressed once more, it cancels.
     Being cancelled while everything is being stopped kills what is left.
 
     Args:
         api_server_manager: The API servers.
-        engine_manager: The engines: a manager of processes, or one of something else, whose ``join_first()`` raises
-            when one fails.
+        engine_manager: The engines: a manager of processes, or one of something else, such as an `EngineSupervisor`,
+            whose ``join_first()`` raises when one fails.
         coordinator: The DP coordinator, with its process as ``proc``.
 
     Raises:
         ProcessDied: A process exited with a code other than 0.
+        EngineDead: So has an engine that is no process of this manager's.
     """
     managers = [manager for manager in (api_server_manager, engine_manager, coordinator) if manager is not None]
     try:
@@ -58,12 +61,17 @@ async def wait_for_completion_or_failure(
 
 
 async def _until_done(servers: APIServerProcessManager, *others: Stoppable | None) -> None:
-    processes = [*servers.processes, *(process for other in others for process in _processes(other))]
+    processes = [process for other in others for process in _processes(other)]
     apart: list[Any] = [other for other in others if hasattr(other, "join_first") and not _processes(other)]
     with _ctrl_c() as pressed, ProcessWatch(processes) as watch:
-        waiting = [_servers_exit(watch, servers), *(other.join_first() for other in apart)]
+        if servers.restarts:
+            waiting = [servers.wait(), _failure(watch)]
+        else:  # one watch for all, so that the first one that has failed is the one that is told of
+            watch.add(servers.processes)
+            waiting = [_servers_exit(watch, servers)]
+        waiting += [other.join_first() for other in apart]
         try:
-            await (_first_and_no_failure(waiting) if apart else waiting[0])
+            await (_first_and_no_failure(waiting) if len(waiting) > 1 else waiting[0])
         except asyncio.CancelledError:
             if not pressed():
                 raise
@@ -73,10 +81,25 @@ async def _until_done(servers: APIServerProcessManager, *others: Stoppable | Non
 async def _servers_exit(watch: ProcessWatch, servers: APIServerProcessManager) -> None:
     left = {process.pid for process in servers.processes}
     while left:
-        for found in await watch.next():
-            if found.exitcode != 0:
-                raise ProcessDied(found.name, found.pid, found.exitcode)
-            left.discard(found.pid)
+        left.difference_update(await _exits(watch))
+
+
+async def _failure(watch: ProcessWatch) -> None:
+    while watch.running:
+        await _exits(watch)
+
+
+async def _exits(watch: ProcessWatch) -> list[int | None]:
+    """Wait for exits; return the ids of the processes.
+
+    Raises:
+        ProcessDied: One exited with a code other than 0.
+    """
+    exits = await watch.next()
+    for found in exits:
+        if found.exitcode != 0:
+            raise ProcessDied(found.name, found.pid, found.exitcode)
+    return [found.pid for found in exits]
 
 
 async def _first_and_no_failure(waiting: Sequence[Awaitable[object]]) -> None:

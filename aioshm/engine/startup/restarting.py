@@ -18,6 +18,7 @@ from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import EndClosed, EngineDead
 from aioshm.process.background import in_thread
+from aioshm.process.lives import Life, bring_back
 from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory
 from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
@@ -27,34 +28,18 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 _SHOWN_LINES = 5  # of a dead engine's stderr, in what is logged and in the error of a crash loop
 
 
-class Life:
+class EngineLife(Life):
     """The processes of one engine, one after the other.
 
     Attributes:
-        rank: Its rank.
-        history: Its deaths.
-        state: See `RankInfo`.
-        pid: See `RankInfo`.
-        cause: See `RankInfo`.
         turn: While it starts: gets None when it is ready, or how it has exited.
         doomed: Whether the process that starts is killed by now, so that it is no more use that it is ready.
-        task: Starts it.
     """
 
     def __init__(self, rank: int, restart: Restart) -> None:
-        self.rank: int = rank
-        self.history: RestartHistory = RestartHistory(restart)
-        self.state: ProcessPhase = "starting"
-        self.pid: int | None = None
-        self.cause: str = ""
+        super().__init__(rank, restart)
         self.turn: asyncio.Future[ProcessExit | None] | None = None
         self.doomed: bool = False
-        self.task: asyncio.Task[None] | None = None
-
-    @property
-    def info(self) -> RankInfo:
-        """What is told of it."""
-        return RankInfo(self.rank, self.pid, self.state, self.history.restarts, self.cause)
 
     def settle(self, found: ProcessExit | None) -> bool:
         """Tell who waits that it is ready, or has exited; return whether anybody does."""
@@ -96,7 +81,7 @@ class Restarting:
         self._members: EngineClient | FrontEnds | None = launch.members
         self._restart, self._lockstep, self._start_timeout = restart, lockstep, start_timeout
         self._on_change = on_change
-        self.lives: dict[int, Life] = {}
+        self.lives: dict[int, EngineLife] = {}
         self.failure: EngineDead | None = None
         self.failed: asyncio.Event = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,7 +92,7 @@ class Restarting:
         for process in manager.processes:
             rank = engine_index(process.name)
             assert rank is not None
-            life = self.lives[rank] = Life(rank, restart)
+            life = self.lives[rank] = EngineLife(rank, restart)
             life.pid, life.state = process.pid, "running"
         self._rejoining = launch.stay_open(self.ready)
         self._watch = ProcessWatch(manager=manager, on_exit=self._process_exited)
@@ -124,7 +109,7 @@ class Restarting:
 
     def add(self, rank: int) -> asyncio.Task[None]:
         """Have one more engine, and return the task that is done when it is ready."""
-        life = self.lives[rank] = Life(rank, self._restart)
+        life = self.lives[rank] = EngineLife(rank, self._restart)
         self._rejoining.handshake.add(CoreEngine(rank))
         life.task = self._spawn(self._bring_up(life, None), f"engine-{rank}")
         return life.task
@@ -155,7 +140,7 @@ class Restarting:
             elif rank in self.lives:
                 self._engine_exited(self.lives[rank], each)
 
-    def _engine_exited(self, life: Life, found: ProcessExit) -> None:
+    def _engine_exited(self, life: EngineLife, found: ProcessExit) -> None:
         if isinstance(self._members, FrontEnds):
             error = EngineDead(found.describe(), engine=life.rank, pid=found.pid)
             self._members.died(error, self._manager.next_incarnation(life.rank) - 1)
@@ -188,22 +173,15 @@ class Restarting:
 
     # Started, and started again
 
-    async def _bring_up(self, life: Life, found: ProcessExit | None) -> None:
+    async def _bring_up(self, life: EngineLife, found: ProcessExit | None) -> None:
         """Start an engine until it is ready, or a crash loop is found; ``found`` is how it has died, if it has."""
         cause = "" if found is None else self._died(life, found)
-        while True:
-            if cause:
-                delay = life.history.died(self._loop.time(), cause)
-                if delay is None:
-                    self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
-                    return
-                self.set_state(life, "waiting")
-                await asyncio.sleep(delay)
-            cause = await self._start(life)
-            if not cause:
-                return
+        if not await bring_back(
+            life.history, cause, lambda: self._start(life), lambda _: self.set_state(life, "waiting")
+        ):
+            self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
 
-    async def _bring_back_all(self, life: Life, found: ProcessExit) -> None:
+    async def _bring_back_all(self, life: EngineLife, found: ProcessExit) -> None:
         """Stop the engines that are left, and start all of them."""
         cause = self._died(life, found)
         while True:
@@ -225,7 +203,7 @@ class Restarting:
                 return
             life = next(each for each, said in zip(self.lives.values(), causes, strict=True) if said)
 
-    async def _start_in_group(self, life: Life) -> str:
+    async def _start_in_group(self, life: EngineLife) -> str:
         cause = await self._start(life)
         if cause:  # the others may wait for it
             for process in self._manager.processes:
@@ -242,7 +220,7 @@ class Restarting:
         if turns:
             await asyncio.wait(turns)
 
-    async def _start(self, life: Life) -> str:
+    async def _start(self, life: EngineLife) -> str:
         """Start an engine, and wait until it is ready; return why it is not, or an empty string."""
         rank = life.rank
         self._rejoining.expect(rank)
@@ -296,7 +274,7 @@ class Restarting:
         await in_thread(lambda: coordinator.run_again(count))
         self._watch.add([coordinator.proc])
 
-    def _give_up(self, text: str, life: Life | None) -> None:
+    def _give_up(self, text: str, life: EngineLife | None) -> None:
         logger.error("%s", text)
         rank, pid = (None, None) if life is None else (life.rank, life.pid)
         self.failure = EngineDead(text, engine=rank, pid=pid)
@@ -306,7 +284,7 @@ class Restarting:
 
     # What is said
 
-    def _died(self, life: Life, found: ProcessExit) -> str:
+    def _died(self, life: EngineLife, found: ProcessExit) -> str:
         """Note how an engine has died, and return it."""
         lines = self._manager.last_lines(found.name, _SHOWN_LINES) if found.exitcode else []
         last = f"; last of its stderr: {lines[-1]}" if lines else ""
@@ -314,7 +292,7 @@ class Restarting:
         logger.warning("%s; its restart is number %d", life.cause, life.history.restarts + 1)
         return life.cause
 
-    def set_state(self, life: Life, state: ProcessPhase) -> None:
+    def set_state(self, life: EngineLife, state: ProcessPhase) -> None:
         """Note how an engine fares, and tell of it."""
         if state != life.state:
             life.state = state

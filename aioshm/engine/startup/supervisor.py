@@ -14,7 +14,7 @@ from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.link import Resubmit
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
-from aioshm.engine.startup.restarting import Life, Restarting
+from aioshm.engine.startup.restarting import EngineLife, Restarting
 from aioshm.errors import EndClosed, EngineDead, RoleError
 from aioshm.process.restart import RankInfo, Restart
 
@@ -68,7 +68,7 @@ class EngineSupervisor(AsyncClosing):
         for name in ("on_engine_death", "on_engine_change", "wait"):
             if name in options:
                 raise TypeError(f"{name} is the supervisor's own, and cannot be given")
-        self._lives: dict[int, Life] = {}
+        self._lives: dict[int, EngineLife] = {}
         self._restart = restart or Restart()
         self._lockstep = lockstep
         self._start_timeout = (
@@ -156,6 +156,10 @@ class EngineSupervisor(AsyncClosing):
             raise EngineDead(*failure.args, engine=failure.engine, pid=failure.pid)
         raise EndClosed("the supervisor of engines was closed")
 
+    async def join_first(self) -> None:
+        """Do what `wait` does, for `wait_for_completion_or_failure`."""
+        await self.wait()
+
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every engine serves, also after deaths; see `EngineClient.wait_until_ready`.
 
@@ -219,7 +223,7 @@ class EngineSupervisor(AsyncClosing):
         if self._launch.coordinator is not None:
             self._launch.coordinator.scale(len(self._members().ranks))
 
-    async def _take_out(self, life: Life, timeout: float | None) -> None:
+    async def _take_out(self, life: EngineLife, timeout: float | None) -> None:
         before = life.state
         self._restarting.set_state(life, "stopping")
         try:

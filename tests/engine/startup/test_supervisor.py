@@ -13,7 +13,7 @@ import pytest
 from served_engine import Engine, ask, collected, stop, until
 
 from aioshm.engine import EngineSupervisor, RankInfo, Restart, die_with_parent, run_engine_core
-from aioshm.engine.startup.restarting import Life
+from aioshm.engine.startup.restarting import EngineLife
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 from aioshm.process.watch import ProcessExit
 
@@ -124,7 +124,7 @@ async def test_one_that_does_not_get_ready_is_killed_and_tried_again(tmp_path: P
 
 
 async def test_being_ready_comes_too_late_for_one_that_was_killed() -> None:
-    life, turn = Life(0, MANY), asyncio.get_running_loop().create_future()
+    life, turn = EngineLife(0, MANY), asyncio.get_running_loop().create_future()
     life.turn, life.doomed = turn, True
     assert not life.settle(None)
     found = ProcessExit("EngineCore_0", 1, -9)
