@@ -77,6 +77,8 @@ def front_end(listen_address: str, sock: socket.socket, n_engines: int, config: 
                 case ["open"]:
                     reports = await client.call("report")
                     writer.write(b"%d" % sum(len(report["open"]) for report in reports))
+                case ["engines"]:
+                    writer.write(b"%d" % len(client.ranks))
                 case ["late"]:
                     writer.write(b"%d" % client.late_outputs)
                 case ["exit", code]:
@@ -85,7 +87,10 @@ def front_end(listen_address: str, sock: socket.socket, n_engines: int, config: 
 
     async def work() -> None:
         addresses = EngineZmqAddresses([config["input_address"]], [config["output_address"]])
-        async with EngineClient(addresses, n_engines) as client:
+        membership = config["membership_address"]
+        async with EngineClient(
+            addresses, n_engines, on_engine_death="continue", membership_address=membership
+        ) as client:
             await client.wait_until_ready(30)
             server = await asyncio.start_server(lambda *streams: talk(client, *streams), sock=sock)
             await server.serve_forever()
@@ -136,7 +141,16 @@ async def serving(
     async with EngineSupervisor(serve, n_engines, num_api_servers=n_servers, coordinator=False) as supervisor:
         addresses = supervisor.launch.addresses
         async with APIServerProcessManager(
-            front_end, "", listener, n_engines, n_servers, addresses.inputs, addresses.outputs, restart=MANY, **options
+            front_end,
+            "",
+            listener,
+            n_engines,
+            n_servers,
+            addresses.inputs,
+            addresses.outputs,
+            membership_address=supervisor.launch.membership_address,
+            restart=MANY,
+            **options,
         ) as servers:
             yield supervisor, servers
 
@@ -150,7 +164,7 @@ def simple(codes: list[int | None], **options: Any) -> APIServerProcessManager:
 
 async def test_one_is_killed_under_load_and_the_other_serves_on(listener: socket.socket) -> None:
     seen: list[RankInfo] = []
-    async with serving(listener, 1, 2, on_change=seen.append) as (_, servers):
+    async with serving(listener, 1, 2, on_change=seen.append) as (supervisor, servers):
         other = await connected_to(listener, servers, 1)
         answered = 0
         stopping = asyncio.Event()
@@ -163,6 +177,7 @@ async def test_one_is_killed_under_load_and_the_other_serves_on(listener: socket
 
         loading = asyncio.create_task(load())
         victim = servers.servers[0].pid or 0
+        await supervisor.scale(2)  # a successor has to be told
         lost = await connected_to(listener, servers, 0)
         lost.send("ask 0")  # never done
         await lost.reader.read(1)
@@ -176,6 +191,7 @@ async def test_one_is_killed_under_load_and_the_other_serves_on(listener: socket
         before = answered
         back = await connected_to(listener, servers, 0)
         assert await back.ask("ask 4") == "0 1 2 3"
+        assert await back.ask("engines") == "2"
         await until(lambda: answered > before + 10)
         back.close()
         stopping.set()
