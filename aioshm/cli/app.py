@@ -15,6 +15,7 @@ from typer.main import get_command
 import aioshm
 from aioshm.cli import doctor, events
 from aioshm.cli.demo import command as demo
+from aioshm.cli.inspection import commands as inspection
 from aioshm.cli.outcome import FAILED, UNUSABLE, CommandFailed, interrupted
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name of its own
@@ -25,7 +26,7 @@ class _Command(Protocol):
     def register(self, app: typer.Typer) -> None: ...
 
 
-_COMMANDS: tuple[_Command, ...] = (demo, doctor, events)
+_COMMANDS: tuple[_Command, ...] = (demo, doctor, events, inspection)
 
 
 def make_app() -> typer.Typer:

@@ -109,6 +109,7 @@ def examine() -> Iterator[Finding]:
         "memfd_create",
         lambda: os.memfd_create("aioshm-doctor"),
         "rings are named segments, which a crash at the wrong moment leaves behind: aioshm doctor --clean",
+        refused="set AIOSHM_BACKING=named, or let the container's seccomp profile allow it",
     )
     yield _named_memory()
     yield _zeromq()
@@ -186,13 +187,19 @@ def _us(ns: int) -> str:
     return f"{ns / 1000:.1f} us" if ns < 10_000 else f"{ns / 1000:.0f} us"
 
 
-def _tried(name: str, function: str, make: Callable[[], int], without: str) -> Finding:
+def _tried(
+    name: str,
+    function: str,
+    make: Callable[[], int],
+    without: str,
+    refused: str = "let the container's seccomp profile allow it",
+) -> Finding:
     if not hasattr(os, function):
         return Finding(name, "note", f"not on {platform.system()}", without)
     try:
         os.close(make())
     except OSError as error:  # a seccomp filter may forbid what the kernel knows
-        return Finding(name, "bad", f"{function}: {error.strerror}", "let the container's seccomp profile allow it")
+        return Finding(name, "bad", f"{function}: {error.strerror}", refused)
     return Finding(name, "good", "works")
 
 

@@ -71,6 +71,11 @@ def get_codec(codec: str | Codec) -> Codec:
     return codec
 
 
+def name_of_code(code: int) -> str:
+    """Return the name of the codec that has a code; the code itself, if none is registered here."""
+    return next((name for name, known in _codes.items() if known == code), str(code))
+
+
 def typed_codec(codec: str | Codec, type: Any) -> Codec:  # noqa: A002  # what MessageQueue calls it
     """Return a codec, from its name or as `get_codec` does, that decodes a type; None: what it decodes by itself.
 

@@ -62,8 +62,8 @@ def refused(error: OSError, what: str) -> SharedMemoryError | OutOfDescriptors:
         return OutOfDescriptors(error.errno, f"{what}: {why_no_descriptor(error.errno, 'this process')}")
     remedies = {
         errno.ENOMEM: "this process has too much mapped: raise its limit (ulimit -v, sysctl vm.max_map_count)",
-        errno.ENOSYS: "this system has none of that kind: set backing='named'",
-        errno.EPERM: "let the container's seccomp profile allow it",
+        errno.ENOSYS: "this system has none of that kind: set AIOSHM_BACKING=named, or backing='named' in the options",
+        errno.EPERM: "let the container's seccomp profile allow it, or set AIOSHM_BACKING=named",
         errno.EACCES: "look at the permissions of /dev/shm, and at the seccomp profile of the container",
     }
     said = error.strerror or str(error)

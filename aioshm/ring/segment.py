@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAME_PREFIX = "aioshm-"
+OVERFLOW_LABEL = "aioshm-overflow-"  # then the first digits of the queue's id
 
 # Linux 5.14: fault pages in without touching their content (madvise(2)); Python has no names for them.
 _MADV_POPULATE_READ = 22
@@ -62,14 +63,14 @@ class Segment:
         self.view: memoryview = memoryview(self._map)
 
     @classmethod
-    def create(cls, size: int, backing: Backing, *, may_grow: bool = False) -> Segment:
-        """Create a segment of ``size`` zero bytes, which may be able to `grow`.
+    def create(cls, size: int, backing: Backing, *, may_grow: bool = False, label: str = "aioshm") -> Segment:
+        """Create a segment of ``size`` zero bytes, which may be able to `grow`; a memfd is listed under a label.
 
         Raises:
             SharedMemoryError: There is not enough memory; the text says what is needed, what is free, what to do.
         """
         if backing == "memfd":
-            return cls._create_memfd(size, may_grow)
+            return cls._create_memfd(size, may_grow, label)
         return cls._create_named(size)
 
     @classmethod
@@ -108,10 +109,10 @@ class Segment:
         return cls(own, size, None)
 
     @classmethod
-    def _create_memfd(cls, size: int, may_grow: bool) -> Segment:
+    def _create_memfd(cls, size: int, may_grow: bool, label: str) -> Segment:
         check_memory(size)
         try:
-            fd = os.memfd_create("aioshm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise cannot_create(size, "memfd", error) from None
         _or_close(fd, size, "memfd", lambda: os.ftruncate(fd, size))

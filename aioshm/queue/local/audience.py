@@ -96,7 +96,7 @@ class RingAudience:
         )
         self.overflows: int = 0
         self._options = options
-        segments = OverflowSegments(self.ring, self.secret, self.roster.hand_over, self._second_way)
+        segments = OverflowSegments(self.ring, self.queue_id, self.secret, self.roster.hand_over, self._second_way)
         self.overflow: Overflow = segments
         self.loans: Loans = Loans(self.buffer, None if options.overflow == "zmq" else segments)
         if options.overflow == "zmq" and ranks:

@@ -30,7 +30,7 @@ from aioshm.lifeline.peer import Peer
 from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors, shortage
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import round_up
-from aioshm.ring.segment import Segment
+from aioshm.ring.segment import OVERFLOW_LABEL, Segment
 
 if TYPE_CHECKING:  # who has segments needs no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber
@@ -159,6 +159,7 @@ class OverflowSegments:
 
     Args:
         ring: Tells which messages every reader has finished with.
+        queue_id: The queue's, by which the segments are listed.
         secret: What markers repeat.
         hand_over: Passes a descriptor to every reader.
         second_way: Makes, once, what sends messages for which no segment can be had; is told why.
@@ -171,11 +172,13 @@ class OverflowSegments:
     def __init__(
         self,
         ring: RingWriter,
+        queue_id: bytes,
         secret: bytes,
         hand_over: Callable[[int], object],
         second_way: Callable[[AioshmError], Overflow],
     ) -> None:
         self._ring = ring
+        self._label = OVERFLOW_LABEL + queue_id.hex()[:8]
         self._secret = secret
         self._open_second_way = second_way
         self._second_way: Overflow | None = None
@@ -270,7 +273,7 @@ class OverflowSegments:
                 return number
         if free:  # they cannot grow here: few different sizes keep their number down
             room = 1 << (room - 1).bit_length()
-        segment = Segment.create(room, DEFAULT_BACKING, may_grow=True)
+        segment = Segment.create(room, DEFAULT_BACKING, may_grow=True, label=self._label)
         try:
             written = WrittenSegment(segment)
         except BaseException:

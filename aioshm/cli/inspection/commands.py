@@ -1,0 +1,234 @@
+"""``aioshm ls``, ``inspect``, ``who`` and ``dump``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from aioshm.cli.inspection import figures, tables, top
+from aioshm.cli.outcome import UNUSABLE, CommandFailed
+from aioshm.cli.output import print_json
+from aioshm.errors import AioshmError
+from aioshm.observe.culprit import WINDOW_S, ProcessReport, Report, process_report, who
+from aioshm.observe.messages import MessageHeader, last_messages
+from aioshm.observe.proc import own_processes
+from aioshm.observe.scan import QueueNotFound, chosen
+from aioshm.observe.verdict import Suspect
+from aioshm.observe.watch import Watch, Watched
+
+T = TypeVar("T")
+
+Queue = Annotated[str, typer.Argument(help="Its name, its id or the beginning of that, or the pid of one of its ends.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Interval = Annotated[float, typer.Option(min=0.0, max=60.0, help="Seconds that rates are measured for.")]
+
+_MOST_SHOWN = 30
+"""Frames of a stack."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command("ls")(_ls)
+    app.command("inspect")(_inspect)
+    app.command("top")(top.command)
+    app.command("who")(_who)
+    app.command("dump")(_dump)
+
+
+def _ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
+    """List every live queue of this user on this host."""
+    with _failing(), Watch() as watch:
+        found = _look_twice(watch, interval)
+        if as_json:
+            print_json(figures.report(queues=[top.as_json(each) for each in found], skipped=watch.skipped))
+            return
+        console = Console(highlight=False)
+        if found:
+            console.print(tables.queues_table(found))
+        else:
+            console.print("no queue of this user is open on this host")
+        if watch.skipped:
+            console.print(f"processes of other users not looked at: {watch.skipped}", style="dim")
+
+
+def _inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) -> None:
+    """Show a queue and each of its ends."""
+    with _failing(), Watch() as watch:
+        found = _look_twice(watch, interval)
+        one = chosen(queue, [each.queue for each in found])
+        [watched] = [each for each in found if each.queue is one]
+        if as_json:
+            print_json(figures.report(queue=top.as_json(watched)))
+            return
+        console = Console(highlight=False)
+        grid = Table.grid(padding=(0, 2))
+        for name, text in tables.facts_of(one):
+            grid.add_row(f"[dim]{name}[/]", text)
+        console.print(grid)
+        console.print(tables.ends_table([watched], queues=False))
+
+
+def _who(
+    queue: Annotated[str | None, typer.Argument(help="A queue, or any process; none: every queue.")] = None,
+    as_json: AsJson = False,
+    window: Annotated[float, typer.Option(min=0.01, max=60.0, help="Seconds to watch for.")] = WINDOW_S,
+) -> None:
+    """Say who holds a queue up: the process, what it does, and in which line of code."""
+    with _failing():
+        try:
+            reports, process = who(queue, window_s=window), None
+        except QueueNotFound:
+            if queue is None or not queue.isdigit() or int(queue) not in own_processes():
+                raise
+            reports, process = (), process_report(int(queue))  # an engine, say, whose messages go over sockets
+        if as_json:
+            print_json(figures.report(queues=[_as_json(each) for each in reports], process=process))
+            return
+        console = Console(highlight=False)
+        for report in reports:
+            _show_report(console, report)
+        if process is not None:
+            _show_process(console, process)
+        if not reports and process is None:
+            console.print("no queue of this user is open on this host")
+
+
+def _dump(
+    queue: Queue,
+    last: Annotated[int, typer.Option("--last", "-n", min=1, help="How many messages.")] = 10,
+    bodies: Annotated[bool, typer.Option("--bodies", help="Show the first bytes of each; nothing is decoded.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the headers of the latest messages of a queue."""
+    with _failing(), Watch() as watch:
+        found = watch.look()
+        one = chosen(queue, [each.queue for each in found])
+        messages = last_messages(watch.ring(one), last, bodies=bodies)
+        if as_json:
+            print_json(figures.report(queue=one.label, messages=[_message_json(each) for each in messages]))
+            return
+        console = Console(highlight=False)
+        if not messages:
+            console.print(f"{escape(one.label)}: no message was published yet")
+            return
+        console.print(_messages_table(messages, bodies))
+
+
+def _look_twice(watch: Watch, interval: float) -> tuple[Watched, ...]:
+    watch.look()
+    time.sleep(interval)
+    return watch.look()
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Tell in one line what cannot be done."""
+    try:
+        yield
+    except (AioshmError, ValueError) as error:
+        raise CommandFailed(str(error), UNUSABLE) from None
+
+
+# who
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    return {
+        "queue": report.queue.label,
+        "id": report.queue.header.queue_id,
+        "messages_per_s": report.messages_per_s,
+        "held_up": any(suspect.grave for suspect in report.suspects),
+        "suspects": report.suspects,
+    }
+
+
+def _show_report(console: Console, report: Report) -> None:
+    label = f"[bold]{escape(report.queue.label)}[/]"
+    if not any(suspect.grave for suspect in report.suspects):
+        idle = f"; {escape(report.suspects[0].text)}" if report.suspects else ""
+        console.print(
+            f"{label}: nobody holds it up ({figures.count(report.messages_per_s)} messages/s{idle})", soft_wrap=True
+        )
+        return
+    for suspect in report.suspects:
+        end = "the writer" if suspect.rank < 0 else f"reader {suspect.rank}"
+        who_is_it = f"{end}, pid {suspect.pid} ({escape(suspect.command)})" if suspect.pid else end
+        console.print(f"{label}: [{tables.BAD}]{who_is_it}[/]: {escape(suspect.text)}", soft_wrap=True)
+        _show_place(console, suspect)
+
+
+def _show_place(console: Console, suspect: Suspect) -> None:
+    if suspect.pid and suspect.state != "gone":
+        kernel = f"; in the kernel: {suspect.doing}" if str(suspect.doing) else ""
+        console.print(f"  {suspect.state}{escape(kernel)}", soft_wrap=True)
+    if suspect.line is not None:
+        console.print(f"  at [bold]{escape(str(suspect.line))}[/]", soft_wrap=True)
+    _show_stacks(console, suspect)
+
+
+def _show_process(console: Console, report: ProcessReport) -> None:
+    process = report.process
+    kernel = f"; in the kernel: {report.doing}" if str(report.doing) else ""
+    name = f"[bold]pid {process.pid}[/] ({escape(process.command)})"
+    console.print(f"{name} has no queue: {process.state}{escape(kernel)}", soft_wrap=True)
+    if report.line is not None:
+        console.print(f"  at [bold]{escape(str(report.line))}[/]", soft_wrap=True)
+    _show_stacks(console, report)
+
+
+def _show_stacks(console: Console, what: Suspect | ProcessReport) -> None:
+    told = [stack for stack in what.stacks if stack.is_main or stack.is_running or any(f.own for f in stack.frames)]
+    for stack in told or what.stacks:
+        console.print(f"  [dim]{escape(stack.name)}{' (runs)' if stack.is_running else ''}[/]", soft_wrap=True)
+        for frame in stack.frames[:_MOST_SHOWN]:
+            console.print(f"    {escape(str(frame))}", style="" if frame.own else "dim", soft_wrap=True)
+    if what.hint:
+        console.print(f"  {escape(what.hint)}", style=tables.POOR, soft_wrap=True)
+
+
+# dump
+
+
+def _message_json(message: MessageHeader) -> dict[str, Any]:
+    preview: Callable[[], dict[str, Any]] = lambda: {  # noqa: E731
+        "preview_hex": None if message.preview is None else message.preview.hex(),
+        "preview_text": message.text,
+    }
+    names = ("seq", "kind", "codec", "bytes", "main_bytes", "buffers", "where", "age_s", "unread_by")
+    return {name: getattr(message, name) for name in names} | preview()
+
+
+def _messages_table(messages: list[MessageHeader], bodies: bool) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("message", "kind", "codec", "size", "buffers", "where", "age", "unread by") + (
+        "begins with",
+    ) * bodies:
+        table.add_column(name, justify="right" if name in ("message", "size", "buffers", "age") else "left")
+    for message in messages:
+        row = [
+            f"{message.seq}",
+            message.kind,
+            escape(message.codec) or figures.NONE,
+            figures.size(message.bytes),
+            f"{message.buffers}",
+            message.where,
+            figures.duration(message.age_s),
+            ", ".join(map(str, message.unread_by)) or figures.NONE,
+        ]
+        if bodies:
+            row.append(_preview(message))
+        table.add_row(*row)
+    return table
+
+
+def _preview(message: MessageHeader) -> str:
+    if message.preview is None:
+        return "(not in the ring)"
+    return escape(repr(message.text) if message.text is not None else message.preview.hex(" "))

@@ -1,0 +1,141 @@
+"""The latest messages of a queue, as they lie in the ring: their headers, and bytes; nothing is ever decoded."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from time import monotonic_ns
+from typing import TypeAlias
+
+import msgspec
+
+from aioshm.codec.frames import HEADER, INLINE, OVERFLOW, PLACED, RAW, body_bytes
+from aioshm.codec.registry import name_of_code
+from aioshm.observe.scan import RingFile
+from aioshm.ring.header import read_header
+from aioshm.ring.layout import CHUNK, CHUNK_HEADER_BYTES, SLOT_HEADER_BYTES, Layout, chunk_at
+
+PREVIEW_BYTES = 64
+
+Preview: TypeAlias = bytes | None
+
+_KINDS = {INLINE: "inline", OVERFLOW: "overflow", RAW: "raw"}
+_SEQ_AT = 8
+_U64 = struct.Struct("<Q")
+_MARKED = struct.Struct("<16sIQ")  # secret, segment, bytes; see queue/local/overflow.py
+_MOST_BUFFERS = 1024  # of which the sizes are looked up
+
+
+class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """One message that is in a ring, or was published last in its slot.
+
+    Attributes:
+        seq: Its number.
+        kind: ``"inline"``: encoded, in the ring; ``"overflow"``: encoded, in an overflow segment; ``"raw"``: bytes of
+            `acquire_write`.
+        codec: The name of its codec; empty: none.
+        bytes: Its size, as far as its header says it.
+        main_bytes: Of that, what is not in out-of-band buffers.
+        buffers: Out-of-band buffers (arrays, tensors, large bytes) that it has.
+        where: ``"slot"``, ``"chunk N"`` or ``"segment N"``.
+        age_s: Seconds since it was published.
+        unread_by: The ranks of the readers that have not finished with it.
+        preview: The first bytes of its main part, if they were asked for and are in the ring.
+    """
+
+    seq: int
+    kind: str
+    codec: str
+    bytes: int
+    main_bytes: int
+    buffers: int
+    where: str
+    age_s: float
+    unread_by: tuple[int, ...]
+    preview: Preview = None
+
+    @property
+    def text(self) -> str | None:
+        """The preview as text, if it is printable UTF-8."""
+        if self.preview is None:
+            return None
+        for cut in range(4 if len(self.preview) < self.main_bytes else 1):  # the last letter may be cut off
+            try:
+                text = self.preview[: len(self.preview) - cut].decode()
+            except UnicodeDecodeError:
+                continue
+            return text if text.isprintable() else None
+        return None
+
+
+def last_messages(ring: RingFile, number: int, *, bodies: bool = False) -> list[MessageHeader]:
+    """Return what is known of the latest messages of a queue, the oldest first; what is overwritten is left out.
+
+    Args:
+        ring: The queue's ring.
+        number: How many, at most; the ring holds `Layout.slots`.
+        bodies: Whether to show the first bytes of each.
+    """
+    if number < 1:
+        raise ValueError(f"number must be at least 1, not {number}")
+    header = read_header(ring.read(0, ring.layout.header_bytes))
+    ranks = [row.rank for row in header.readers]
+    first = max(0, header.writer.messages - min(number, ring.layout.slots))
+    return list(_messages(ring, range(first, header.writer.messages), ranks, bodies))
+
+
+def _messages(ring: RingFile, numbers: range, ranks: list[int], bodies: bool) -> Iterator[MessageHeader]:
+    for seq in numbers:
+        layout, index = ring.layout, seq % ring.layout.slots
+        slot = layout.slot(index)
+        head = ring.read(slot, SLOT_HEADER_BYTES)
+        flags = ring.read(layout.flags(index), layout.flag_bytes)
+        if len(head) < SLOT_HEADER_BYTES or not flags[0] or _U64.unpack_from(head, _SEQ_AT)[0] != seq:
+            continue
+        message = _message(ring, head, slot, seq, bodies)
+        if ring.read(slot + _SEQ_AT, 8) != _U64.pack(seq):
+            continue  # it was overwritten meanwhile
+        unread = tuple(rank for rank, read in zip(ranks, flags[1:], strict=True) if not read)
+        yield msgspec.structs.replace(message, unread_by=unread)
+
+
+def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> MessageHeader:
+    kind, code, how, n_buffers, _, at_ns, main_bytes = HEADER.unpack_from(head)
+    nbytes, where, preview = main_bytes, "slot", None
+    if kind == OVERFLOW:
+        _, segment, nbytes = _MARKED.unpack_from(head, HEADER.size)
+        where = f"segment {segment}"
+    else:
+        place = _place(ring.layout, head, slot)
+        if place is None:
+            where = "nowhere"
+        else:
+            where = f"chunk {_U64.unpack_from(head, CHUNK)[0] - 1}" if _U64.unpack_from(head, CHUNK)[0] else "slot"
+            body, room = place
+            table = 8 * n_buffers if not how and n_buffers <= _MOST_BUFFERS else 0
+            sizes = struct.unpack(f"<{table // 8}Q", ring.read(body, table)) if table else ()
+            nbytes = body_bytes(main_bytes, sizes)
+            begin = body + body_bytes(0, [0] * len(sizes)) if sizes else body
+            if bodies and how != PLACED and nbytes <= room:
+                preview = ring.read(begin, min(PREVIEW_BYTES, main_bytes))
+    return MessageHeader(
+        seq=seq,
+        kind=_KINDS.get(kind, f"kind {kind}"),
+        codec="" if kind == RAW else name_of_code(code),
+        bytes=nbytes,
+        main_bytes=main_bytes,
+        buffers=n_buffers,
+        where=where,
+        age_s=max(0, monotonic_ns() - at_ns) / 1e9,
+        unread_by=(),
+        preview=preview,
+    )
+
+
+def _place(layout: Layout, head: bytes, slot: int) -> tuple[int, int] | None:
+    """Return where the body of a message begins, and how much room there is; None: its header names no such place."""
+    number = _U64.unpack_from(head, CHUNK)[0]
+    if not number:
+        return slot + SLOT_HEADER_BYTES, layout.inline_bytes
+    place = chunk_at(layout.pools, number - 1)
+    return None if place is None else (place[0] + CHUNK_HEADER_BYTES, place[1])

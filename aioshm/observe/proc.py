@@ -1,0 +1,150 @@
+"""What ``/proc`` says of a process (proc(5)): parsers without I/O, and one class that reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from aioshm.errors import AioshmError
+
+PROC = Path("/proc")
+
+STATES: Final = {
+    "R": "running",
+    "S": "sleeping",
+    "I": "sleeping",
+    "D": "waiting for a disk",
+    "T": "stopped",
+    "t": "traced",
+    "Z": "zombie",
+    "X": "gone",
+}
+"""What the letters of ``/proc/PID/stat`` stand for."""
+
+HUNG: Final = frozenset({"stopped", "traced", "zombie", "gone", "waiting for a disk"})
+"""States in which a process does nothing for its queue."""
+
+
+class NoProc(AioshmError):
+    """This system has no ``/proc``, by which the queues of other processes are found."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "there is no /proc on this system, by which the queues of other processes are found; "
+            "in their own processes, stats() says what they do"
+        )
+
+
+class ProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A process at one moment.
+
+    Attributes:
+        pid: As this process sees it.
+        inner_pid: As it sees itself, which differs in a container.
+        state: One of `STATES`; ``"gone"`` if there is none.
+        command: Its command line, shortened.
+        cpu_s: CPU time that it has used so far, in seconds.
+        started: When it was started, in clock ticks since the machine was: with the pid, which process this is.
+    """
+
+    pid: int
+    inner_pid: int
+    state: str
+    command: str
+    cpu_s: float
+    started: int
+
+
+GONE: Final = ProcessInfo(pid=0, inner_pid=0, state="gone", command="", cpu_s=0.0, started=0)
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_MOST_COMMAND = 200
+
+
+def parse_stat(text: str) -> tuple[str, float, int]:
+    """Return state, CPU seconds and start of a process from its ``stat``."""
+    fields = text.rpartition(")")[2].split()
+    return STATES.get(fields[0], "unknown"), (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[19])
+
+
+def parse_inner_pid(status: str, pid: int) -> int:
+    """Return a process' id in the innermost of its pid namespaces from its ``status``."""
+    for line in status.splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return pid
+
+
+def parse_command(cmdline: bytes) -> str:
+    """Return a command line on one line: without the directories of the program, and not too long of it."""
+    program, *arguments = cmdline.rstrip(b"\0").decode(errors="replace").split("\0")
+    words = " ".join([program.rpartition("/")[2], *arguments]).split()
+    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(words))
+    return text if len(text) <= _MOST_COMMAND else text[: _MOST_COMMAND - 3] + "..."
+
+
+def check_proc() -> None:
+    """Raise where there is no ``/proc``.
+
+    Raises:
+        NoProc: There is none.
+    """
+    if not (PROC / "self" / "fd").is_dir():
+        raise NoProc
+
+
+def own_processes() -> Iterator[int | None]:
+    """Yield the ids of this user's processes, and None for each one that is another user's.
+
+    Raises:
+        NoProc: There is no ``/proc``.
+    """
+    check_proc()
+    user = os.geteuid()
+    for name in os.listdir(PROC):
+        if name.isdigit():
+            with suppress(OSError):  # it has ended
+                yield int(name) if os.stat(PROC / name).st_uid == user else None
+
+
+def process_info(pid: int) -> ProcessInfo:
+    """Return what is known of a process; `GONE` with this pid if there is none."""
+    home = PROC / str(pid)
+    try:
+        state, cpu_s, started = parse_stat((home / "stat").read_text(errors="replace"))
+        inner_pid = parse_inner_pid((home / "status").read_text(errors="replace"), pid)
+        command = parse_command((home / "cmdline").read_bytes())
+    except (OSError, ValueError, IndexError):
+        return msgspec.structs.replace(GONE, pid=pid)
+    return ProcessInfo(pid=pid, inner_pid=inner_pid, state=state, command=command, cpu_s=cpu_s, started=started)
+
+
+def wait_channel(pid: int) -> str:
+    """Return the kernel function that a process sleeps in; empty if it runs, or the kernel does not say."""
+    with suppress(OSError):
+        channel = (PROC / str(pid) / "wchan").read_text().strip()
+        return "" if channel == "0" else channel
+    return ""
+
+
+def system_call(pid: int) -> str:
+    """Return the system call that a process is in, by name where it is one of the usual; empty if none, or unknown."""
+    with suppress(OSError, IndexError):
+        number = (PROC / str(pid) / "syscall").read_text().split()[0]
+        if number.isdigit() and os.uname().machine == "x86_64":
+            return _CALLS.get(int(number), f"system call {number}")
+    return ""
+
+
+_CALLS: Final = {
+    0: "read", 1: "write", 7: "poll", 17: "pread64", 18: "pwrite64", 23: "select", 35: "nanosleep", 42: "connect",
+    43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 73: "flock", 74: "fsync",
+    202: "futex", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 270: "pselect6", 271: "ppoll",
+    281: "epoll_pwait", 288: "accept4", 426: "io_uring_enter", 441: "epoll_pwait2",
+}  # fmt: skip
+"""Of x86-64, that processes sleep in."""

@@ -1,0 +1,170 @@
+"""A queue at one moment, from outside: its ring's header, and the processes that have it open. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from aioshm.codec.registry import name_of_code
+from aioshm.observe.proc import GONE, HUNG, ProcessInfo
+from aioshm.ring.header import ReaderRow, RingHeader, WriterRow
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """One end of a queue.
+
+    Attributes:
+        side: ``"writer"`` or ``"reader"``.
+        rank: The reader's rank; -1: the writer.
+        membership: What the queue knows of it: ``"attached"``, ``"absent"``, ``"left"``, ``"died"``, ``"held"``,
+            ``"evicted"``, ``"dismissed"``; of a writer ``"open"`` or ``"closed"``.
+        pid: Its process, as this one sees it; as it sees itself, where it is gone; 0: none yet.
+        state: Of its process: ``"running"``, ``"sleeping"``, ``"stopped"``, ``"gone"``...; empty: there is none yet.
+        command: Its command line.
+        waits: ``"parked"``: it sleeps until it is woken; ``"spinning"``; empty: neither.
+        messages: Published, or finished with.
+        lag: Messages that it has not finished with; of a writer what the slowest reader has not.
+        latency_p50_s: What half of its messages took at most from publishing until they were taken; None: not known.
+        latency_p99_s: What 99% took at most.
+        cpu_s: CPU time that its process has used.
+    """
+
+    side: str
+    rank: int
+    membership: str
+    pid: int
+    state: str
+    command: str
+    waits: str
+    messages: int
+    lag: int
+    latency_p50_s: float | None
+    latency_p99_s: float | None
+    cpu_s: float
+
+    @property
+    def there(self) -> bool:
+        """Whether the queue counts on it."""
+        return self.membership in ("open", "attached", "held")
+
+
+class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A queue at one moment.
+
+    Attributes:
+        label: Its name, or the first 8 digits of its id.
+        codec: Its codec's name; a number, if that is registered elsewhere only.
+        header: What is in its ring's header.
+        writer: Its writer.
+        readers: Its local readers, one for each place that ever had one or is waited for.
+        holders: Processes that have it open, whatever for.
+        memory_bytes: Memory that the ring occupies, of `Layout.total_bytes` at most.
+        overflow_segments: Overflow segments that it has now.
+        overflow_bytes: Memory that these occupy.
+        taken_ns: When this was, by ``time.monotonic_ns()``.
+    """
+
+    label: str
+    codec: str
+    header: RingHeader
+    writer: End
+    readers: tuple[End, ...]
+    holders: tuple[int, ...]
+    memory_bytes: int
+    overflow_segments: int
+    overflow_bytes: int
+    taken_ns: int
+
+    @property
+    def ends(self) -> tuple[End, ...]:
+        """Its ends, the writer first."""
+        return (self.writer, *self.readers)
+
+
+class Scan(msgspec.Struct, frozen=True):
+    """What there is on this host.
+
+    Attributes:
+        queues: This user's queues, by name or id.
+        skipped: Processes that were not looked at: they are other users', or may not be looked into.
+    """
+
+    queues: tuple[QueueSnapshot, ...]
+    skipped: int
+
+
+def snapshot_of(
+    header: RingHeader,
+    holders: Mapping[int, ProcessInfo],
+    memory_bytes: int,
+    overflow: tuple[int, int],
+    taken_ns: int,
+) -> QueueSnapshot:
+    """Put together what was read of a queue.
+
+    Args:
+        header: Its ring's.
+        holders: The processes that have it open.
+        memory_bytes: What the ring occupies.
+        overflow: How many overflow segments there are, and what they occupy.
+        taken_ns: When it was read.
+    """
+    writer, waited = header.writer, header.backlog
+    process = _process(writer.pid, holders)
+    return QueueSnapshot(
+        label=header.label,
+        codec=name_of_code(header.codec),
+        header=header,
+        writer=End(
+            side="writer",
+            rank=-1,
+            membership="closed" if writer.closed else "open",
+            pid=process.pid,
+            state=process.state,
+            command=process.command,
+            waits=_waits(writer, process),
+            messages=writer.messages,
+            lag=waited,
+            latency_p50_s=None,
+            latency_p99_s=None,
+            cpu_s=process.cpu_s,
+        ),
+        readers=tuple(_reader(row, holders) for row in header.readers),
+        holders=tuple(sorted(holders)),
+        memory_bytes=memory_bytes,
+        overflow_segments=overflow[0],
+        overflow_bytes=overflow[1],
+        taken_ns=taken_ns,
+    )
+
+
+def _reader(row: ReaderRow, holders: Mapping[int, ProcessInfo]) -> End:
+    process = _process(row.pid, holders)
+    return End(
+        side="reader",
+        rank=row.rank,
+        membership=row.state,
+        pid=process.pid,
+        state=process.state,
+        command=process.command,
+        waits=_waits(row, process),
+        messages=row.read,
+        lag=row.lag,
+        latency_p50_s=row.latency.quantile(0.5),
+        latency_p99_s=row.latency.quantile(0.99),
+        cpu_s=process.cpu_s,
+    )
+
+
+def _waits(row: WriterRow | ReaderRow, process: ProcessInfo) -> str:
+    return "parked" if row.parked else "spinning" if row.spinning and process.state not in HUNG else ""
+
+
+def _process(pid: int, holders: Mapping[int, ProcessInfo]) -> ProcessInfo:
+    """Return whose pid this is, as it sees itself; who has not got the queue open any more is gone."""
+    if not pid:
+        return msgspec.structs.replace(GONE, state="")
+    if pid in holders and holders[pid].inner_pid == pid:
+        return holders[pid]
+    return next((each for each in holders.values() if each.inner_pid == pid), msgspec.structs.replace(GONE, pid=pid))

@@ -1,0 +1,154 @@
+"""The Python stacks of another process: through py-spy, or what Python 3.14 brings along.
+
+py-spy is run with ``--nonblocking``: it reads the memory of the process, and neither stops nor signals it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+TIMEOUT_S = 5.0
+_TRIES = 5
+"""A stack that changes while it is read cannot be read; the next try may be luckier."""
+
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3.", "<frozen ", str(Path(__file__).parents[1]) + "/")
+"""Parts of the names of files that are not the user's."""
+
+NOT_INSTALLED = "its stack can be seen with py-spy: pip install py-spy"
+FORBIDDEN = (
+    "its stack cannot be seen: this user may not read its memory; "
+    "run this as root, allow ptrace (sysctl kernel.yama.ptrace_scope=0), or in a container --cap-add SYS_PTRACE"
+)
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One call on a stack.
+
+    Attributes:
+        function: What was called.
+        file: The file that it is in.
+        line: The line where it is.
+        own: Whether it is the user's, and not a library's.
+    """
+
+    function: str
+    file: str
+    line: int
+    own: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """What a thread, or a task, is in.
+
+    Attributes:
+        name: The thread's or the task's.
+        is_main: Whether this is the main thread.
+        is_running: Whether it runs, and does not wait.
+        frames: The calls, the innermost one first.
+    """
+
+    name: str
+    is_main: bool
+    is_running: bool
+    frames: tuple[Frame, ...]
+
+
+def stacks_of(pid: int) -> tuple[tuple[Stack, ...], str]:
+    """Return the stacks of a process; and, where there are none, why, and what to do."""
+    spy = _find_spy()
+    if spy is not None:
+        stacks, hint = _spied(spy, pid)
+    else:
+        stacks, hint = (), NOT_INSTALLED
+    return stacks + _tasks(pid), hint
+
+
+def users_line(stacks: Iterable[Stack]) -> Frame | None:
+    """Return the innermost call of the user's own code, that of the main thread if it has one, then of who runs."""
+    ordered = sorted(stacks, key=lambda stack: (not stack.is_main, not stack.is_running))
+    return next((frame for stack in ordered for frame in stack.frames if frame.own), None)
+
+
+def parse_spy(text: bytes, pid: int) -> tuple[Stack, ...]:
+    """Return the stacks in what ``py-spy dump --json`` has printed.
+
+    Raises:
+        ValueError: It is nothing that py-spy prints.
+    """
+    try:
+        return tuple(
+            Stack(
+                thread["thread_name"]
+                or ("MainThread" if thread["os_thread_id"] == pid else f"{thread['os_thread_id']}"),
+                thread["thread_name"] == "MainThread" or thread["os_thread_id"] == pid,
+                bool(thread["active"]),
+                tuple(_frame(frame["name"], frame["filename"], frame["line"]) for frame in thread["frames"]),
+            )
+            for thread in msgspec.json.decode(text)
+        )
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"py-spy has printed something unknown: {error!r}") from None
+
+
+def _frame(function: str, file: str, line: int) -> Frame:
+    return Frame(function, file, line, not any(part in file for part in _LIBRARIES))
+
+
+def _find_spy() -> str | None:
+    beside = Path(sys.executable).with_name("py-spy")
+    return shutil.which("py-spy") or (str(beside) if beside.exists() else None)
+
+
+def _spied(spy: str, pid: int) -> tuple[tuple[Stack, ...], str]:
+    hint = ""
+    for _ in range(_TRIES):
+        try:
+            command = [spy, "dump", "--pid", str(pid), "--nonblocking", "--json"]
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return (), f"its stack cannot be seen: {error}"
+        if done.returncode == 0:
+            try:
+                return parse_spy(done.stdout, pid), ""
+            except ValueError as error:
+                hint = str(error)
+                continue
+        said = done.stderr.decode(errors="replace").strip()
+        if "ermission" in said or "not permitted" in said:
+            return (), FORBIDDEN
+        hint = f"its stack cannot be seen: {said.splitlines()[0] if said else 'py-spy fails'}"
+    return (), hint
+
+
+def _tasks(pid: int) -> tuple[Stack, ...]:
+    """Return the asyncio tasks of a process, where this Python can see them: from 3.14 on, in one like it."""
+    if sys.version_info < (3, 14):
+        return ()
+    try:
+        unwinder: Any = import_module("_remote_debugging").RemoteUnwinder(pid)  # what `python -m asyncio pstree` uses
+        found: list[Any] = unwinder.get_all_awaited_by()
+        return tuple(parse_tasks(found))
+    except Exception:  # another version of Python, no permission, or a stack that has changed meanwhile
+        return ()
+
+
+def parse_tasks(found: Iterable[Any]) -> Iterable[Stack]:
+    """Yield the stacks of tasks in what ``RemoteUnwinder.get_all_awaited_by`` has returned."""
+    for thread in found:
+        for task in thread.awaited_by:
+            frames = [call for coroutine in task.coroutine_stack for call in coroutine.call_stack]
+            places = tuple(_frame(call.funcname, call.filename, call.lineno) for call in frames)
+            yield Stack(f"task {task.task_name}", False, False, places)

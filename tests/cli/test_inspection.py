@@ -1,0 +1,276 @@
+"""``aioshm ls``, ``inspect``, ``top``, ``who`` and ``dump``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioshm import MessageQueue
+from aioshm.cli.app import run
+from aioshm.cli.inspection import figures
+from aioshm.cli.inspection.top import KEYS, ordered
+from aioshm.observe import proc
+
+NAME = "inspected"
+
+
+@asynccontextmanager
+async def queue() -> AsyncIterator[None]:
+    """Have a queue with one message that reader 1 has not taken."""
+    async with MessageQueue(2, 2, codec="msgpack", name=NAME) as writer:
+        async with MessageQueue.attach(NAME, 0) as one, MessageQueue.attach(NAME, 1):
+            await writer.wait_until_ready()
+            await writer.enqueue("the only one")
+            await one.dequeue()
+            yield
+
+
+Call = Callable[..., Any]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Run a command while there is a queue; return the exit code, the output, and the errors."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*args: str) -> tuple[int, str, str]:
+        async def main() -> int:
+            async with queue():
+                return run(args)  # as another process would: it needs nothing of the loop
+
+        code = asyncio.run(main())
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def own(queues: list[dict[str, Any]]) -> dict[str, Any]:
+    [found] = [each for each in queues if each["name"] == NAME]
+    return found
+
+
+class TestLs:
+    def test_table(self, call: Call) -> None:
+        code, out, _ = call("ls", "--interval", "0")
+        assert code == 0
+        assert re.search(r"queue +writer +readers +rate +bytes/s +backlog +age +memory", out)
+        assert re.search(rf"{NAME} +{os.getpid()} +2 +0/s +0 B +1 +\S+ \w+ +[\d.]+ \w?i?B", out)
+
+    def test_json(self, call: Call) -> None:
+        code, out, _ = call("ls", "--json", "--interval", "0")
+        found = json.loads(out)
+        assert (code, found["version"], found["skipped"] >= 0) == (0, 1, True)
+        assert own(found["queues"])["messages"] == 1
+
+    def test_nothing_there(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("aioshm.observe.watch.find_rings", lambda: ([], 3))
+        assert run(["ls", "--interval", "0"]) == 0
+        out = capsys.readouterr().out
+        assert "no queue of this user is open on this host" in out
+        assert "of other users not looked at: 3" in out
+
+
+class TestInspect:
+    def test_table(self, call: Call) -> None:
+        code, out, _ = call("inspect", NAME, "--interval", "0")
+        assert code == 0
+        for part in ("msgpack", "4,096 slots of 1.0 KiB", "10 of 24.0 MiB", "0 segments", "1 messages", "remote"):
+            assert part in out
+        assert re.search(rf"writer +{os.getpid()} +running", out)
+        assert re.search(rf"reader 0 +{os.getpid()} +running +\S+ +1 +0/s +0 +[\d.]+ \w+ +[\d.]+ \w+", out)
+        assert re.search(rf"reader 1 +{os.getpid()} +running +\S+ +0 +0/s +1 +- +-", out)
+
+    def test_json(self, call: Call) -> None:
+        code, out, _ = call("inspect", NAME, "--json", "--interval", "0")
+        found = json.loads(out)
+        assert (code, found["version"]) == (0, 1)
+        one = found["queue"]
+        assert set(one) == {
+            "id", "name", "label", "codec", "writer", "readers", "holders", "memory_bytes", "overflow_segments",
+            "overflow_bytes", "taken_ns", "ring", "messages", "bytes", "overflows", "remote_readers", "age_s",
+            "backlog", "latency_bounds_ns", "rates",
+        }  # fmt: skip
+        assert (one["codec"], one["backlog"], one["ring"]["slots"]) == ("msgpack", 1, 4096)
+        assert [each["rank"] for each in one["readers"]] == [0, 1]
+        latency = one["readers"][0]["latency"]
+        assert (len(latency["counts"]), sum(latency["counts"])) == (len(one["latency_bounds_ns"]) + 1, 1)
+        assert set(one["rates"]) == {"seconds", "messages_per_s", "bytes_per_s", "read_per_s", "cpu_share"}
+
+    @pytest.mark.parametrize("command", ["inspect", "who", "dump"])
+    def test_no_such_queue(self, call: Call, command: str) -> None:
+        code, out, err = call(command, "nothing")
+        assert (code, out) == (2, "")
+        assert "aioshm: there is no queue 'nothing'; queues of this user on this host: " in err
+        assert f"{NAME} (pid {os.getpid()})" in err
+
+    @pytest.mark.parametrize("args", [["ls"], ["inspect", "x"], ["top", "--once"], ["who"], ["dump", "x"]], ids=str)
+    def test_a_system_without_proc(
+        self, args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(proc, "PROC", tmp_path)
+        assert run(args) == 2
+        assert "aioshm: there is no /proc on this system" in capsys.readouterr().err
+
+
+class TestDump:
+    def test_headers(self, call: Call) -> None:
+        code, out, _ = call("dump", NAME, "--last", "3")
+        assert code == 0
+        assert re.search(r"0 +inline +msgpack +13 B +0 +slot +\S+ \w+ +1 *$", out, re.MULTILINE)
+        assert "the only one" not in out
+
+    def test_bodies(self, call: Call) -> None:
+        _, out, _ = call("dump", NAME, "--bodies")
+        assert "ac 74 68 65 20 6f" in out
+
+    def test_json(self, call: Call) -> None:
+        _, out, _ = call("dump", NAME, "--json", "--bodies")
+        found = json.loads(out)
+        assert (found["version"], found["queue"]) == (1, NAME)
+        [message] = found["messages"]
+        assert bytes.fromhex(message["preview_hex"])[1:] == b"the only one"
+        assert (message["unread_by"], message["preview_text"]) == ([1], None)
+        _, out, _ = call("dump", NAME, "--json")
+        assert json.loads(out)["messages"][0]["preview_hex"] is None
+
+    def test_an_empty_queue(self, capsys: pytest.CaptureFixture[str]) -> None:
+        async def main() -> None:
+            async with MessageQueue(0, 0, name=NAME):
+                assert run(["dump", NAME]) == 0
+
+        asyncio.run(main())
+        assert f"{NAME}: no message was published yet" in capsys.readouterr().out
+
+
+class TestWho:
+    def test_who(self, call: Call) -> None:
+        code, out, _ = call("who", NAME, "--window", "0.02")
+        assert code == 0
+        assert re.search(rf"{NAME}: reader 1, pid {os.getpid()} \(.+\): has taken nothing for", out)
+
+    def test_json(self, call: Call) -> None:
+        _, out, _ = call("who", "--json", "--window", "0.02")
+        found = json.loads(out)
+        [one] = [each for each in found["queues"] if each["queue"] == NAME]
+        assert (found["version"], found["process"], one["held_up"]) == (1, None, True)
+        assert (one["suspects"][0]["kind"], one["suspects"][0]["rank"]) == ("blocked", 1)
+
+    def test_a_process_without_a_queue(self, call: Call) -> None:
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as child:
+            code, out, _ = call("who", str(child.pid))
+            child.kill()
+        assert code == 0
+        assert f"pid {child.pid} (" in out
+        assert "has no queue" in out
+
+
+class TestTop:
+    def test_once(self, call: Call) -> None:
+        code, out, _ = call("top", "--once", "--interval", "0.05", "--sort", "rate")
+        assert code == 0
+        assert re.search(rf"{NAME} +reader 1 +{os.getpid()}", out)
+
+    def test_json(self, call: Call) -> None:
+        _, out, _ = call("top", "--once", "--json", "--interval", "0.05")
+        [line] = out.splitlines()
+        found = json.loads(line)
+        assert found["version"] == 1
+        assert own(found["queues"])["rates"]["seconds"] > 0
+
+    def test_no_such_order(self, call: Call) -> None:
+        code, _, err = call("top", "--sort", "colour")
+        assert (code, "--sort must be one of name, rate" in err) == (2, True)
+
+    async def test_orders(self) -> None:
+        from aioshm.observe import Watch
+
+        async with MessageQueue(0, 0, name="b") as busy, MessageQueue(0, 0, name="a"):
+            with Watch() as watch:
+                watch.look()
+                for _ in range(10):
+                    await busy.enqueue(b"x")
+                both = [each for each in watch.look() if each.queue.label in "ab"]
+                assert [each.queue.label for each in ordered(both, "name")] == ["a", "b"]
+                assert [each.queue.label for each in ordered(both, "rate")] == ["b", "a"]
+                assert [each.queue.label for each in ordered(both, "age")] == ["b", "a"]
+                for key in KEYS:
+                    assert len(ordered(both, key)) == 2
+
+    def test_without_a_terminal_it_goes_on_until_it_is_interrupted(self) -> None:
+        command = [sys.executable, "-m", "aioshm", "top", "--json", "--interval", "0.05"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:
+            assert top.stdout is not None
+            for _ in range(2):
+                assert json.loads(top.stdout.readline())["version"] == 1
+            top.send_signal(signal.SIGINT)
+            _, errors = top.communicate()
+            assert (top.returncode, errors) == (0, "")
+
+    @pytest.mark.parametrize(("end", "code"), [("q", 0), (signal.SIGTERM, 143)])
+    def test_on_a_terminal(self, end: str | signal.Signals, code: int) -> None:
+        master, slave = pty.openpty()
+        command = [sys.executable, "-m", "aioshm", "top", "--interval", "30"]
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+        with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as top:
+            os.close(slave)
+            seen = _read_until(master, "\x1b[?1049h")
+            os.write(master, b"m")
+            seen += _read_until(master, "memory", "quit")
+            assert "sort" in seen
+            if isinstance(end, str):
+                os.write(master, end.encode())
+            else:
+                top.send_signal(end)
+            _read_until(master, "\x1b[?1049l")  # the screen that was there before is back
+            assert top.wait() == code
+        os.close(master)
+
+
+def _read_until(fd: int, *wanted: str) -> str:
+    seen, end = "", time.monotonic() + 30
+    while not all(text in seen for text in wanted):
+        assert time.monotonic() < end, seen
+        if select.select([fd], [], [], 0.1)[0]:
+            seen += os.read(fd, 65536).decode(errors="replace")
+    return seen
+
+
+class TestFigures:
+    @pytest.mark.parametrize(
+        ("number", "text"),
+        [(0, "0"), (999, "999"), (9999, "9999"), (12_345, "12.3k"), (4_560_000, "4.56M"), (3e9, "3G")],
+    )
+    def test_count(self, number: float, text: str) -> None:
+        assert figures.count(number) == text
+
+    @pytest.mark.parametrize(
+        ("number", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB")]
+    )
+    def test_size(self, number: int, text: str) -> None:
+        assert figures.size(number) == text
+
+    @pytest.mark.parametrize(
+        ("seconds", "text"),
+        [(None, "-"), (0, "0 ns"), (8.7e-7, "870 ns"), (12e-6, "12 us"), (0.0034, "3.4 ms"), (5.6, "5.6 s"),
+         (119, "119 s"), (720, "12 min"), (9000, "2.5 h"), (86400 * 3, "3 d")],
+    )  # fmt: skip
+    def test_duration(self, seconds: float | None, text: str) -> None:
+        assert figures.duration(seconds) == text
+
+    def test_share(self) -> None:
+        assert (figures.share(None), figures.share(0.123)) == ("-", "12%")

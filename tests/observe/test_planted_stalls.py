@@ -1,0 +1,164 @@
+"""Each kind of stall, in processes of their own, is named: the process, and the line of its user's code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from planted import line_of
+from planting import Planted
+from support import eventually
+
+from aioshm.observe import find_queue, who
+from aioshm.observe.culprit import process_report
+from aioshm.observe.proc import process_info
+from aioshm.observe.stacks import stacks_of
+from aioshm.observe.verdict import Suspect
+
+
+@pytest.fixture(scope="module")
+def spy() -> None:
+    """Skip where no stack can be seen; and say why."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(100)"], stdout=-1)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        stacks, hint = stacks_of(child.pid)
+        if not stacks:
+            pytest.skip(hint)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def culprit(planted: Planted, pid: int) -> Suspect:
+    """Return the suspect of this process, as soon as it is one; it is the only one, or the gravest."""
+    found: list[Suspect] = []
+
+    def is_named() -> bool:
+        [report] = who(planted.name)
+        found[:] = [suspect for suspect in report.suspects if suspect.grave]
+        return bool(found) and found[0].pid == pid
+
+    eventually(is_named, f"the verdict that pid {pid} is it")
+    return found[0]
+
+
+def check_line(suspect: Suspect, what: str) -> None:
+    assert suspect.hint == ""
+    assert suspect.line is not None
+    assert (Path(suspect.line.file).name, suspect.line.line) == ("planted.py", line_of(what))
+
+
+@pytest.mark.usefixtures("spy")
+class TestStalls:
+    def test_a_stopped_reader(self, planted: Planted) -> None:
+        _, other, reader = planted.queue("write", "read", "read")
+        reader.send_signal(signal.SIGSTOP)
+        eventually(lambda: process_info(reader.pid).state == "stopped")
+        suspect = culprit(planted, reader.pid)
+        assert (suspect.kind, suspect.side, suspect.rank, suspect.state) == ("stopped", "reader", 1, "stopped")
+        assert "SIGSTOP" in suspect.text
+        assert suspect.stacks, "it is stopped, and can be looked into all the same"
+        assert suspect.line is not None
+        assert Path(suspect.line.file).name == "planted.py"
+        assert other.poll() is None
+
+    def test_a_slow_reader(self, planted: Planted) -> None:
+        _, _, reader = planted.queue("flood", "read", "read slowly")
+        eventually(lambda: find_queue(planted.name).header.writer.parked)
+        eventually(lambda: culprit(planted, reader.pid).kind == "slow")
+        suspect = culprit(planted, reader.pid)
+        assert (suspect.side, suspect.rank) == ("reader", 1)
+        assert "messages behind" in suspect.text
+        check_line(suspect, "slow")
+
+    def test_a_reader_whose_loop_is_blocked(self, planted: Planted) -> None:
+        _, _, reader = planted.queue("write", "read", "read and block")
+        planted.go_wrong(reader)
+        suspect = culprit(planted, reader.pid)
+        assert (suspect.kind, suspect.rank) == ("blocked", 1)
+        assert "has taken nothing for" in suspect.text
+        check_line(suspect, "blocked")
+        times = []
+        for _ in range(3):
+            begin = time.monotonic()
+            [report] = who(planted.name)
+            times.append(time.monotonic() - begin)
+            assert report.suspects[0].pid == reader.pid
+        assert min(times) < 1, "the rest of it is what else the machine does"
+
+    def test_a_writer_that_hangs(self, planted: Planted) -> None:
+        writer, _ = planted.queue("write and hang", "read")
+        planted.go_wrong(writer)
+        suspect = culprit(planted, writer.pid)
+        assert (suspect.kind, suspect.side, suspect.rank) == ("writer blocked", "writer", -1)
+        assert "published nothing" in suspect.text
+        assert "nanosleep" in str(suspect.doing)
+        check_line(suspect, "writer")
+
+    def test_an_engine_that_hangs(self, planted: Planted) -> None:
+        engine = planted.start("engine", 0)
+        planted.ready()
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "wrong\n"
+        eventually(lambda: "nanosleep" in str(process_report(engine.pid).doing))
+        report = process_report(engine.pid)
+        assert report.line is not None
+        assert (Path(report.line.file).name, report.line.line) == ("planted.py", line_of("engine"))
+
+
+def test_a_reader_that_is_gone(planted: Planted) -> None:
+    writer, reader = planted.queue("write", "read")
+    writer.send_signal(signal.SIGSTOP)  # so that it does not see it
+    eventually(lambda: process_info(writer.pid).state == "stopped")
+    reader.kill()
+    reader.wait()
+    [report] = who(planted.name)
+    kinds = {suspect.pid: (suspect.kind, suspect.text) for suspect in report.suspects}
+    assert kinds[reader.pid] == ("gone", "its process is gone")
+    assert kinds[writer.pid][0] == "stopped"
+
+
+def test_nobody(planted: Planted) -> None:
+    planted.queue("write", "read")
+    eventually(lambda: not who(planted.name)[0].suspects, "the verdict that nobody holds it up")
+
+
+def test_who_has_not_come_yet(planted: Planted) -> None:
+    writer = planted.start("write", 2)
+    reader = planted.start("read", 1)
+    assert reader.stdout is not None
+    eventually(lambda: any(_is_absent(planted)), "a queue that waits for reader 0")
+    [suspect] = [each for each in who(planted.name)[0].suspects if each.kind == "absent"]
+    assert (suspect.rank, suspect.pid, suspect.text) == (0, 0, "nobody has attached yet")
+    assert writer.poll() is None
+
+
+def _is_absent(planted: Planted) -> list[bool]:
+    reports = [report for report in who() if report.queue.label == planted.name]
+    return [[each.rank for each in report.suspects if each.kind == "absent"] == [0] for report in reports]
+
+
+def test_without_py_spy(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, reader = planted.queue("write", "read")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    reader.send_signal(signal.SIGSTOP)
+    eventually(lambda: process_info(reader.pid).state == "stopped")
+    suspect = culprit(planted, reader.pid)
+    assert suspect.line is None
+    assert "pip install py-spy" in suspect.hint
+
+
+def test_nothing_is_left_open(planted: Planted) -> None:
+    planted.queue("write", "read")
+    before = os.listdir("/proc/self/fd")
+    who(planted.name)
+    assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from planting import Planted
+from support import eventually, until
+
+import aioshm.observe
+from aioshm import MessageQueue, Options, ShmRingBuffer
+from aioshm.errors import AioshmError
+from aioshm.observe import Watch, find_queue, find_queues
+from aioshm.observe.scan import QueueNotFound, chosen, find_rings
+from aioshm.observe.snapshot import snapshot_of
+from aioshm.observe.watch import rates
+from aioshm.ring import layout as at
+from aioshm.ring.header import read_header
+from aioshm.ring.layout import Layout
+
+
+def ids() -> list[str]:
+    return [queue.header.queue_id for queue in find_queues().queues]
+
+
+@pytest.mark.parametrize("backing", ["memfd", "named"])
+async def test_a_queue_of_this_process(backing: Any) -> None:
+    async with MessageQueue(
+        2, 2, max_chunk_bytes=1000, options=Options(backing=backing, overflow="segments")
+    ) as writer:
+        handle = writer.export_handle()
+        async with MessageQueue.create_from_handle(handle, 0) as one, MessageQueue.create_from_handle(handle, 1):
+            await writer.wait_until_ready()
+            for _ in range(3):
+                await writer.enqueue("message")
+            await writer.enqueue(b"x" * 5000)
+            assert await one.dequeue() == "message"
+            queue = find_queue(handle.queue_id.hex()[:12])
+            header = queue.header
+            assert (queue.label, queue.codec) == (handle.queue_id.hex()[:8], "pickle")
+            assert (header.max_chunk_bytes, header.n_reader) == (1000, 2)
+            assert (header.writer.messages, header.writer.overflows) == (4, 1)
+            assert header.writer.bytes > 5000
+            assert [end.pid for end in queue.ends] == [os.getpid()] * 3
+            assert {end.state for end in queue.ends} == {"running"}
+            assert [(end.rank, end.membership, end.messages, end.lag) for end in queue.readers] == [
+                (0, "attached", 1, 3),
+                (1, "attached", 0, 4),
+            ]
+            assert queue.readers[0].latency_p50_s is not None
+            assert queue.readers[1].latency_p50_s is None
+            assert queue.holders == (os.getpid(),)
+            assert 0 < queue.memory_bytes <= header.layout.total_bytes
+            assert (queue.overflow_segments, queue.overflow_bytes > 4096) == (1, True)
+    assert handle.queue_id.hex() not in ids()
+
+
+async def test_reading_it_touches_no_page() -> None:
+    async with MessageQueue(0, 0) as writer:
+        [ring] = [each for each in find_rings()[0] if each.queue_id == writer.export_handle().queue_id.hex()]
+        before = ring.snapshot({}).memory_bytes
+        ring.read(ring.layout.pools[0].start, 20 << 20)
+        assert ring.snapshot({}).memory_bytes == before
+        ring.close()
+        ring.close()
+
+
+def test_a_bare_ring_is_no_queue() -> None:
+    ring = ShmRingBuffer(1, 100, 2)
+    try:
+        assert ring.queue_id.hex() not in ids()
+    finally:
+        ring.close()
+
+
+def test_other_processes(planted: Planted) -> None:
+    writer, other, reader = planted.queue("write", "read", "read")
+    queue = find_queue(planted.name)
+    assert queue.label == planted.name
+    assert [end.pid for end in queue.ends] == [process.pid for process in planted.processes]
+    assert all("planted.py" in end.command for end in queue.ends)
+    assert set(queue.holders) == {process.pid for process in planted.processes}
+    assert find_queue(str(reader.pid)).label == planted.name
+    writer.send_signal(signal.SIGSTOP)  # what hangs is seen like anything else
+    eventually(lambda: find_queue(planted.name).writer.state == "stopped")
+    reader.kill()
+    reader.wait()
+    assert find_queue(planted.name).readers[1].state == "gone"
+    other.send_signal(signal.SIGSTOP)  # else it ends with its writer, and the queue with both
+    writer.kill()
+    eventually(lambda: find_queue(planted.name).writer.state in ("zombie", "gone"))
+
+
+class TestChoosing:
+    @staticmethod
+    def queue(name: str, queue_id: str, pid: int) -> Any:
+        layout = Layout.of(1, 100, 1)
+        memory = bytearray(layout.header_bytes)
+        memory[: at.PREAMBLE.size] = layout.preamble(bytes.fromhex(queue_id))
+        memory[at.WRITER_LINE + at.PID] = pid
+        memory[layout.name_at] = len(name)
+        memory[layout.name_at + at.NAME : layout.name_at + at.NAME + len(name)] = name.encode()
+        return snapshot_of(read_header(memory), {}, 0, (0, 0), 0)
+
+    @pytest.fixture
+    def queues(self) -> list[Any]:
+        return [
+            self.queue("steps", "ab" * 16, 7),
+            self.queue("", "cd" * 16, 8),
+            self.queue("", "cdce" * 8, 8),
+            self.queue("cdcd", "ef" * 16, 9),
+        ]
+
+    @pytest.mark.parametrize(
+        ("key", "number"),
+        [("steps", 0), ("abab", 0), ("ab" * 16, 0), ("7", 0), ("cdcdc", 1), ("cdce", 2), ("cdcd", 3), ("9", 3)],
+    )
+    def test_one(self, queues: list[Any], key: str, number: int) -> None:
+        assert chosen(key, queues) is queues[number]
+
+    @pytest.mark.parametrize(
+        ("key", "problem"),
+        [
+            ("nope", r"there is no queue 'nope'; queues .*: steps \(its writer is gone\), cdcdcdcd"),
+            ("aba", "there is no queue 'aba'"),
+            ("8", r"'8' is 2 queues \(cdcdcdcdcdcd, cdcecdcecdce\)"),
+            ("", "there is no queue ''"),
+        ],
+    )
+    def test_none_or_several(self, queues: list[Any], key: str, problem: str) -> None:
+        with pytest.raises(QueueNotFound, match=problem) as caught:
+            chosen(key, queues)
+        assert caught.value.key == key
+        assert isinstance(caught.value, AioshmError)
+
+    def test_nothing_there(self) -> None:
+        with pytest.raises(QueueNotFound, match="on this host: none"):
+            chosen("x", [])
+
+
+class TestWatch:
+    async def test_rates(self) -> None:
+        async with MessageQueue(1, 1) as writer:
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                await writer.wait_until_ready()
+                key = writer.export_handle().queue_id.hex()
+                with Watch(rescan_s=1000) as watch:
+                    [first] = [each for each in watch.look() if each.queue.header.queue_id == key]
+                    assert first.rates is None
+                    for _ in range(100):
+                        await writer.enqueue(b"x" * 50)
+                    assert await reader.dequeue() is not None
+                    await asyncio.sleep(0.02)
+                    [second] = [each for each in watch.look() if each.queue.header.queue_id == key]
+                    found = second.rates
+                    assert found is not None
+                    assert round(found.messages_per_s * found.seconds) == 100
+                    assert round(found.bytes_per_s * found.seconds) == second.queue.header.writer.bytes
+                    assert round(found.read_per_s[0] * found.seconds) == 1
+                    assert len(found.cpu_share) == 2
+                    assert watch.ring(second.queue).queue_id == key
+                    with pytest.raises(KeyError):
+                        watch.ring(TestChoosing.queue("other", "ab" * 16, 1))
+
+    async def test_new_queues_are_found_and_old_ones_forgotten(self) -> None:
+        with Watch(rescan_s=0) as watch:
+            async with MessageQueue(0, 0) as writer:
+                key = writer.export_handle().queue_id.hex()
+                assert key in [each.queue.header.queue_id for each in watch.look()]
+            assert key not in [each.queue.header.queue_id for each in watch.look()]
+
+    async def test_what_has_ended_between_two_scans_is_no_more(self, planted: Planted) -> None:
+        planted.queue("write", "read")
+        with Watch(rescan_s=1000) as watch:
+            assert planted.name in [each.queue.label for each in watch.look()]
+            for process in planted.processes:
+                process.kill()
+                process.wait()
+            await until(lambda: planted.name not in [each.queue.label for each in watch.look()])
+
+    def test_a_process_that_was_replaced_has_no_share(self) -> None:
+        queue = TestChoosing.queue("x", "ab" * 16, 7)
+        assert rates(queue, queue).cpu_share == (None, None)
+
+
+def test_names_are_had_when_they_are_asked_for() -> None:
+    code = "import sys, aioshm.observe; sys.exit(any(m.startswith('aioshm.observe.') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    for name in aioshm.observe.__all__:
+        assert getattr(aioshm.observe, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = aioshm.observe.nothing

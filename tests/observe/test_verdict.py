@@ -1,0 +1,204 @@
+"""Who holds a queue up, decided from two looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from aioshm.observe.proc import ProcessInfo
+from aioshm.observe.snapshot import QueueSnapshot, snapshot_of
+from aioshm.observe.stacks import Frame, Stack, parse_spy, parse_tasks, users_line
+from aioshm.observe.verdict import Doing, suspects
+from aioshm.ring import layout as at
+from aioshm.ring.header import read_header
+from aioshm.ring.layout import Layout
+
+WRITER, FIRST, SECOND = 7, 8, 9
+LOOP, SLEEP, BUSY = Doing("do_epoll_wait", "epoll_wait"), Doing("hrtimer_nanosleep", "clock_nanosleep"), Doing()
+
+
+def look(
+    written: int, *read: int, ns: int = 0, states: dict[int, str] | None = None, members: tuple[int, ...] = (1, 1),
+    closed: bool = False, parked: bool = False, slots: int = 10,
+) -> QueueSnapshot:  # fmt: skip
+    layout = Layout.of(2, 100, 1, slots)
+    memory = bytearray(layout.header_bytes)
+    memory[: at.PREAMBLE.size] = layout.preamble(bytes(16))
+
+    def word(begin: int, value: int) -> None:
+        memory[begin : begin + 8] = value.to_bytes(8, "little")
+
+    word(at.WRITER_LINE + at.COUNT, written)
+    memory[at.WRITER_LINE + at.PID] = WRITER
+    memory[at.WRITER_LINE + at.STATE] = closed
+    memory[at.WRITER_PARKED] = parked
+    for place, (number, member) in enumerate(zip(read, members, strict=True)):
+        word(layout.reader_line(place) + at.COUNT, number)
+        memory[layout.reader_line(place) + at.STATE] = member
+        memory[layout.reader_line(place) + at.RANK] = place
+        memory[layout.reader_line(place) + at.PID] = FIRST + place if member else 0
+    there = {
+        pid: ProcessInfo(pid=pid, inner_pid=pid, state=state, command="x", cpu_s=0, started=1)
+        for pid, state in ({WRITER: "sleeping", FIRST: "sleeping", SECOND: "sleeping"} | (states or {})).items()
+        if state != "gone"
+    }
+    return snapshot_of(read_header(memory, 0), there, 0, (0, 0), ns)
+
+
+def found(before: Any, now: Any, keeping: Any = (), awaited: Any = (), **doing: Doing) -> list[tuple[str, int]]:
+    pids = {"writer": WRITER, "first": FIRST, "second": SECOND}
+    what = dict.fromkeys(pids.values(), LOOP) | {pids[name]: value for name, value in doing.items()}
+    return [(each.kind, each.rank) for each in suspects(before, now, keeping, awaited, what)]
+
+
+def text_of(before: Any, now: Any, **doing: Doing) -> str:
+    pids = {"writer": WRITER, "first": FIRST, "second": SECOND}
+    what = dict.fromkeys(pids.values(), LOOP) | {pids[name]: value for name, value in doing.items()}
+    return suspects(before, now, (), (), what)[0].text
+
+
+class TestVerdict:
+    def test_it_moves(self) -> None:
+        assert found(look(5, 4, 5), look(9, 9, 8)) == []
+
+    def test_a_stopped_end_is_named_although_nobody_waits_for_it(self) -> None:
+        assert found(look(5, 5, 5), look(5, 5, 5, states={SECOND: "stopped"})) == [("stopped", 1)]
+        assert found(look(5, 5, 5), look(5, 5, 5, states={WRITER: "stopped"})) == [("stopped", -1)]
+        assert found(look(5, 5, 5), look(5, 5, 5, states={FIRST: "traced"})) == [("stopped", 0)]
+
+    def test_gone(self) -> None:
+        now = look(5, 5, 5, states={FIRST: "gone", SECOND: "zombie"})
+        assert found(look(5, 5, 5), now) == [("gone", 0), ("gone", 1)]
+
+    @pytest.mark.parametrize("member", [at.LEFT, at.DIED, at.EVICTED, at.DISMISSED])
+    def test_who_is_not_counted_on(self, member: int) -> None:
+        now = look(9, 9, 3, members=(1, member), states={SECOND: "gone"})
+        assert found(look(5, 5, 3, members=(1, member)), now) == []
+
+    def test_a_held_place(self) -> None:
+        members = (1, at.HELD)
+        before, now = (look(9, 9, 3, members=members, states={SECOND: "gone"}) for _ in range(2))
+        [suspect] = suspects(before, now, [1], [], {WRITER: LOOP})
+        assert (suspect.kind, suspect.rank) == ("gone", 1)
+        assert "held for another" in suspect.text
+
+    def test_blocked(self) -> None:
+        before, now = look(5, 5, 3), look(6, 6, 3, ns=250_000_000)
+        assert found(before, now) == [("blocked", 1)]
+        assert text_of(before, now) == (
+            "has taken nothing for 0.2 s, 3 messages behind: its event loop waits for something else"
+        )
+        assert text_of(before, now, second=SLEEP).endswith("it is blocked in clock_nanosleep (hrtimer_nanosleep)")
+        assert text_of(before, now, second=BUSY).endswith("it is blocked")
+        running = look(6, 6, 5, ns=250_000_000, states={SECOND: "running"})
+        text = text_of(look(6, 6, 5), running, second=BUSY)
+        assert text == "has taken nothing for 0.2 s, 1 message behind: its code keeps the CPU"
+
+    def test_what_has_only_just_come_is_no_blockade(self) -> None:
+        assert found(look(5, 5, 5), look(7, 7, 5)) == []
+
+    def test_slow(self) -> None:
+        assert found(look(50, 50, 41), look(53, 53, 43)) == [("slow", 1)]
+        assert found(look(50, 50, 41), look(53, 53, 49)) == [], "it catches up"
+        assert found(look(50, 50, 48), look(53, 53, 50)) == [], "it is not far behind"
+
+    def test_whoever_keeps_a_parked_writer_waiting(self) -> None:
+        before, now = look(50, 49, 48, parked=True), look(53, 52, 51, parked=True)
+        assert found(before, now, keeping=[1]) == [("slow", 1)]
+        assert found(before, now, keeping=[0, 1]) == [("slow", 0), ("slow", 1)]
+
+    def test_absent(self) -> None:
+        before, now = (look(0, 0, 0, members=(1, 0)) for _ in range(2))
+        assert found(before, now, awaited=[1]) == [("absent", 1)]
+
+    def test_an_idle_writer_is_no_culprit(self) -> None:
+        before, now = look(5, 5, 5), look(5, 5, 5, ns=1_000_000_000)
+        assert found(before, now) == [("writer idle", -1)]
+        assert not suspects(before, now, (), (), {WRITER: LOOP})[0].grave
+        assert found(before, now, writer=SLEEP) == [("writer blocked", -1)]
+        assert text_of(before, now, writer=SLEEP).startswith("has published nothing for 1.0 s: it is blocked in clock")
+        busy = look(5, 5, 5, states={WRITER: "running"})
+        assert found(before, busy, writer=BUSY) == [("writer blocked", -1)]
+
+    def test_a_writer_that_has_closed(self) -> None:
+        assert found(look(5, 5, 5, closed=True), look(5, 5, 5, closed=True, states={WRITER: "gone"})) == []
+        assert found(look(5, 5, 3, closed=True), look(5, 5, 3, closed=True)) == [("blocked", 1)]
+
+    def test_the_gravest_first(self) -> None:
+        now = look(60, 41, 30, states={WRITER: "waiting for a disk", SECOND: "stopped"})
+        assert found(look(50, 40, 30), now) == [("stopped", 1), ("slow", 0), ("writer blocked", -1)]
+
+    def test_a_disk(self) -> None:
+        assert found(look(5, 5, 5), look(9, 9, 9, states={FIRST: "waiting for a disk"})) == [("blocked", 0)]
+
+
+class TestStacks:
+    own = Frame("work", "/srv/app.py", 12, True)
+    lib = Frame("select", "/usr/lib/python3.11/selectors.py", 468, False)
+
+    def test_the_users_line(self) -> None:
+        main = Stack("MainThread", True, False, (self.lib, self.own))
+        other = Stack("other", False, True, (msgspec.structs.replace(self.own, line=99),))
+        assert users_line([other, main]) == self.own
+        assert users_line([other]) == other.frames[0]
+        assert users_line([Stack("MainThread", True, True, (self.lib,))]) is None
+        assert users_line([]) is None
+        assert str(self.own) == "/srv/app.py:12 in work"
+
+    def test_what_py_spy_prints(self) -> None:
+        def frame(name: str, file: str, line: int) -> dict[str, object]:
+            return {"name": name, "filename": file, "line": line, "module": None}
+
+        threads = [
+            {"thread_name": None, "os_thread_id": 5, "active": True, "frames": [frame("work", "/srv/app.py", 12)]},
+            {"thread_name": "pool", "os_thread_id": 6, "active": False, "frames": []},
+            {"thread_name": None, "os_thread_id": 7, "active": False, "frames": []},
+        ]
+        stacks = parse_spy(msgspec.json.encode(threads), 5)
+        assert [(each.name, each.is_main, each.is_running) for each in stacks] == [
+            ("MainThread", True, True),
+            ("pool", False, False),
+            ("7", False, False),
+        ]
+        assert stacks[0].frames == (self.own,)
+
+    @pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b'[{"frames": 1}]', b"\xff"])
+    def test_what_it_does_not_print(self, text: bytes) -> None:
+        if text == b"{}":
+            assert parse_spy(text, 1) == ()
+            return
+        with pytest.raises(ValueError, match="something unknown"):
+            parse_spy(text, 1)
+
+    @pytest.mark.parametrize(
+        ("file", "own"),
+        [
+            ("/srv/app.py", True),
+            ("<string>", True),
+            ("/x/site-packages/a.py", False),
+            ("/usr/lib/python3.12/asyncio/runners.py", False),
+            ("<frozen runpy>", False),
+            (at.__file__, False),
+        ],
+    )
+    def test_whose_a_file_is(self, file: str, own: bool) -> None:
+        threads = [
+            {
+                "thread_name": "x",
+                "os_thread_id": 5,
+                "active": True,
+                "frames": [{"name": "f", "filename": file, "line": 1}],
+            }
+        ]
+        assert parse_spy(msgspec.json.encode(threads), 5)[0].frames[0].own is own
+
+    def test_tasks(self) -> None:
+        class Made:
+            def __init__(self, **fields: object) -> None:
+                self.__dict__.update(fields)
+
+        call = Made(funcname="work", filename="/srv/app.py", lineno=12)
+        task = Made(task_name="Task-1", coroutine_stack=[Made(call_stack=[call])])
+        assert list(parse_tasks([Made(awaited_by=[task])])) == [Stack("task Task-1", False, False, (self.own,))]
