@@ -9,11 +9,21 @@ from typing import TypeAlias
 
 import msgspec
 
-from aioshm.codec.frames import HEADER, INLINE, OVERFLOW, PLACED, RAW, body_bytes
+from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, OVERFLOW, PLACED, RAW
 from aioshm.codec.registry import name_of_code
 from aioshm.observe.scan import RingFile
 from aioshm.ring.header import read_header
-from aioshm.ring.layout import CHUNK, CHUNK_HEADER_BYTES, SLOT_HEADER_BYTES, Layout, chunk_at
+from aioshm.ring.layout import (
+    CHUNK,
+    CHUNK_HEADER_BYTES,
+    LINE,
+    OVERFLOW_SIZE,
+    SIZE,
+    SLOT_HEADER_BYTES,
+    Layout,
+    chunk_at,
+    round_up,
+)
 
 PREVIEW_BYTES = 64
 
@@ -22,8 +32,8 @@ Preview: TypeAlias = bytes | None
 _KINDS = {INLINE: "inline", OVERFLOW: "overflow", RAW: "raw"}
 _SEQ_AT = 8
 _U64 = struct.Struct("<Q")
-_MARKED = struct.Struct("<16sIQ")  # secret, segment, bytes; see queue/local/overflow.py
-_MOST_BUFFERS = 1024  # of which the sizes are looked up
+_U32 = struct.Struct("<I")
+_SEGMENT = OVERFLOW_SIZE - 4  # u32: its number; see queue/local/overflow.py
 
 
 class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +113,7 @@ def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> 
     kind, code, how, n_buffers, _, at_ns, main_bytes = HEADER.unpack_from(head)
     nbytes, where, preview = main_bytes, "slot", None
     if kind == OVERFLOW:
-        _, segment, nbytes = _MARKED.unpack_from(head, HEADER.size)
-        where = f"segment {segment}"
+        nbytes, where = _U64.unpack_from(head, OVERFLOW_SIZE)[0], f"segment {_U32.unpack_from(head, _SEGMENT)[0]}"
     else:
         place = _place(ring.layout, head, slot)
         if place is None:
@@ -112,11 +121,9 @@ def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> 
         else:
             where = f"chunk {_U64.unpack_from(head, CHUNK)[0] - 1}" if _U64.unpack_from(head, CHUNK)[0] else "slot"
             body, room = place
-            table = 8 * n_buffers if not how and n_buffers <= _MOST_BUFFERS else 0
-            sizes = struct.unpack(f"<{table // 8}Q", ring.read(body, table)) if table else ()
-            nbytes = body_bytes(main_bytes, sizes)
-            begin = body + body_bytes(0, [0] * len(sizes)) if sizes else body
-            if bodies and how != PLACED and nbytes <= room:
+            nbytes = _U64.unpack_from(head, SIZE)[0] or main_bytes
+            begin = body + round_up(8 * n_buffers, LINE)  # behind the table of the buffers
+            if bodies and how != PLACED and n_buffers <= MAX_BUFFERS and begin + main_bytes <= body + room:
                 preview = ring.read(begin, min(PREVIEW_BYTES, main_bytes))
     return MessageHeader(
         seq=seq,

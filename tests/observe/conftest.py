@@ -11,12 +11,13 @@ from aioshm import Options
 
 @pytest.fixture
 def planted() -> Iterator[Planted]:
+    directory = Path(Options.from_env().runtime_dir)
+    before = set(directory.glob("*"))
     planted = Planted()
     yield planted
     for process in planted.processes:
         process.kill()
     for process in planted.processes:
         process.communicate()
-    Path(Options.from_env().runtime_dir, f"{planted.name}.queue").unlink(
-        missing_ok=True
-    )  # of the writer that was killed
+    for path in set(directory.glob("*")) - before:
+        path.unlink()  # of those that were killed: nobody else uses this test's directory
