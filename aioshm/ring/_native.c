@@ -7,7 +7,9 @@
  * may read again what it has copied, and either could then act on two different answers.
  */
 
+#ifndef Py_GIL_DISABLED         /* free-threaded builds of CPython have no stable ABI */
 #define Py_LIMITED_API 0x030B0000
+#endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -2642,7 +2644,15 @@ static void module_free(void *module)
     module_clear(module);
 }
 
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, execute}, {0, NULL}};
+/* All state is the module's or an object's. But that an end is used by one thread at a time is checked by plain loads and
+ * stores (`user`), which the GIL keeps apart: a free-threaded interpreter is told to keep it. */
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, execute},
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_USED},
+#endif
+    {0, NULL},
+};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,

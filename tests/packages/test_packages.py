@@ -1,0 +1,181 @@
+"""What users install: the source distribution, the wheels that come out of it, and what a new user then does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+VERSION = re.findall(r'__version__ = "(.+?)"', (ROOT / "aioshm/__init__.py").read_text())[0]
+MINE = """
+from aioshm.blocking import MessageQueue
+with MessageQueue(0, 0, name="mine"):
+    print(flush=True)
+    __import__("sys").stdin.read()
+"""
+HAS_COMPILER = shutil.which("cc") is not None
+needs_a_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no compiler")
+
+
+def _run(*command: str | Path, **environ: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name not in ("AIOSHM_NATIVE", "PYTHONPATH")}
+    done = subprocess.run(
+        command, env={**environment, **environ}, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _pip(*arguments: str | Path, python: str | Path = sys.executable, **environ: str) -> str:
+    return _run(python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments, **environ)
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution of what git has, made in a copy, so that nothing of an earlier build is in it."""
+    tree = tmp_path_factory.mktemp("tree")
+    files = _run("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    for name in files:
+        if (ROOT / name).is_file():  # one that was removed is still listed
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    code = "import os, sys; os.chdir(sys.argv[1]); from setuptools import build_meta; build_meta.build_sdist('dist')"
+    _run(sys.executable, "-W", "ignore", "-c", code, tree)
+    return tree / "dist" / f"aioshm-{VERSION}.tar.gz"
+
+
+@pytest.fixture(scope="session")
+def installed(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution installed twice: without a compiler, and then with one; pip has one cache for both.
+
+    The folder has ``installed-0`` and ``installed-1``, and the cache with the wheels that were made.
+    """
+    folder = tmp_path_factory.mktemp("twice")
+    install = ["install", "--no-build-isolation", "--no-deps", "--target"]
+    for number, compiler in enumerate(({"CC": "/nowhere/cc"}, {})):
+        _pip(*install, folder / f"installed-{number}", sdist, PIP_CACHE_DIR=str(folder / "cache"), **compiler)
+    return folder
+
+
+def _native_files(wheel: Path) -> set[str]:
+    return {name.partition(".")[0] for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_complete(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = set(_run("git", "-C", ROOT, "ls-files").splitlines()) - {".gitignore"}
+    assert {name for name in tracked if (ROOT / name).is_file()} - names == set()
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_installed_without_a_compiler_and_then_with_one(installed: Path) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import aioshm; print(aioshm.native_core, aioshm.__file__)"
+    for number, runs in enumerate((False, True)):
+        target = installed / f"installed-{number}"
+        assert _run(sys.executable, "-I", "-c", code, target).split() == [str(runs), str(target / "aioshm/__init__.py")]
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_a_wheel_is_named_by_what_is_in_it(installed: Path) -> None:
+    pure, native = sorted(installed.rglob("*.whl"), key=lambda path: "none-any" not in path.name)
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{tag}-{tag}-" in native.name
+    assert _native_files(native) == {"aioshm/ring/_native", "aioshm/events/protocol/_encoder"}
+    assert pure.name == f"aioshm-{VERSION}-py3-none-any.whl"
+    assert _native_files(pure) == set()
+    metadata = zipfile.ZipFile(pure).read(f"aioshm-{VERSION}.dist-info/WHEEL").decode()
+    assert "Root-Is-Purelib: true" in metadata
+    assert "aioshm/__init__.py" in zipfile.ZipFile(pure).namelist()
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_the_native_parts_are_left_out_or_demanded(sdist: Path, tmp_path: Path) -> None:
+    build = ["wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", "-w", tmp_path, sdist]
+    _pip(*build, AIOSHM_NATIVE="0")
+    assert [path.name for path in tmp_path.glob("*.whl")] == [f"aioshm-{VERSION}-py3-none-any.whl"]
+    with pytest.raises(AssertionError, match="/nowhere/cc"):
+        _pip(*build, AIOSHM_NATIVE="1", CC="/nowhere/cc")
+
+
+@pytest.mark.slow
+def test_a_new_user(installed: Path, tmp_path: Path) -> None:
+    """A new environment, the wheel with its command, the README's quickstart, and the commands that look around."""
+    environment = tmp_path / "env"
+    _run(sys.executable, "-m", "venv", environment)
+    python, command = environment / "bin/python", environment / "bin/aioshm"
+    wheel = sorted(installed.rglob("*.whl"), key=lambda path: "none-any" in path.name)[0]
+    _pip("install", "-c", ROOT / "constraints.txt", f"{wheel}[cli]", python=python)
+    blocks = re.findall(r'```python title="quickstart.py"\n(.*?)```', (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "quickstart.py").write_text(blocks[0])
+    expected = [f"received {{'number': {number}}}" for number in range(3)]
+    assert _run(python, "-I", tmp_path / "quickstart.py").splitlines() == expected
+    findings = {each["name"]: each["verdict"] for each in json.loads(_run(command, "doctor", "--json"))["findings"]}
+    assert findings["uvloop"] == "note"  # of an extra, which is not there
+    assert "pip install 'aioshm[uvloop]'" in " ".join(_run(command, "doctor").split())
+    assert _run(command, "--version") == f"aioshm {VERSION}\n"
+    completion = _run(command, "--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_aioshm_completion" in completion
+    listed = set(re.findall(r"│ (\w+) ", _run(command, "--help")))
+    with subprocess.Popen([python, "-I", "-c", MINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout
+        writer.stdout.readline()
+        if "ls" in listed:
+            assert "mine" in _run(command, "ls", "--json")
+        if "top" in listed:
+            assert "mine" in _run(command, "top", "--once", "--json")
+        writer.communicate()
+
+
+def test_importing_takes_at_most_a_tenth_of_a_second() -> None:
+    code = "import time; a = time.process_time(); import aioshm; print(time.process_time() - a)"
+    best = min(float(_run(sys.executable, "-I", "-c", code)) for _ in range(3))
+    assert best <= 0.1
+
+
+def test_a_queue_needs_neither_the_process_table_nor_zeromq_nor_subprocesses() -> None:
+    code = "from aioshm import MessageQueue, Options, merge; import sys; print(*sys.modules)"
+    assert (
+        not {"psutil", "zmq", "asyncio.subprocess"} & set(_run(sys.executable, "-I", "-c", code).split()) - _BY_ASYNCIO
+    )
+
+
+_BY_ASYNCIO = {"asyncio.subprocess"}
+"""What importing asyncio itself brings; `import aioshm` alone brings no asyncio, see tests/test_deferred.py."""
+
+
+def test_the_c_code_has_no_mutable_state_of_its_own() -> None:
+    """Whatever is static is constant, or a table for the interpreter: two interpreters, or threads, share nothing."""
+    tables = r"PyMethodDef|PyGetSetDef|PyMemberDef|PyType_Slot|PyType_Spec|PyModuleDef_Slot|struct PyModuleDef"
+    for path in (ROOT / "aioshm").rglob("*.c"):
+        for line in re.findall(r"^[ \t]*static (?!inline)([^(\n]*?(?:=|;|\[).*)$", path.read_text(), re.MULTILINE):
+            assert re.match(rf"const |{tables}|char \*names\[\]", line), f"{path.name}: {line}"
+
+
+def test_free_threaded_interpreters_are_told_about_the_gil() -> None:
+    code = (ROOT / "aioshm/ring/_native.c").read_text()
+    assert "#ifdef Py_mod_gil\n    {Py_mod_gil, Py_MOD_GIL_USED},\n#endif" in code
+    assert "#ifndef Py_GIL_DISABLED" in code.partition("#include <Python.h>")[0]
+
+
+def test_every_file_of_the_package_is_named_for_the_wheel() -> None:
+    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    data = configuration["tool"]["setuptools"]["package-data"]["aioshm"]
+    there = {str(path.relative_to(ROOT / "aioshm")) for path in (ROOT / "aioshm").rglob("*.pyi")} | {"py.typed"}
+    assert there <= set(data)
+    assert {"Documentation", "Source", "Changelog", "Issues"} <= set(configuration["project"]["urls"])
