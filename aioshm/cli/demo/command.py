@@ -52,7 +52,7 @@ _OFTEN = f"as often as makes {LINES_WANTED:,} lines"
 _Repeat = Annotated[
     int | None, typer.Option("--repeat", metavar="N", show_default=_OFTEN, help="How often the text is sent.")
 ]
-_ENGINES_HELP = "Show a front end with so many engines instead, one of which is killed."
+_ENGINES_HELP = "Show a front end with so many engines instead, one of which is killed, and comes back."
 _Engines = Annotated[int | None, typer.Option("--engines", metavar="N", show_default=False, help=_ENGINES_HELP)]
 _Loop = Annotated[Loop, typer.Option("--loop", help="Event loop; auto is uvloop where installed.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -1,12 +1,14 @@
-"""A front end and its engines: started, given requests whose outputs stream back, and one of them killed."""
+"""A front end and its engines: given requests whose outputs stream back, and one of them killed, which comes back."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from time import monotonic
 
@@ -14,7 +16,16 @@ import msgspec
 
 from aioshm.cli.demo.teller import Telling, Word, run_teller, words_of
 from aioshm.cli.outcome import CommandFailed
-from aioshm.engine import CoreEngineState, EngineClient, StartupProgress, launch_core_engines
+from aioshm.engine import (
+    CoreEngineState,
+    EngineClient,
+    EngineSupervisor,
+    EngineZmqAddresses,
+    OutputStream,
+    RankInfo,
+    StartupProgress,
+    get_engine_client_zmq_addr,
+)
 from aioshm.errors import EngineDead, EngineStartupError, RequestFailed
 
 REQUESTS_EACH = 8
@@ -50,9 +61,12 @@ class Killing(msgspec.Struct, frozen=True):
     Attributes:
         engine: Its rank.
         pid: Its process id.
-        requests: How many requests were in flight, to all engines together; all were told.
+        requests: How many requests it had; all were told.
         noticed_ms: How long it took until the last of them was, in milliseconds.
         error: What they were told.
+        went_on: How many requests the other engines had, which went on.
+        back_s: How long after it was killed it was ready again, in seconds.
+        new_pid: The process id of its successor, which then had a request told.
     """
 
     engine: int
@@ -60,6 +74,9 @@ class Killing(msgspec.Struct, frozen=True):
     requests: int
     noticed_ms: float
     error: str
+    went_on: int
+    back_s: float
+    new_pid: int
 
 
 class EnginesResult(msgspec.Struct, frozen=True):
@@ -117,7 +134,7 @@ class FrontEnd:
         logging.getLogger("aioshm").addHandler(logging.NullHandler())  # what it says is shown here in another way
         self._began = monotonic()
         try:
-            async with launch_core_engines(
+            async with EngineSupervisor(
                 run_teller,
                 len(self.figures),
                 kwargs=self._engine,
@@ -126,18 +143,19 @@ class FrontEnd:
                 output_type=Word,
                 on_progress=self.progressed,
                 progress_timeout=STARTUP_TIMEOUT_S,
-            ) as launch:
-                for address in (*launch.addresses.inputs, *launch.addresses.outputs):
-                    # All have connected: a crash from now on leaves no socket file behind.
-                    os.unlink(address.removeprefix("ipc://"))
-                for figures, process in zip(self.figures, launch.processes, strict=True):
-                    figures.pid = process.pid or 0
+                start_timeout=STARTUP_TIMEOUT_S,
+                on_change=self.changed,
+                handshake_address=_address(),
+                addresses=EngineZmqAddresses([_address()], [_address()]),
+            ) as supervisor:
+                for figures, engine in zip(self.figures, supervisor.engines, strict=True):
+                    figures.pid = engine.pid or 0
                 requests = REQUESTS_EACH * len(self.figures)
-                await asyncio.gather(*(self._follow(launch.client, number) for number in range(requests)))
-                killed = await self._kill(launch.client)
+                await asyncio.gather(*(self._follow(supervisor.client, number) for number in range(requests)))
+                words = sum(figures.words for figures in self.figures)
+                killed = await self._kill(supervisor)
         except (EngineStartupError, EngineDead, RequestFailed, TimeoutError) as error:
             raise CommandFailed(str(error).partition("\n")[0]) from None  # an engine's stderr was shown already
-        words = sum(figures.words for figures in self.figures)
         return EnginesResult(requests, words, statistics.median(self._waits) * 1e3, self.figures, killed)
 
     def progressed(self, progress: StartupProgress) -> None:
@@ -151,12 +169,17 @@ class FrontEnd:
             self.figures[progress.moved].ready_s = monotonic() - self._began
         self.say(str(progress))
 
-    async def _follow(self, client: EngineClient, number: int) -> None:
+    def changed(self, engine: RankInfo) -> None:
+        """Note how an engine fares that was killed."""
+        self.states[engine.rank] = "ready" if engine.state == "running" else engine.state
+        self.figures[engine.rank].pid = engine.pid or 0
+
+    async def _follow(self, client: EngineClient, number: int, engine: int | None = None) -> None:
         """Have a line told, and check it word by word."""
         line = self._worth_telling[number % len(self._worth_telling)]
         expected = self._words[line]
         began, heard = monotonic(), 0
-        outputs = client.submit(Telling(f"line {line}, request {number}", line))
+        outputs = client.submit(Telling(f"line {line}, request {number}", line), engine=engine)
         figures = self.figures[outputs.engine]
         figures.requests += 1
         async for output in outputs:
@@ -176,41 +199,62 @@ class FrontEnd:
         shown = "".join(letter if letter.isprintable() else "?" for letter in word.decode(errors="replace"))
         self.latest[engine] = f"{self.latest[engine]} {shown}"[-1000:]
 
-    async def _kill(self, client: EngineClient) -> Killing:
-        """Kill the last engine while all of them are at work; see that every request in flight is told."""
-        victim = self.figures[-1]
-        count = DOOMED_EACH * len(self.figures)
-        speaking = asyncio.Semaphore(0)
-        try:
-            async with asyncio.TaskGroup() as group:
-                doomed = [group.create_task(self._follow_to_the_death(client, each, speaking)) for each in range(count)]
-                for _ in doomed:
-                    await speaking.acquire()
-                self.states[victim.engine] = "killed"
-                self.say(f"engine {victim.engine} is killed now, with more requests in flight")
-                began = monotonic()
-                os.kill(victim.pid, signal.SIGKILL)
-        except BaseExceptionGroup as group_of_errors:
-            raise group_of_errors.exceptions[0] from None
+    async def _kill(self, supervisor: EngineSupervisor) -> Killing:
+        """Kill the last engine while all of them are at work; see its requests told, the others go on, and it back."""
+        client, victim = supervisor.client, self.figures[-1]
+        pid = victim.pid
+        streams = [
+            client.submit(
+                Telling(f"endless request {engine} {number}", self._worth_telling[0], _ENDLESS), engine=engine
+            )
+            for engine in range(len(self.figures))
+            for number in range(DOOMED_EACH)
+        ]
+        for stream in streams:
+            await self._hear(stream)
+        self.states[victim.engine] = "killed"
+        self.say(f"engine {victim.engine} is killed now, with more requests in flight")
+        began = monotonic()
+        os.kill(pid, signal.SIGKILL)
+        doomed = [stream for stream in streams if stream.engine == victim.engine]
+        errors = await asyncio.gather(*map(self._hear_to_the_death, doomed))
         noticed_s = monotonic() - began
-        error = doomed[0].result()
-        if {each.result().engine for each in doomed} != {victim.engine}:
-            raise CommandFailed(f"engine {victim.engine} (pid {victim.pid}) was killed, not the one of: {error}")
+        error = errors[0]
+        if error.pid != pid:
+            raise CommandFailed(f"engine {victim.engine} (pid {pid}) was killed, not the one of: {error}")
         self.latest[victim.engine] = str(error)
-        return Killing(victim.engine, victim.pid, count, noticed_s * 1e3, str(error))
+        self.say(f"{error}; the others go on")
+        others = [stream for stream in streams if stream.engine != victim.engine]
+        for stream in others:
+            await self._hear(stream)
+        await supervisor.wait_until_ready(STARTUP_TIMEOUT_S)
+        back_s = monotonic() - began
+        for stream in others:
+            await self._hear(stream)
+            await stream.aclose()
+        self.latest[victim.engine] = ""
+        new_pid = supervisor.engines[victim.engine].pid or 0
+        await self._follow(client, 0, victim.engine)
+        self.say(f"engine {victim.engine} is back after {back_s:.2f} s, with pid {new_pid}")
+        return Killing(victim.engine, pid, len(doomed), noticed_s * 1e3, str(error), len(others), back_s, new_pid)
 
-    async def _follow_to_the_death(self, client: EngineClient, number: int, speaking: asyncio.Semaphore) -> EngineDead:
-        line = self._worth_telling[number % len(self._worth_telling)]
-        outputs = client.submit(Telling(f"endless request {number}", line, _ENDLESS))
+    async def _hear(self, stream: OutputStream[Word]) -> None:
+        """Hear one more word."""
+        self.heard(stream.engine, (await anext(stream)).word)
+
+    async def _hear_to_the_death(self, stream: OutputStream[Word]) -> EngineDead:
         heard = 0
         try:
-            async for output in outputs:
+            async for output in stream:
                 heard += 1
-                if heard == 1:
-                    speaking.release()
-                self.heard(outputs.engine, output.word)
+                self.heard(stream.engine, output.word)
         except EngineDead as error:
-            if not heard:
-                raise  # before its time: none has been killed yet
             return error
-        raise CommandFailed(f"a request has ended after {heard} words, although an engine was killed")
+        raise CommandFailed(f"a request has ended after {heard} words, although its engine was killed")
+
+
+def _address() -> str:
+    """Return an address for a socket that leaves nothing behind when this process is killed, where there are such."""
+    if sys.platform == "linux":
+        return f"ipc://@aioshm-demo-{secrets.token_hex(8)}"
+    return get_engine_client_zmq_addr(True, "")

@@ -39,7 +39,11 @@ def show_result(console: Console, result: EnginesResult) -> None:
     killed = result.killed
     console.print(Text(killed.error, style="red"))
     console.print(
-        f"{killed.requests} requests in flight were told so, the last one {killed.noticed_ms:.1f} ms after the kill"
+        f"its {killed.requests} requests in flight were told so, the last one {killed.noticed_ms:.1f} ms after the kill"
+    )
+    console.print(f"{killed.went_on} requests of the other engines went on")
+    console.print(
+        f"engine {killed.engine} was back {killed.back_s:.2f} s after it was killed, with pid {killed.new_pid}"
     )
     console.print(
         f"[bold green]{result.requests} requests, all {result.words:,} words as they must be[/]; "
