@@ -6,7 +6,7 @@ SIDE_BY_SIDE := -n auto --dist worksteal
 FAST_LANE := $(SIDE_BY_SIDE) -m "not slow" --hypothesis-profile fast
 NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize clean
+.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz clean
 
 demo: .venv/.ready        ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
@@ -103,6 +103,18 @@ sanitize: .venv/.ready    ## the native parts under the address and undefined be
 	$(SANITIZED_PYTHON) -m pytest -p no:cacheprovider --capture=sys tests/ring/test_core*.py \
 		tests/events/protocol/test_native_encoder.py tests/events/protocol/test_encoding.py $(ARGS)
 
+SECONDS ?= 60
+TARGET ?=
+
+fuzz: .venv-fuzz/.ready   ## every decoder under atheris, and the native parts under libFuzzer and sanitizers: SECONDS=60 TARGET=slots
+	command -v clang >/dev/null || { apt-get update && apt-get install --yes clang; } >/dev/null 2>&1 || true
+	.venv-fuzz/bin/python -m tools.fuzz --seconds $(SECONDS) $(if $(TARGET),--target $(TARGET)) $(ARGS)
+
+.venv-fuzz/.ready: pyproject.toml constraints.txt $(NATIVE)
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . atheris==3.0.0 numpy
+	touch $@
+
 .venv/.ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "aioshm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
@@ -142,5 +154,5 @@ VLLM_VERSIONS := benchmarks/compare/constraints-vllm.txt
 	touch $@
 
 clean:                    ## remove the environment and every cache
-	rm -rf .venv .venv-packages .venv-rivals .venv-types .venv-vllm site results build dist .coverage* coverage.xml *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-fuzz .venv-packages .venv-rivals .venv-types .venv-vllm site results build dist .coverage* coverage.xml *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,53 @@
+"""Every fuzz target over its seeds, its corpus and some changes of both, without atheris; and that targets can fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from aioshm.errors import HandleError
+from aioshm.lifeline import protocol
+from aioshm.queue.remote import wire
+from tools.fuzz.smoke import smoke
+from tools.fuzz.targets import TARGETS
+
+# Anything that is not NumPy's name for a dtype is looked up in torch, which takes seconds to import.
+SLOW = {"envelopes"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TARGETS]
+)
+def test_a_target(name: str) -> None:
+    assert smoke(TARGETS[name], changes=60) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_for_longer(name: str) -> None:
+    assert smoke(TARGETS[name], changes=1500, seed=1) > 1500
+
+
+class TestAFaultIsFound:
+    def test_another_error_than_the_documented_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def decode(body: bytes) -> Any:
+            return msgspec.msgpack.decode(body, type=protocol.Hello)
+
+        monkeypatch.setattr(protocol, "unpack_hello", decode)
+        with pytest.raises(AssertionError, match="greetings fails on"):
+            smoke(TARGETS["greetings"], changes=10)
+
+    def test_an_unchecked_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(wire, "ADDRESS_BYTES", wire.ADDRESS_BYTES + 40)
+        with pytest.raises(AssertionError, match="data fails on"):
+            smoke(TARGETS["data"], changes=10)
+
+    def test_an_error_without_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def take_frame(_: bytearray) -> bytes:
+            raise HandleError
+
+        monkeypatch.setattr(protocol, "take_frame", take_frame)
+        with pytest.raises(AssertionError, match="says nothing"):
+            smoke(TARGETS["greetings"], changes=0)

@@ -1,0 +1,159 @@
+"""``python -m tools.fuzz``: fuzz all targets, or one, for some time in all; fails if anything was found."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.fuzz import native
+from tools.fuzz.target import MAX_KEPT_BYTES, Target
+from tools.fuzz.targets import TARGETS
+
+WORK = native.ROOT / "build" / "fuzz"
+INPUT_S, MEMORY_MB = 10, 2048
+"""What one input may take."""
+MAX_BYTES = 4096
+MAX_KEPT = 150
+"""Inputs of one target that are kept in the repository."""
+STARTUP_S = 120
+
+
+class Job(NamedTuple):
+    """One target in one way of fuzzing.
+
+    Attributes:
+        target: The target.
+        how: ``"atheris"`` or ``"libFuzzer"``.
+        command: What to run, without options.
+        environ: With which environment.
+    """
+
+    target: Target
+    how: str
+    command: list[str]
+    environ: dict[str, str]
+
+
+class Outcome(NamedTuple):
+    """What came of a job.
+
+    Attributes:
+        runs: How often the target was called.
+        branches: How many places in the code libFuzzer has seen.
+        found: Inputs on which it failed.
+        log: What was printed.
+        failed: Whether it ended with an error.
+    """
+
+    runs: int
+    branches: int
+    found: list[Path]
+    log: Path
+    failed: bool
+
+
+def main() -> int:
+    """Fuzz; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="for all targets together (default: 60)")
+    parser.add_argument("--target", choices=TARGETS, help="fuzz only this one")
+    parser.add_argument("--input", type=Path, help="run the target on this file instead")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
+    parser.add_argument("--keep", action="store_true", help="keep what was found to be new in tools/fuzz/corpus")
+    given = parser.parse_args()
+    if given.input is not None:
+        if given.target is None:
+            parser.error("--input needs --target")
+        TARGETS[given.target].run(given.input.read_bytes())
+        return 0
+    targets = [TARGETS[given.target]] if given.target else list(TARGETS.values())
+    program = native.build()
+    if program is None:
+        print("no clang with libFuzzer, or no shared libpython: the native parts are fuzzed without the sanitizers")
+    jobs = list(_jobs(targets, program))
+    share = given.seconds * min(given.jobs, len(jobs)) / len(jobs)
+    print(f"{len(jobs)} jobs of {share:.1f} s each, {given.jobs} at a time")
+    began = time.monotonic()
+    with ThreadPoolExecutor(given.jobs) as pool:
+        outcomes = list(pool.map(lambda job: _run(job, share), jobs))
+    print(f"{'target':<12} {'by':<10} {'runs':>10} {'branches':>9}  found")
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        what = ", ".join(map(str, outcome.found)) or (f"FAILED: see {outcome.log}" if outcome.failed else "nothing")
+        print(f"{job.target.name:<12} {job.how:<10} {outcome.runs:>10} {outcome.branches:>9}  {what}")
+    runs, bad = sum(outcome.runs for outcome in outcomes), [o for o in outcomes if o.found or o.failed]
+    print(f"{runs} inputs in {time.monotonic() - began:.0f} s, {len(bad)} jobs have found something")
+    if bad:
+        print("again: python -m tools.fuzz --target TARGET --input FILE")
+    if given.keep:
+        for target in targets:
+            _keep(target)
+    return 1 if bad else 0
+
+
+def _jobs(targets: list[Target], program: Path | None) -> Iterator[Job]:
+    for target in targets:
+        yield Job(target, "atheris", [sys.executable, "-m", "tools.fuzz.one", target.name], dict(os.environ))
+        if target.native and program is not None:
+            yield Job(target, "libFuzzer", [str(program)], native.environment(target.name))
+
+
+def _run(job: Job, seconds: float) -> Outcome:
+    work = WORK / f"{job.target.name}-{job.how}"
+    seeds, new, found = work / "seeds", WORK / f"{job.target.name}-new", work / "found"
+    shutil.rmtree(work, ignore_errors=True)
+    for directory in (seeds, new, found):
+        directory.mkdir(parents=True, exist_ok=True)
+    for number, data in enumerate(job.target.inputs()):
+        (seeds / f"{number:04}").write_bytes(data)
+    options = [
+        f"-max_total_time={max(1, round(seconds))}",
+        f"-timeout={INPUT_S}",
+        f"-rss_limit_mb={MEMORY_MB}",
+        f"-max_len={MAX_BYTES}",
+        f"-artifact_prefix={found}/",
+        "-print_final_stats=1",
+    ]
+    log = work / "log"
+    with log.open("wb") as output:
+        try:
+            done = subprocess.run(
+                [*job.command, *options, str(new), str(seeds)],
+                cwd=native.ROOT,
+                env=job.environ,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=seconds + STARTUP_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            done = 1
+    text = log.read_text(errors="replace")
+    runs = re.findall(r"number_of_executed_units: (\d+)", text) or re.findall(r"^#(\d+)", text, re.MULTILINE)
+    branches = re.findall(r" cov: (\d+) ", text)
+    return Outcome(int((runs or [0])[-1]), int((branches or [0])[-1]), sorted(found.iterdir()), log, done != 0)
+
+
+def _keep(target: Target) -> None:
+    """Write what is new, the smallest first, beside what is kept: as much as is worth reading in a diff."""
+    known = set(target.seeds())
+    kept = [data for data in target.inputs() if data not in known]
+    new = sorted((path.read_bytes() for path in (WORK / f"{target.name}-new").glob("*")), key=len)
+    for data in new:
+        if len(kept) < MAX_KEPT and len(data) <= MAX_KEPT_BYTES and data not in known and data not in kept:
+            kept.append(data)
+    if kept:
+        target.kept.write_text("".join(f"{base64.b64encode(data).decode()}\n" for data in kept))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Event batches in both encodings, the frames around them, replay requests, and ZMTP from a publisher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from aioshm.errors import CodecError
+from aioshm.events.protocol import wire, zmtp
+from aioshm.events.protocol.decoding import BatchDecoder
+from aioshm.events.protocol.encoding import BatchEncoder
+from aioshm.events.protocol.index import BlockIndex
+from aioshm.events.protocol.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, UnknownEvent
+from tools.fuzz.target import Pieces, Target, attempt, framed
+
+_ENCODERS = [
+    (BatchEncoder(encoding, native=native), encoding) for encoding in ("array", "map") for native in (False, True)
+]
+
+
+def batches(data: bytes) -> None:
+    """Decode a payload, apply it to an index, and encode what was understood again: both ways, by both encoders."""
+    decoder = BatchDecoder(max_bytes=1 << 20)
+    batch = attempt(CodecError, decoder.decode, data)
+    if batch is None:
+        return
+    index: BlockIndex[str] = BlockIndex()
+    index.apply("publisher", batch)
+    assert len(index) >= 0
+    _encode_and_back(batch.ts, batch.events, batch.data_parallel_rank)
+
+
+def encoder(data: bytes) -> None:
+    """Encode events whose fields are anything that MessagePack knows, of any type: both encoders agree."""
+    pieces = Pieces(data)
+    kind, count = pieces.number(4), pieces.number(16)
+    value = attempt((msgspec.DecodeError, ValueError, RecursionError, TypeError), msgspec.msgpack.decode, pieces.rest())
+    fields: list[Any] = value if isinstance(value, list) else [value]
+    fields = (fields + [None] * 15)[: max(count, (6, 2, 0, 3)[kind])]
+    made: Any
+    if kind == 0:
+        made = BlockStored(*fields[:15])
+    elif kind == 1:
+        made = BlockRemoved(*fields[:5])
+    elif kind == 2:
+        made = AllBlocksCleared()
+    else:
+        made = UnknownEvent("New", fields)
+    _encode_and_back(1.5, [made, AllBlocksCleared()], None, typed=False)
+
+
+def _encode_and_back(ts: float, events: list[Any], rank: int | None, *, typed: bool = True) -> None:
+    payloads: dict[str, list[bytes | None]] = {}
+    for each, encoding in _ENCODERS:
+        payloads.setdefault(encoding, []).append(attempt(CodecError, each.encode, EventBatch(ts, events, rank), 3))
+    for encoding, (portable, native) in payloads.items():
+        assert portable == native, f"{encoding}: the encoders differ: {portable!r}, {native!r}"
+        if portable is None:
+            continue
+        again = attempt(CodecError, BatchDecoder().decode, portable)
+        if again is None:
+            assert not typed or len(portable) > 1 << 16, "what was encoded cannot be decoded"
+            continue
+        assert len(again.events) == len(events)
+        if typed and ts == ts and not any(isinstance(event, UnknownEvent) for event in events):
+            assert repr(again.events) == repr(events), encoding
+
+
+def frames(data: bytes) -> None:
+    """Take apart live messages, replay requests and replies."""
+    parts = Pieces(data).frames()
+    live = attempt(CodecError, wire.parse_live, parts)
+    assert live is None or [live.topic, wire.pack_seq(live.seq), live.payload] == parts
+    start = attempt(CodecError, wire.parse_request, parts)
+    assert start is None or wire.request(start) == parts
+    reply = attempt(CodecError, wire.parse_reply, parts)
+    if reply is not None:
+        again = wire.reply(reply.topic or b"", reply.seq, reply.payload, "legacy" if reply.topic is None else "topic")
+        assert again == parts
+
+
+def publisher(data: bytes) -> None:
+    """Hear a publisher's bytes, whole and one after the other: the same comes of both, within the bounds."""
+    outcomes = []
+    for size in (len(data) or 1, 1):
+        peer = zmtp.SubPeer(b"", 256)
+        answer, refused = b"", False
+        for at in range(0, len(data), size):
+            try:
+                answer += peer.feed(data[at : at + size])
+            except zmtp.Refused:
+                refused = True
+                break
+            assert peer.held <= 256 + (1 << 13) or size > 1
+        outcomes.append((refused, None if refused else (answer, list(peer.messages), peer.ready)))
+    assert outcomes[0] == outcomes[1]
+
+
+_STORED = BlockStored([1, b"2" * 32], None, [1, 2, 3, 4], 2, None, "GPU", extra_keys=[("a",), None], group_idx=0)
+_EVENTS = [_STORED, BlockRemoved([2**64 - 1], "CPU"), AllBlocksCleared(), UnknownEvent("New", ["New", 1])]
+
+
+def _batch_seeds() -> Iterator[bytes]:
+    for made, _ in _ENCODERS[::2]:
+        yield made.encode(EventBatch(1.5, _EVENTS), 0)
+        yield made.encode(EventBatch(1.5, []), None)
+        yield made.encode(EventBatch(2.5, [BlockStored([1], 0, [1], 1, 3, None)]), 1)
+    yield msgspec.msgpack.encode([1.0, [["BlockStored", [1], None, [1], 1, None], ["BlockRemoved", [1]], 7, {}]])
+
+
+def _encoder_seeds() -> Iterator[bytes]:
+    for kind in range(4):
+        for fields in ([[1, 2], None, [1, 2], 2, None, "GPU"], [[-1, 2**63], b"x", [2**64 - 1], 1.5, {}, []]):
+            yield bytes([kind, 15]) + msgspec.msgpack.encode(fields)
+
+
+def _frame_seeds() -> Iterator[bytes]:
+    seq = wire.pack_seq(7)
+    yield framed(b"topic", seq, b"payload")
+    yield framed(*wire.request(7))
+    yield framed(*wire.reply(b"topic", 7, b"payload", "topic"))
+    yield framed(*wire.reply(b"topic", 7, b"payload", "legacy"))
+    yield framed(*wire.end_reply("topic"))
+    yield framed(*wire.end_reply("legacy"))
+
+
+def _publisher_seeds() -> Iterator[bytes]:
+    ready = zmtp.frame(b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB", 4)
+    message = zmtp.frame(b"topic", 1) + zmtp.frame(bytes(8), 1) + zmtp.frame(b"payload")
+    yield zmtp.GREETING + ready + message
+    yield zmtp.GREETING + ready + zmtp.frame(b"\x04PING\x00\x01hello", 4) + message
+    yield zmtp.GREETING + zmtp.frame(b"\x05ERROR\x03bad", 4)
+    yield b"GET / HTTP/1.1\r\n\r\n"
+
+
+TARGETS = (
+    Target("batches", batches, _batch_seeds),
+    Target("encoder", encoder, _encoder_seeds, native=True),
+    Target("frames", frames, _frame_seeds),
+    Target("publisher", publisher, _publisher_seeds),
+)
