@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
 
@@ -45,6 +45,10 @@ Duration = Annotated[float | None, typer.Option(min=0.0, help="Stop after so man
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 _PROGRESS_S = 0.2
+_PATIENCE_S = 1.0
+"""After which it is said that nobody speaks at an endpoint."""
+
+_NOBODY = "no publisher speaks here yet; waiting for one"
 
 events_app: typer.Typer = typer.Typer(no_args_is_help=True, help="KV-cache events: tail, record, replay, stats.")
 
@@ -70,7 +74,10 @@ def tail(
 
     async def run() -> None:
         shown = 0
-        async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
+        async with (
+            _subscriber(endpoints, replay, topic, from_start) as subscriber,
+            _telling_of_silence(subscriber, as_json),
+        ):
             async for item in _deliveries(subscriber, duration):
                 if rank and item.source.rank not in rank:
                     continue
@@ -289,6 +296,26 @@ async def _deliveries(subscriber: EventSubscriber, duration: float | None) -> As
             yield await subscriber.receive(None if end is None else max(0.0, end - time.monotonic()))
         except TimeoutError:
             return
+
+
+@asynccontextmanager
+async def _telling_of_silence(subscriber: EventSubscriber, as_json: bool) -> AsyncIterator[None]:
+    """Say, once, where nobody speaks."""
+
+    async def tell() -> None:
+        await asyncio.sleep(_PATIENCE_S)
+        for endpoint in subscriber.unconnected:
+            if as_json:
+                _print(json.dumps({"endpoint": endpoint, "type": "nobody", "reason": _NOBODY}))
+            else:
+                print(f"{endpoint}: {_NOBODY}", file=sys.stderr, flush=True)
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
 
 
 @contextmanager

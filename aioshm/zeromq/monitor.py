@@ -15,9 +15,16 @@ _HANDSHAKE_FAILURES = (
 
 
 class Monitor:
-    """What a socket says about its connections: read it before trusting what the socket received."""
+    """What a socket says about its connections: read it before trusting what the socket received.
+
+    Attributes:
+        connections: How many it has, as of the last `read`.
+        reconnects: How many came back.
+        handshake_failures: How many could not be made.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], *, also: int = 0) -> None:
+        self.connections: int = 0
         self.reconnects: int = 0
         self.handshake_failures: int = 0
         self._monitored = socket
@@ -42,10 +49,12 @@ class Monitor:
             if kind & _HANDSHAKE_FAILURES:
                 failed.append(endpoint)
             elif kind == zmq.EVENT_DISCONNECTED:
+                self.connections = max(0, self.connections - 1)
                 self._lost = True
-            elif self._lost:
+            else:
+                self.connections += kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                came_back += self._lost
                 self._lost = False
-                came_back += 1
         self.reconnects += came_back
         self.handshake_failures += len(failed)
         return came_back, failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,21 @@ def test_tail_filters_and_speaks_json(publisher: ThreadedEventPublisher) -> None
     assert found[0]["replayed"] is True
     nobody = invoke("tail", publisher.endpoint, "--rank", "7", "--duration", "0.05")
     assert (nobody.exit_code, nobody.output) == (0, "")
+
+
+def test_tail_says_that_nobody_speaks(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))  # and does not listen
+        nowhere = f"tcp://127.0.0.1:{unheard.getsockname()[1]}"
+        result = invoke("tail", nowhere, publisher.endpoint, "--duration", "1.3")
+        assert result.exit_code == 0, result.output
+        assert result.stderr == f"{nowhere}: no publisher speaks here yet; waiting for one\n"
+        assert result.stdout == ""
+        result = invoke("tail", nowhere, "--duration", "1.3", "--json")
+        [line] = result.stdout.splitlines()
+        assert json.loads(line)["type"] == "nobody"
+        assert json.loads(line)["endpoint"] == nowhere
+        assert result.stderr == ""
 
 
 def test_tail_shows_losses(tmp_path: Path) -> None:

@@ -29,12 +29,16 @@ class LivePort(Protocol):
 
     Attributes:
         endpoint: What it is really bound or connected to.
+        connections: Publishers that it is connected with.
         reconnects: Connections that broke and came back.
         handshake_failures: Connections that did not speak ZeroMQ, or not with the right keys.
         cut_off: Connections that sent more than they may.
     """
 
     endpoint: str
+
+    @property
+    def connections(self) -> int: ...
 
     @property
     def reconnects(self) -> int: ...
@@ -88,6 +92,11 @@ class SubPort:
             raise
         self._file = BoundFile(self.endpoint) if bind else None
         self.cut_off = 0
+
+    @property
+    def connections(self) -> int:
+        # Within a process ZeroMQ tells of no connections.
+        return 1 if self.endpoint.startswith("inproc:") else self._monitor.connections
 
     @property
     def reconnects(self) -> int:
@@ -147,6 +156,10 @@ class OpenPort:
         except BaseException:
             self._stream.close()
             raise
+
+    @property
+    def connections(self) -> int:
+        return sum(peer.ready for peer in self._peers.values())
 
     def receive(self) -> list[bytes] | None:
         if not self._messages:

@@ -117,6 +117,11 @@ class EventSource:
         self._sub_pump, self._monitor_pump = self._port.watch(loop, self._run)
         abandon_when_forked(self)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a publisher speaks there."""
+        return self._port.connections > 0
+
     def stats(self) -> SubscriberStats:
         """Return this source's counters."""
         tracker = self._tracker

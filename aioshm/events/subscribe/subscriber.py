@@ -131,6 +131,11 @@ class EventSubscriber(AsyncClosing):
         """The addresses in use, in the order given; bound ports are known once reading has begun."""
         return [source.endpoint for source in self._sources] or [pair[0] for pair in self._pairs]
 
+    @property
+    def unconnected(self) -> list[str]:
+        """The addresses at which nobody speaks now; none, before reading has begun."""
+        return [source.endpoint for source in self._sources if not source.is_connected]
+
     def open(self) -> None:
         """Bind, connect and begin to read now instead of at the first wait; needs the running loop.
 
