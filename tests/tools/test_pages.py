@@ -17,6 +17,7 @@ PAGES = sorted(path.relative_to(ROOT) for path in (ROOT / "README.md", *(ROOT / 
 SLOW = {
     "docs/tutorial.md",
     "docs/howto/engines.md",
+    "docs/howto/inspection.md",
     "docs/howto/names.md",
     "docs/howto/pytest.md",
     "docs/howto/starlette.md",

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 JSON_VERSION: Final = 1
-"""Of the shape of what ``--json`` prints; see docs/inspection.md. What is added does not change it."""
+"""Of the shape of what ``--json`` prints; see docs/howto/inspection.md. What is added does not change it."""
 
 NONE: Final = "-"
 
