@@ -13,7 +13,7 @@ import typer
 from typer.main import get_command
 
 import aioshm
-from aioshm.cli import doctor, events
+from aioshm.cli import doctor, events, export
 from aioshm.cli.demo import command as demo
 from aioshm.cli.inspection import commands as inspection
 from aioshm.cli.outcome import FAILED, UNUSABLE, CommandFailed, interrupted
@@ -26,7 +26,7 @@ class _Command(Protocol):
     def register(self, app: typer.Typer) -> None: ...
 
 
-_COMMANDS: tuple[_Command, ...] = (demo, doctor, events, inspection)
+_COMMANDS: tuple[_Command, ...] = (demo, doctor, events, export, inspection)
 
 
 def make_app() -> typer.Typer:

@@ -1,4 +1,8 @@
-"""Look at live queues from outside: nothing here needs the cooperation of their processes, or costs them anything."""
+"""Live queues from outside, which needs no cooperation of theirs and costs them nothing; metrics of one's own objects.
+
+`find_queues`, `Watch` and `who` look at this host's queues from outside, as `HostCollector` does for Prometheus.
+`PrometheusCollector` and `OpenTelemetryMetrics` tell of the objects of this process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,10 @@ if TYPE_CHECKING:
     from aioshm.observe.culprit import who as who
     from aioshm.observe.messages import MessageHeader as MessageHeader
     from aioshm.observe.messages import last_messages as last_messages
+    from aioshm.observe.opentelemetry import OpenTelemetryMetrics as OpenTelemetryMetrics
+    from aioshm.observe.opentelemetry import process_span as process_span
+    from aioshm.observe.prometheus import HostCollector as HostCollector
+    from aioshm.observe.prometheus import PrometheusCollector as PrometheusCollector
     from aioshm.observe.scan import find_queue as find_queue
     from aioshm.observe.scan import find_queues as find_queues
     from aioshm.observe.snapshot import QueueSnapshot as QueueSnapshot
@@ -17,7 +25,10 @@ if TYPE_CHECKING:
     from aioshm.observe.watch import Watch as Watch
 
 _HOME = {
+    "HostCollector": "prometheus",
     "MessageHeader": "messages",
+    "OpenTelemetryMetrics": "opentelemetry",
+    "PrometheusCollector": "prometheus",
     "QueueSnapshot": "snapshot",
     "Scan": "snapshot",
     "Suspect": "verdict",
@@ -25,6 +36,7 @@ _HOME = {
     "find_queue": "scan",
     "find_queues": "scan",
     "last_messages": "messages",
+    "process_span": "opentelemetry",
     "who": "culprit",
 }
 """Which module of this package has a name; imported when it is asked for."""

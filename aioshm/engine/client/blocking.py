@@ -12,6 +12,7 @@ from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
 from aioshm.engine.client.blocking_streams import OutputStream
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses
+from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import RoleError
 from aioshm.process.loop_thread import LoopThread
 from aioshm.process.watch import WatchedManager, WatchedProcess
@@ -86,6 +87,10 @@ class EngineClient(Closing):
     def in_flight(self) -> int:
         """How many requests are in flight."""
         return self._client.in_flight
+
+    def stats(self) -> EngineClientStats:
+        """Return what the client has done so far; from any thread."""
+        return self._client.stats()
 
     def __enter__(self) -> Self:
         self.open()

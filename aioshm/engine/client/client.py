@@ -19,6 +19,7 @@ from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, ide
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
 from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
+from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import EngineDead, RoleError
 from aioshm.process.watch import WatchedManager, WatchedProcess
 
@@ -149,6 +150,20 @@ class EngineClient(AsyncClosing):
     def in_flight(self) -> int:
         """How many requests are in flight."""
         return len(self._link.pending.inboxes)
+
+    def stats(self) -> EngineClientStats:
+        """Return what the client has done so far; from any thread."""
+        link, pending = self._link, self._link.pending
+        return EngineClientStats(
+            index=link.index,
+            engines=len(link.engines.ranks),
+            missing=len(link.engines.missing),
+            requests=pending.requests,
+            failed=pending.failed,
+            in_flight=len(pending.inboxes),
+            late_outputs=pending.late_outputs,
+            deaths=link.died,
+        )
 
     # Opened, ready, closed
 

@@ -67,6 +67,7 @@ class EngineLink:
         wave: The wave that the coordinator has told of.
         goes_on: Whether the others go on when an engine dies.
         deaths: How the engines have died that are not back, by rank, if this goes on without them.
+        died: How many have died in all.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class EngineLink:
         self.wave: int = 0
         self._dead: EngineDead | None = None
         self.deaths: dict[int, EngineDead] = {}
+        self.died: int = 0
         self._began = self._complete = False
         self._leaving: set[int] = set()  # engines that get nothing more
         self._membership_address = membership_address
@@ -319,6 +321,7 @@ class EngineLink:
             self._go_on_without(error.engine, error)
             return
         self._dead = error
+        self.died += 1
         self.liveness.stop()
         # Waiting calls are told; where there are none, it is but an engine that was stopped.
         logger.debug("%s; %d requests and %d calls were pending", error, len(self.pending.inboxes), self.pending.calls)
@@ -330,6 +333,7 @@ class EngineLink:
         self.engines.died(rank)
         self.balance.leave_out(position)
         self.deaths[rank] = error
+        self.died += 1
         self._expect_more()
         its_own = self.pending.by_engine().get(position, [])
         moved = [request_id for request_id in its_own if self._resubmit(request_id)]

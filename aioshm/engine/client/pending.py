@@ -44,6 +44,8 @@ class Pending:
 
     Attributes:
         inboxes: Of the requests in flight, by id.
+        requests: How many requests were sent in all.
+        failed: How many of them ended with an error.
         idle: Is called with the position of an engine whose last request has come to an end.
         late_outputs: How many outputs came for requests that their engine had no more: they were aborted, their engine
             was taken for dead, or they were those of a client that was here before; and answers to calls, likewise.
@@ -54,6 +56,8 @@ class Pending:
     ) -> None:
         self.inboxes: dict[str, Inbox] = {}
         self.late_outputs: int = 0
+        self.requests: int = 0
+        self.failed: int = 0
         self.idle: Callable[[int], None] | None = None
         self._strict = strict
         self._decoder = decoder
@@ -71,6 +75,7 @@ class Pending:
     def add(self, request_id: str, position: int, request: list[Frame] | None = None) -> Inbox:
         """Wait for the outputs of a request that an engine was sent."""
         self._balance.sent(position)
+        self.requests += 1
         inbox = self.inboxes[request_id] = Inbox(position, self._ranks[position], request)
         return inbox
 
@@ -85,6 +90,7 @@ class Pending:
     def finish(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
         """Let a request end."""
         inbox = self.inboxes.pop(request_id)
+        self.failed += error is not None
         self._balance.done(inbox.position)
         inbox.end(error)
         if self.idle is not None and not self._balance.in_flight[inbox.position]:

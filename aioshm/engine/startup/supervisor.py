@@ -15,6 +15,7 @@ from aioshm.engine.client.link import Resubmit
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.restarting import EngineLife, Restarting
+from aioshm.engine.stats import EngineSupervisorStats
 from aioshm.errors import EndClosed, EngineDead, RoleError
 from aioshm.process.restart import RankInfo, Restart
 
@@ -111,6 +112,11 @@ class EngineSupervisor(AsyncClosing):
     def engines(self) -> tuple[RankInfo, ...]:
         """The engines of this host, by rank."""
         return tuple(life.info for _, life in sorted(self._lives.items()))
+
+    def stats(self) -> EngineSupervisorStats:
+        """Return what has become of the engines so far, and what their client has done; from any thread."""
+        has_client = self._stack is not None and self._launch.has_client
+        return EngineSupervisorStats(self.engines, self._launch.client.stats() if has_client else None)
 
     async def __aenter__(self) -> Self:
         await self.open()

@@ -14,6 +14,8 @@ import msgspec
 from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
+from aioshm.engine.metering import meter_of, metered
+from aioshm.engine.stats import WorkerGroupStats
 from aioshm.engine.workers.answers import WorkerAnswers, WorkerLost
 from aioshm.engine.workers.crew import Member, WorkerCrew
 from aioshm.engine.workers.process import Leave, LoopFactory, Step
@@ -132,6 +134,7 @@ class WorkerGroup(AsyncClosing):
 
     # Calls
 
+    @metered
     async def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -188,6 +191,10 @@ class WorkerGroup(AsyncClosing):
     def standbys(self) -> int:
         """How many standbys can take a rank at once."""
         return self._replacing.standbys if self._replacing is not None else 0
+
+    def stats(self) -> WorkerGroupStats:
+        """Return what the group has done so far; from any thread."""
+        return WorkerGroupStats(self._name, self.n_workers, self.standbys, self.workers, meter_of(self).stats())
 
     async def membership(self) -> AsyncIterator[RankInfo]:
         """Iterate over what becomes of the workers from now on, with ``async for``, until the group ends."""

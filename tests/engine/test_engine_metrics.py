@@ -1,0 +1,89 @@
+"""What engines and workers tell of themselves, and Prometheus of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from served_engine import ask, collected, stop, until
+from startup.test_supervisor import MANY, serve
+from workers.worker_targets import Worker
+
+from aioshm import WorkerDied, WorkerError
+from aioshm.engine import EngineSupervisor, Restart, WorkerGroup
+from aioshm.engine.metering import CallMeter
+from aioshm.observe import PrometheusCollector
+
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
+
+
+def scrape(*told: Any) -> Any:
+    registry = CollectorRegistry()
+    registry.register(PrometheusCollector(*told))
+    return lambda name, **labels: registry.get_sample_value(f"aioshm_{name}", labels)
+
+
+async def test_engines() -> None:
+    async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
+        client = supervisor.client
+        metric = scrape(supervisor)
+        await collected(client.submit(ask("a", 2)))
+        lost = client.submit(ask("b", None), engine=1)
+        await anext(lost)
+        stats = client.stats()
+        assert (stats.requests, stats.failed, stats.in_flight, stats.missing) == (2, 0, 1, 0)
+        assert (metric("engine_requests_total", client="0"), metric("engine_requests_in_flight", client="0")) == (2, 1)
+        victim = supervisor.engines[1].pid
+        assert victim is not None
+        stop(victim, signal.SIGKILL)
+        await until(lambda: supervisor.engines[1].restarts == 1 and client.stats().missing == 0)
+        assert metric("engine_deaths_total", client="0") == 1
+        assert metric("engine_failed_requests_total", client="0") == 1
+        assert metric("engine_restarts_total", supervisor="engines", rank="1") == 1
+        assert metric("engine_restarts_total", supervisor="engines", rank="0") == 0
+        await until(lambda: metric("engine_up", supervisor="engines", rank="1") == 1)
+        assert scrape(client)("engine_deaths_total", client="0") == 1, "the client alone"
+
+
+async def test_workers() -> None:
+    async with WorkerGroup(Worker, 2, name="Metered", restart=Restart(backoff_s=0.01)) as group:
+        metric = scrape(group)
+        before = group.stats().calls.calls
+        for _ in range(3):
+            await group.collective_rpc("pid")
+        with pytest.raises(WorkerError):
+            await group.collective_rpc("fail")
+        with pytest.raises(TimeoutError):
+            await group.collective_rpc("slowly", (0.2,), timeout=0.01)
+        calls = group.stats().calls
+        assert (calls.calls - before, calls.failed, calls.cancelled, calls.in_flight) == (5, 1, 1, 0)
+        assert calls.latency.samples == 3
+        assert metric("worker_calls_total", group="Metered") == calls.calls
+        assert metric("worker_call_duration_seconds_count", group="Metered") == 3
+        assert metric("worker_up", group="Metered", rank="1") == 1
+        os.kill(group.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            while True:
+                await group.collective_rpc("pid")
+        await group.collective_rpc("pid")
+        assert metric("worker_restarts_total", group="Metered", rank="1") == 1
+        assert metric("worker_processes", group="Metered") == 2
+
+
+def test_how_long_calls_took() -> None:
+    meter = CallMeter()
+    for error in (None, TimeoutError, ValueError):
+        try:
+            with meter.call():
+                assert meter.stats().in_flight == 1
+                if error is not None:
+                    raise error
+        except (TimeoutError, ValueError):
+            pass
+    stats = meter.stats()
+    assert (stats.calls, stats.failed, stats.cancelled, stats.in_flight) == (3, 1, 1, 0)
+    assert stats.latency.samples == 1
+    assert 0 < stats.latency.sum_s < 10

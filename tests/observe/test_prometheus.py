@@ -1,0 +1,195 @@
+"""What Prometheus is told of queues and events: names, labels, values, and what becomes of those that go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from support import until
+
+from aioshm import MessageQueue, blocking
+from aioshm.events import BlockRemoved, EventBatch, EventSubscriber, ZmqEventPublisher
+from aioshm.observe import PrometheusCollector
+from aioshm.observe.figures import FAMILIES
+from aioshm.observe.host import HOST_FAMILIES
+from aioshm.ring.header import Latency
+
+
+def scraped(collector: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Return every sample of a scrape, as Prometheus' own parser reads it, by name and labels."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    text = generate_latest(registry).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
+    assert len(found) == len(samples), "each series is there once"
+    return found
+
+
+def value(samples: dict[Any, float], name: str, **labels: str) -> float:
+    """Return the only sample of a name that has these labels."""
+    wanted = set(labels.items())
+    found = {key[1]: sample for key, sample in samples.items() if key[0] == name and wanted <= set(key[1])}
+    assert len(found) == 1, (name, labels, found)
+    return next(iter(found.values()))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HOST_FAMILIES], ids=lambda family: family.name)
+def test_names_are_by_the_conventions(family: Any) -> None:
+    assert family.name == family.name.lower()
+    assert family.help.endswith(".")
+    assert not family.name.endswith("_total"), "prometheus_client adds that"
+    if family.kind == "histogram" or family.unit == "s":
+        assert family.name.endswith("_seconds")
+    if family.unit == "By":
+        assert family.name.endswith("_bytes")
+    assert not {"le", "pid", "queue_id"} & set(family.labels), "labels have few values"
+
+
+async def test_a_queue() -> None:
+    async with MessageQueue(1, 1, codec="raw", name="metered") as writer:
+        async with MessageQueue.attach("metered", 0) as reader:
+            collector = PrometheusCollector(writer, reader)
+            await writer.wait_until_ready(20)
+            for size in (10, 20, 30):
+                await writer.enqueue(bytes(size))
+            for _ in range(2):
+                await reader.dequeue(20)
+            samples = scraped(collector)
+            end: dict[str, str] = {"queue": "metered", "side": "writer", "rank": ""}
+            assert value(samples, "aioshm_queue_messages_total", **end) == 3
+            assert value(samples, "aioshm_queue_bytes_total", **end) == 60
+            assert value(samples, "aioshm_queue_backlog_messages", **end) == 1
+            assert value(samples, "aioshm_queue_attached_readers", queue="metered") == 1
+            other: dict[str, str] = {"queue": "metered", "side": "reader", "rank": "0"}
+            assert value(samples, "aioshm_queue_messages_total", **other) == 2
+            assert value(samples, "aioshm_queue_bytes_total", **other) == 30
+            one: dict[str, str] = {"queue": "metered", "rank": "0"}
+            assert value(samples, "aioshm_queue_reader_lag_messages", **one) == 1
+            assert value(samples, "aioshm_queue_reader_messages_total", **one) == 2
+            assert value(samples, "aioshm_queue_reader_up", **one) == 1
+            latency = reader.stats().latency
+            assert latency is not None
+            assert value(samples, "aioshm_queue_latency_seconds_count", **one) == latency.samples > 0
+            assert value(samples, "aioshm_queue_latency_seconds_sum", **one) == pytest.approx(latency.sum_s)
+            assert value(samples, "aioshm_queue_latency_seconds_bucket", le="+Inf", **one) == latency.samples
+            buckets = [(float(dict(key[1])["le"]), count) for key, count in samples.items() if "_bucket" in key[0]]
+            assert [count for _, count in sorted(buckets)] == sorted(count for _, count in buckets)
+            for bound_s, count in buckets:
+                below = [
+                    n for bound, n in zip(Latency.BOUNDS_NS, latency.counts, strict=False) if bound <= bound_s * 1e9
+                ]
+                assert count == (sum(below) if bound_s < 1e300 else latency.samples)
+            counts = {key: sample for key, sample in samples.items() if not key[0].endswith("_created")}
+            assert all(sample >= 0 for sample in counts.values())
+    assert value(scraped(collector), "aioshm_queue_messages_total", queue="metered", side="writer") == 3, "closed"
+
+
+def test_what_is_gone_is_not_told_of() -> None:
+    collector = PrometheusCollector()
+
+    def queues() -> set[str]:
+        return {dict(labels)["queue"] for name, labels in scraped(collector) if name == "aioshm_queue_messages_total"}
+
+    with blocking.MessageQueue(0, 0, name="first") as first, blocking.MessageQueue(0, 0, name="second") as second:
+        collector.add(first)
+        collector.add(second)
+        assert queues() == {"first", "second"}
+        collector.remove(second)
+        assert queues() == {"first"}
+    assert queues() == {"first"}, "closed, but there"
+    del first, second
+    gc.collect()
+    assert scraped(collector) == {}
+
+
+async def test_two_of_one_name() -> None:
+    async with MessageQueue(0, 0) as one, MessageQueue(0, 0) as two:
+        collector = PrometheusCollector()
+        collector.add(one, "steps")
+        collector.add(two, "steps")
+        await two.enqueue(1)
+        samples = scraped(collector)
+        assert value(samples, "aioshm_queue_messages_total", queue="steps") == 0
+        assert value(samples, "aioshm_queue_messages_total", queue="steps#2") == 1
+
+
+async def test_events() -> None:
+    async with ZmqEventPublisher(0, "tcp://127.0.0.1:0", bind=True) as publisher:
+        async with EventSubscriber(publisher.endpoint, start="live") as subscriber:
+            collector = PrometheusCollector(publisher, subscriber)
+            subscriber.open()
+
+            def arrived() -> bool:
+                publisher.publish(EventBatch(1.0, [BlockRemoved([1], None)]))
+                return subscriber.stats().delivered > 0
+
+            await until(arrived)
+            await publisher.flush(20)
+            samples, stats = scraped(collector), publisher.stats()
+            of: dict[str, str] = {"publisher": publisher.endpoint}
+            assert value(samples, "aioshm_events_publisher_published_batches_total", **of) == stats.published
+            assert value(samples, "aioshm_events_publisher_queued_batches", **of) == 0
+            there: dict[str, str] = {"subscriber": publisher.endpoint}
+            assert value(samples, "aioshm_events_subscriber_delivered_batches_total", **there) > 0
+            assert value(samples, "aioshm_events_subscriber_gaps_total", **there) == 0
+
+
+async def test_scrapes_in_other_threads_while_readers_come_and_go() -> None:
+    async with MessageQueue(1, 1, name="busy") as writer, MessageQueue.attach("busy", 0) as reader:
+        collector = PrometheusCollector(writer, reader)
+        await writer.wait_until_ready(20)
+        over, failures, scrapes = threading.Event(), [], []
+
+        def scrape() -> None:
+            while not over.is_set():
+                try:
+                    scrapes.append(len(scraped(collector)))
+                except Exception as error:
+                    failures.append(error)
+
+        threads = [threading.Thread(target=scrape) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            number = 0
+            while len(scrapes) < 10 and not failures:
+                number += 1
+                await writer.enqueue(number)
+                assert await reader.dequeue(20) == number
+        finally:
+            over.set()
+            await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+        assert failures == []
+
+
+def test_what_cannot_be_observed() -> None:
+    class Other:
+        def stats(self) -> int:
+            return 5
+
+    collector = PrometheusCollector()
+    for wrong in (5, None, "queue", Other()):
+        with pytest.raises(TypeError, match="what is observed must be"):
+            collector.add(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name must be a str"):
+        collector.add(Other(), 5)  # type: ignore[arg-type]
+
+
+def test_one_registry_takes_it_once() -> None:
+    registry = CollectorRegistry()
+    PrometheusCollector(registry=registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        PrometheusCollector(registry=registry)
+
+
+def test_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    with pytest.raises(ImportError, match=r"pip install 'aioshm\[prometheus\]'"):
+        PrometheusCollector()
