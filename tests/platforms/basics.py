@@ -37,7 +37,7 @@ from aioshm.events import AllBlocksCleared, EventBatch, EventSubscriber, Receive
 
 TIMEOUT_S = 30.0
 LARGE = b"o" * 10_000
-EXTRAS = {"numpy", "ray", "rich", "torch", "typer", "uvloop", "vllm"}
+EXTRAS = {"numpy", "pytest", "ray", "rich", "torch", "typer", "uvloop", "vllm"}
 assert psutil
 assert zmq.asyncio
 
