@@ -53,6 +53,7 @@ packages: .venv-packages/.ready ## the source distribution and a wheel, in dist/
 
 docs: .venv/.ready        ## the pages as a site, in site/; fails on a link or a reference that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	$(BIN)/python -m tools.links site
 
 bench: .venv/.ready       ## every benchmark against its rivals, one after the other
 	$(BIN)/python -m benchmarks.throughput $(ARGS)
