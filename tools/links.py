@@ -23,6 +23,8 @@ class _Page(HTMLParser):
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "link" and dict(attrs).get("rel") in ("canonical", "next", "prev"):
+            return  # the page itself, and its neighbours, by the address that the site is to have
         for name, value in attrs:
             if name in ("href", "src") and value is not None:
                 self.targets.append(value)

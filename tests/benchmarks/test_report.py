@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 
+from benchmarks import pictures
 from benchmarks.framework.report import Promise, Report, percentile
 from benchmarks.framework.workload import (
     BYTES_4K,
@@ -104,3 +108,20 @@ def test_cases_with_other_figures_have_a_table_of_their_own(capsys: pytest.Captu
     found.show()
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[-1] for row in rows if row.startswith(("small dict", "64 B"))] == ["2,000)", "1"]
+
+
+def test_the_committed_pictures_are_those_of_the_committed_figures(tmp_path: Path) -> None:
+    """A picture names machine and date of the report beside it, and has its medians."""
+    assets = Path(__file__).parents[2] / "docs/assets"
+    for name in ("throughput", "latency"):
+        shutil.copy(assets / f"{name}.json", tmp_path)
+        assert pictures.main([str(tmp_path / f"{name}.json")]) == 0
+        drawn, committed = ((where / f"{name}.svg").read_text() for where in (tmp_path, assets))
+        assert _texts(drawn) == _texts(committed)
+        machine = json.loads((assets / f"{name}.json").read_text())["machine"]
+        assert any(machine["date"] in text and machine["cpu"] in text for text in _texts(drawn))
+
+
+def _texts(svg: str) -> list[str]:
+    """Return the texts of a picture, which matplotlib draws as shapes and names in comments."""
+    return re.findall(r"<!-- +(.+?) -->", svg)

@@ -11,6 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import aioshm
+import aioshm.blocking
+import aioshm.engine
+import aioshm.engine.blocking
+import aioshm.events
+import aioshm.testing
 from aioshm import config, errors
 from tools import links, pages
 
@@ -52,6 +58,15 @@ def test_every_error_has_a_cure() -> None:
         if inspect.isclass(value) and issubclass(value, errors.AioshmError) and not name.startswith("_")
     }
     assert cured == errors_there
+
+
+def test_everything_public_is_in_the_reference() -> None:
+    pages_text = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)$", pages_text, re.MULTILINE)}
+    shown |= {name for name, value in vars(errors).items() if getattr(value, "__module__", "") == errors.__name__}
+    for module in (aioshm, aioshm.blocking, aioshm.engine, aioshm.engine.blocking, aioshm.events, aioshm.testing):
+        missing = set(module.__all__) - shown - {"native_core"}
+        assert not missing, f"{module.__name__}: no page of docs/reference/ has {sorted(missing)}"
 
 
 def test_every_variable_is_listed() -> None:
