@@ -46,7 +46,7 @@ async def test_garbage_from_strangers_is_counted_and_named(
 ) -> None:
     async with EventSubscriber("tcp://127.0.0.1:0", bind=True) as subscriber:
         (endpoint,) = subscriber.endpoints
-        publisher = ZmqEventPublisher(0, endpoint)
+        publisher = ZmqEventPublisher(0, endpoint, bind=False)
         bad = stranger(zmq.PUB, endpoint)
         good = BatchEncoder().encode(batch(0), 0)
         junk = [
