@@ -54,17 +54,14 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree / "dist" / f"aioshm-{VERSION}.tar.gz"
 
 
-@pytest.fixture(scope="session")
-def installed(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution installed twice: without a compiler, and then with one; pip has one cache for both.
+def _install_twice(sdist: Path, folder: Path) -> None:
+    """Install the source distribution without a compiler, and then with one; pip has one cache for both.
 
-    The folder has ``installed-0`` and ``installed-1``, and the cache with the wheels that were made.
+    The folder has ``installed-0`` and ``installed-1`` then, and the cache with the wheels that were made.
     """
-    folder = tmp_path_factory.mktemp("twice")
     install = ["install", "--no-build-isolation", "--no-deps", "--target"]
     for number, compiler in enumerate(({"CC": "/nowhere/cc"}, {})):
         _pip(*install, folder / f"installed-{number}", sdist, PIP_CACHE_DIR=str(folder / "cache"), **compiler)
-    return folder
 
 
 def _native_files(wheel: Path) -> set[str]:
@@ -81,18 +78,25 @@ def test_the_source_distribution_is_complete(sdist: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @needs_a_compiler
-def test_installed_without_a_compiler_and_then_with_one(installed: Path) -> None:
+def test_from_the_sources_to_a_new_user(sdist: Path, tmp_path: Path) -> None:
+    """In one test, so that tests side by side do not build the same things."""
+    _install_twice(sdist, tmp_path)
+    _the_second_is_native(tmp_path)
+    pure, native = sorted(tmp_path.rglob("*.whl"), key=lambda path: "none-any" not in path.name)
+    _a_wheel_is_named_by_what_is_in_it(pure, native)
+    _a_new_user(native, tmp_path)
+
+
+def _the_second_is_native(installed: Path) -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); import aioshm; print(aioshm.native_core, aioshm.__file__)"
     for number, runs in enumerate((False, True)):
         target = installed / f"installed-{number}"
         assert _run(sys.executable, "-I", "-c", code, target).split() == [str(runs), str(target / "aioshm/__init__.py")]
 
 
-@pytest.mark.slow
-@needs_a_compiler
-def test_a_wheel_is_named_by_what_is_in_it(installed: Path) -> None:
-    pure, native = sorted(installed.rglob("*.whl"), key=lambda path: "none-any" not in path.name)
+def _a_wheel_is_named_by_what_is_in_it(pure: Path, native: Path) -> None:
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert f"-{tag}-{tag}-" in native.name
     assert _native_files(native) == {"aioshm/ring/_native", "aioshm/events/protocol/_encoder"}
@@ -101,6 +105,30 @@ def test_a_wheel_is_named_by_what_is_in_it(installed: Path) -> None:
     metadata = zipfile.ZipFile(pure).read(f"aioshm-{VERSION}.dist-info/WHEEL").decode()
     assert "Root-Is-Purelib: true" in metadata
     assert "aioshm/__init__.py" in zipfile.ZipFile(pure).namelist()
+
+
+def _a_new_user(wheel: Path, tmp_path: Path) -> None:
+    """A new environment, the wheel with its command, the README's quickstart, and the commands that look around."""
+    environment = tmp_path / "env"
+    _run(sys.executable, "-m", "venv", environment)
+    python, command = environment / "bin/python", environment / "bin/aioshm"
+    _pip("install", "-c", ROOT / "constraints.txt", f"{wheel}[cli]", python=python)
+    blocks = re.findall(r'```python title="quickstart.py"\n(.*?)```', (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "quickstart.py").write_text(blocks[0])
+    expected = [f"received {{'number': {number}}}" for number in range(3)]
+    assert _run(python, "-I", tmp_path / "quickstart.py").splitlines() == expected
+    findings = {each["name"]: each["verdict"] for each in json.loads(_run(command, "doctor", "--json"))["findings"]}
+    assert findings["uvloop"] == "note"  # of an extra, which is not there
+    assert "pip install 'aioshm[uvloop]'" in " ".join(_run(command, "doctor").split())
+    assert _run(command, "--version") == f"aioshm {VERSION}\n"
+    completion = _run(command, "--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_aioshm_completion" in completion
+    with subprocess.Popen([python, "-I", "-c", MINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout
+        writer.stdout.readline()
+        assert "mine" in _run(command, "ls", "--json")
+        assert "mine" in _run(command, "top", "--once", "--json")
+        writer.communicate()
 
 
 @pytest.mark.slow
@@ -113,35 +141,6 @@ def test_the_native_parts_are_left_out_or_demanded(sdist: Path, tmp_path: Path) 
         _pip(*build, AIOSHM_NATIVE="1", CC="/nowhere/cc")
 
 
-@pytest.mark.slow
-def test_a_new_user(installed: Path, tmp_path: Path) -> None:
-    """A new environment, the wheel with its command, the README's quickstart, and the commands that look around."""
-    environment = tmp_path / "env"
-    _run(sys.executable, "-m", "venv", environment)
-    python, command = environment / "bin/python", environment / "bin/aioshm"
-    wheel = sorted(installed.rglob("*.whl"), key=lambda path: "none-any" in path.name)[0]
-    _pip("install", "-c", ROOT / "constraints.txt", f"{wheel}[cli]", python=python)
-    blocks = re.findall(r'```python title="quickstart.py"\n(.*?)```', (ROOT / "README.md").read_text(), re.DOTALL)
-    (tmp_path / "quickstart.py").write_text(blocks[0])
-    expected = [f"received {{'number': {number}}}" for number in range(3)]
-    assert _run(python, "-I", tmp_path / "quickstart.py").splitlines() == expected
-    findings = {each["name"]: each["verdict"] for each in json.loads(_run(command, "doctor", "--json"))["findings"]}
-    assert findings["uvloop"] == "note"  # of an extra, which is not there
-    assert "pip install 'aioshm[uvloop]'" in " ".join(_run(command, "doctor").split())
-    assert _run(command, "--version") == f"aioshm {VERSION}\n"
-    completion = _run(command, "--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert "_aioshm_completion" in completion
-    listed = set(re.findall(r"│ (\w+) ", _run(command, "--help")))
-    with subprocess.Popen([python, "-I", "-c", MINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-        assert writer.stdout
-        writer.stdout.readline()
-        if "ls" in listed:
-            assert "mine" in _run(command, "ls", "--json")
-        if "top" in listed:
-            assert "mine" in _run(command, "top", "--once", "--json")
-        writer.communicate()
-
-
 def test_importing_takes_at_most_a_tenth_of_a_second() -> None:
     code = "import time; a = time.process_time(); import aioshm; print(time.process_time() - a)"
     best = min(float(_run(sys.executable, "-I", "-c", code)) for _ in range(3))
@@ -149,14 +148,10 @@ def test_importing_takes_at_most_a_tenth_of_a_second() -> None:
 
 
 def test_a_queue_needs_neither_the_process_table_nor_zeromq_nor_subprocesses() -> None:
-    code = "from aioshm import MessageQueue, Options, merge; import sys; print(*sys.modules)"
-    assert (
-        not {"psutil", "zmq", "asyncio.subprocess"} & set(_run(sys.executable, "-I", "-c", code).split()) - _BY_ASYNCIO
-    )
-
-
-_BY_ASYNCIO = {"asyncio.subprocess"}
-"""What importing asyncio itself brings; `import aioshm` alone brings no asyncio, see tests/test_deferred.py."""
+    # asyncio itself imports its subprocesses; `import aioshm` alone imports no asyncio.
+    for names, barred in (("MessageQueue, Options, merge", {"psutil", "zmq"}), ("__version__", {"asyncio.subprocess"})):
+        code = f"from aioshm import {names}; import sys; print(*sys.modules)"
+        assert not barred & set(_run(sys.executable, "-I", "-c", code).split())
 
 
 def test_the_c_code_has_no_mutable_state_of_its_own() -> None:

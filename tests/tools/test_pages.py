@@ -43,6 +43,8 @@ def _blocks(page: Path) -> list[object]:
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those that a new user has are enough, and start sooner
+    env["PYTEST_PLUGINS"] = "anyio.pytest_plugin,aioshm.testing.plugin"
     with socket.create_server(("127.0.0.1", 0)) as free:
         env["PORT"] = str(free.getsockname()[1])
     runner = [sys.executable, ROOT / "tests/tools/page_blocks.py", ROOT / page]
