@@ -12,8 +12,11 @@ from aioshm.errors import HandleError
 from aioshm.observe.proc import ProcessInfo, process_info, system_call, wait_channel
 from aioshm.observe.scan import QueueNotFound, RingFile, chosen, find_rings
 from aioshm.observe.snapshot import QueueSnapshot
-from aioshm.observe.stacks import Frame, Stack, stacks_of, users_line
+from aioshm.observe.stacks import LOOP_WAITS, Frame, Stack, stacks_of, users_line
 from aioshm.observe.verdict import Doing, Suspect, suspects
+
+_TRIES, _PAUSE_S = 5, 0.01
+"""How often the stack of what is slow is looked at: it may be in its loop just then."""
 
 WINDOW_S = 0.25
 """Between two looks: a reader that takes nothing for so long is called blocked."""
@@ -83,8 +86,8 @@ def who(key: str | None = None, *, window_s: float = WINDOW_S) -> tuple[Report, 
 
 def process_report(pid: int) -> ProcessReport:
     """Return what a process does, whether it has a queue or not."""
-    stacks, hint = stacks_of(pid)
-    return ProcessReport(process=process_info(pid), doing=doing(pid), line=users_line(stacks), stacks=stacks, hint=hint)
+    line, stacks, hint = _line_of(pid, 1)
+    return ProcessReport(process=process_info(pid), doing=doing(pid), line=line, stacks=stacks, hint=hint)
 
 
 def doing(pid: int) -> Doing:
@@ -131,8 +134,21 @@ def _seen(suspect: Suspect) -> Suspect:
     """Add the stacks of its process."""
     if not suspect.pid or suspect.kind == "gone":
         return suspect
-    stacks, hint = stacks_of(suspect.pid)
-    return msgspec.structs.replace(suspect, stacks=stacks, line=users_line(stacks), hint=hint)
+    tries = _TRIES if suspect.kind == "slow" else 1
+    line, stacks, hint = _line_of(suspect.pid, tries)
+    return msgspec.structs.replace(suspect, stacks=stacks, line=line, hint=hint)
+
+
+def _line_of(pid: int, tries: int) -> tuple[Frame | None, tuple[Stack, ...], str]:
+    """Return the line of its user's code that a process is in, its stacks, and what is to be said of them."""
+    for _ in range(tries):
+        stacks, hint = stacks_of(pid)
+        line = users_line(stacks)
+        if line is not None or not stacks:
+            return line, stacks, hint
+        time.sleep(_PAUSE_S)
+    line = users_line(stacks, beyond_loops=True)
+    return line, stacks, LOOP_WAITS if line is not None else hint
 
 
 __all__ = ["ProcessReport", "QueueNotFound", "Report", "doing", "process_report", "who"]

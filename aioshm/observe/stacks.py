@@ -22,6 +22,13 @@ _TRIES = 5
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3.", "<frozen ", str(Path(__file__).parents[1]) + "/")
 """Parts of the names of files that are not the user's."""
 
+_LOOPS = ("asyncio/base_events.py", "asyncio/runners.py")
+"""Files with the calls that run an event loop."""
+
+LOOP_WAITS = (
+    "its event loop waits: the line is the one that runs the loop, since coroutines that wait are on no stack "
+    "(tasks are seen where both processes run the same CPython, 3.14 or newer)"
+)
 NOT_INSTALLED = "its stack can be seen with py-spy: pip install py-spy"
 FORBIDDEN = (
     "its stack cannot be seen: this user may not read its memory; "
@@ -74,10 +81,22 @@ def stacks_of(pid: int) -> tuple[tuple[Stack, ...], str]:
     return stacks + _tasks(pid), hint
 
 
-def users_line(stacks: Iterable[Stack]) -> Frame | None:
-    """Return the innermost call of the user's own code, that of the main thread if it has one, then of who runs."""
+def users_line(stacks: Iterable[Stack], *, beyond_loops: bool = False) -> Frame | None:
+    """Return the innermost call of the user's own code, that of the main thread if it has one, then of who runs.
+
+    Args:
+        stacks: Of threads and tasks.
+        beyond_loops: Whether the line that runs an event loop will do, too: where a loop waits, what its coroutines
+            wait for is on no thread's stack.
+    """
     ordered = sorted(stacks, key=lambda stack: (not stack.is_main, not stack.is_running))
-    return next((frame for stack in ordered for frame in stack.frames if frame.own), None)
+    for stack in ordered:
+        for frame in stack.frames:
+            if frame.own:
+                return frame
+            if not beyond_loops and frame.file.endswith(_LOOPS):
+                break
+    return None
 
 
 def parse_spy(text: bytes, pid: int) -> tuple[Stack, ...]:

@@ -68,12 +68,15 @@ class TestStalls:
         assert suspect.stacks, "it is stopped, and can be looked into all the same"
         assert suspect.line is not None
         assert Path(suspect.line.file).name == "planted.py"
+        waits = suspect.line.function == "<module>"  # it may have been stopped while a message came
+        assert ("event loop waits" in suspect.hint) is waits
         assert other.poll() is None
 
     def test_a_slow_reader(self, planted: Planted) -> None:
         _, _, reader = planted.queue("flood", "read", "read slowly")
         eventually(lambda: find_queue(planted.name).header.writer.parked)
         eventually(lambda: culprit(planted, reader.pid).kind == "slow")
+        eventually(lambda: culprit(planted, reader.pid).hint == "", "a look at it while it works")
         suspect = culprit(planted, reader.pid)
         assert (suspect.side, suspect.rank) == ("reader", 1)
         assert "messages behind" in suspect.text

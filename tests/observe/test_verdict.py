@@ -147,6 +147,17 @@ class TestStacks:
         assert users_line([]) is None
         assert str(self.own) == "/srv/app.py:12 in work"
 
+    def test_a_line_that_runs_a_loop_is_not_where_it_is(self) -> None:
+        loop = Frame("Runner.run", "/usr/lib/python3.11/asyncio/runners.py", 118, False)
+        waiting = Stack("MainThread", True, False, (self.lib, loop, self.own))
+        assert users_line([waiting]) is None
+        assert users_line([waiting], beyond_loops=True) == self.own
+        working = Stack(
+            "MainThread", True, True, (self.lib, self.own, loop, msgspec.structs.replace(self.own, line=99))
+        )
+        assert users_line([working]) == self.own
+        assert users_line([waiting, Stack("task Task-1", False, False, (self.own,))]) == self.own
+
     def test_what_py_spy_prints(self) -> None:
         def frame(name: str, file: str, line: int) -> dict[str, object]:
             return {"name": name, "filename": file, "line": line, "module": None}
