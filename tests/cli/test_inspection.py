@@ -211,6 +211,7 @@ class TestTop:
                 for key in KEYS:
                     assert len(ordered(both, key)) == 2
 
+    @pytest.mark.slow
     def test_without_a_terminal_it_goes_on_until_it_is_interrupted(self) -> None:
         command = [sys.executable, "-m", "aioshm", "top", "--json", "--interval", "0.05"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:
@@ -221,7 +222,7 @@ class TestTop:
             _, errors = top.communicate()
             assert (top.returncode, errors) == (0, "")
 
-    @pytest.mark.parametrize(("end", "code"), [("q", 0), (signal.SIGTERM, 143)])
+    @pytest.mark.parametrize(("end", "code"), [("q", 0), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
     def test_on_a_terminal(self, end: str | signal.Signals, code: int) -> None:
         master, slave = pty.openpty()
         command = [sys.executable, "-m", "aioshm", "top", "--interval", "30"]

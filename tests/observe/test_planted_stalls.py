@@ -106,6 +106,7 @@ class TestStalls:
         assert "nanosleep" in str(suspect.doing)
         check_line(suspect, "writer")
 
+    @pytest.mark.slow
     def test_an_engine_that_hangs(self, planted: Planted) -> None:
         engine = planted.start("engine", 0)
         planted.ready()
@@ -117,6 +118,7 @@ class TestStalls:
         assert (Path(report.line.file).name, report.line.line) == ("planted.py", line_of("engine"))
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_gone(planted: Planted) -> None:
     writer, reader = planted.queue("write", "read")
     writer.send_signal(signal.SIGSTOP)  # so that it does not see it
@@ -129,11 +131,13 @@ def test_a_reader_that_is_gone(planted: Planted) -> None:
     assert kinds[writer.pid][0] == "stopped"
 
 
+@pytest.mark.slow
 def test_nobody(planted: Planted) -> None:
     planted.queue("write", "read")
     eventually(lambda: not who(planted.name)[0].suspects, "the verdict that nobody holds it up")
 
 
+@pytest.mark.slow
 def test_who_has_not_come_yet(planted: Planted) -> None:
     writer = planted.start("write", 2)
     reader = planted.start("read", 1)
@@ -149,6 +153,7 @@ def _is_absent(planted: Planted) -> list[bool]:
     return [[each.rank for each in report.suspects if each.kind == "absent"] == [0] for report in reports]
 
 
+@pytest.mark.slow
 def test_without_py_spy(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     _, reader = planted.queue("write", "read")
     monkeypatch.setattr(shutil, "which", lambda _: None)
@@ -160,6 +165,7 @@ def test_without_py_spy(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> No
     assert "pip install py-spy" in suspect.hint
 
 
+@pytest.mark.slow
 def test_nothing_is_left_open(planted: Planted) -> None:
     planted.queue("write", "read")
     before = os.listdir("/proc/self/fd")

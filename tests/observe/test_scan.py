@@ -173,6 +173,7 @@ class TestWatch:
                 assert key in [each.queue.header.queue_id for each in watch.look()]
             assert key not in [each.queue.header.queue_id for each in watch.look()]
 
+    @pytest.mark.slow
     async def test_what_has_ended_between_two_scans_is_no_more(self, planted: Planted) -> None:
         planted.queue("write", "read")
         with Watch(rescan_s=1000) as watch:
