@@ -149,6 +149,7 @@ def test_forbidden_memfd_is_bad(monkeypatch):
     monkeypatch.setattr("os.memfd_create", forbidden, raising=False)
     finding = verdict_of("memfd")
     assert (finding.verdict, finding.found) == ("bad", "memfd_create: Operation not permitted")
+    assert "AIOSHM_BACKING=named" in finding.advice
 
 
 def test_what_other_systems_lack_is_noted(monkeypatch):

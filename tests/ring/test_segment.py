@@ -255,8 +255,8 @@ class TestTooLarge:
         [
             (errno.EMFILE, "ulimit -n"),
             (errno.ENFILE, "fs.file-max"),
-            (errno.ENOSYS, "backing='named'"),
-            (errno.EPERM, "seccomp"),
+            (errno.ENOSYS, "AIOSHM_BACKING=named"),
+            (errno.EPERM, "AIOSHM_BACKING=named"),
             (errno.ENOMEM, "fewer or smaller chunks"),
         ],
     )
