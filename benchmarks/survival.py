@@ -3,7 +3,8 @@
 Four engines with a worker each, under an `EngineSupervisor`, and a `WorkerGroup` of four with a standby have a steady
 load. Again and again a process of the tree is killed (SIGKILL), or stopped for two seconds (SIGSTOP), or two are killed
 at once; never this one. Every request and every call has to end: with what it asked for, or with an error that names a
-process that has died. Afterwards there are as many processes, descriptors and as much memory as before.
+process that has died. Afterwards there are as many processes, descriptors and as much memory as before. Then one engine
+after the other is killed, see `survival_outages`: how soon it is back, and what the others do meanwhile.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from aioshm.engine import EngineSupervisor, Restart, WorkerGroup, die_with_paren
 from aioshm.errors import EngineDead, WorkerDied
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report, percentile
+from benchmarks.survival_outages import outages
 
 ENGINES, WORKERS, STANDBYS = 4, 4, 1
 ASKING, CALLING = 16, 2
@@ -235,6 +237,8 @@ async def run(settings: Settings, report: Report) -> None:
         result.add(back_p50_ms=percentile(survival.back_ms, 50), back_p99_ms=percentile(survival.back_ms, 99))
         text = f"the next call of a group after a kill, p99 of {len(survival.back_ms)}"
         report.hold(text, percentile(survival.back_ms, 99), "ms", STANDBY_MS)
+    rounds = max(2, min(int(seconds / 2), 16))
+    await outages(report.result("one engine at a time", "aioshm", ENGINES), report, rounds)
 
 
 def _whole(supervisor: EngineSupervisor, group: WorkerGroup) -> bool:

@@ -154,9 +154,11 @@ def test_survival(loop: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    [result] = report["results"]
+    result, outages = report["results"]
     assert result["figures"]["completed"]["median"] > 0
     assert result["figures"]["killed"]["median"] > 0
+    assert outages["figures"]["back_p50_ms"]["median"] > 0
+    assert outages["figures"]["share"]["median"] > 0
     counted = [promise for promise in report["promises"] if promise["unit"] == ""]
     assert len(counted) == 7
     assert [promise for promise in counted if not promise["kept"]] == [], done.stderr

@@ -1,0 +1,147 @@
+"""The part of `benchmarks.survival` about one engine at a time: how soon it is back, and what the others do meanwhile.
+
+The engines take a fixed time for each step, as those do that wait for a device: so the processors have time for the
+start of an engine, and what is measured is what its death and its return do to the others, not what its imports do.
+Each request is for one engine: what the dead one cannot do nobody else does for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from statistics import median
+from typing import Any
+
+from aioshm.engine import EngineSupervisor, Restart, die_with_parent, launch_core_engines, run_engine_core
+from aioshm.errors import EngineDead
+from benchmarks.framework.report import Report, Result, percentile
+
+ENGINES, ASKING_EACH, TOKENS = 4, 4, 4
+STEP_S = 0.01
+STARTS = 5
+BEFORE_S = 1.0  # how long throughput is measured before each kill
+PATIENCE_S = 60.0
+BACK_MS, SHARE = 100.0, 0.9
+
+
+class Device:
+    """Takes a fixed time for each step, in which each request gets a token."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, int] = {}
+
+    def initialize(self, _metadata: object) -> dict[str, Any]:
+        """Be ready at once."""
+        return {}
+
+    def add_request(self, request: dict[str, Any]) -> None:
+        """Begin."""
+        self._given[request["request_id"]] = 0
+
+    def abort_requests(self, ids: list[str]) -> None:
+        """Drop them."""
+        for request_id in ids:
+            self._given.pop(request_id, None)
+
+    async def step(self) -> list[dict[str, Any]]:
+        """Give each request its next token."""
+        await asyncio.sleep(STEP_S)
+        outputs = []
+        for request_id in list(self._given):
+            self._given[request_id] += 1
+            output: dict[str, Any] = {"request_id": request_id}
+            if self._given[request_id] == TOKENS:
+                output["finish_reason"] = "length"
+                del self._given[request_id]
+            outputs.append(output)
+        return outputs
+
+
+def serve(handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
+    """Run an engine; the target of a process."""
+    die_with_parent()
+    asyncio.run(run_engine_core(Device(), handshake_address, dp_rank))
+
+
+class _Load:
+    """Clients that ask one engine each, again and again."""
+
+    def __init__(self, supervisor: EngineSupervisor) -> None:
+        self._client = supervisor.client
+        self.completed = [0] * ENGINES
+        self.waiting = asyncio.Event()  # set while no engine is dead
+        self.waiting.set()
+        self.stopping = False
+
+    async def ask(self, rank: int, who: int) -> None:
+        number = 0
+        while not self.stopping:
+            number += 1
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    async for _ in self._client.submit({"request_id": f"{rank} {who} {number}"}, engine=rank):
+                        pass
+                self.completed[rank] += 1
+            except EngineDead:
+                await self.waiting.wait()
+
+    def others(self, rank: int) -> int:
+        return sum(self.completed) - self.completed[rank]
+
+
+async def own_start_ms() -> float:
+    """Return what an engine takes from the start of its process until it is ready, while nothing else runs."""
+    ready: list[float] = []
+    began = time.monotonic()
+    async with launch_core_engines(
+        serve,
+        1,
+        coordinator=False,
+        on_progress=lambda each: ready.append(time.monotonic()) if each.moved == 0 else None,
+    ):
+        return (ready[-1] - began) * 1e3 if ready else (time.monotonic() - began) * 1e3
+
+
+async def outages(result: Result, report: Report, rounds: int) -> None:
+    """Kill one engine after the other, and measure.
+
+    Args:
+        result: Gets the figures.
+        report: Gets the promises.
+        rounds: How many are killed.
+    """
+    starts = [await own_start_ms() for _ in range(STARTS)]
+    back_ms: list[float] = []
+    shares: list[float] = []
+    policy = Restart(max_restarts=1_000_000, backoff_s=0.01, backoff_max_s=0.01)
+    async with EngineSupervisor(serve, ENGINES, restart=policy) as supervisor:
+        load, client = _Load(supervisor), supervisor.client
+        work = [asyncio.create_task(load.ask(rank, who)) for rank in range(ENGINES) for who in range(ASKING_EACH)]
+        await asyncio.sleep(BEFORE_S)
+        for number in range(rounds):
+            rank = number % ENGINES
+            counted, began = load.others(rank), time.monotonic()
+            await asyncio.sleep(BEFORE_S)
+            killed = time.monotonic()
+            rate = (load.others(rank) - counted) / (killed - began)
+            counted = load.others(rank)
+            load.waiting.clear()
+            os.kill(supervisor.engines[rank].pid or 0, signal.SIGKILL)
+            async with asyncio.timeout(PATIENCE_S):
+                while rank not in client.deaths:  # noqa: ASYNC110 -- not its end alone: that it is known
+                    await asyncio.sleep(0.001)
+                await client.wait_until_ready()
+            back = time.monotonic()
+            load.waiting.set()
+            back_ms.append((back - killed) * 1e3)
+            shares.append((load.others(rank) - counted) / (back - killed) / rate)
+        load.stopping = True
+        await asyncio.gather(*work)
+    own = median(starts)
+    result.add(own_start_ms=own, back_p50_ms=median(back_ms), back_p90_ms=percentile(back_ms, 90), share=median(shares))
+    text = f"an engine that is killed is back, median of {rounds}, later than after its own start of {own:.0f} ms by"
+    report.hold(text, median(back_ms) - own, "ms", BACK_MS)
+    text = f"throughput of the other {ENGINES - 1} engines in {rounds} outages, median, of what it was before"
+    report.hold(text, median(shares), "x", SHARE, at_least=True)
