@@ -6,7 +6,7 @@ SIDE_BY_SIDE := -n auto --dist worksteal
 FAST_LANE := $(SIDE_BY_SIDE) -m "not slow" --hypothesis-profile fast
 NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz clean
+.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz verify clean
 
 demo: .venv/.ready        ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
@@ -50,6 +50,12 @@ packages: .venv-packages/.ready ## the source distribution and a wheel, in dist/
 	.venv-packages/bin/twine check --strict dist/*
 	.venv-packages/bin/check-wheel-contents dist/*.whl
 	.venv-packages/bin/auditwheel show dist/*-linux_*.whl
+
+# SPIN is Debian's; root installs what is missing, others are told.
+verify: .venv/.ready      ## the models of the protocols, every state of them, and each of their mutations
+	@command -v spin >/dev/null && command -v gcc >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get install --yes --quiet spin gcc libc6-dev; } || { echo "make verify needs SPIN and gcc: apt-get install spin gcc"; exit 1; }
+	$(BIN)/python -m verify $(ARGS)
 
 docs: .venv/.ready        ## the pages as a site, in site/; fails on a link or a reference that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)

@@ -1,0 +1,98 @@
+"""Running one model under SPIN."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+MODELS = Path(__file__).parent / "models"
+MEMORY_MB = 6000
+DEPTH = 2_000_000
+
+
+class SpinError(Exception):
+    """A model could not be checked: SPIN or the compiler refused it, or it did not end."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of searching every state of a model.
+
+    Attributes:
+        failed: Whether some execution breaks a property.
+        why: Which one: SPIN's words.
+        states: States stored.
+        depth: Steps of the longest execution.
+        megabytes: Memory used.
+        seconds: Time taken, the compiler's included.
+    """
+
+    failed: bool
+    why: str
+    states: int
+    depth: int
+    megabytes: float
+    seconds: float
+
+
+def check(model: str, defines: str, limit_s: float = 300.0) -> Outcome:
+    """Search a model exhaustively, or until it fails.
+
+    Args:
+        model: The name of its file.
+        defines: Bounds and mutations, as the preprocessor takes them.
+        limit_s: How long that may take.
+
+    Raises:
+        SpinError: It could not be searched to the end.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="aioshm-verify-") as folder:
+        shutil.copy(MODELS / f"{model}.pml", folder)
+        _run(["spin", *defines.split(), "-a", f"{model}.pml"], folder, 60)
+        flags = ["-O2", "-w", "-DSAFETY", "-DNOBOUNDCHECK", "-DCOLLAPSE", f"-DMEMLIM={MEMORY_MB}"]
+        _run(["gcc", *flags, "-o", "pan", "pan.c"], folder, 120)
+        text = _run(["./pan", f"-m{DEPTH}", "-w24"], folder, limit_s)
+    found = re.search(r"errors: (\d+)", text)
+    if (
+        found is None
+        or "max search depth too small" in text
+        or "out of memory" in text
+        or "Search not completed" in text
+    ):
+        failed = found is not None and int(found[1]) > 0
+        if not failed:
+            raise SpinError(f"{model} {defines}: the search did not end:\n{text[-1000:]}")
+    assert found is not None
+    why = re.search(r"^pan:\d+: (.*)$", text, re.MULTILINE)
+    return Outcome(
+        failed=int(found[1]) > 0,
+        why="" if why is None else why[1],
+        states=int(float(_number(r"([\d.e+]+) states, stored", text))),
+        depth=int(_number(r"depth reached (\d+)", text)),
+        megabytes=float(_number(r"([\d.]+)\s+total actual memory usage", text)),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _number(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    return "0" if found is None else found[1]
+
+
+def _run(command: list[str], folder: str, limit_s: float) -> str:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s, check=False)
+    except FileNotFoundError:
+        raise SpinError(f"there is no {command[0]} here: apt-get install spin gcc, or make verify as root") from None
+    except subprocess.TimeoutExpired:
+        raise SpinError(f"{' '.join(command)} did not end within {limit_s:g} s") from None
+    text = done.stdout + done.stderr
+    if done.returncode != 0 or (command[0] == "spin" and "Error" in text):
+        raise SpinError(f"{' '.join(command)}:\n{text[-2000:]}")
+    return text
