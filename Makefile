@@ -78,6 +78,7 @@ bench: .venv/.ready       ## every benchmark against its rivals, one after the o
 	$(BIN)/python -m benchmarks.startup $(ARGS)
 	$(BIN)/python -m benchmarks.workers $(ARGS)
 	$(BIN)/python -m benchmarks.survival $(ARGS)
+	$(BIN)/python -m benchmarks.observe $(ARGS)
 	$(BIN)/python -m benchmarks.engine_roundtrip $(ARGS)
 	$(BIN)/python -m benchmarks.events_publish $(ARGS)
 	$(BIN)/python -m benchmarks.events_replay $(ARGS)

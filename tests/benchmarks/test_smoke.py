@@ -164,6 +164,15 @@ def test_survival(loop: str) -> None:
     assert [promise for promise in counted if not promise["kept"]] == [], done.stderr
 
 
+@on("observe", "asyncio", "uvloop")
+def test_observe(report: Any) -> None:
+    parts = {"nobody looks", "top, and a scrape every second", "nobody looks, again"}
+    assert measured(report) == {(part, "aioshm", 1) for part in parts}
+    [looked_at] = [result for result in report["results"] if "observers_cpu_percent" in result["figures"]]
+    assert looked_at["figures"]["scraped_lines"]["median"] > 20
+    assert len(report["promises"]) == 2
+
+
 @on("churn", "asyncio", "uvloop")
 def test_churn(report: Any) -> None:
     places = {("2 readers in one process", f"{places} places", 2) for places in (2, 256)}
