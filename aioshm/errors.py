@@ -362,6 +362,8 @@ class WorkerDied(ProcessDied):
         last_lines: The last lines that it wrote to its standard error.
     """
 
+    rank: int
+
     def __init__(
         self, rank: int, name: str, pid: int | None, exitcode: int | None, text: str, last_lines: Sequence[str] = ()
     ) -> None:

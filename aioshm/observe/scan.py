@@ -38,7 +38,7 @@ class QueueNotFound(AioshmError):
 
     def __init__(self, key: str, problem: str, there_are: Iterable[str]) -> None:
         self.key = key
-        self.there_are = tuple(there_are)
+        self.there_are: tuple[str, ...] = tuple(there_are)
         names = ", ".join(self.there_are) or "none"
         super().__init__(f"{problem}; queues of this user on this host: {names}")
 
@@ -82,7 +82,7 @@ class RingFile:
         except BaseException:
             self.close()
             raise
-        self.queue_id = queue_id.hex()
+        self.queue_id: str = queue_id.hex()
         if not self.read(WRITER_LINE + PID, 4).strip(b"\0"):
             self.close()
             raise HandleError("this ring has no writer: it is no queue, or not yet one")

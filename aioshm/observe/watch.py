@@ -61,7 +61,7 @@ class Watch:
         self._rings: list[RingFile] = []
         self._due = 0.0
         self._before: dict[str, QueueSnapshot] = {}
-        self.skipped = 0
+        self.skipped: int = 0
 
     def __enter__(self) -> Watch:
         return self

@@ -299,6 +299,9 @@ class _Chunks:
 class WriterCore(_Core):
     """The writer's end: `claim` a slot, fill its header and body, `commit` it; or all of that in one call."""
 
+    published_ns: int
+    copied: int
+
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, /) -> None:
         super().__init__(layout, view, slots, at.WRITER_LINE)
         self._parked = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
@@ -683,6 +686,9 @@ class ReaderCore(_Core):
 
     leased: bool
     kept: bool
+    published_ns: int
+    copied: int
+    garbled: int
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, reader: int, /) -> None:
         if not 0 <= reader < layout.n_reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -78,7 +79,7 @@ class Progress(msgspec.Struct, array_like=True, frozen=True):
 
 _membership = built(lambda: msgspec.msgpack.Decoder(Membership))
 _progress = built(lambda: msgspec.msgpack.Decoder(Progress))
-encode = msgspec.msgpack.Encoder().encode
+encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def decode_membership(frames: list[bytes]) -> Membership:

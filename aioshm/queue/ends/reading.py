@@ -72,7 +72,7 @@ class ReadingEnd:
         self.receive: Callable[[], Any] = _nothing
         self.calls: Calls | None = None
         self.linger_ns: int = 0
-        self.leaves = False
+        self.leaves: bool = False
         self.undo = False
         self.leasing: Any = None
         self._block: AbstractAsyncContextManager[Any] | None = None  # of a lease that was not to be had at once

@@ -88,7 +88,7 @@ class ArraySpec:
     def __init__(self, shape: int | Sequence[int], dtype: Any, like: Like) -> None:
         if like not in ("numpy", "torch"):
             raise ValueError(f"like must be 'numpy' or 'torch', not {shown(like)}")
-        self.torch = like == "torch"
+        self.torch: bool = like == "torch"
         try:
             lengths: Sequence[Any] = (shape,) if isinstance(shape, int) else tuple(shape)
             if any(isinstance(length, bool) for length in lengths):

@@ -76,7 +76,7 @@ class Round(Generic[P]):
         self.running: list[P] = list(places)
         self.order: cycle[P] = cycle(self.running)
         self.failed: dict[int, AioshmError] = {}
-        self.closed = False
+        self.closed: bool = False
         self._places = {place.rank: place for place in self.running}  # also those that have ended
         self._changing = threading.RLock()  # a signal's handler may come in between
         self._after_s = after_s

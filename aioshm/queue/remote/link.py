@@ -81,7 +81,7 @@ class WriterLink:
         self._gate = gate
         self._handle = handle
         self._remote = remote
-        self.rank = rank
+        self.rank: int = rank
         self._slow = slow
         self._history = history
         self._patient = patient
