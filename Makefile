@@ -6,7 +6,7 @@ SIDE_BY_SIDE := -n auto --dist worksteal
 FAST_LANE := $(SIDE_BY_SIDE) -m "not slow" --hypothesis-profile fast
 NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz verify clean
+.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz verify litmus clean
 
 demo: .venv/.ready        ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
@@ -56,6 +56,10 @@ verify: .venv/.ready      ## the models of the protocols, every state of them, a
 	@command -v spin >/dev/null && command -v gcc >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get install --yes --quiet spin gcc libc6-dev; } || { echo "make verify needs SPIN and gcc: apt-get install spin gcc"; exit 1; }
 	$(BIN)/python -m verify $(ARGS)
+
+litmus: .venv/.ready      ## the fences as litmus tests, each with and without them; the core's atomics for AArch64 under qemu
+	$(BIN)/python -m verify.litmus $(ARGS)
+	$(BIN)/python -m verify.aarch64
 
 docs: .venv/.ready        ## the pages as a site, in site/; fails on a link or a reference that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
