@@ -1,7 +1,7 @@
 """The core's own atomics, compiled for AArch64, under qemu: ``python -m verify.aarch64``.
 
-The functions are cut out of ``_native.c``, so they are what runs, as the compiler makes them for that processor. What
-this shows: they compile, and the protocol holds with them while two threads run it. What it does not show: that hardware
+The functions are cut out of ``_native.c``, so they are what runs, as compiled for that processor. What this
+shows: they compile, and the protocol holds with them while two threads run it. What it does not show: that hardware
 could not reorder them, for qemu runs them on this machine's processor, which on x86 reorders far less than Arm may.
 """
 

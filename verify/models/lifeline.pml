@@ -1,0 +1,113 @@
+/* A lifeline: connecting, being admitted, ready, goodbye; and every way of ending in between.
+ *
+ * One writer, one reader. Either may close on purpose at any moment, or be killed before any step.
+ *
+ *     step here      lifeline/
+ *     dial           dialer.py dial, hang_up
+ *     await answer   dialer.py attach
+ *     attached       dialer.py Lifeline._readable, _signals; source.py RingSource._writer_gone
+ *     accept         listener.py LifelineListener._accept
+ *     greet          listener.py _Connection._greet, _admit, _has_gone
+ *     signals        listener.py _Connection._read_some, _signals; roster.py Roster.attached, proven, gone, missed
+ *     close          listener.py LifelineListener.close, _turn_away; _Connection.close
+ *
+ * Properties: a reader takes a writer that has closed for closed, and one that was killed for dead, or finds nobody
+ * listening; a writer takes a reader that said goodbye for one that left, and one that was killed for dead; every place is
+ * vacant once its reader is gone; nobody waits for ever.
+ */
+mtype = { HELLO, PROVEN, BYE, WELCOME, CLOSED, GO };
+chan up = [4] of { mtype };
+chan down = [4] of { mtype };
+bit listening = 1, waiting, up_end, down_end, kill_w, kill_r, closed_flag, left_on_purpose, taken, over_w;
+
+bit leaves, closes;        /* each may close on purpose from now on */
+
+/* One of them ends in some way, at any moment, and the other one perhaps as well. */
+active proctype killer() {
+    if :: kill_w = 1 :: kill_r = 1 :: leaves = 1 :: closes = 1 fi;
+    if :: kill_w = 1 :: kill_r = 1 :: leaves = 1 :: closes = 1 :: skip fi
+}
+
+active proctype reader() {
+    {
+
+    if                                                            /* dial */
+    :: atomic { listening -> waiting = 1 }; up!HELLO
+    :: !listening -> goto over
+    fi;
+    do                                                            /* await answer */
+    :: down?WELCOME -> break
+    :: down?CLOSED -> assert(closed_flag); goto over
+#ifndef NO_END_READER
+    :: down_end && empty(down) -> assert(kill_w); goto over       /* PeerDied */
+#endif
+    :: leaves -> left_on_purpose = 1; up!BYE; goto over           /* cancelled: hang_up */
+    od;
+    up!PROVEN;
+    do                                                            /* attached */
+    :: down?GO
+    :: down?BYE -> assert(closed_flag); goto over
+#ifndef NO_END_READER
+    :: down_end && empty(down) -> assert(kill_w); goto over
+#endif
+    :: leaves -> left_on_purpose = 1;
+#ifndef NO_GOODBYE
+        up!BYE;
+#endif
+        goto over
+    od
+    } unless { kill_r };
+over:
+    up_end = 1
+}
+
+active proctype writer() {
+    bit accepted, admitted, settled, bye;
+    {
+    do
+    :: !accepted && waiting -> accepted = 1; waiting = 0          /* accept */
+    :: accepted && !admitted && !bye && up?[HELLO] ->             /* greet */
+        up?HELLO;
+        if
+        :: up?[BYE] -> up?BYE; bye = 1                            /* missed */
+        :: !up?[BYE] -> admitted = 1; taken = 1; down!WELCOME
+        fi
+    :: !accepted && !waiting && up_end -> goto ended              /* nobody comes any more */
+    :: admitted && up?[PROVEN] -> up?PROVEN; settled = 1; down!GO
+    :: admitted && up?[BYE] -> up?BYE; bye = 1
+#ifndef NO_END_WRITER
+    :: accepted && up_end && empty(up) ->                         /* gone */
+        assert(!admitted || bye == left_on_purpose || kill_r);
+        assert(!bye || left_on_purpose);
+        taken = 0; goto ended
+#endif
+    :: closes ->                                                  /* close */
+        closed_flag = 1;
+        if
+        :: admitted -> down!BYE
+#ifndef NO_CLOSED_TO_STRANGERS
+        :: accepted && !admitted -> down!CLOSED
+#else
+        :: accepted && !admitted
+#endif
+        :: !accepted
+        fi;
+#ifndef NO_SHUTDOWN
+        listening = 0;
+#endif
+#ifndef NO_TURN_AWAY
+        if
+        :: waiting -> waiting = 0; down!CLOSED
+        :: !waiting
+        fi;
+#endif
+        listening = 0;
+        down_end = 1; taken = 0;
+        goto ended
+    od
+    } unless { kill_w };
+ended:
+    atomic { listening = 0; down_end = 1; over_w = 1; if :: kill_w -> taken = 0 :: else fi };
+    up_end;
+    assert(!taken)
+}

@@ -1,0 +1,107 @@
+/* Overflow segments: a descriptor passes before the marker that names its segment, whatever becomes of the writer.
+ *
+ * One writer, one reader, a ring of two slots, M messages that do not fit a chunk; either process may be killed before any
+ * step. The socket takes CAP descriptors; what it does not take waits in the writer's outbox.
+ *
+ *     step here       queue/local/overflow.py                      lifeline/
+ *     fitting         OverflowSegments._fitting, put, mark
+ *     hand_over       Roster.hand_over                             peer.py Peer.hand_over, _empty_outbox
+ *     marker          pack_marker; audience.py RingAudience.put
+ *     look            PassedSegments.body, view, arrived           dialer.py Lifeline._readable
+ *     wait            source.py RingSource._on_descriptor, lost
+ *
+ * Properties: a body is whole and that of its message; what a dead writer has published can be read, unless the reader left
+ * its socket full; nobody waits for ever.
+ */
+#ifndef M
+#define M 4
+#endif
+#ifndef CAP
+#define CAP 1
+#endif
+chan sock = [CAP] of { byte };
+byte marker[2], head[M], tail[M], used_for[M], outbox[M];
+byte n_outbox, n_segments, published, read, have;
+bit overfull, gone, lost_reader, kill_w, kill_r;
+
+inline empty_outbox() {
+    atomic { n_outbox > 0 && nfull(sock); sock!outbox[0];
+        outbox[0] = outbox[1]; outbox[1] = outbox[2]; outbox[2] = outbox[3]; outbox[3] = 0; n_outbox-- }
+}
+inline hand_over(s) {
+    atomic {
+        if
+#ifndef PAST_OUTBOX
+        :: n_outbox == 0 && nfull(sock) -> sock!s
+        :: n_outbox > 0 || full(sock) -> outbox[n_outbox] = s; n_outbox++; overfull = 1
+#else
+        :: nfull(sock) -> sock!s
+        :: full(sock) -> outbox[n_outbox] = s; n_outbox++; overfull = 1
+#endif
+        fi
+    }
+}
+#ifndef REUSE_EARLY
+#define FREE(k) (k < n_segments && used_for[k] < read)
+#else
+#define FREE(k) (k < n_segments)
+#endif
+active proctype writer() {
+    byte m, s; bit fresh;
+    {
+    do
+    :: m < M && m - read < 2 ->
+        if                                            /* fitting: one that is free, or a new one */
+        :: FREE(0) -> s = 0
+        :: FREE(1) -> s = 1
+        :: n_segments < M -> atomic { s = n_segments; n_segments++; fresh = 1 }
+        fi;
+        head[s] = m;
+        tail[s] = m;
+        used_for[s] = m;
+#ifndef MARKER_FIRST
+        if :: fresh -> hand_over(s) :: else fi;
+#endif
+        marker[m % 2] = s;
+        published = m + 1;                            /* marker */
+#ifdef MARKER_FIRST
+        if :: fresh -> hand_over(s) :: else fi;
+#endif
+        atomic { m++; s = 0; fresh = 0 }
+    :: n_outbox > 0 && nfull(sock) -> empty_outbox()
+    :: lost_reader -> break                           /* evicted */
+    :: m == M && read == M -> break
+    od
+    } unless { kill_w };
+    if :: kill_w -> gone = 1 :: !kill_w fi
+}
+inline arrive() { atomic { sock?s; assert(s == have); have++; s = 0 } }
+active proctype reader() {
+    byte s, n;
+    {
+    do
+    :: read < M && published > read ->
+        n = marker[read % 2];
+        do
+        :: n < have -> break
+        :: n >= have && nempty(sock) -> arrive()      /* look */
+        :: n >= have && empty(sock) && gone && empty(sock) ->
+            assert(overfull); goto over                   /* PeerDied, "with the body of message" */
+#ifdef NO_INTERRUPT
+        :: n >= have && empty(sock) && !gone -> gone  /* nobody tells the waiting call of the descriptor */
+#endif
+        od;
+        s = head[n];
+        assert(s == read);
+        s = tail[n];
+        assert(s == read);
+        atomic { read++; s = 0; n = 0 }
+    :: nempty(sock) -> arrive()
+    :: read == M -> break
+    :: gone && published == read -> break
+    od
+    } unless { kill_r };
+over:
+    if :: kill_r -> lost_reader = 1 :: else fi
+}
+active proctype killer() { if :: kill_w = 1 :: kill_r = 1 :: skip fi }

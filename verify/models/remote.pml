@@ -1,0 +1,122 @@
+/* Delivery to a remote reader: numbers, acknowledgements, marks and asking again, over connections that are cut.
+ *
+ * One writer, one reader, M messages, a window of W. Data comes over one connection, control messages pass over another;
+ * each may be cut at any moment, with all that is under way, CUTS times. Either process may die.
+ *
+ *     step here      queue/remote/window.py                              queue/remote/
+ *     send           SendWindow.room, sent                               flow.py
+ *     subscribed     SendWindow.connected                                audience.py NetworkAudience._subscribed, _mark
+ *     resend         SendWindow.resend, _once                            NetworkAudience._resend
+ *     acknowledge    SendWindow.acknowledged; ReceiveWindow.finished     link.py WriterLink._acknowledge
+ *     arrived        ReceiveWindow.arrived, _close_gap                   WriterLink._on_data
+ *     marked         ReceiveWindow.marked, ask_again
+ *     ask            ReceiveWindow.to_ask_for                            WriterLink._ask_for_missing
+ *     introduce                                                          WriterLink._introduce
+ *
+ * That a connection is down, or the other end dead, is found out in the end: by remote_timeout (Peer.heard, _tick,
+ * _check_connections). A writer that restarts has another topic and another window: its predecessor's reader takes it for
+ * dead (WriterLink._renew), which is what dying is here.
+ *
+ * Properties: each message once, in order; what was acknowledged was read; no deadlock, so nothing is lost and nobody waits
+ * for the dead.
+ */
+#ifndef M
+#define M 4
+#endif
+#ifndef W
+#define W 2
+#endif
+#ifndef CUTS
+#define CUTS 2
+#endif
+mtype = { DATA, MARK, ACK, RESEND };
+chan data = [6] of { mtype, byte };
+chan control = [4] of { mtype, byte, byte };
+bit data_up, control_up, kill_w, kill_r, dead_w, dead_r;
+byte cuts, acked;
+
+active proctype network() {
+    do
+    :: cuts < CUTS && data_up -> d_step { cuts++; data_up = 0;
+        do :: nempty(data) -> data?_,_ :: empty(data) -> break od }
+    :: cuts < CUTS && control_up -> d_step { cuts++; control_up = 0;
+        do :: nempty(control) -> control?_,_,_ :: empty(control) -> break od }
+    :: break
+    od;
+    if :: kill_w = 1 :: kill_r = 1 :: skip fi
+}
+active proctype writer() {
+    byte seq, first, last; bit again[M]; bit subscribed;
+    {
+    do
+    :: seq < M && seq - acked < W ->                          /* send */
+        atomic { if :: data_up && subscribed -> data!DATA,seq :: else fi; seq++ }
+    :: !data_up -> atomic {                                   /* subscribed, over a new connection */
+        data_up = 1; subscribed = 1;
+#ifndef NO_AGAIN_RESET
+        again[0] = 0; again[1] = 0; again[2] = 0; again[3] = 0;
+#endif
+#ifndef NO_MARK
+        data!MARK,seq
+#endif
+        }
+    :: control?ACK,first,_ -> atomic {                        /* acknowledge */
+        assert(first <= seq);
+        if :: first > acked -> acked = first :: else fi; first = 0 }
+    :: control?RESEND,first,last -> atomic {                  /* resend */
+        do
+        :: first <= last ->
+            assert(first >= acked || first < seq);
+            if :: first >= acked && !again[first] -> again[first] = 1;
+                if :: data_up -> data!DATA,first :: else fi
+            :: else fi;
+            first++
+        :: else -> break
+        od; first = 0; last = 0 }
+    :: acked == M || dead_r -> break
+    od
+    } unless { kill_w };
+    if :: kill_w -> dead_w = 1 :: else fi
+}
+active proctype reader() {
+    byte next, known, asked, taken, told, s; bit early[M];
+    {
+    do
+    :: data?DATA,s -> atomic {                                /* arrived */
+        if
+#ifndef NO_DOUBLE_CHECK
+        :: s < next || early[s] -> skip
+        :: s >= next && !early[s] ->
+#else
+        :: true ->
+#endif
+            assert(s >= next);
+            if :: s > known -> known = s :: else fi;
+            early[s] = 1;
+            do
+            :: next < M && early[next] -> early[next] = 0; next++
+            :: else -> break
+            od
+        fi; s = 0 }
+    :: data?MARK,s -> atomic {                                /* marked */
+        if :: s > known -> known = s :: else fi;
+#ifndef NO_ASK_AGAIN
+        asked = next;
+#endif
+        s = 0 }
+    :: control_up && (asked > next -> asked : next) < known && nfull(control) -> atomic {   /* ask */
+        s = (asked > next -> asked : next);
+        control!RESEND,s,known - 1; asked = known; s = 0 }
+    :: taken < next -> taken++                                /* read */
+    :: control_up && told < taken && nfull(control) -> atomic { control!ACK,taken,0; told = taken }
+    :: !control_up -> atomic { control_up = 1;                /* introduce */
+#ifndef NO_INTRODUCE
+        asked = next; told = 0
+#endif
+        }
+    :: dead_w && empty(data) -> break
+    :: taken == M && acked == M -> break
+    od
+    } unless { kill_r };
+    if :: kill_r -> dead_r = 1 :: else fi
+}
