@@ -6,7 +6,7 @@ SIDE_BY_SIDE := -n auto --dist worksteal
 FAST_LANE := $(SIDE_BY_SIDE) -m "not slow" --hypothesis-profile fast
 NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz verify litmus clean
+.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz simulate verify litmus clean
 
 demo: .venv/.ready        ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
@@ -121,6 +121,9 @@ TARGET ?=
 fuzz: .venv-fuzz/.ready   ## every decoder under atheris, and the native parts under libFuzzer and sanitizers: SECONDS=60 TARGET=slots
 	command -v clang >/dev/null || { apt-get update && apt-get install --yes clang; } >/dev/null 2>&1 || true
 	.venv-fuzz/bin/python -m tools.fuzz --seconds $(SECONDS) $(if $(TARGET),--target $(TARGET)) $(ARGS)
+
+simulate: .venv/.ready    ## the parts that decide, under one seeded clock, network and table of processes: 10,000 seeds; ARGS=--mutants
+	$(BIN)/python -m tools.simulate $(ARGS)
 
 .venv-fuzz/.ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv-fuzz

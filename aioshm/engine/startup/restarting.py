@@ -88,6 +88,7 @@ class Restarting:
         self._of_all = RestartHistory(restart)
         self._of_coordinator = RestartHistory(restart)
         self._group: asyncio.Task[None] | None = None
+        self._relapse: tuple[Life, ProcessExit] | None = None  # who was ready and died while others of the group start
         self._seen = 0
         for process in manager.processes:
             rank = engine_index(process.name)
@@ -150,6 +151,9 @@ class Restarting:
         if self._lockstep:
             if self._group is None or self._group.done():
                 self._group = self._spawn(self._bring_back_all(life, found), "all-engines")
+            elif life.state == "running" and life.pid == found.pid and self._relapse is None:
+                self._relapse = life, found
+                self._kill_processes()  # the others may wait for it
         else:
             life.task = self._spawn(self._bring_up(life, found), f"engine-{life.rank}")
 
@@ -197,7 +201,11 @@ class Restarting:
             if coordinator is not None:  # what it knows of waves is void
                 await ashutdown([coordinator.proc], 0)
                 await self._coordinator_back(coordinator)
+            self._relapse = None
             causes = await asyncio.gather(*(self._start_in_group(each) for each in self.lives.values()))
+            if self._relapse is not None:
+                life, cause = self._relapse[0], self._died(*self._relapse)
+                continue
             cause = "; ".join(filter(None, causes))
             if not cause:
                 return
@@ -206,9 +214,12 @@ class Restarting:
     async def _start_in_group(self, life: EngineLife) -> str:
         cause = await self._start(life)
         if cause:  # the others may wait for it
-            for process in self._manager.processes:
-                process.kill()
+            self._kill_processes()
         return cause
+
+    def _kill_processes(self) -> None:
+        for process in self._manager.processes:
+            process.kill()
 
     async def _kill_all(self) -> None:
         turns = []

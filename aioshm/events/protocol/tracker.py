@@ -160,7 +160,7 @@ class SourceTracker:
             return
         mark = fingerprint(pending.payload)
         verdict = stream.numbers.judge(pending.seq, mark)
-        if job.answered and verdict is Verdict.GAP:
+        if job.answered and verdict in (Verdict.GAP, Verdict.NEXT):
             self.unconfirmed += 1  # it was live before the answer ended, so the answer should have had it
         elif job.answered and verdict in (Verdict.COPY, Verdict.UNSURE):
             self.duplicates += 1
@@ -176,7 +176,9 @@ class SourceTracker:
         if job.pending is None:
             return
         mark = fingerprint(job.pending.payload)
-        if job.stream.numbers.judge(job.pending.seq, mark) is Verdict.COPY:  # an answer without an end had brought it
+        verdict = job.stream.numbers.judge(job.pending.seq, mark)
+        # An answer without an end may have brought it, or have shown that the publisher is the same.
+        if verdict is Verdict.COPY or (job.answered and verdict is Verdict.UNSURE):
             self.duplicates += 1
         else:
             self._settle(job.stream, job.pending, mark, reason)

@@ -157,6 +157,32 @@ class TestWithReplay:
         tracker.live(message(5))
         assert said(tracker) == [0, 1, 2, 3, 4, 5]
 
+    def test_an_old_copy_is_no_restart_where_an_answer_without_an_end_knows_the_publisher(self) -> None:
+        tracker = make()
+        tracker.live(message(0))
+        tracker.live(message(5))
+        answer(tracker, message(0), message(3), message(4), message(5))  # 1 and 2 are lost: older content is forgotten
+        tracker.live(message(3 - 2))  # a copy that was under way
+        tracker.replayed(message(5))
+        tracker.replay_failed("silence")
+        assert (tracker.restarts, tracker.duplicates) == (0, 2)
+        tracker.live(message(6))
+        assert said(tracker) == [0, (1, 2), 3, 4, 5, 6]
+
+    def test_the_next_number_of_a_dead_publisher_is_not_its_successors(self) -> None:
+        tracker = make()
+        tracker.live(message(0, "old"))
+        tracker.live(message(2, "old"))
+        answer(tracker, message(0, "new"))  # the successor
+        assert tracker.asking == 0
+        answer(tracker, message(0, "new"))  # and the old one's message was live before this answer was given
+        tracker.live(message(3, "old"))
+        assert tracker.asking == 0
+        answer(tracker, message(0, "new"), message(1, "new"), message(2, "new"))
+        tracker.live(message(3, "new"))
+        assert [one.payload for one in tracker.out if isinstance(one, Received)][-1] == message(3, "new").payload
+        assert tracker.unconfirmed == 2
+
     def test_a_restart_behind_a_gap_is_found_out(self) -> None:
         tracker = make()
         for seq in range(3):

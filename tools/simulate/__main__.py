@@ -1,0 +1,129 @@
+"""``python -m tools.simulate``: thousands of seeds, one of them with its trace, or the planted bugs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+from tools.simulate.bugs import BUGS
+from tools.simulate.patching import Bug, plant
+
+SEEDS = 10_000
+_BATCH = 50
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> int:
+    """Simulate; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.simulate", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"how many (default: {SEEDS})")
+    parser.add_argument("--first", type=int, default=0, help="the first one (default: 0)")
+    parser.add_argument("--seed", type=int, help="only this one")
+    parser.add_argument("--trace", action="store_true", help="say what happens in it")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
+    parser.add_argument("--mutants", action="store_true", help="plant each bug, and say which seed finds it")
+    parser.add_argument("--mutant", choices=[bug.name for bug in BUGS], action="append", help="plant this bug")
+    parser.add_argument("--hunt", choices=[bug.name for bug in BUGS], help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.hunt is not None:
+        return _hunt(given.hunt, given.first, given.seeds)
+    if given.mutants or given.mutant:
+        return _mutants([bug for bug in BUGS if not given.mutant or bug.name in given.mutant], given.seeds, given.jobs)
+    if given.seed is not None:
+        return _one(given.seed, traced=given.trace)
+    return _all(given.first, given.seeds, given.jobs)
+
+
+def _one(seed: int, *, traced: bool) -> int:
+    from tools.simulate.one import prepare, run_seed
+
+    prepare()
+    world, figures, violation = run_seed(seed, traced=traced)
+    for line in world.trace:
+        print(line)
+    print(f"seed {seed}: {violation or 'all holds'}; {figures}")
+    return 1 if violation else 0
+
+
+def _all(first: int, seeds: int, jobs: int) -> int:
+    began = time.monotonic()
+    figures: Counter[str] = Counter()
+    bad: dict[int, str] = {}
+    with ProcessPoolExecutor(jobs) as pool:
+        starts = range(first, first + seeds, _BATCH)
+        for found, violations in pool.map(_some, starts, [min(_BATCH, first + seeds - start) for start in starts]):
+            figures.update(found)
+            bad |= violations
+    for seed, text in sorted(bad.items()):
+        print(f"seed {seed}: {text}")
+    print(", ".join(f"{count} {what}" for what, count in sorted(figures.items())))
+    print(
+        f"{seeds} seeds in {time.monotonic() - began:.0f} s on {jobs} CPUs, {len(bad)} in which something does not hold"
+    )
+    if bad:
+        print(f"again: python -m tools.simulate --trace --seed {min(bad)}")
+    return 1 if bad else 0
+
+
+def _some(first: int, count: int) -> tuple[Counter[str], dict[int, str]]:
+    from tools.simulate.one import prepare, run_seed
+
+    prepare()
+    figures: Counter[str] = Counter()
+    bad = {}
+    for seed in range(first, first + count):
+        _, found, violation = run_seed(seed)
+        figures.update(found)
+        if violation is not None:
+            bad[seed] = str(violation)
+    return figures, bad
+
+
+def _mutants(bugs: list[Bug], seeds: int, jobs: int) -> int:
+    began = time.monotonic()
+    missed = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        for bug, (seed, text) in zip(bugs, pool.map(lambda bug: _hunted(bug, seeds), bugs), strict=True):
+            missed += seed is None
+            found = "NOT FOUND" if seed is None else f"seed {seed:>4}"
+            print(f"{bug.name:<13} {found}  {bug.breaks}: {text}", flush=True)
+    print(f"{len(bugs) - missed} of {len(bugs)} planted bugs found, in {time.monotonic() - began:.0f} s")
+    return 1 if missed else 0
+
+
+def _hunted(bug: Bug, seeds: int) -> tuple[int | None, str]:
+    command = [sys.executable, "-m", "tools.simulate", "--hunt", bug.name, "--seeds", str(seeds)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None, done.stderr[-300:]
+    seed, _, text = done.stdout.partition(" ")
+    return int(seed), text.strip()
+
+
+def _hunt(name: str, first: int, seeds: int) -> int:
+    plant(next(bug for bug in BUGS if bug.name == name))
+    for seed, text in _violations(first, seeds):
+        print(seed, text)
+        return 0
+    return 1
+
+
+def _violations(first: int, seeds: int) -> Iterator[tuple[int, str]]:
+    from tools.simulate.one import prepare, run_seed
+
+    prepare()
+    for seed in range(first, first + seeds):
+        _, _, violation = run_seed(seed)
+        if violation is not None:
+            yield seed, str(violation)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""Publishers of events that restart and drop, subscribers whose connections break, replays that are cut off.
+
+Real: `Outbox`, `ReplayBuffer`, `SourceTracker` with its numbering, `BlockIndex`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aioshm.events.protocol.deliveries import Lost, Received, Restarted
+from aioshm.events.protocol.index import BlockIndex, follow
+from aioshm.events.protocol.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from aioshm.events.protocol.outbox import Outbox
+from aioshm.events.protocol.replay_buffer import ReplayBuffer
+from aioshm.events.protocol.tracker import Message, SourceTracker
+from tools.simulate.world import World
+
+TOPIC = b"topic"
+LARGE = 1 << 20
+"""Batches in a replay buffer that is never full."""
+
+
+class Publisher:
+    """A publisher's process, which may begin again."""
+
+    def __init__(self, world: World, buffer: int, room: int) -> None:
+        self.world, self.buffer, self.room = world, buffer, room
+        self.incarnation = -1
+        self.sent: dict[int, dict[int, bytes]] = {}  # by incarnation, by number
+        self.subscribers: list[Subscriber] = []
+        self.complete = buffer == LARGE  # whether replays have all there ever was
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin again, with an empty cache."""
+        self.incarnation += 1
+        self.world.note(f"publisher {self.incarnation} begins")
+        self.outbox = Outbox(self.room, "drop")
+        self.replay = ReplayBuffer(self.buffer)
+        self.sent[self.incarnation] = {}
+        self.held: set[int] = set()
+        self.awake = False
+        for subscriber in self.subscribers:
+            subscriber.cut()
+
+    def publish(self) -> None:
+        """Publish a batch, which may find no room."""
+        chance, number = self.world.chance, self.outbox.published
+        if chance.random() < 0.1:
+            made: BlockStored | BlockRemoved | AllBlocksCleared = AllBlocksCleared()
+        elif chance.random() < 0.3:
+            made = BlockRemoved([chance.randint(0, 9)], "GPU")
+        else:
+            made = BlockStored([chance.randint(0, 9)], None, [1], 1, None, "GPU")
+        wake = self.outbox.put(KVEventBatch(float(number), [made], 0))
+        self.world.check(self.outbox.published == number + 1, f"batch {number} has no number of its own")
+        if wake and not self.awake:
+            self.awake = True
+            self.world.loop.call_later(self.world.between(0, 0.02), self.send, self.incarnation)
+
+    def send(self, incarnation: int) -> None:
+        """Send what waits, some of it at a time."""
+        if incarnation != self.incarnation:
+            return
+        for _ in range(self.world.chance.randint(1, 6)):
+            taken = self.outbox.take()
+            if taken is None:
+                self.awake = False
+                return
+            number, batch = taken
+            self.outbox.last_sent = number
+            made = KVEventBatch(0.0, [] if batch is None else batch.events, 0)
+            payload = b"%d/%d/%r" % (self.incarnation, number, batch is None) + repr(made.events).encode()
+            sent = self.sent[self.incarnation]
+            self.complete = self.complete and not self.outbox.dropped
+            self.world.check(number not in sent, f"number {number} goes out twice")
+            self.world.check(not sent or number > max(sent), f"number {number} goes out after {max(sent, default=-1)}")
+            sent[number] = payload
+            self.replay.append(number, payload)
+            self.world.check(len(self.replay) <= self.buffer, "the replay buffer is larger than it may be")
+            for subscriber in self.subscribers:
+                subscriber.publish(Message(TOPIC, number, made, payload))
+        self.world.loop.call_later(self.world.between(0, 0.01), self.send, incarnation)
+
+
+class Subscriber:
+    """A subscriber: its connection, its requests, and what it is told."""
+
+    def __init__(self, publisher: Publisher, *, can_replay: bool) -> None:
+        self.world, self.publisher, self.can_replay = publisher.world, publisher, can_replay
+        self.tracker = SourceTracker("tcp://p", None, can_replay=can_replay)
+        self.up = True
+        self._epoch = 0
+        self._last = 0.0
+        self._live: list[Message] = []  # has come, and is not read while there is a question
+        self._answering = False
+        self.next = self.failed = 0
+        self.blind = False  # whether a question was not answered at all
+        self.incarnations: set[int] = set()
+        self.incarnation = -1
+        self.delivered = self.lost = 0
+        self.index: BlockIndex[object] = BlockIndex()
+        publisher.subscribers.append(self)
+        self._work()
+
+    # The live connection
+
+    def publish(self, message: Message) -> None:
+        """Be sent a message, which goes where all messages go that nobody is connected for, if it is not."""
+        if not self.up or self.world.likely(0.01):  # or above the high-water mark
+            return
+        epoch = self._epoch
+        self._last = at = max(self._last + 1e-6, self.world.now + self.world.between(0.0005, 0.03))
+        self.world.loop.call_at(at, lambda: self._arrive(message) if epoch == self._epoch else None)
+
+    def _arrive(self, message: Message) -> None:
+        self._live.append(message)
+        self._work()
+
+    def cut(self) -> None:
+        """Lose the connection."""
+        self._epoch += 1
+        if self.up:
+            self.up = False
+            self.world.loop.call_later(self.world.between(0.01, 0.5), self._come_back)
+
+    def _come_back(self) -> None:
+        self.up = True
+        self.tracker.reconnected()
+        self._work()
+
+    # What it does
+
+    def _work(self) -> None:
+        tracker = self.tracker
+        while not self._answering:
+            self._take()
+            start = tracker.asking
+            if start is not None:
+                self._ask(start)
+            elif self._live:
+                tracker.live(self._live.pop(0))
+            else:
+                return
+
+    def _ask(self, start: int) -> None:
+        world = self.world
+        world.check(self.can_replay, "a replay is wanted, and there is none")
+        world.check(start >= 0, f"a replay from {start} on is wanted")
+        self._answering = True
+        fails = world.likely(0.15)
+        delay = world.between(0.001, 0.1)
+        incarnation = self.publisher.incarnation
+
+        def answer() -> None:
+            if incarnation != self.publisher.incarnation and world.likely(0.5):
+                self.blind = True
+                self._end(failed=True)
+                return
+            entries = list(self.publisher.replay.since(start))
+            numbers = [number for number, _ in entries]
+            world.check(numbers == sorted(set(numbers)), "the replay buffer is out of order")
+            kept = list(self.publisher.sent[self.publisher.incarnation])[-self.publisher.buffer :]
+            world.check(numbers == [number for number in kept if number >= start], "the replay buffer lacks something")
+            if fails:
+                entries = entries[: world.chance.randint(0, len(entries))]
+                self.blind = self.blind or not entries or self.publisher.incarnation > 0
+            for number, payload in entries:
+                self.tracker.replayed(Message(TOPIC, number, KVEventBatch(0.0, [], 0), payload))
+            self._end(failed=fails)
+
+        world.loop.call_later(delay, answer)
+
+    def _end(self, *, failed: bool) -> None:
+        if failed:
+            self.failed += 1
+            self.tracker.replay_failed("it was cut off")
+        else:
+            self.tracker.replay_ended()
+        self._answering = False
+        self._work()
+
+    def _take(self) -> None:
+        """Check what is delivered."""
+        check = self.world.check
+        while self.tracker.out:
+            each = self.tracker.out.popleft()
+            follow(self.index, each)  # type: ignore[arg-type]
+            self.world.note(f"a subscriber gets {type(each).__name__}, {self.next} is next")
+            if isinstance(each, Restarted):
+                check(each.expected == self.next, f"a restart after {each.expected} instead of {self.next}")
+                self.next = 0
+                self.incarnation = -1
+            elif isinstance(each, Lost):
+                check(
+                    each.first == self.next <= each.last, f"lost are {each.first} to {each.last}, {self.next} is next"
+                )
+                self.lost += each.last - each.first + 1
+                self.next = each.last + 1
+            else:
+                self._received(each)
+
+    def _received(self, each: Received) -> None:
+        check = self.world.check
+        check(each.seq == self.next, f"batch {each.seq} is delivered instead of {self.next}")
+        incarnation = int(each.payload.partition(b"/")[0])
+        check(self.publisher.sent[incarnation].get(each.seq) == each.payload, f"batch {each.seq} has another's content")
+        # Where a replay lacks what came last, nothing tells a publisher from the one before it.
+        if self.can_replay and not self.blind and self.publisher.complete:
+            same = self.incarnation in (-1, incarnation)
+            check(same, f"batch {each.seq} is of another publisher than the one before it")
+            check(incarnation not in self.incarnations or self.incarnation == incarnation, "a publisher comes twice")
+        self.incarnation = incarnation
+        self.incarnations.add(incarnation)
+        self.next += 1
+        self.delivered += 1
+
+
+async def run(world: World) -> dict[str, int]:
+    """Run a publisher and its subscribers; return what there was."""
+    chance = world.chance
+    publisher = Publisher(world, chance.choice([3, 20, LARGE]), chance.choice([1, 4, 50]))
+    subscribers = [Subscriber(publisher, can_replay=True) for _ in range(chance.randint(1, 2))]
+    if chance.random() < 0.3:
+        subscribers.append(Subscriber(publisher, can_replay=False))
+    end = world.now + 2.5
+    pause = chance.choice([0.01, 0.03])
+    restarts, cuts = chance.choice([0, 0.005, 0.02]), chance.choice([0, 0.01, 0.05])
+    while world.now < end:
+        await asyncio.sleep(world.between(0, 2 * pause))
+        for _ in range(chance.choice([1, 1, 1, 8])):
+            publisher.publish()
+        if world.likely(restarts):
+            publisher.begin()
+        for subscriber in subscribers:
+            if world.likely(cuts):
+                world.note("a subscriber loses its connection")
+                subscriber.cut()
+    await asyncio.sleep(2)
+    quiet = publisher.outbox
+    world.check(quiet.last_sent == quiet.published - 1, "the sender sleeps, and nobody is told of the last batches")
+    publisher.publish()
+    await asyncio.sleep(1)
+    # Each subscriber looks once more, with no fault any more but that a replay may be cut off again.
+    for subscriber in subscribers:
+        await _settled(world, subscriber)
+    total = publisher.outbox
+    world.check(total.last_sent == total.published - 1, "the sender sleeps, and something waits")
+    return {
+        "batches": sum(map(len, publisher.sent.values())),
+        "delivered": sum(subscriber.delivered for subscriber in subscribers),
+        "lost batches": sum(subscriber.lost for subscriber in subscribers),
+        "publishers": publisher.incarnation + 1,
+    }
+
+
+async def _settled(world: World, subscriber: Subscriber) -> None:
+    publisher, tracker = subscriber.publisher, subscriber.tracker
+    for _ in range(30):
+        await world.until(lambda: not subscriber._answering, 120, "a replay comes to an end")
+        last = publisher.outbox.last_sent
+        if not subscriber.can_replay or (subscriber.incarnation, subscriber.next) == (publisher.incarnation, last + 1):
+            break
+        tracker.check()
+        subscriber._work()
+    else:
+        at = subscriber.incarnation, subscriber.next
+        world.check(False, f"a subscriber is at {at}, the publisher at {(publisher.incarnation, last + 1)}")
+    world.check(not tracker.out, "something was not taken")
+    if subscriber.can_replay and publisher.buffer == LARGE and not subscriber.failed and publisher.incarnation == 0:
+        sent = publisher.sent[0]
+        missing = [number for number in range(publisher.outbox.published) if number not in sent]
+        world.check(subscriber.lost == len(missing), f"{subscriber.lost} are lost, and {len(missing)} were dropped")
