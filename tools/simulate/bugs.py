@@ -23,13 +23,6 @@ _PREDICTOR = "aioshm.wait.predictor"
 
 BUGS = (
     Bug(
-        "copies",
-        _WINDOW,
-        "        if seq < self.next or seq in self._early:\n            return False\n",
-        "        if seq < self.next:\n            self.ready.append((message, nbytes))\n            return True\n",
-        "what comes again is delivered again",
-    ),
-    Bug(
         "gaps",
         _WINDOW,
         "            self._early[seq] = message, nbytes\n",
@@ -77,13 +70,6 @@ BUGS = (
         "self.seq - min(history, len(self._kept))",
         "max(0, self.seq - history)",
         "a newcomer is promised history that is not kept",
-    ),
-    Bug(
-        "last-one",
-        _WINDOW,
-        "self.end is not None and self.next >= self.end",
-        "self.end is not None and self.next >= self.end - 1",
-        "a reader goes without the last message",
     ),
     Bug(
         "room",
