@@ -35,7 +35,7 @@ TOKENS = 6
 PERIOD_S, STOPPED_S = 0.3, 2.0
 PATIENCE_S = 60.0
 RESTART = Restart(max_restarts=1_000_000, backoff_s=0.01, backoff_max_s=0.1)
-STANDBY_MS = 100.0
+STANDBY_MS, COLD_MS = 100.0, 50.0
 MEMORY_MIB = 16.0
 
 
@@ -197,8 +197,57 @@ def _resume(process: psutil.Process) -> None:
         process.resume()
 
 
+async def _replacements(standbys: int, kills: int) -> list[float]:
+    """Return how long after each kill of a worker the next call of it was answered, in milliseconds."""
+    took = []
+    async with WorkerGroup(Adder, 2, restart=RESTART, standbys=standbys) as group:
+        for number in range(kills):
+            rank = number % 2
+            async with asyncio.timeout(PATIENCE_S):
+                while group.standbys < standbys or any(each.state != "running" for each in group.workers):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await group.call(rank, "add", [0])
+            victim = group.pids[rank]
+            began = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            while True:
+                with suppress(WorkerDied):  # it was in flight, for the death had not been noticed
+                    assert await group.call(rank, "add", [number], timeout=PATIENCE_S) == [number + rank]
+                    if group.pids[rank] != victim:
+                        break
+            took.append((time.monotonic() - began) * 1e3)
+    return took
+
+
+async def _starts(count: int) -> list[float]:
+    """Return how long a worker takes to start, in milliseconds."""
+    took = []
+    for _ in range(count):
+        began = time.monotonic()
+        async with WorkerGroup(Adder, 1):
+            took.append((time.monotonic() - began) * 1e3)
+    return took
+
+
+async def measure_replacements(report: Report, kills: int) -> None:
+    """Kill workers one at a time, with a standby and without."""
+    for case, standbys, number in (("standby", STANDBYS, kills), ("cold", 0, max(3, kills // 4))):
+        progress(f"{number} workers killed one at a time, {case}")
+        took = await _replacements(standbys, number)
+        result = report.result(f"next call, {case}", "aioshm", 2)
+        result.add(p50_ms=percentile(took, 50), p99_ms=percentile(took, 99))
+        text = f"the next call of a worker that was killed, p99 of {number}"
+        if standbys:
+            report.hold(f"{text}, from a standby", percentile(took, 99), "ms", STANDBY_MS)
+        else:
+            start = percentile(await _starts(max(3, kills // 8)), 50)
+            result.add(start_ms=start)
+            report.hold(f"{text}, from a new process, beyond its start", percentile(took, 99) - start, "ms", COLD_MS)
+
+
 async def run(settings: Settings, report: Report) -> None:
     """Let the processes be killed for a while, and count."""
+    await measure_replacements(report, 4 if settings.quick else settings.more.kills)
     minutes = settings.more.minutes
     seconds = settings.seconds if minutes is None else 60 * minutes
     if settings.quick:
@@ -265,6 +314,7 @@ async def _settled(supervisor: EngineSupervisor, group: WorkerGroup) -> dict[str
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--minutes", type=float, help="how long processes are killed, instead of --seconds")
+    parser.add_argument("--kills", type=int, default=40, help="how many workers are killed one at a time before")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of victims")
 
 

@@ -1,8 +1,9 @@
 """What a step of an engine costs: a call of every worker, and all their answers, against the same over pipes.
 
 `WorkerGroup` sends a step once, to all workers, and waits for their answers on an event loop. The rival sends it to
-each worker down a ``multiprocessing.Pipe`` of its own, and blocks for one answer after the other. The workers do no
-more than answer: with the step that they were sent, or with a megabyte.
+each worker down a ``multiprocessing.Pipe`` of its own, and blocks for one answer after the other. ``aioshm call`` makes
+a call of each worker instead, which goes through a queue of that worker's own. The workers do no more than answer: with
+the step that they were sent, or with a megabyte.
 """
 
 from __future__ import annotations
@@ -89,6 +90,19 @@ async def group_of(n_workers: int) -> AsyncIterator[Step]:
 
 
 @asynccontextmanager
+async def calls_of(n_workers: int) -> AsyncIterator[Step]:
+    """The same with a call of each worker, at once."""
+    async with WorkerGroup(Worker, n_workers, ready_timeout=TIMEOUT_S) as group:
+
+        async def step(method: str) -> list[Any]:
+            if n_workers == 1:
+                return [await group.call(0, method, STEP)]
+            return await asyncio.gather(*(group.call(rank, method, STEP) for rank in range(n_workers)))
+
+        yield step
+
+
+@asynccontextmanager
 async def pipes_to(n_workers: int) -> AsyncIterator[Step]:
     """Start workers with a pipe to each; yield what does a step."""
     with Crew(asyncio.new_event_loop) as crew:
@@ -119,7 +133,7 @@ def _serve(_boss: Boss, rank: int, pipe: Connection) -> None:
             pipe.send_bytes(pickle.dumps(getattr(worker, method)(*args), 5))
 
 
-CONTESTANTS = {"aioshm": group_of, "mp.Pipe": pipes_to}
+CONTESTANTS = {"aioshm": group_of, "aioshm call": calls_of, "mp.Pipe": pipes_to}
 
 if __name__ == "__main__":
     sys.exit(main("workers", __doc__, run, repeat=3, seconds=1.0))

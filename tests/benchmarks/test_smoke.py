@@ -110,7 +110,7 @@ def test_startup(report: Any) -> None:
 @on("workers", "uvloop", "asyncio")
 def test_workers(report: Any) -> None:
     cases = {(f"{what}, {n} worker{'s' * (n > 1)}", n) for what in ("step", "megabyte") for n in (1, 2)}
-    assert measured(report) == {(case, name, n) for case, n in cases for name in ("aioshm", "mp.Pipe")}
+    assert measured(report) == {(case, name, n) for case, n in cases for name in ("aioshm", "aioshm call", "mp.Pipe")}
 
 
 @on("events_publish", "asyncio", "uvloop")
@@ -147,14 +147,15 @@ def test_throughput(report: Any) -> None:
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_survival(loop: str) -> None:
     done = subprocess.run(  # an engine whose worker is killed says so, with a traceback
-        command("survival", "--seconds", "8", "--json", "--loop", loop),
+        command("survival", "--seconds", "8", "--kills", "4", "--json", "--loop", loop),
         cwd=ROOT,
         capture_output=True,
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    result, outages = report["results"]
+    assert {"next call, standby", "next call, cold"} < {result["case"] for result in report["results"]}
+    result, outages = report["results"][2:]
     assert result["figures"]["completed"]["median"] > 0
     assert result["figures"]["killed"]["median"] > 0
     assert outages["figures"]["back_p50_ms"]["median"] > 0

@@ -60,6 +60,10 @@ class WorkerAnswers:
         if self._merged is not None:
             self._merged.remove(rank)
 
+    def owing(self, calls: int) -> set[int]:
+        """Return the ranks of workers that have not answered all of so many calls."""
+        return {rank for rank, number in self._answered.items() if number < calls}
+
     async def close_former(self) -> None:
         """Close the queues that are not read any more. Idempotent."""
         while self._former:

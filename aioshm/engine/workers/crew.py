@@ -11,7 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aioshm.config import Options
-from aioshm.engine.workers.process import LoopFactory, Place, Step, run_worker
+from aioshm.engine.workers.performing import Step
+from aioshm.engine.workers.process import LoopFactory, Place, run_worker
 from aioshm.errors import WorkerDied
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
@@ -45,7 +46,15 @@ class Member:
     def place(self, place: Place) -> None:
         """Tell it which worker it is."""
         self.rank = place.rank
-        self._pipe.send(place)
+        self.send(place)
+
+    def send(self, what: object) -> None:
+        """Send it something that it expects, see `run_worker`; short, so that this does not block.
+
+        Raises:
+            OSError: It has exited.
+        """
+        self._pipe.send(what)
 
     async def message(self) -> Any:
         """Return what it says next, see `run_worker`.
@@ -219,6 +228,9 @@ class WorkerCrew:
         """Name workers that have not done something, with what is wrong with them as far as the system knows."""
         said = []
         for rank in ranks:
+            if rank not in self.workers:
+                said.append(f"{self._name}_{rank}, which is being started")
+                continue
             process = self.workers[rank].process
             state = process_state(process.pid or 0)
             said.append(f"{process.name} (pid {process.pid}{f', {state}' if state in SUSPECT_STATES else ''})")

@@ -7,23 +7,18 @@ order, whatever it was: so an answer's number says what it answers, also where t
 from __future__ import annotations
 
 import asyncio
-import inspect
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from aioshm.config import Options
-from aioshm.errors import AioshmError, CodecError, CorruptSlot, PeerDied, QueueClosed, RemoteFailure
+from aioshm.engine.workers.envelope import EnvelopeCodec
+from aioshm.engine.workers.performing import Leave, Performer, Step, failed
+from aioshm.engine.workers.serving import Serving, send_or_say_why
+from aioshm.errors import CodecError, CorruptSlot, PeerDied, QueueClosed
 from aioshm.queue import Handle, MessageQueue
 
-Step = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
-"""What to call, with what, and the one rank whose result is wanted; None: every rank's."""
-
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
-
-MAX_TEXT = 1 << 14
-"""How many characters are told of an exception, and of its traceback's end."""
 
 
 class Place(NamedTuple):
@@ -38,16 +33,6 @@ class Place(NamedTuple):
     rank: int
     steps: Handle
     construction: Step | None
-
-
-class Leave(NamedTuple):
-    """What is called in a step that ends some of the workers, who do not answer it.
-
-    Attributes:
-        ranks: Theirs.
-    """
-
-    ranks: frozenset[int]
 
 
 def run_worker(
@@ -78,90 +63,110 @@ def run_worker(
             place: Place = driver.recv()
         except (EOFError, OSError):  # the group was closed before it needed this one
             return
-        runner.run(_work(place, driver, MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)))
+        answers = MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)
+        runner.run(_work(place, driver, answers, chunk_bytes, chunks, options))
 
 
-async def _work(place: Place, driver: Connection, answers: MessageQueue) -> None:
+async def _work(
+    place: Place, driver: Connection, answers: MessageQueue, chunk_bytes: int, chunks: int, options: Options
+) -> None:
     rank, handle, construction = place
     async with answers, MessageQueue.create_from_handle(handle, rank) as steps:
         if construction is not None:
             await steps.wait_until_ready()
         driver.send(answers.export_handle().to_json())
-        worker = _Worker(rank)
+        performer = Performer(rank)
         try:
             if construction is not None:
-                driver.send(await worker.answer(construction))
-            driver.close()
-            while True:
-                try:
-                    step = await steps.dequeue(indefinite=True)
-                except (QueueClosed, PeerDied):  # the driver: it has closed the group, or this process dies with it
-                    break
-                except (CodecError, CorruptSlot) as error:
-                    answer = _failure(error)
-                else:
-                    if isinstance(step[0], Leave) and rank in step[0].ranks:
-                        break
-                    answer = await worker.answer(step)
-                try:
-                    await answers.enqueue(answer)
-                except PeerDied:
-                    break
-                except AioshmError as error:  # it cannot be encoded, is too large, or there is no memory for it
-                    await answers.enqueue(_failure(error))
+                driver.send(await performer.answer(construction))
+            taken, requests = await _serve_steps(performer, rank, driver, steps, answers, 0)
+            while requests is not None:
+                replies = MessageQueue(1, 1, None, chunk_bytes, chunks, codec=EnvelopeCodec(), options=options)
+                async with replies:
+                    try:
+                        driver.send(replies.export_handle().to_json())
+                    except OSError:  # the group was closed, or the driver has died
+                        return
+                    serving = Serving(performer, rank, steps, answers, taken, requests, replies)
+                    if await serving.attach():
+                        await serving.run()
+                        return
+                taken, requests = await _serve_steps(performer, rank, driver, steps, answers, taken)
         finally:
-            await worker.close()
+            await performer.close()
 
 
-class _Worker:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._object: Any = None
-        self._made = False
+async def _serve_steps(
+    performer: Performer, rank: int, driver: Connection, steps: MessageQueue, answers: MessageQueue, taken: int
+) -> tuple[int, Handle | None]:
+    """Serve the steps of all workers.
 
-    async def answer(self, step: Step) -> tuple[bool, Any]:
-        """Do a step; return whether that went well, and the result or a `RemoteFailure`."""
-        try:
-            result = await self._perform(step)
-        except (Exception, asyncio.CancelledError) as error:  # the latter from the method: nobody cancels this task
-            return _failure(error)
-        return True, result
-
-    async def _perform(self, step: Step) -> Any:
-        what, args, kwargs, wanted = step
-        if not self._made:
-            made = what(*args, rank=self._rank, **kwargs)
-            self._object = await made if inspect.isawaitable(made) else made
-            self._made = True
-            return None
-        if isinstance(what, Leave):
-            return None
-        result = (
-            getattr(self._object, what)(*args, **kwargs)
-            if isinstance(what, str)
-            else what(self._object, *args, **kwargs)
-        )
-        if inspect.isawaitable(result):
-            result = await result
-        return result if wanted is None or wanted == self._rank else None
-
-    async def close(self) -> None:
-        close: Callable[[], Any] | None = getattr(self._object, "close", None)
-        if callable(close):
-            closing = close()
-            if inspect.isawaitable(closing):
-                await closing
-
-
-def _failure(error: BaseException) -> tuple[bool, RemoteFailure]:
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next  # how it came to be called is nobody's concern
-    lines = traceback.format_exception(kind, error, trace or error.__traceback__)
+    Returns:
+        How many were taken, those before included, and the handle of the queue of this worker's requests once the
+        driver has sent that; None: the driver has closed its queue, has died, or ends this worker.
+    """
+    call = _FirstCall(driver)
     try:
-        text = str(error)
-    except Exception as broken:
-        text = f"its text cannot be told: {type(broken).__name__}"
-    return False, RemoteFailure(name, text[:MAX_TEXT], "".join(lines)[-MAX_TEXT:])
+        while call.handle is None:
+            try:
+                call.interrupts = True
+                step = await steps.dequeue(indefinite=True)
+            except (QueueClosed, PeerDied):  # the driver: it has closed the group, or this process dies with it
+                return taken, None
+            except (CodecError, CorruptSlot) as error:
+                answer = failed(error)
+            except asyncio.CancelledError:
+                if not call.came():
+                    raise
+                break
+            else:
+                call.interrupts = False
+                if isinstance(step[0], Leave) and rank in step[0].ranks:
+                    return taken, None
+                answer = await performer.answer(step)
+            call.interrupts = False
+            taken += 1
+            try:
+                await send_or_say_why(answers, answer, failed)
+            except PeerDied:
+                return taken, None
+        return taken, call.handle
+    finally:
+        call.close()
+
+
+class _FirstCall:
+    """What tells of the first call of this worker alone: the handle of a queue, in the pipe to the driver.
+
+    Attributes:
+        handle: The handle, once it has come.
+        interrupts: Whether its coming cancels the task that has made this.
+    """
+
+    def __init__(self, driver: Connection) -> None:
+        self.handle: Handle | None = None
+        self.interrupts = False
+        self._driver = driver
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._cancelled = False
+        self._loop.add_reader(driver.fileno(), self._receive)
+
+    def _receive(self) -> None:
+        self.close()
+        try:
+            self.handle = self._driver.recv()
+        except (EOFError, OSError):  # the driver closes the group, or has died: its queue tells
+            return
+        if self.interrupts and self._task is not None:
+            self._cancelled = True
+            self._task.cancel()
+
+    def came(self) -> bool:
+        """Return whether a cancellation was this one's, and no more than that."""
+        assert self._task is not None
+        return self._cancelled and self._task.uncancel() == 0
+
+    def close(self) -> None:
+        """Watch the pipe no more. Idempotent."""
+        self._loop.remove_reader(self._driver.fileno())

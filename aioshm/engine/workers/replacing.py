@@ -9,7 +9,7 @@ from typing import Any
 
 from aioshm.engine.workers.answers import WorkerAnswers
 from aioshm.engine.workers.crew import Member, WorkerCrew
-from aioshm.engine.workers.process import Step
+from aioshm.engine.workers.performing import Step
 from aioshm.errors import AioshmError
 from aioshm.process.background import in_thread
 from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory

@@ -75,7 +75,7 @@ async def test_idle_workers_and_standbys_are_replaced() -> None:
 
         watching = asyncio.create_task(watch())
         await until(lambda: group.standbys == 1)
-        standby = group._replacing._standbys[0]  # type: ignore[union-attr]
+        standby = group._running.replacing._standbys[0]  # type: ignore[union-attr]
         os.kill(standby.pid, signal.SIGKILL)
         await until(lambda: group.standbys == 1 and standby.exited.done())
         assert not changes
@@ -114,13 +114,13 @@ async def test_one_that_is_not_made_in_time_is_killed_and_tried_again(tmp_path: 
     flag = tmp_path / "flag"
     options = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
     async with group_of(1, **options, ready_timeout=5) as group:
-        group._replacing._ready_timeout = 0.5  # type: ignore[union-attr]
+        group._running.replacing._ready_timeout = 0.5  # type: ignore[union-attr]
         flag.touch()
         os.kill(group.pids[0], signal.SIGKILL)
         await until(lambda: "was not made after 0.5 s, and was killed" in group.workers[0].cause)
         with pytest.raises(TimeoutError, match="waits for the successors of workers that have died"):
             await group.collective_rpc("add", timeout=0.01)
-        group._replacing._ready_timeout = None  # type: ignore[union-attr]
+        group._running.replacing._ready_timeout = None  # type: ignore[union-attr]
         flag.unlink()
         assert await group.collective_rpc("add", timeout=60) == [0]
 
@@ -158,8 +158,8 @@ async def test_closing_at_any_moment_of_a_replacement_leaves_nothing() -> None:
         await until(lambda group=group: group.workers[0].state != "running")
         for _ in range(turns):
             await asyncio.sleep(0.001)
-        assert group._crew is not None
-        processes = list(group._crew._manager.processes)
+        assert group._running is not None
+        processes = list(group._running.crew._manager.processes)
         await group.aclose()
         assert all(gone(process.pid or 0) for process in processes)
 

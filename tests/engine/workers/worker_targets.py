@@ -135,3 +135,98 @@ class Fragile(Worker):
             if how == "hang":
                 time.sleep(LONG_S)
             raise ValueError("not now")
+
+
+class Streaming(Worker):
+    """Yields numbers, and says how its generators fare.
+
+    Attributes:
+        yielded: The last number that was made.
+        ends: How generators were left.
+        begun: What was called.
+    """
+
+    def __init__(self, *args: Any, rank: int, **kwargs: Any) -> None:
+        super().__init__(*args, rank=rank, **kwargs)
+        self.yielded = -1
+        self.ends: list[str] = []
+        self.begun: list[Any] = []
+        self.event = asyncio.Event()
+
+    def state(self) -> tuple[int, list[str]]:
+        return self.yielded, self.ends
+
+    def begin(self, what: Any) -> list[Any]:
+        self.begun.append(what)
+        return self.begun
+
+    async def begin_slowly(self, what: Any, seconds: float = LONG_S) -> Any:
+        self.begun.append(what)
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.begun.append(f"{what} cancelled")
+            raise
+        return what
+
+    def watch(self) -> Any:
+        while True:
+            yield list(self.begun)
+
+    def count(self, most: int | None = None, fail: bool = False, size: int = 0) -> Any:
+        try:
+            number = 0
+            while most is None or number < most:
+                self.yielded = number
+                yield (number, bytearray(size)) if size else number
+                number += 1
+            if fail:
+                self.fail()
+        except BaseException as error:
+            self.ends.append(type(error).__name__)
+            raise
+        self.ends.append("done")
+
+    async def count_slowly(self, most: int | None = None, seconds: float = 0.0, fail: bool = False) -> Any:
+        try:
+            number = 0
+            while most is None or number < most:
+                await asyncio.sleep(seconds)
+                self.yielded = number
+                yield number
+                number += 1
+            if fail:
+                self.fail()
+        except BaseException as error:
+            self.ends.append(type(error).__name__)
+            raise
+        self.ends.append("done")
+
+    async def wait_and_count(self, most: int) -> Any:
+        for number in range(most):
+            await self.event.wait()
+            self.event.clear()
+            yield number
+
+    def set_event(self) -> None:
+        self.event.set()
+
+    async def counting_later(self, most: int) -> Any:
+        await asyncio.sleep(0)
+        return range(most)
+
+    def count_and_end(self, most: int, how: str) -> Any:
+        yield from range(most)
+        self.end(self.rank, how)
+
+    def faulty_items(self, side: str) -> Any:
+        yield 0
+        yield FaultyAt(side) if side else (lambda: None)
+        self.ends.append("went on")
+
+    def close_badly(self) -> Any:
+        try:
+            yield 0
+            yield 1
+        finally:
+            raise ValueError("it does not close well")

@@ -1,0 +1,374 @@
+"""The calls of one worker: which one has each, what has become of it, and what becomes of it when a worker dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aioshm.config import Options
+from aioshm.engine.workers.channel import Call, Channel
+from aioshm.engine.workers.crew import WorkerCrew
+from aioshm.engine.workers.envelope import CALL, FAILURE, ITEM, STREAM, Envelope, Request, Undecodable
+from aioshm.engine.workers.fate import Fate
+from aioshm.engine.workers.inbox import Inbox, Waiter
+from aioshm.engine.workers.schedule import Schedule, Ticket
+from aioshm.engine.workers.steps import CODE_WITHIN_S
+from aioshm.errors import AioshmError, PeerDied, QueueClosed, RemoteFailure, WorkerError
+
+
+class Calls:
+    """Calls of one worker, and streams.
+
+    A worker's queues are made when it is called alone for the first time; its successor's, as soon as it is there.
+
+    Args:
+        crew: The processes.
+        schedule: Says when a call may be sent.
+        sizes: The bytes of a chunk, and the chunks, of each queue.
+        options: Of each queue.
+        fate: The group's.
+        steps: Returns how many steps were sent to all workers.
+        catch_up: Called when a call waits for an idle worker, and some have steps to do for which nobody waits.
+    """
+
+    def __init__(
+        self,
+        crew: WorkerCrew,
+        schedule: Schedule,
+        sizes: tuple[int, int],
+        options: Options,
+        fate: Fate,
+        *,
+        steps: Callable[[], int],
+        catch_up: Callable[[], None],
+    ) -> None:
+        self._crew, self._schedule, self._sizes, self._options = crew, schedule, sizes, options
+        self._steps, self._catch_up, self._fate = steps, catch_up, fate
+        fate.on_end.append(self._end)
+        schedule.on_turn = self._has_turn
+        self._inbox = Inbox(self._received, self._ended)
+        self._bases: dict[int, int] = {}  # how many steps were sent before each worker that is there
+        self._wanted: set[int | None] = set()  # the ranks that were ever called; None: any
+        self._channels: dict[int, Channel] = {}
+        self._opening: dict[int, asyncio.Task[None]] = {}
+        self._asking: dict[Ticket, Call] = {}
+        self._draining: dict[Waiter, list[int]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # Calling
+
+    async def call(self, call: Call, request: Request, timeout: float | None) -> Any:
+        """Make a call, and return its result.
+
+        Args:
+            call: The call.
+            request: What is called.
+            timeout: Seconds; None: as long as it takes.
+        """
+        try:
+            async with self._within(timeout, call):
+                await self._send(call, CALL, request)
+                await self._inbox.wait(call)
+        finally:
+            self._leave(call)
+        if call.failure is not None:
+            raise call.failure()
+        return call.value
+
+    async def stream(self, call: Call, request: Request, timeout: float | None) -> AsyncGenerator[Any, None]:
+        """Make a call, and yield the items of what it returns.
+
+        Args:
+            call: The call.
+            request: What is called.
+            timeout: Seconds for each item; None: as long as it takes.
+        """
+        taken, batch = 0, max(1, request.items // 2)
+        try:
+            async with self._within(timeout, call):
+                await self._send(call, STREAM, request)
+            while True:
+                if not call.ready:
+                    async with self._within(timeout, call):
+                        await self._inbox.wait(call)
+                if not call.items:
+                    break
+                item = call.items.popleft()
+                call.ready = bool(call.items) or call.done
+                taken += 1
+                if taken == batch and not call.done:
+                    taken = 0
+                    assert call.channel is not None
+                    call.channel.want(call, batch)
+                yield item
+        finally:
+            self._leave(call)
+        if call.failure is not None:
+            raise call.failure()
+
+    async def _send(self, call: Call, kind: int, request: Request) -> None:
+        """Send a call to its worker, or to that one's successor, once it is its turn."""
+        while True:
+            self._fate.check()
+            channel = await self._turn_of(call)
+            try:
+                await channel.send(call, kind, request)
+                return
+            except (PeerDied, QueueClosed):  # its worker is gone, and has not seen it
+                if not channel.closed:
+                    self._ended(channel.rank)
+                    await self._inbox.wait(call)
+                call.channel = None
+
+    async def _turn_of(self, call: Call) -> Channel:
+        call.ready = False
+        if call.wanted not in self._wanted:
+            self._wanted.add(call.wanted)
+            self._open_wanted()
+        call.ticket = ticket = self._schedule.ask(call.wanted, stream=call.stream)
+        if ticket.rank is None:
+            self._asking[ticket] = call
+            try:
+                self._open_wanted()
+                if call.wanted is None:
+                    self._catch_up()
+                await self._inbox.wait(call)
+            finally:
+                del self._asking[ticket]
+            if call.failure is not None:
+                raise call.failure()
+        assert ticket.rank is not None
+        return self._channels[ticket.rank]
+
+    def _has_turn(self, ticket: Ticket) -> None:
+        call = self._asking.get(ticket)
+        if call is not None:
+            call.ready = True
+            self._inbox.wake(call)
+
+    def _leave(self, call: Call) -> None:
+        """Let go of a call that its caller does not wait for any more."""
+        if call.sent:
+            if not call.done and call.channel is not None:
+                call.channel.cancel(call)
+        else:
+            if call.channel is not None:
+                call.channel.calls.pop(call.number, None)
+            if call.ticket is not None:
+                self._schedule.withdraw(call.ticket)
+            self._look_at_drained()
+
+    @asynccontextmanager
+    async def _within(self, timeout: float | None, call: Call) -> AsyncIterator[None]:
+        if timeout is None:
+            yield
+            return
+        try:
+            async with asyncio.timeout(timeout) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise TimeoutError(f"{call.method}: {self._waits_for(call)} within {timeout} s") from None
+
+    def _waits_for(self, call: Call) -> str:
+        rank = call.wanted if call.channel is None else call.channel.rank
+        if rank is None:
+            return f"no idle worker: {self._crew.describe(sorted(self._bases)) or 'all are being restarted'}"
+        who = self._crew.describe([rank])
+        return f"no answer from {who}" if rank in self._bases else f"no successor of {who}"
+
+    # What comes from workers
+
+    def _received(self, rank: int, message: Any) -> None:
+        channel = self._channels.get(rank)
+        if channel is None:
+            return
+        if isinstance(message, Envelope):
+            self._deliver(channel, message)
+            return
+        for call in [*channel.calls.values()]:  # a message lies there that cannot be received, for want of something
+            if call.sent and not call.done:
+                call.end(failure=_failing(call, rank, _told(message)))
+                self._inbox.wake(call)
+
+    def _deliver(self, channel: Channel, reply: Envelope) -> None:
+        kind, number, _, value = reply
+        call = channel.calls.get(number)
+        if call is None:
+            return
+        if kind != ITEM:
+            del channel.calls[number]
+            assert call.ticket is not None
+            self._schedule.answered(call.ticket)
+            self._look_at_drained()
+        if call.abandoned or call.done:
+            return
+        if isinstance(value, Undecodable):
+            if kind == ITEM:
+                channel.cancel(call)
+            call.end(failure=_failing(call, channel.rank, _told(value.error)))
+        elif kind == ITEM:
+            call.items.append(value)
+            call.ready = True
+        elif kind == FAILURE:
+            call.end(failure=_failing(call, channel.rank, value))
+        else:
+            call.end(value)
+        self._inbox.wake(call)
+
+    def _ended(self, rank: int) -> None:
+        """Note that a worker's queue has ended; its process, which is watched, ought to exit."""
+        channel = self._channels.get(rank)
+        if channel is not None and not channel.lost:
+            channel.lost = True
+            asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_lost, channel)
+
+    def _check_lost(self, channel: Channel) -> None:
+        if not channel.closed:
+            self._fate.end(self._crew.death(channel.rank))
+
+    # Workers come and go
+
+    def back(self, rank: int, base: int) -> None:
+        """Note that there is a worker of this rank.
+
+        Args:
+            rank: The worker's rank.
+            base: How many steps were sent before the first that it has to do.
+        """
+        self._bases[rank] = base
+        self._open_wanted()
+
+    def died(self, rank: int, failure: Callable[[], AioshmError]) -> None:
+        """Fail the calls that a worker has not answered; those that wait for it wait for its successor.
+
+        Args:
+            rank: The worker's rank.
+            failure: Makes their error.
+        """
+        self._bases.pop(rank, None)
+        self._schedule.gone(rank)
+        if (opening := self._opening.pop(rank, None)) is not None:
+            opening.cancel()
+        channel = self._channels.pop(rank, None)
+        if channel is not None:
+            self._inbox.remove(rank)
+            for reply in channel.rest():  # what it has answered is answered
+                self._deliver(channel, reply)
+            self._close(channel, failure)
+        self._look_at_drained()
+
+    def _end(self, failure: Callable[[], AioshmError]) -> None:
+        """Fail all calls."""
+        for opening in self._opening.values():
+            opening.cancel()
+        for call in [*self._asking.values(), *(each for one in self._channels.values() for each in one.calls.values())]:
+            self._fail(call, failure)
+        for waiter in self._draining:
+            waiter.ready = True
+            self._inbox.wake(waiter)
+
+    async def drain(self, ranks: Iterable[int]) -> None:
+        """Give workers no calls of any worker, and wait until they have done what they have.
+
+        Cancelling this gives them calls again.
+        """
+        leaving = [*ranks]
+        for rank in leaving:
+            self._schedule.leaves(rank)
+        waiter = Waiter()
+        self._draining[waiter] = leaving
+        try:
+            self._look_at_drained()
+            await self._inbox.wait(waiter)
+        except BaseException:
+            for rank in leaving:
+                self._schedule.leaves(rank, leaves=False)
+            raise
+        finally:
+            del self._draining[waiter]
+        self._fate.check()
+
+    def forget(self, rank: int, failure: Callable[[], AioshmError]) -> None:
+        """Have no worker of this rank any more; calls that wait for it raise an error."""
+        self.died(rank, failure)
+        for ticket in self._schedule.forget(rank):
+            if (call := self._asking.get(ticket)) is not None:
+                self._fail(call, failure)
+
+    def _look_at_drained(self) -> None:
+        for waiter, ranks in self._draining.items():
+            if not waiter.ready and self._schedule.done(ranks):
+                waiter.ready = True
+                self._inbox.wake(waiter)
+
+    def _fail(self, call: Call, failure: Callable[[], AioshmError]) -> None:
+        if not call.done:
+            call.end(failure=failure)
+            self._inbox.wake(call)
+
+    # Queues
+
+    def _open_wanted(self) -> None:
+        """Make the queues that are wanted, of the workers that are there and have none."""
+        for rank in self._bases:
+            if not self._wanted.isdisjoint((rank, None)) and rank not in self._channels and rank not in self._opening:
+                self._opening[rank] = self._spawn(self._open(rank))
+
+    async def _open(self, rank: int) -> None:
+        member, base = self._crew.workers[rank], self._bases[rank]
+        try:
+            channel = await Channel.open(member, rank, self._sizes, self._options, lambda: self._steps() - base)
+        except (EOFError, OSError, PeerDied, QueueClosed):
+            return  # it has died; as long as that has not been noticed, it is not tried again
+        except AioshmError as error:
+            self._opening.pop(rank, None)
+            self._cannot_open(rank, error)
+            return
+        self._opening.pop(rank, None)
+        self._channels[rank] = channel
+        self._inbox.add(rank, channel.replies)
+        self._schedule.back(rank)
+
+    def _cannot_open(self, rank: int, error: AioshmError) -> None:
+        """Tell those who wait for a worker that its queues cannot be made; the next call tries again."""
+        for call in [*self._asking.values()]:
+            if call.wanted == rank or (call.wanted is None and not self._channels and not self._opening):
+                self._fail(call, lambda: error)
+
+    def _close(self, channel: Channel, failure: Callable[[], AioshmError]) -> None:
+        channel.closed = True
+        calls, channel.calls = [*channel.calls.values()], {}
+        for call in calls:
+            if call.sent:
+                self._fail(call, failure)
+            else:  # its turn is to come again
+                call.ready = True
+                self._inbox.wake(call)
+        self._spawn(channel.aclose())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def aclose(self) -> None:
+        """Close all queues: the workers end what they do. Idempotent."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            self._spawn(channel.aclose())
+        await self._inbox.aclose()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+def _told(error: Exception) -> RemoteFailure:
+    return RemoteFailure(f"{type(error).__module__}.{type(error).__qualname__}", str(error))
+
+
+def _failing(call: Call, rank: int, failure: RemoteFailure) -> Callable[[], AioshmError]:
+    return lambda: WorkerError(call.method, {rank: failure})

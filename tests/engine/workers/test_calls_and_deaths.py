@@ -1,0 +1,203 @@
+"""Calls of one worker, and streams, while workers die, are replaced, are added and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worker_targets as targets
+from support import until
+from test_calls import calls_of
+
+from aioshm import WorkerDied
+from aioshm.engine import Restart, WorkerGroup
+
+pytestmark = pytest.mark.slow_on_uvloop
+
+MANY = Restart(max_restarts=1_000_000, backoff_s=0.001, backoff_max_s=0.01)
+
+
+def group_of(n_workers: int = 2, worker: Any = targets.Streaming, **options: Any) -> WorkerGroup:
+    return WorkerGroup(worker, n_workers, **{"restart": MANY, **options})
+
+
+@pytest.mark.parametrize("standbys", [0, 1])
+async def test_the_calls_in_flight_fail_others_are_untouched_and_the_next_ones_wait(
+    standbys: int, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    async with group_of(standbys=standbys) as group:
+        assert await group.call(0, "begin", "before") == ["before"]
+        await until(lambda: group.standbys == standbys)
+        other = asyncio.create_task(group.call(1, "wait_for", str(go), "untouched", 1))
+        doomed = [asyncio.create_task(group.call(0, "begin_slowly", number)) for number in range(3)]
+        await until(lambda: len(calls_of(group, 0)) == 3 and len(calls_of(group, 1)) == 1)
+        waiting = asyncio.create_task(group.call_any("pid"))
+        os.kill(pid := group.pids[0], signal.SIGKILL)
+        for outcome in await asyncio.gather(*doomed, return_exceptions=True):
+            assert isinstance(outcome, WorkerDied)
+            assert (outcome.rank, outcome.pid) == (0, pid)
+            assert f"Worker_0 (pid {pid}) was killed by SIGKILL" in str(outcome)
+        later = [asyncio.create_task(group.call(0, "begin", number, timeout=60)) for number in range(2)]
+        assert await waiting not in (pid, group.pids[1])  # the successor; the other one is busy
+        assert (await asyncio.gather(*later))[-1] == [0, 1]  # it is a new one
+        assert not other.done()
+        go.touch()
+        assert await other == "untouched"
+
+
+async def test_a_call_that_waits_for_a_successor_runs_out_of_time_and_any_passes_over(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    options: dict[str, Any] = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
+    async with group_of(**options, shutdown_timeout=0.2) as group:
+        assert await group.call(1, "add") == 1
+        flag.touch()
+        os.kill(pid := group.pids[0], signal.SIGKILL)
+        await until(lambda: group.workers[0].state == "starting")
+        successor = group.pids[0]
+        assert successor != pid or group.workers[0].state == "starting"
+        with pytest.raises(TimeoutError, match=r"^add: no successor of Worker_0 \(pid \d+\) within 0.05 s"):
+            await group.call(0, "add", timeout=0.05)
+        assert [await group.call_any("add", timeout=60) for _ in range(4)] == [1] * 4
+
+
+async def test_a_crash_loop_ends_every_call_with_every_cause(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    restart = Restart(max_restarts=2, backoff_s=0.001)
+    async with group_of(worker=targets.Fragile, kwargs={"flag": str(flag)}, restart=restart) as group:
+        assert await group.call_any("add") in (0, 1)
+        busy = asyncio.create_task(group.call(0, "slowly", targets.LONG_S))
+        await until(lambda: calls_of(group, 0))
+        flag.touch()
+        os.kill(group.pids[1], signal.SIGKILL)
+        await until(lambda: group.workers[1].state != "running")
+        waiting = [asyncio.create_task(group.call(1, "add")), asyncio.create_task(group.call_any("add"))]
+        for outcome in await asyncio.gather(busy, *waiting, return_exceptions=True):
+            assert isinstance(outcome, WorkerDied)
+            assert "crash loop: 3 deaths within 60 s" in str(outcome)
+            assert "was killed by SIGKILL" in str(outcome)
+            assert str(outcome).count("could not be made: ValueError: not now") == 2
+        with pytest.raises(WorkerDied, match="crash loop"):
+            await group.call(0, "add")
+
+
+async def test_what_a_worker_has_sent_before_it_died_counts() -> None:
+    async with group_of(1) as group:
+        stream = group.stream(0, "count", prefetch=8)
+        assert await anext(stream) == 0
+        channel = group._running.calls._channels[0]  # type: ignore[union-attr]
+        await until(lambda: channel.replies.stats().backlog == 7)  # nobody reads them
+        pid = group.pids[0]
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: group.workers[0].restarts == 1)
+        taken = []
+        with pytest.raises(WorkerDied, match=rf"pid {pid}\)"):
+            async for item in stream:
+                taken.append(item)
+        assert taken == list(range(1, 8))
+        assert await group.call(0, "add", timeout=60) == 0
+
+
+async def test_scaling_with_calls_under_way_loses_none(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with group_of(2, max_workers=4, shutdown_timeout=0.5) as group:
+        stopping = False
+        done = [0, 0]
+
+        async def load(which: int) -> None:
+            while not stopping:
+                if which == 0:
+                    assert await group.call_any("slowly", 0.001, "x", timeout=60) == "x"
+                else:
+                    assert [item async for item in group.stream(None, "count", 3, timeout=60)] == [0, 1, 2]
+                done[which] += 1
+
+        tasks = [asyncio.create_task(load(number % 2)) for number in range(6)]
+        held = asyncio.create_task(group.call_any("pid"))
+        await held
+        await group.scale(4)
+        seen: set[int] = set()
+        while seen != set(group.pids):  # newcomers are given calls
+            seen.add(await group.call_any("pid", timeout=60))
+        assert len(seen) == 4
+        held = asyncio.create_task(group.call(3, "wait_for", str(go), "held", 3))
+        stream = group.stream(2, "count", 30)
+        assert await anext(stream) == 0
+        scaling = asyncio.create_task(group.scale(1))
+        await until(lambda: group._running.callable == 1)  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="rank must be below 1, not 3"):
+            await group.call(3, "add")
+        before = list(done)
+        await until(lambda: done[0] > before[0] + 5 and done[1] > before[1] + 5)
+        assert not scaling.done()  # those that leave finish what they have
+        go.touch()
+        assert await held == "held"
+        assert [item async for item in stream] == list(range(1, 30))
+        await scaling
+        assert len(group.pids) == 1
+        await group.scale(2)
+        assert await group.call(1, "begin", 1) == [1]
+        stopping = True
+        await asyncio.gather(*tasks)
+
+
+async def test_scaling_that_is_cancelled_while_workers_finish_gives_them_calls_again(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with group_of(2) as group:
+        held = asyncio.create_task(group.call(1, "wait_for", str(go), "held", 1))
+        await until(lambda: calls_of(group, 1))
+        scaling = asyncio.create_task(group.scale(1))
+        await until(lambda: group._running.callable == 1)  # type: ignore[union-attr]
+        scaling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scaling
+        later = asyncio.create_task(group.call(1, "add", 1))
+        go.touch()
+        assert await held == "held"
+        assert await later == 2
+        assert await group.collective_rpc("add") == [0, 1]
+        os.kill(group.pids[1], signal.SIGKILL)
+        await group.scale(1)  # of one that is dead
+        assert await group.call_any("add", timeout=60) == 0
+
+
+@pytest.mark.slow
+async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
+    async with group_of(3, standbys=1) as group:
+        stopping, good, bad = False, [0, 0, 0], [0, 0, 0]
+
+        async def load(which: int, number: int) -> None:
+            while not stopping:
+                number += 10
+                try:
+                    if which == 0:
+                        assert await group.call(number % 3, "slowly", 0.001, number, timeout=60) == number
+                    elif which == 1:
+                        assert await group.call_any("slowly", 0.001, number, timeout=60) == number
+                    else:
+                        items = [item async for item in group.stream(number % 3, "count_slowly", 5, 0.001, timeout=60)]
+                        assert items == [0, 1, 2, 3, 4]
+                    good[which] += 1
+                except WorkerDied as error:
+                    assert "was killed by SIGKILL" in str(error)  # noqa: PT017
+                    bad[which] += 1
+
+        tasks = [asyncio.create_task(load(number % 3, number)) for number in range(9)]
+        until_s = time.monotonic() + 6
+        number = 0
+        while time.monotonic() < until_s or min(good) < 20 or min(bad) < 3:
+            number += 1
+            rank = number % 3
+            await until(lambda rank=rank: group.workers[rank].state == "running")
+            await asyncio.sleep(0.01 * (number % 7))
+            os.kill(group.pids[rank], signal.SIGKILL)
+            failed = [task for task in tasks if task.done()]
+            assert not failed, failed
+        stopping = True
+        await asyncio.gather(*tasks)
+        await until(lambda: not any(calls_of(group, rank) for rank in range(3)))

@@ -1,0 +1,230 @@
+"""Streams of one worker of a group: its generators' items, in order, no further ahead than agreed, and ended early."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import worker_targets as targets
+from support import until
+
+from aioshm import Options, WorkerDied, WorkerError
+from aioshm.engine import Restart, WorkerGroup
+
+pytestmark = pytest.mark.slow_on_uvloop
+
+GENERATORS = ["count", "count_slowly"]
+LEFT = ("GeneratorExit", "CancelledError")
+"""How a generator sees that it is left: the latter where it just awaits something."""
+
+
+def group_of(n_workers: int = 1, **options: Any) -> WorkerGroup:
+    return WorkerGroup(targets.Streaming, n_workers, **options)
+
+
+async def ended(group: WorkerGroup, *ends: str, rank: int = 0) -> None:
+    """Wait until a worker's generators have ended in these ways."""
+    async with asyncio.timeout(30):
+        while len(seen := (await group.call(rank, "state"))[1]) < len(ends):
+            await asyncio.sleep(0.005)
+    assert all(end == wanted or (wanted == "left" and end in LEFT) for end, wanted in zip(seen, ends, strict=True)), (
+        seen
+    )
+
+
+async def test_items_come_in_order_of_generators_of_either_kind_and_of_other_iterables() -> None:
+    async with group_of(2) as group:
+        for method in GENERATORS:
+            for prefetch in (1, 2, 5, 100):
+                stream = group.stream(1, method, 25, prefetch=prefetch)
+                assert [item async for item in stream] == list(range(25))
+        assert [item async for item in group.stream(None, "counting_later", 3)] == [0, 1, 2]
+        assert [item async for item in group.stream(0, targets.Streaming.count, 0)] == []
+        await ended(group, *["done"] * 8, rank=1)
+        array = np.arange(100_000, dtype=np.float32)
+        async for row in group.stream(0, "double", array[:3000].reshape(3, 1000)):
+            assert row.shape == (1000,)
+
+
+async def test_two_streams_and_calls_go_on_side_by_side() -> None:
+    async with group_of() as group:
+        streams = [group.stream(0, method, 40, prefetch=2) for method in GENERATORS]
+        for number in range(40):
+            assert [await anext(stream) for stream in streams] == [number, number]
+            assert await group.call(0, "add", number) == number
+            assert await group.collective_rpc("add", (number,)) == [number]
+        for stream in streams:
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+
+
+async def test_a_consumer_may_call_what_its_generator_waits_for() -> None:
+    async with group_of() as group:
+        stream = group.stream(0, "wait_and_count", 3)
+        for number in range(3):
+            item = asyncio.ensure_future(anext(stream))
+            await group.call(0, "set_event")
+            assert await item == number
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+@pytest.mark.parametrize("method", GENERATORS)
+async def test_a_worker_is_no_further_ahead_than_agreed(method: str) -> None:
+    async with group_of() as group:
+        stream = group.stream(0, method, None, prefetch=8)
+        for taken in range(1, 30):
+            assert await anext(stream) == taken - 1
+        latest = -2
+        async with asyncio.timeout(30):
+            while latest != (latest := (await group.call(0, "state"))[0]):
+                await asyncio.sleep(0.02)
+        assert 29 - 1 <= latest < 29 + 8
+        await stream.aclose()
+        await ended(group, "left")
+
+
+async def test_large_items_do_not_hold_up_other_calls() -> None:
+    async with group_of(max_chunk_bytes=1 << 16, max_chunks=2) as group:
+        stream = group.stream(0, "count", 20, size=1 << 20, prefetch=10)
+        assert (await anext(stream))[0] == 0
+        for number in range(20):  # the ring is full of what nobody takes
+            assert await group.call(0, "add", number, timeout=60) == number
+        assert [number async for number, _ in stream] == list(range(1, 20))
+
+
+@pytest.mark.parametrize("method", GENERATORS)
+async def test_leaving_it_early_closes_the_generator(method: str) -> None:
+    async with group_of() as group:
+        async for number in group.stream(0, method):
+            if number == 3:
+                break
+        await ended(group, "left")
+        async with aclosing(group.stream(0, method)) as stream:
+            assert await anext(stream) == 0
+        await ended(group, "left", "left")
+        unused = group.stream(0, method)
+        await unused.aclose()
+        assert await group.call_any("state") == await group.call(0, "state")
+
+
+async def test_cancelling_its_consumer_closes_the_generator_where_it_is() -> None:
+    async with group_of() as group:
+        stream = group.stream(0, "count_slowly", None, targets.LONG_S)
+        consumer = asyncio.ensure_future(anext(stream))
+        probe = group.stream(0, "watch", prefetch=1)
+        await anext(probe)  # the one before has begun
+        consumer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await consumer
+        await ended(group, "CancelledError")
+        await probe.aclose()
+        with pytest.raises(TimeoutError, match=r"^count_slowly: no answer from Worker_0 \(pid \d+\) within 0.05 s"):
+            await anext(group.stream(0, "count_slowly", None, targets.LONG_S, timeout=0.05))
+        await ended(group, "CancelledError", "CancelledError")
+
+
+@pytest.mark.parametrize("method", GENERATORS)
+async def test_cancelled_at_any_moment_it_closes_the_generator_and_loses_nothing_of_others(method: str) -> None:
+    async with group_of() as group:
+        other = group.stream(0, "count", prefetch=3)
+        for number in range(60):
+            taken: list[int] = []
+
+            async def consume(taken: list[int] = taken) -> None:
+                async with aclosing(group.stream(0, method, prefetch=2)) as stream:
+                    async for item in stream:
+                        taken.append(item)
+
+            consumer = asyncio.create_task(consume())
+            for _ in range(number):
+                await asyncio.sleep(0)
+            consumer.cancel()
+            with suppress(asyncio.CancelledError):
+                await consumer
+            assert taken == list(range(len(taken)))
+            assert await anext(other) == number
+        await other.aclose()
+        running = group._running
+        assert running is not None
+        await until_idle(group)
+        assert await group.call_any("add", timeout=60) == 0  # all have ended in the worker, too
+
+
+async def until_idle(group: WorkerGroup) -> None:
+    running = group._running
+    assert running is not None
+    async with asyncio.timeout(30):
+        while running.calls._channels[0].calls:
+            await group.call(0, "add")
+
+
+async def test_an_exception_comes_behind_the_items_before_it() -> None:
+    async with group_of() as group:
+        for method in GENERATORS:
+            items = []
+            with pytest.raises(WorkerError, match=f"{method} failed: rank 0: ValueError: rank 0 does") as caught:
+                async for item in group.stream(0, method, 5, fail=True):
+                    items.append(item)
+            assert items == [0, 1, 2, 3, 4]
+            assert "in fail\n" in caught.value.errors[0].traceback
+        with pytest.raises(WorkerError, match="must be a generator, or iterable otherwise, not int"):
+            await anext(group.stream(0, "add"))
+        with pytest.raises(WorkerError, match="AttributeError"):
+            await anext(group.stream(0, "nothing_of_the_kind"))
+        with pytest.raises(WorkerError, match="does not like it"):
+            await anext(group.stream(0, "fail"))
+
+
+async def test_items_that_cannot_be_sent_or_received_end_it() -> None:
+    async with group_of(options=Options(max_message_bytes=100_000)) as group:
+        for method, args in (("faulty_items", ("",)), ("count", (None, False, 100_000)), ("faulty_items", ("driver",))):
+            with pytest.raises(WorkerError, match=r"CodecError|MessageTooLarge"):
+                async for item in group.stream(0, method, *args):
+                    assert item == 0
+            if args != ("driver",):  # the worker knows of itself that it cannot go on
+                assert "went on" not in (await group.call(0, "state"))[1]
+        await until_idle(group)
+        stream = group.stream(0, "close_badly", prefetch=1)
+        assert await anext(stream) == 0
+        await stream.aclose()
+        assert await group.call_any("add", timeout=60) == 0
+
+
+async def test_a_death_comes_behind_the_items_before_it_and_ends_no_other_worker_s() -> None:
+    async with group_of(2, restart=Restart(max_restarts=1000, backoff_s=0.001)) as group:
+        other = group.stream(1, "count")
+        for how in ("SIGKILL", "_exit"):
+            pid, items = group.pids[0], []
+            with pytest.raises(WorkerDied, match=rf"pid {pid}\)"):
+                async for item in group.stream(0, "count_and_end", 5, how, prefetch=100):
+                    items.append(item)
+            assert items == [0, 1, 2, 3, 4]
+            assert await anext(other) == (0 if how == "SIGKILL" else 1)
+        assert await group.call(0, "add", timeout=60) == 0
+        await other.aclose()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"), [({"prefetch": 0}, ValueError), ({"prefetch": "1"}, TypeError), ({"timeout": -1}, ValueError)]
+)
+async def test_bad_arguments_are_named_at_once(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(options))):
+        group_of().stream(None, "count", **options)
+    with pytest.raises(ValueError, match="rank must be below 1, not 1"):
+        group_of().stream(1, "count")
+
+
+async def test_one_that_nobody_takes_from_ends_with_its_group() -> None:
+    async with group_of() as group:
+        stream = group.stream(0, "count")
+        assert await anext(stream) == 0
+        await until(lambda: True)
+    taken = 0
+    with pytest.raises(Exception, match="closed"):
+        async for _ in stream:
+            taken += 1
+    assert taken < 16
