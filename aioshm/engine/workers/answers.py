@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from aioshm.config import Options
@@ -63,6 +64,28 @@ class WorkerAnswers:
     def owing(self, calls: int) -> set[int]:
         """Return the ranks of workers that have not answered all of so many calls."""
         return {rank for rank, number in self._answered.items() if number < calls}
+
+    async def catch_up(self, calls: int, on_answer: Callable[[], None]) -> None:
+        """Drop answers to calls for which nobody waits any more, one by one, until there are none to come.
+
+        Args:
+            calls: How many calls were sent.
+            on_answer: Called after each.
+
+        Raises:
+            WorkerLost: A queue is closed or broken.
+        """
+        if self._merged is None or not self.owing(calls):
+            return
+        self._merged.needed = frozenset()  # each of them counts by itself
+        async for rank, answer in self._merged:
+            if rank in self._merged.failed:
+                raise WorkerLost(rank)
+            if not isinstance(answer, (SharedMemoryError, OutOfDescriptors)):  # else it stays where it is
+                self._answered[rank] += 1
+                on_answer()
+            if not self.owing(calls):
+                return
 
     async def close_former(self) -> None:
         """Close the queues that are not read any more. Idempotent."""

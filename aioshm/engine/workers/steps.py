@@ -94,8 +94,7 @@ class Steps:
             step: The step.
             missing: The ranks that are to answer; loses those that have.
         """
-        schedule = self._schedule
-        schedule.step_begins(range(self.n_workers))
+        self._schedule.step_begins(range(self.n_workers))
         try:
             await self._queue.enqueue(step)
             self.sent += 1  # not if that was cancelled or refused: then nothing was sent
@@ -110,16 +109,17 @@ class Steps:
 
     def catch_up(self) -> None:
         """Wait for what is still to be answered of steps that nobody waits for: a worker is not idle before."""
-        if self._scope is None and self._late is None and self._schedule.in_steps() and self._fate.failure is None:
+        if (
+            self._scope is None
+            and (self._late is None or self._late.done())
+            and self._schedule.in_steps()
+            and self._fate.failure is None
+        ):
             self._late = asyncio.get_running_loop().create_task(self._collect_late())
 
     async def _collect_late(self) -> None:
-        try:
-            with suppress(AioshmError, WorkerLost):  # the next step meets that, too
-                await self._answers.collect(self.sent - 1, self._answers.owing(self.sent) & self._schedule.in_steps())
-            self._step_ends()
-        finally:
-            self._late = None
+        with suppress(AioshmError, WorkerLost):  # the next step meets that, too
+            await self._answers.catch_up(self.sent, self._step_ends)
 
     async def _end_late(self) -> None:
         if self._late is not None:
