@@ -479,7 +479,7 @@ class TestMaxReaders:
                     assert await newcomer.dequeue(20) == await patient.dequeue(20) == "x"
 
     async def test_what_is_held_for_one_kind_the_other_may_not_have(self) -> None:
-        async with wide_writer(0, 1, max_readers=2, on_reader_death="hold") as writer:
+        async with wide_writer(0, 1, max_readers=2, on_reader_death="hold", linger_s=0.1) as writer:
             handle = writer.export_handle()
             async with MessageQueue.create_from_handle(handle, 0) as patient:
                 async with child("idle", handle.to_json(), "1") as doomed:
