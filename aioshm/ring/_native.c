@@ -1243,11 +1243,28 @@ static void finish_and_tell(Core *self, bool took)
     }
 }
 
+/* Whether the writer goes on without this reader: then it may have filled the slot again while that was read. */
+static inline bool was_evicted(const Core *self)
+{
+    atomic_thread_fence(memory_order_acquire);  /* after what was read */
+    return atomic_load_explicit((_Atomic uint8_t *)(flags_of(self, self->index) + self->reader), memory_order_relaxed);
+}
+
+/* Return what stands for no message instead of one, or of the error, that an evicted reader has made of a slot. */
+static PyObject *dropped(Core *self, PyObject *obj)
+{
+    PyErr_Clear();
+    Py_XDECREF(obj);
+    return Py_NewRef(self->nothing);
+}
+
 static PyObject *take(Core *self)
 {
     PyObject *obj = decode(self, self->beside);
     if (obj == self->elsewhere || (obj == NULL && interrupted()))
         return obj;  /* interrupted: the next call returns the same message */
+    if (was_evicted(self))
+        return dropped(self, obj);
     finish_and_tell(self, obj != NULL);
     return obj;
 }
@@ -1445,6 +1462,8 @@ static PyObject *lease(Core *self)
     unsigned long before = begin_use(self);
     int there = message_is_there(self);
     PyObject *obj = there < 0 ? NULL : there == 0 ? Py_NewRef(self->nothing) : decode(self, self->show_beside);
+    if (there > 0 && obj != self->elsewhere && !(obj == NULL && interrupted()) && was_evicted(self))
+        obj = dropped(self, obj);
     if (obj == NULL && there > 0 && !interrupted()) {
         finish_and_tell(self, false);
         fail(self);
@@ -1621,10 +1640,18 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
             obj = call(self->code, message);
             Py_DECREF(message);
             if (obj == NULL) {
+                if (was_evicted(self) && !interrupted()) {
+                    PyErr_Clear();
+                    break;
+                }
                 if (n == 0 && !interrupted())
                     finish(self);  /* the next call returns the message behind it */
                 break;
             }
+        }
+        if (was_evicted(self)) {
+            Py_DECREF(obj);
+            break;
         }
         int failed = PyList_Append(batch, obj);
         Py_DECREF(obj);

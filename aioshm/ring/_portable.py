@@ -775,11 +775,21 @@ class ReaderCore(_Core):
             obj = self._decode(self._beside)
         except Exception as error:
             if not from_handler(error):
+                if self.was_evicted():
+                    return NOTHING
                 self._finish_and_tell()
             raise
-        if obj is not ELSEWHERE:
-            self._finish_and_tell(took=True)
+        if obj is ELSEWHERE:
+            return obj
+        if self.was_evicted():
+            return NOTHING
+        self._finish_and_tell(took=True)
         return obj
+
+    def was_evicted(self) -> bool:
+        """Return whether the writer goes on without this reader: it may have filled the slot again that was read."""
+        memory_fence()  # after what was read
+        return bool(self._flags[self._index * self._row_bytes + self._flag])
 
     def taken(self, published_ns: int, /) -> None:
         """Note when the message was published that has just been taken, and how long that is ago."""
@@ -896,9 +906,13 @@ class ReaderCore(_Core):
                 obj = self._decode(self._show_beside)
             except Exception as error:
                 if not from_handler(error):
+                    if self.was_evicted():
+                        return NOTHING
                     self._finish_and_tell()
                     self._fail(error)
                 raise
+            if obj is not ELSEWHERE and self.was_evicted():
+                obj = NOTHING
             return obj
         finally:
             self._hushed = False
@@ -988,14 +1002,17 @@ class ReaderCore(_Core):
                 if message is None:
                     break
                 try:
-                    batch.append(message if self._raw else self._code(message))
+                    obj = message if self._raw else self._code(message)
                 except BaseException as error:
-                    if batch and isinstance(error, Exception):
+                    if isinstance(error, Exception) and (batch or self.was_evicted()):
                         break  # it is the next call's, which meets the same message again
                     failure = error
                     if not batch and isinstance(error, Exception) and not from_handler(error):
                         self._finish()
                     break
+                if self.was_evicted():
+                    break
+                batch.append(obj)
                 self._finish()
                 if len(batch) % _LOOKS == 0:
                     self._note_latency(now := monotonic_ns())

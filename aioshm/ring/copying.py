@@ -63,6 +63,10 @@ class CopyingCore(_portable.ReaderCore):
         self.seq = self._count[0] = self._lost_at = seq
         return first, seq - 1
 
+    def was_evicted(self) -> bool:
+        """Return False: the writer takes what it wants from this reader, which looks whether messages are intact."""
+        return False
+
     # As `ReaderCore`
 
     def peek(self) -> Slot | None:

@@ -25,11 +25,12 @@ from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock
+from aioshm.queue.local.copying import eviction
 from aioshm.queue.local.leases import PLACED_VIEW_BYTES, VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.ring import RingReader
-from aioshm.ring.atomics import ELSEWHERE, ReaderCore
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, ReaderCore, memory_fence
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 from aioshm.ring.slot import Slot
 
@@ -82,7 +83,21 @@ class SlotReader:
             raise
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
-        return self._take_unusual() if obj is ELSEWHERE else obj
+        if obj is not NOTHING and obj is not ELSEWHERE:
+            return obj
+        try:
+            obj = obj if obj is NOTHING else self._take_unusual()
+        except Exception:
+            self.check_place()
+            raise
+        self.check_place()
+        return obj
+
+    def check_place(self) -> None:
+        """Raise if the writer goes on without this reader: what was read of a slot may be another message by then."""
+        memory_fence()  # after what was read
+        if self._ring.evicted():
+            raise eviction(self._gate, self._ring) from None
 
     def take_many(self, most: int) -> list[Any]:
         """Return what is there, as `Source.take_many`."""
@@ -398,7 +413,13 @@ class LeasedSlot:
         self._slot = slot
 
     def open(self) -> Any:
-        return self._slots.show(self._slot)
+        try:
+            obj = self._slots.show(self._slot)
+        except Exception:
+            self._slots.check_place()
+            raise
+        self._slots.check_place()
+        return obj
 
     def close(self, *, undo: bool) -> None:
         if not undo:
