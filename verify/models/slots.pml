@@ -20,9 +20,8 @@
  * parking.pml's. That flags are read one after the other by is_free makes no difference: readers only set them, and who
  * clears them is the writer itself.
  *
- * One step is here that the code does not have: a reader that looks at its flag again after copying (WHOLE). Without it, a
- * reader that is dismissed in the middle of a copy may return a torn message before it hears that it was dismissed; the
- * run NO_WHOLE shows how. verify/models.toml lists that as an open finding.
+ * WHOLE is was_evicted and ReaderCore.was_evicted: without that look at its flag after copying, a reader that is dismissed
+ * in the middle of a copy may return a torn message before it hears that it was dismissed.
  *
  * Properties, as assertions: what is read is whole, is the message whose turn it is, and was published; a replacement
  * begins with the first message that was not taken; every chunk is free or in use, once. As the absence of a deadlock:
