@@ -1,4 +1,4 @@
-"""A reader that is dismissed while it copies a message, which the writer may overwrite from then on, never returns it."""
+"""A reader that is dismissed while it copies a message, which may be overwritten from then on, never returns it."""
 
 from __future__ import annotations
 
