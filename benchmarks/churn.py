@@ -36,6 +36,7 @@ PERIOD_S = 0.05
 LEAST_EVENTS = 3
 READERS = max(1, min(2, usable_cpus() - 1))  # with the writer, as many busy processes as there are CPUs
 PLACES = 4
+SEATED = 2  # readers of the ring that has places for many
 MANY_PLACES = 256
 BATCH = 64
 TURN_MESSAGES = 2048
@@ -250,10 +251,10 @@ def timed_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> asyncio.Abst
 
 
 async def _compare_places(settings: Settings, report: Report, messages: int) -> None:
-    case = f"{READERS} readers in one process"
+    case = f"{SEATED} readers in one process"
     turns = 3 if settings.quick else max(20, int(20 * settings.repeat * settings.seconds))
-    progress(f"{case}: {turns} turns with {READERS} and with {MANY_PLACES} places")
-    names = {READERS: f"{READERS} places", MANY_PLACES: f"{MANY_PLACES} places"}
+    progress(f"{case}: {turns} turns with {SEATED} and with {MANY_PLACES} places")
+    names = {SEATED: f"{SEATED} places", MANY_PLACES: f"{MANY_PLACES} places"}
     queues = {places: await _queue_of(places) for places in names}
     took: dict[int, list[float]] = {places: [] for places in names}
     try:
@@ -265,15 +266,15 @@ async def _compare_places(settings: Settings, report: Report, messages: int) -> 
             for end in (*readers, writer):
                 await end.aclose()
     for places, name in names.items():
-        report.result(case, name, READERS).add(us_per_message=median(took[places]))
-    ratio = median(many / few for many, few in zip(took[MANY_PLACES], took[READERS], strict=True))
-    text = f"time per message with {MANY_PLACES} places and {READERS} readers, against {READERS} places"
+        report.result(case, name, SEATED).add(us_per_message=median(took[places]))
+    ratio = median(many / few for many, few in zip(took[MANY_PLACES], took[SEATED], strict=True))
+    text = f"time per message with {MANY_PLACES} places and {SEATED} readers, against {SEATED} places"
     report.hold(text, ratio, "x", PLACES_RATIO)
 
 
 async def _queue_of(places: int) -> tuple[MessageQueue, list[MessageQueue]]:
-    writer = MessageQueue(READERS, READERS, options=Options(max_readers=places))
-    readers = [MessageQueue.create_from_handle(writer.export_handle()) for _ in range(READERS)]
+    writer = MessageQueue(SEATED, SEATED, options=Options(max_readers=places))
+    readers = [MessageQueue.create_from_handle(writer.export_handle()) for _ in range(SEATED)]
     await asyncio.gather(*(end.wait_until_ready(READY_TIMEOUT_S) for end in (writer, *readers)))
     return writer, readers
 
