@@ -248,9 +248,8 @@ class WorkerGroup(AsyncClosing):
             prefetch: How many items may be made before any is taken.
             kwargs: For the method.
 
-        Raises:
-            As `call`, when it is iterated over; a generator's exception comes behind the items before it, as does the
-            worker's death.
+        Raises what `call` does, when it is iterated over; a generator's exception comes behind the items before it, as
+        does the worker's death.
         """
         name = method_name(method)
         if rank is not None:
