@@ -113,6 +113,8 @@ class Calls:
         while True:
             self._fate.check()
             channel = await self._turn_of(call)
+            if channel is None:  # its worker has died since its turn came
+                continue
             try:
                 await channel.send(call, kind, request)
                 return
@@ -122,7 +124,7 @@ class Calls:
                     await self._inbox.wait(call)
                 call.channel = None
 
-    async def _turn_of(self, call: Call) -> Channel:
+    async def _turn_of(self, call: Call) -> Channel | None:
         call.ready = False
         if call.wanted not in self._wanted:
             self._wanted.add(call.wanted)
@@ -140,7 +142,7 @@ class Calls:
             if call.failure is not None:
                 raise call.failure()
         assert ticket.rank is not None
-        return self._channels[ticket.rank]
+        return self._channels.get(ticket.rank) if self._schedule.holds(ticket) else None
 
     def _has_turn(self, ticket: Ticket) -> None:
         call = self._asking.get(ticket)

@@ -106,6 +106,12 @@ class Schedule:
             seat.calls -= 1
         self._free(ticket.rank, seat)
 
+    def holds(self, ticket: Ticket) -> bool:
+        """Return whether the worker whose turn a call has got is there still, and not a successor."""
+        assert ticket.rank is not None
+        seat = self._seats.get(ticket.rank)
+        return seat is not None and seat.life == ticket.life
+
     def back(self, rank: int) -> None:
         """Note that there is a worker of this rank, which has nothing to do yet."""
         seat = self._seat(rank)

@@ -39,6 +39,18 @@ def test_a_call_of_one_goes_behind_those_that_wait_for_any_unless_a_stream_keeps
     assert (waiting.rank, behind.rank) == (0, 0)
 
 
+def test_a_turn_is_over_when_the_worker_dies_before_the_call_is_sent() -> None:
+    schedule, _ = schedule_of(1)
+    ticket = schedule.ask(0, stream=False)
+    assert schedule.holds(ticket)
+    schedule.gone(0)
+    assert not schedule.holds(ticket)
+    schedule.back(0)
+    assert not schedule.holds(ticket), "the successor has not been asked"
+    schedule.forget(0)
+    assert not schedule.holds(ticket)
+
+
 def test_what_an_incarnation_had_to_do_is_not_the_next_one_s() -> None:
     schedule, _ = schedule_of(1)
     lost = schedule.ask(0, stream=False)
