@@ -94,8 +94,7 @@ def test_remote(report: Any) -> None:
 def test_loans(report: Any) -> None:
     sizes, faces = ("64 B, loaned", "64 KiB, loaned", "16 MiB, loaned"), ("aioshm", "aioshm blocking")
     assert measured(report) == {(size, name, 1) for size in sizes for name in faces}
-    copied = [promise["kept"] for promise in report["promises"] if "copied" in promise["promise"]]
-    assert (len(copied), copied.count(True) >= 3) == (4, True), "beside other tests one of a few messages may be copied"
+    assert [promise["kept"] for promise in report["promises"] if "copied" in promise["promise"]] == [True] * 4
 
 
 @on("overflow", "uvloop")
@@ -173,7 +172,7 @@ def test_observe(report: Any) -> None:
     parts = {"nobody looks", "top, and a scrape every second", "nobody looks, again"}
     assert measured(report) == {(part, "aioshm", 1) for part in parts}
     [looked_at] = [result for result in report["results"] if "observers_cpu_percent" in result["figures"]]
-    assert looked_at["figures"]["scraped_lines"]["median"] > 0  # few, if a look takes longer than a part of it here
+    assert looked_at["figures"]["scraped_lines"]["median"] > 20
     assert len(report["promises"]) == 2
 
 
