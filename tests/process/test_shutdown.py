@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -118,7 +117,10 @@ def test_what_they_have_started_is_killed(stop: Stop, start: Started, stubborn: 
 
 def test_one_that_is_stopped(stop: Stop, start: Started) -> None:
     process = start(targets.say_and_stay)
-    os.kill(process.pid or 0, signal.SIGSTOP)
+    child = psutil.Process(process.pid)
+    child.suspend()
+    # Not before it has stopped: of two signals that wait for a process which has not run since, SIGTERM is taken first.
+    eventually(lambda: child.status() == psutil.STATUS_STOPPED)
     stop([process], 0.2)
     assert process.exitcode == -signal.SIGKILL
 
