@@ -7,6 +7,7 @@ process has: its children, its sockets, its directory for socket files.
 from __future__ import annotations
 
 import asyncio
+import compileall
 import gc
 import inspect
 import os
@@ -15,12 +16,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import uvloop
 from _pytest.config import create_terminal_writer
 from hypothesis import settings
 
+import aioshm
 from aioshm.testing import Leftovers, leaving_no_task
 
 pytest_plugins = ["aioshm.testing.plugin"]  # also where what is installed is older than its entry point
@@ -40,6 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # of pytest-xdist; the stacks of what hangs would go nowhere
         writer = create_terminal_writer(config, sys.__stderr__)
         config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
+    else:
+        # Hundreds of processes import this: with PYTHONDONTWRITEBYTECODE each of them would compile all of it.
+        compileall.compile_dir(str(Path(aioshm.__file__).parent), quiet=1)
 
 
 @pytest.hookimpl(optionalhook=True)

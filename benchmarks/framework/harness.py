@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import compileall
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
+import aioshm
 from benchmarks.framework.crew import BenchmarkError
 from benchmarks.framework.machine import describe
 from benchmarks.framework.report import Report
@@ -91,6 +93,8 @@ def main(
         by all contestants.
     """
     args = _parse(name, description, repeat, seconds, [one.name for one in contestants], default, loop, more)
+    # As where it was installed: what is measured may start processes, and PYTHONDONTWRITEBYTECODE may be set.
+    compileall.compile_dir(str(Path(aioshm.__file__).parent), quiet=1)
     settings = Settings(
         args.repeat or (1 if args.quick else repeat),
         args.seconds or (QUICK_SECONDS if args.quick else seconds),
