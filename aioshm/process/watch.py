@@ -21,7 +21,12 @@ _LOOK_FOR_S = 2.0
 
 
 class WatchedProcess(Protocol):
-    """What is needed of a process; those of ``multiprocessing`` have it."""
+    """What is needed of a process; those of ``multiprocessing`` have it.
+
+    One that is known by what others tell, and may be on another host, has an attribute ``host``, its address: its
+    process id means nothing here. Its sentinel is readable as soon as it has exited, and not before, and is negative
+    once it is given back; its exit code may never be known.
+    """
 
     @property
     def name(self) -> str:
@@ -44,8 +49,9 @@ class WatchedProcess(Protocol):
 class WatchedManager(Protocol):
     """What is needed of what has started the local engines.
 
-    What it may have besides is used: ``processes``, its processes; ``aclose()`` or ``close()``, which stop all of them;
-    ``last_lines(name)``, the last lines that a process wrote to stderr.
+    What it may have besides is used: ``processes``, its processes, or ``actors``, those that have a ``host``;
+    ``aclose()`` or ``close()``, which stop all of them; ``last_lines(name)``, the last lines that a process wrote to
+    stderr.
     """
 
     def sentinels(self) -> Sequence[Any]:
@@ -61,19 +67,21 @@ class ProcessExit:
 
     Attributes:
         name: The name of the process.
-        pid: Its process id, where known.
+        pid: Its process id, where known; on its host.
         exitcode: Its exit code, or minus the signal that killed it; None where that is not known.
         managed: Whether it is one of a watched manager's.
+        host: The address of its host, if it may be another one than this.
     """
 
     name: str
     pid: int | None
     exitcode: int | None
     managed: bool = False
+    host: str = ""
 
     def describe(self, phase: str = "") -> str:
         """Say it in a sentence, with the ``phase`` that the process had reached, if that is given."""
-        known = [f"pid {self.pid}"] if self.pid is not None else []
+        known = [f"pid {self.pid}{f' on {self.host}' if self.host else ''}"] if self.pid is not None else []
         if phase:
             known.append(phase)
         who = f"{self.name} ({', '.join(known)})" if known else self.name
@@ -157,9 +165,10 @@ class ProcessWatch(Closing):
         Raises:
             ValueError: One was not started.
         """
-        if hasattr(manager, "processes"):
-            self.add(manager.processes, managed=True)
-            return
+        for processes in ("processes", "actors"):
+            if hasattr(manager, processes):
+                self.add(getattr(manager, processes), managed=True)
+                return
         self._managers.append(manager)
         for sentinel in manager.sentinels():
             self._watch(os.dup(_fileno(sentinel)), None, 0.0)
@@ -178,7 +187,7 @@ class ProcessWatch(Closing):
             if code is not None or now >= self._due.get(process, math.inf):
                 managed = self._running.pop(process)
                 self._due.pop(process, None)
-                self._exits.append(ProcessExit(process.name, process.pid, code, managed))
+                self._exits.append(ProcessExit(process.name, process.pid, code, managed, getattr(process, "host", "")))
         for manager in self._managers:
             for name, code in manager.finished_procs().items():
                 if name not in self._named:
@@ -223,6 +232,12 @@ class ProcessWatch(Closing):
             self._forget(descriptor)
 
     def _watch_process(self, process: WatchedProcess) -> None:
+        if hasattr(process, "host"):
+            try:
+                self._watch(os.dup(_fileno(process.sentinel)), process, 0.0)
+            except OSError:  # it was given back: this has exited
+                self._due[process] = self._loop.time()
+            return
         # Not in the interpreter on macOS, not allowed in some sandboxes; and it may have exited this moment.
         if hasattr(os, "pidfd_open") and process.pid is not None:
             with suppress(OSError):

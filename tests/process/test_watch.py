@@ -68,6 +68,36 @@ async def test_a_sentinel_that_tells_nothing_does_not_spin() -> None:
     os.close(read)
 
 
+class Elsewhere:
+    """A process that is known by what others tell of it."""
+
+    name, pid, exitcode, host = "EngineCore_1", 7, None, "10.0.0.6"
+
+    def __init__(self) -> None:
+        self.sentinel, self._open = os.pipe()
+
+    def end(self) -> None:
+        os.close(self._open)
+
+    def release(self) -> None:
+        os.close(self.sentinel)
+        self.sentinel = -1
+
+
+async def test_one_of_another_host_has_exited_as_soon_as_its_sentinel_says_so() -> None:
+    process = Elsewhere()
+    with ProcessWatch(manager=SimpleNamespace(actors=[process])) as watch:  # type: ignore[arg-type]
+        assert not await watch.next(asyncio.get_running_loop().time() + 0.05)
+        process.end()
+        (found,) = await watch.next()
+        assert found.describe("ready") == "EngineCore_1 (pid 7 on 10.0.0.6, ready) exited; its exit code is not known"
+        assert found.managed
+        process.release()
+        assert not watch.running
+    with ProcessWatch([process]) as watch:  # what gives it back knows that it has exited
+        assert [each.name for each in await watch.next()] == ["EngineCore_1"]
+
+
 async def test_one_that_was_not_started_is_refused() -> None:
     process = multiprocessing.get_context("spawn").Process(target=print)
     before = set(os.listdir("/proc/self/fd"))

@@ -50,6 +50,7 @@ class Liveness:
         self.hosts: set[str] = set()
         self._losses: dict[int | None, _Loss] = {}  # None: an engine that has not said which one it is
         self._told: set[int] = set()  # the dead, until they are back
+        self._told_first: set[int] = set()  # of these it was told before anything was known of their processes
         self._told_until = 0.0  # until then an engine that says that it ends is the one that was told last
         self._explained = False  # somebody else tells how they have died
         self._stopped = False
@@ -74,6 +75,7 @@ class Liveness:
             self._settle(engine)
         self._dismissed.discard(engine)
         self._told.discard(engine)
+        self._told_first.discard(engine)
         self._connections[connection] = engine
         self._senders[engine] = sender
         self.hosts.add(sender)
@@ -164,7 +166,9 @@ class Liveness:
         exits.sort(key=lambda each: engine_of(each) not in self._losses)
         for each in exits:
             engine = engine_of(each)
-            if engine is None or engine not in self._dismissed:
+            if engine in self._told_first:  # of other hosts it may be known late
+                self._told_first.discard(engine)
+            elif engine is None or engine not in self._dismissed:
                 self._tell(EngineDead(each.describe(), engine=engine, pid=each.pid))
 
     def _settle(self, engine: int | None) -> None:
@@ -174,6 +178,8 @@ class Liveness:
         how = "has said that it ends" if self._losses[engine].said_dead else "is gone: its connection has ended"
         sender = self._senders.get(engine, "")
         pid = int(sender.removeprefix("pid ")) if sender.startswith("pid ") else None
+        if self._watch is not None:
+            self._told_first.add(engine)
         self._tell(EngineDead(f"engine {engine}{f' ({sender})' if sender else ''} {how}", engine=engine, pid=pid))
 
     def _tell(self, error: EngineDead) -> None:

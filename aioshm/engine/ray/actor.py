@@ -13,6 +13,7 @@ from typing import Any
 
 from aioshm.engine.ray.cluster import require_ray
 from aioshm.engine.security.keys import AnyKeys, as_attributes
+from aioshm.errors import EngineStartupError
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -42,23 +43,27 @@ class EngineActor:
     """An engine's actor, as its manager knows it.
 
     Attributes:
+        rank: Its rank.
         name: ``EngineCore_`` and its rank.
         local: Whether it is on this host.
         handle: Ray's handle.
         where_ref: What Ray has for what `EngineCoreActor.where` returns, once its process runs.
         address: Its node's address, once it is known.
         pid: Its process id there, once it is known.
+        node_id: What the cluster calls its node, once it is known.
+        local_rank: Which of its node's engines it is.
         run_ref: Ray's reference to the result of its run; None before it runs.
         sentinel: A descriptor that is readable when its run is over.
     """
 
     def __init__(self, rank: int, local: bool, handle: Any) -> None:
+        self.rank = rank
         self.name: str = f"EngineCore_{rank}"
         self.local = local
         self.handle = handle
         self.where_ref: Any = handle.where.remote()
-        self.address = ""
-        self.pid = 0
+        self.address = self.node_id = ""
+        self.pid = self.local_rank = 0
         self.run_ref: Any = None
         self.sentinel: int
         self.sentinel, self._open = os.pipe()
@@ -73,6 +78,37 @@ class EngineActor:
         """Have it run an engine with these keys."""
         self.run_ref = self.handle.run.remote(target, args, kwargs, keys)
         self.run_ref.future().add_done_callback(self._note)  # called by a thread of Ray's
+
+    def kill(self) -> None:
+        """Kill its process."""
+        require_ray().kill(self.handle)
+
+    def discard(self) -> None:
+        """Kill its process, and give its descriptors back."""
+        try:
+            self.kill()
+        finally:
+            self.release()
+
+    def await_process(self, timeout: float) -> None:
+        """Wait until its process runs, and note where.
+
+        Raises:
+            EngineStartupError: It cannot be started.
+            TimeoutError: It does not run in time.
+        """
+        ray = require_ray()
+        try:
+            self.address, self.pid = ray.get(self.where_ref, timeout=max(0.0, timeout))
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"the actor of {self.name} was not started in time") from None
+        except ray.exceptions.RayError as error:
+            raise EngineStartupError(f"the actor of {self.name} could not be started: {error}") from error
+
+    @property
+    def host(self) -> str:
+        """Its node's address: see `WatchedProcess`."""
+        return self.address
 
     @property
     def ended(self) -> bool:

@@ -16,6 +16,7 @@ STALE_S = 1.0
 """How long it may take until Ray knows that what was given back is free."""
 
 _REMOVED_S = 5.0
+_RESERVED_S = 5.0
 _LOOK_S = 0.02
 
 
@@ -96,25 +97,65 @@ def create_dp_placement_groups(
         EngineStartupError: The cluster is too small, or Ray has not reserved the room in time.
         TypeError, ValueError: An argument makes no sense.
     """
-    ray = require_ray()
     needs = needs or EngineNeeds()
     places = _place(engine_count, local_engine_count, needs)
     groups: list[Any] = []
     try:
         for rank, place in enumerate(places):
-            bundles = needs.bundles()
-            group = ray.util.placement_group(
-                bundles,
-                strategy="STRICT_PACK",
-                name=f"dp_rank_{rank}",
-                bundle_label_selector=[{NODE_LABEL: place.node.id}] * len(bundles),
-            )
-            groups.append(group)
+            groups.append(_group_on(place.node.id, rank, needs))
         await_groups(groups, time.monotonic() + timeout)
     except BaseException:
         remove_groups(groups)
         raise
     return groups, [place.local_rank for place in places]
+
+
+def _group_on(node_id: str, rank: int, needs: EngineNeeds) -> Any:
+    bundles = needs.bundles()
+    return require_ray().util.placement_group(
+        bundles,
+        strategy="STRICT_PACK",
+        name=f"dp_rank_{rank}",
+        bundle_label_selector=[{NODE_LABEL: node_id}] * len(bundles),
+    )
+
+
+def group_where_there_is_room(rank: int, local: bool, needs: EngineNeeds) -> Any:
+    """Reserve room for one engine, on the node of this process if it is local, else on another one if any has room.
+
+    Raises:
+        EngineStartupError: There is none; the text says what is missing.
+    """
+    found = nodes(needs.device)
+    try:
+        place = place_engines(found, 1, int(local), needs)[0]
+    except EngineStartupError as too_small:
+        try:
+            place = place_engines(found, 1, 1, needs)[0]
+        except EngineStartupError:
+            raise too_small from None
+    group = _group_on(place.node.id, rank, needs)
+    if not group.wait(_RESERVED_S):  # others were faster, or the node has left
+        remove_groups([group], wait=False)
+        raise EngineStartupError(f"node {place.node.address} has room for {needs}, and Ray has not reserved it")
+    return group
+
+
+def trouble_of(group: Any) -> str:
+    """Return why nothing can be started in a placement group now, or an empty string.
+
+    Raises:
+        EngineStartupError: Nothing will ever be.
+    """
+    table = importlib.import_module("ray.util").placement_group_table(group)
+    state = table.get("state")
+    if state in (None, "REMOVED"):
+        raise EngineStartupError("its placement group was removed")
+    if state != "CREATED":
+        return f"its placement group is {state}: Ray has no room for {group.bundle_specs}"
+    alive = {node["NodeID"] for node in require_ray().nodes() if node["Alive"]}
+    lost = set(table["bundles_to_node_id"].values()) - alive
+    return f"its placement group is on node {', '.join(sorted(lost))}, which has left the cluster" if lost else ""
 
 
 def _place(engine_count: int, local_engine_count: int, needs: EngineNeeds) -> list[Place]:

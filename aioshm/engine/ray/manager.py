@@ -21,6 +21,8 @@ from aioshm.engine.ray.cluster import (
     require_ray,
 )
 from aioshm.engine.ray.placement import EngineNeeds
+from aioshm.engine.ray.remaking import KILLED_S, Remaking
+from aioshm.engine.ray.room import Room
 from aioshm.engine.security.keys import EngineKeys, keys_to_hand_over
 from aioshm.engine.startup.supervision import completed
 from aioshm.errors import EngineDead, EngineStartupError
@@ -29,8 +31,6 @@ from aioshm.process.watch import ProcessWatch
 
 START_TIMEOUT_S = 300.0
 """How long it may take until every actor runs: a node may first have to fetch what its runtime environment needs."""
-KILLED_S = 10.0
-"""How long it may take until Ray says that actors that were killed are gone."""
 
 _log = logging.getLogger("aioshm.engine")
 
@@ -48,6 +48,10 @@ class CoreEngineActorManager(Closing, AsyncClosing):
     Making one blocks until every actor's process runs; `start` does not. Without a connection to Ray it makes one,
     which ends when it is closed. Its actors exit when this process does, however that happens.
 
+    `start_engine` makes one again that has died, as an `EngineSupervisor` does with ``backend="ray"``: in its placement
+    group, or if the node has left the cluster in a new one: on another node that has room, else on that of the caller.
+    Placement groups that were given are moved by Ray itself, as soon as it has room for them.
+
     Args:
         target_fn: What each actor runs; importable on its node, or else sent there.
         engine_count: How many engines there are.
@@ -59,14 +63,13 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         local_dp_ranks: With placement groups, which of its node's engines each is; None counts.
         runtime_env: Of the actors; see Ray's documentation.
         ray_options: For ``ray.init``, unless there is a connection.
-        timeout: Seconds until all actors must run.
+        timeout: Seconds until all actors must run, and for each that is made again, until there is room and it runs.
         keys: Each actor gets those of its engine, for `run_engine_core`; None: from those of this process. They travel
             as Ray's arguments do: encrypted if Ray's own connections are.
         kwargs: For the target; every other argument by name.
 
     Attributes:
         actors: The actors, by rank; their exit codes stay known when this is closed.
-        created_placement_groups: Those that were made here.
 
     Raises:
         EngineStartupError: The cluster is too small, or an actor could not be started in time; the others are killed.
@@ -93,10 +96,12 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         **kwargs: Any,
     ) -> None:
         self.actors: list[EngineActor] = []
-        self.created_placement_groups: list[Any] = []
+        self._groups: dict[int, Any] = {}
+        self._given = placement_groups is not None
         self._closed = True
         self._closing: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
+        self._started: dict[int, int] = {}  # how often an engine was started
         check_int("engine_count", engine_count, minimum=1)
         check_int("local_engine_count", local_engine_count, minimum=0)
         if local_engine_count > engine_count:
@@ -109,6 +114,10 @@ class CoreEngineActorManager(Closing, AsyncClosing):
                 raise ValueError(f"{name} must be {engine_count}, one for each engine, not {len(given)}")
         if (local_dp_ranks if placement_groups is None else needs) is not None:
             raise ValueError("local_dp_ranks go with given placement_groups, and needs with those that are made here")
+        self._all_local, self._local_count = local_engine_count == engine_count, local_engine_count
+        self._target, self._args, self._kwargs, self._keys = target_fn, args, kwargs, keys
+        self._room = Room(self._groups, None if self._given else needs or EngineNeeds(), runtime_env, timeout)
+        self._remaking = Remaking(self.actors, self._room)
         connection.open(ray_options or {})
         self._closed = False
         try:
@@ -116,17 +125,17 @@ class CoreEngineActorManager(Closing, AsyncClosing):
                 groups, local_ranks = create_dp_placement_groups(
                     engine_count, local_engine_count, needs, timeout=timeout
                 )
-                self.created_placement_groups = groups
             else:
                 groups = list(placement_groups)
                 await_groups(groups, deadline)
                 local_ranks = list(local_dp_ranks or _local_ranks(nodes_of(groups)))
+            self._groups.update(enumerate(groups))
             for rank, group in enumerate(groups):
                 self.actors.append(EngineActor(rank, rank < local_engine_count, actor_in(group, runtime_env)))
             self._await_actors(deadline)
-            for rank, actor in enumerate(self.actors):
-                ranks = {"dp_rank": rank, "local_dp_rank": local_ranks[rank], "local_client": actor.local}
-                actor.run(target_fn, args, kwargs | ranks, keys_to_hand_over(keys, rank))
+            for actor, local_rank, node_id in zip(self.actors, local_ranks, nodes_of(groups), strict=True):
+                actor.local_rank, actor.node_id = local_rank, node_id
+                self._run(actor)
         except BaseException:
             self.close()
             raise
@@ -149,6 +158,59 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         return await in_thread(
             lambda: cls(target_fn, engine_count, local_engine_count, **options), discard=lambda made: made.close()
         )
+
+    # Made again, and no more
+
+    def start_engine(self, rank: int) -> EngineActor:
+        """Make the actor of one more engine, or once more that of one that has died, and return it; blocks.
+
+        Each gets keys of its own, see `EngineKeys`. Waits for room, and logs what is missing.
+
+        Raises:
+            EngineStartupError: There is no room in time, or the actor could not be started.
+            RoleError: The manager is closed, or that engine still runs.
+        """
+        return self._remaking.start(rank, self.is_local(rank), self._run)
+
+    async def stop_engine(self, rank: int) -> None:
+        """Kill the actor of an engine, give back the room that was reserved for it here, and have it no more.
+
+        Cancelling this ends the wait, and it is done all the same.
+
+        Raises:
+            ValueError: There is no such engine.
+        """
+        await in_thread(lambda: self._remaking.stop(rank))
+
+    def check_engine_count(self, engine_count: int) -> None:
+        """See to it that there may be so many engines.
+
+        Raises:
+            RoleError: Placement groups were given, and they are fewer.
+        """
+        self._room.check_engine_count(engine_count)
+
+    def next_incarnation(self, rank: int) -> int:
+        """Return which of the actors of this rank, one after the other, the next one that is made will be."""
+        return self._started.get(rank, 0)
+
+    def is_local(self, rank: int) -> bool:
+        """Return whether an engine runs on the node of this process."""
+        return self._all_local or rank < self._local_count
+
+    def _run(self, actor: EngineActor) -> None:
+        rank = actor.rank
+        ranks = {"dp_rank": rank, "local_dp_rank": actor.local_rank, "local_client": actor.local}
+        keys = keys_to_hand_over(self._keys, rank, self.next_incarnation(rank))
+        actor.run(self._target, self._args, dict(self._kwargs) | ranks, keys)
+        self._started[rank] = self.next_incarnation(rank) + 1
+
+    # What there is
+
+    @property
+    def created_placement_groups(self) -> list[Any]:
+        """The placement groups that were made here, by rank."""
+        return [] if self._given else [group for _, group in sorted(self._groups.items())]
 
     def get_run_refs(self) -> list[Any]:
         """Return Ray's references to the results of the engines' runs, by rank."""
@@ -175,18 +237,19 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         """
         return {actor.name: actor.exitcode for actor in self.actors if actor.ended}
 
-    def last_lines(self, name: str) -> list[str]:
+    def last_lines(self, name: str, count: int | None = None) -> list[str]:
         """Return what Ray says about why an actor failed: the traceback of what the engine raised, or how it died.
 
         Args:
             name: The name of the actor.
+            count: How many lines at most, the last ones; None: all.
 
         Raises:
             ValueError: There is no such actor.
         """
         for actor in self.actors:
             if actor.name == name:
-                return actor.last_words
+                return actor.last_words[-(count or 0) :]
         raise ValueError(f"name must be that of one of the actors, not {name!r}")
 
     async def join_first(self) -> dict[str, int | None]:
@@ -232,11 +295,9 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         here = ray.util.get_node_ip_address()
         for actor in self.actors:
             try:
-                actor.address, actor.pid = ray.get(actor.where_ref, timeout=max(0.0, deadline - time.monotonic()))
-            except ray.exceptions.GetTimeoutError:
-                raise EngineStartupError(f"the actor of {actor.name} was not started in time") from None
-            except ray.exceptions.RayError as error:
-                raise EngineStartupError(f"the actor of {actor.name} could not be started: {error}") from error
+                actor.await_process(deadline - time.monotonic())
+            except TimeoutError as error:
+                raise EngineStartupError(str(error)) from None
             if actor.local and actor.address != here:
                 raise EngineStartupError(f"{actor} is to be local, but its placement group is not on {here}")
 
@@ -251,6 +312,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             if self._closed:
                 return
             self._closed = True
+        self._remaking.close(wait)
         try:
             if require_ray().is_initialized():
                 self._kill(wait)
@@ -260,9 +322,8 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             connection.close()
 
     def _kill(self, wait: bool) -> None:
-        ray = require_ray()
         for actor in self.actors:
-            ray.kill(actor.handle)
+            actor.kill()
         deadline = time.monotonic() + KILLED_S
         late = [str(actor) for actor in self.actors if wait and not actor.wait(deadline)]
         if late:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,11 +13,13 @@ from aioshm.engine.dp.coordinator import NAME as COORDINATOR
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine
 from aioshm.engine.protocol.progress import engine_index, engine_of
+from aioshm.engine.ray.actor import EngineActor
+from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch
-from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.errors import EndClosed, EngineDead
 from aioshm.process.background import in_thread
+from aioshm.process.child import Child
 from aioshm.process.lives import Life, bring_back
 from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory
 from aioshm.process.stopping import ashutdown
@@ -76,7 +78,6 @@ class Restarting:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         manager = launch.engine_manager
-        assert isinstance(manager, CoreEngineProcManager)
         self._launch, self._manager = launch, manager
         self._members: EngineClient | FrontEnds | None = launch.members
         self._restart, self._lockstep, self._start_timeout = restart, lockstep, start_timeout
@@ -90,7 +91,7 @@ class Restarting:
         self._group: asyncio.Task[None] | None = None
         self._relapse: tuple[Life, ProcessExit] | None = None  # who was ready and died while others of the group start
         self._seen = 0
-        for process in manager.processes:
+        for process in self._processes:
             rank = engine_index(process.name)
             assert rank is not None
             life = self.lives[rank] = EngineLife(rank, restart)
@@ -99,6 +100,10 @@ class Restarting:
         self._watch = ProcessWatch(manager=manager, on_exit=self._process_exited)
         if launch.coordinator is not None:
             self._watch.add([launch.coordinator.proc])
+
+    @property
+    def _processes(self) -> Sequence[Child | EngineActor]:
+        return self._manager.actors if isinstance(self._manager, CoreEngineActorManager) else self._manager.processes
 
     async def aclose(self) -> None:
         """Start nothing any more. Idempotent."""
@@ -111,7 +116,8 @@ class Restarting:
     def add(self, rank: int) -> asyncio.Task[None]:
         """Have one more engine, and return the task that is done when it is ready."""
         life = self.lives[rank] = EngineLife(rank, self._restart)
-        self._rejoining.handshake.add(CoreEngine(rank))
+        local = self._manager.is_local(rank) if isinstance(self._manager, CoreEngineActorManager) else True
+        self._rejoining.handshake.add(CoreEngine(rank, local))
         life.task = self._spawn(self._bring_up(life, None), f"engine-{rank}")
         return life.task
 
@@ -218,13 +224,13 @@ class Restarting:
         return cause
 
     def _kill_processes(self) -> None:
-        for process in self._manager.processes:
+        for process in self._processes:
             process.kill()
 
     async def _kill_all(self) -> None:
         turns = []
-        for life, process in zip(self.lives.values(), self._manager.processes, strict=True):
-            if process.exitcode is None:
+        for life, process in zip(self.lives.values(), self._processes, strict=True):
+            if not _has_exited(process):
                 life.turn = self._loop.create_future()
                 turns.append(life.turn)
                 process.kill()
@@ -297,8 +303,9 @@ class Restarting:
 
     def _died(self, life: EngineLife, found: ProcessExit) -> str:
         """Note how an engine has died, and return it."""
-        lines = self._manager.last_lines(found.name, _SHOWN_LINES) if found.exitcode else []
-        last = f"; last of its stderr: {lines[-1]}" if lines else ""
+        lines = self._manager.last_lines(found.name, _SHOWN_LINES) if found.exitcode != 0 else []
+        whose = "Ray says" if isinstance(self._manager, CoreEngineActorManager) else "last of its stderr"
+        last = f"; {whose}: {lines[-1]}" if lines else ""
         life.cause = f"{found.describe(life.state)}{last}"
         logger.warning("%s; its restart is number %d", life.cause, life.history.restarts + 1)
         return life.cause
@@ -320,3 +327,7 @@ class Restarting:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._give_up(f"the supervisor has failed: {type(error).__name__}: {error}", None)
+
+
+def _has_exited(process: Child | EngineActor) -> bool:
+    return process.ended if isinstance(process, EngineActor) else process.exitcode is not None

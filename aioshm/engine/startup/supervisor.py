@@ -12,6 +12,7 @@ from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.link import Resubmit
+from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.restarting import EngineLife, Restarting
@@ -30,8 +31,9 @@ class EngineSupervisor(AsyncClosing):
 
     An engine that dies is started again and shakes hands while the others serve; its requests fail with `EngineDead`,
     see ``on_engine_death="continue"`` of `EngineClient`. So is the coordinator. Engines of other hosts are started
-    again there, by others, and are taken back when they say HELLO. A crash loop, see `Restart`, ends everything: the
-    client raises `EngineDead` with the cause of every death, and so does `wait`.
+    again there, by others, and are taken back when they say HELLO. Ray's actors are made again where there is room. A
+    crash loop, see `Restart`, ends everything: the client raises `EngineDead` with the cause of every death, and so
+    does `wait`.
 
     Args:
         target_fn: What each engine's process runs.
@@ -43,7 +45,7 @@ class EngineSupervisor(AsyncClosing):
         start_timeout: Seconds that an engine may take until it is ready, when it is started again; then it is killed,
             which counts as a death. None: ``AIOSHM_ENGINE_READY_TIMEOUT_S``, or 600.
         on_change: Called on the loop when an engine's state has changed.
-        options: Every other argument of `launch_core_engines`; ``backend`` is ``"mp"``.
+        options: Every other argument of `launch_core_engines`.
 
     Raises:
         EngineStartupError: As from `launch_core_engines`, when this is entered: the first start is tried once.
@@ -64,8 +66,6 @@ class EngineSupervisor(AsyncClosing):
     ) -> None:
         self._stack: AsyncExitStack | None = None
         self._closed = False
-        if options.get("backend", "mp") != "mp":
-            raise ValueError(f"backend must be 'mp', not {options['backend']!r}: Ray's actors are not supervised yet")
         for name in ("on_engine_death", "on_engine_change", "wait"):
             if name in options:
                 raise TypeError(f"{name} is the supervisor's own, and cannot be given")
@@ -203,7 +203,7 @@ class EngineSupervisor(AsyncClosing):
         Raises:
             EngineDead: A crash loop.
             RoleError: The engines are in lockstep, or not all of them are this process', or other clients than its own
-                and those of its API servers have them.
+                and those of its API servers have them, or there are fewer placement groups, which were given.
             TypeError, ValueError: An argument makes no sense.
         """
         check_int("engine_count", engine_count, minimum=1)
@@ -213,6 +213,9 @@ class EngineSupervisor(AsyncClosing):
         lives = self._lives
         if len(members.ranks) != len(lives):
             raise RoleError("engines are scaled where all of them are this process'")
+        manager = self._launch.engine_manager
+        if isinstance(manager, CoreEngineActorManager):
+            manager.check_engine_count(engine_count)
         async with self._scaling:
             while len(lives) > engine_count:
                 await self._take_out(lives[max(lives)], timeout)

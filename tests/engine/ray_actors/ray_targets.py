@@ -1,4 +1,4 @@
-"""What the actors of these tests run."""
+"""The cluster of these tests, and what its actors run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from typing import Any
 from aioshm.engine import shake_hands
 
 LONG_S = 100
+
+NODE = {"num_cpus": 8, "object_store_memory": 80_000_000}
+GPUS = {"head": 2, "other": 4}
+HEAD_CHIPS = 2
+"""The other node has none of these; nodes that tests add may have some."""
 
 
 def shake_and_stay(address: str, faults: dict[int, str], dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
@@ -45,6 +50,13 @@ def serve(address: str, dp_rank: int, local_dp_rank: int, local_client: bool) ->
 
 def serve_launched(handshake_address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
     """Be an engine of `launch_core_engines`."""
+    serve(handshake_address, dp_rank, local_dp_rank, local_client)
+
+
+def serve_unless(path: str, handshake_address: str, dp_rank: int, local_dp_rank: int, local_client: bool) -> None:
+    """Be such an engine; rank 1 raises at once as soon as there is a file."""
+    if dp_rank == 1 and os.path.exists(path):
+        raise ArithmeticError("the model does not fit any more")
     serve(handshake_address, dp_rank, local_dp_rank, local_client)
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import psutil
 import pytest
 import ray_targets as targets
 from managed import gone
+from ray_targets import GPUS
 from served_engine import ask, collected
 from startups import addresses
 from support import eventually
@@ -40,40 +40,13 @@ ray: Any = pytest.importorskip("ray")
 
 pytestmark = pytest.mark.slow  # a cluster takes ten seconds to start, and each actor some more
 
-GPUS = {"head": 2, "other": 4}
 ADDRESS = get_engine_client_zmq_addr(False, "127.0.0.1")
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves something reserved; Ray keeps idle processes for later."""
-    yield
-    eventually(lambda: ray.available_resources().get("GPU") == sum(GPUS.values()), "the return of what was reserved")
-
-
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[str]:
-    from ray.cluster_utils import Cluster
-
-    handler = signal.getsignal(signal.SIGTERM)  # Ray puts its own in the place
-    common = {"num_cpus": 8, "object_store_memory": 80_000_000}
-    head = {"num_gpus": GPUS["head"], "include_dashboard": False, **common}
-    # What nodes start has to find the targets.
-    path = os.pathsep.join(sys.path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # or it writes a token into the home directory
-        made = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            other = made.add_node(num_gpus=GPUS["other"], **common)
-            made.wait_for_nodes()
-            ray.init(address=made.address, log_to_driver=False)
-            yield other.node_id
-        finally:
-            ray.shutdown()
-            made.shutdown()
-            signal.signal(signal.SIGTERM, handler)
+def cluster(ray_cluster: Any) -> str:
+    """Return the id of the node that is not the head."""
+    return str(ray_cluster.other.node_id)
 
 
 @contextlib.asynccontextmanager
@@ -187,15 +160,17 @@ class TestDeath:
     @pytest.mark.parametrize(
         ("fault", "says"),
         [
-            ("die", ["EngineCore_1 (connected) exited; its exit code is not known", "worker process has died"]),
-            ("exit", ["EngineCore_1 (connected) exited with code 3"]),
-            ("raise", ["EngineCore_1 (connected) exited with code 1", "ArithmeticError: the model is too large"]),
+            ("die", ["connected) exited; its exit code is not known", "worker process has died"]),
+            ("exit", ["connected) exited with code 3"]),
+            ("raise", ["connected) exited with code 1", "ArithmeticError: the model is too large"]),
         ],
     )
     async def test_before_it_is_ready_fails_the_startup(self, fault: str, says: list[str]) -> None:
         async with startup(2, 1, {1: fault}) as (made, manager):
             with pytest.raises(EngineStartupError) as caught:
                 await made.wait(timeout=60)
+            actor = manager.actors[1]
+            says = [f"EngineCore_1 (pid {actor.pid} on {actor.address}, {says[0]}", *says[1:]]
             assert all(each in str(caught.value) for each in says), str(caught.value)
             assert list(caught.value.failed) == ["EngineCore_1"]
             assert manager.sentinels() == []

@@ -253,7 +253,6 @@ async def test_the_first_start_is_tried_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"backend": "ray"}, ValueError, "backend must be 'mp'"),
         ({"wait": False}, TypeError, "wait is the supervisor's own"),
         ({"start_timeout": 0}, ValueError, "start_timeout"),
         ({"engine_count": 0}, ValueError, "engine_count must be at least 1"),

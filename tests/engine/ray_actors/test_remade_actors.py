@@ -1,0 +1,196 @@
+"""Actors that are made again: where they were, on another node when theirs has left the cluster, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray_targets as targets
+from managed import gone
+from served_engine import ask, collected
+from support import eventually, until
+
+from aioshm.engine import CoreEngineActorManager, EngineNeeds, EngineSupervisor, Restart
+from aioshm.errors import EngineDead, EngineStartupError, RoleError
+
+ray: Any = pytest.importorskip("ray")
+
+# Each actor takes seconds to start, and each node some more.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
+# What is told of actors comes from Ray's threads whatever the loop; test_actors.py tries that on both.
+on_one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
+
+ONE_CHIP = EngineNeeds(world_size=1, device="chip")
+
+
+class Nodes:
+    """Nodes with one chip each, which come and leave."""
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._nodes: list[Any] = []
+
+    def add(self) -> str:
+        """Add one, and return its id."""
+        self._nodes.append(self._cluster.add_node(resources={"chip": 1}, **targets.NODE))
+        return str(self._nodes[-1].node_id)
+
+    def lose(self) -> None:
+        """Let the one that was added last crash, if there is any."""
+        if self._nodes:
+            node = self._nodes.pop()
+            self._cluster.remove_node(node, allow_graceful=False)
+            eventually(
+                lambda: not any(each["NodeID"] == node.node_id and each["Alive"] for each in ray.nodes()), "its end"
+            )
+
+
+@pytest.fixture
+def nodes(ray_cluster: Any) -> Iterator[Nodes]:
+    made = Nodes(ray_cluster.cluster)
+    yield made
+    made.lose()
+
+
+@asynccontextmanager
+async def supervised(
+    count: int, local: int, target: Callable[..., object] = targets.serve_launched, **options: Any
+) -> AsyncIterator[tuple[EngineSupervisor, CoreEngineActorManager]]:
+    options.setdefault("manager_options", {"needs": ONE_CHIP, "timeout": 60})
+    async with EngineSupervisor(
+        target, count, local_engine_count=local, backend="ray", host="127.0.0.1", **options
+    ) as supervisor:
+        manager = supervisor.launch.engine_manager
+        assert isinstance(manager, CoreEngineActorManager)
+        yield supervisor, manager
+
+
+async def serves(supervisor: EngineSupervisor, rank: int, restarts: int) -> None:
+    """Wait until an engine is back for so many times, and see that it serves."""
+
+    def back() -> bool:
+        info = supervisor.engines[rank]
+        return info.state == "running" and info.restarts == restarts
+
+    await until(back)
+    await supervisor.wait_until_ready(30)
+    assert len(await collected(supervisor.client.submit(ask(f"{rank} {restarts}"), engine=rank))) == 3
+
+
+async def test_one_comes_back_also_when_its_node_has_left(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioshm.engine.ray.room.PROGRESS_S", 0.2)
+    caplog.set_level(logging.WARNING, "aioshm.engine")
+    first_node = nodes.add()
+    async with supervised(3, 2) as (supervisor, manager):  # the head has no chip left
+        first = supervisor.engines[2].pid
+        assert first
+        assert manager.actors[2].node_id == first_node
+        stream = supervisor.client.submit(ask("lost", None), engine=2)
+        await anext(stream)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(EngineDead, match=rf"EngineCore_2 \(pid {first} on .*\) exited|engine 2 .* is gone"):
+            await collected(stream)
+        await serves(supervisor, 2, restarts=1)
+        assert supervisor.engines[2].pid != first
+        assert manager.actors[2].node_id == first_node, "in its placement group"
+        assert f"EngineCore_2 (pid {first} on" in supervisor.engines[2].cause
+
+        nodes.lose()
+        await until(lambda: "engine 2 waits for room" in caplog.text)
+        assert "Each needs 1 chip and 1 CPU. Free are:" in caplog.text
+        assert len(await collected(supervisor.client.submit(ask("meanwhile")))) == 3  # the others serve
+        assert supervisor.engines[2].state == "waiting"
+        second_node = nodes.add()
+        await serves(supervisor, 2, restarts=2)
+        assert manager.actors[2].node_id == second_node
+        assert [each.restarts for each in supervisor.engines] == [0, 0, 2]
+        assert manager.next_incarnation(2) == 3, "each has had keys of its own"
+        assert supervisor.client.stats().deaths == 2
+        assert [actor.local_rank for actor in manager.actors] == [0, 1, 0]
+
+        await supervisor.scale(2)
+        await until(lambda: ray.available_resources().get("chip") == 1, "the return of its room")
+
+
+@on_one_loop
+async def test_no_room_is_a_crash_loop_in_the_end(nodes: Nodes) -> None:
+    nodes.add()
+    async with supervised(3, 2, restart=Restart(max_restarts=2, backoff_s=0.01)) as (supervisor, manager):
+        manager._room.timeout = 0.3
+        with pytest.raises(RoleError, match="engine 2 still runs"):
+            manager.start_engine(2)
+        nodes.lose()
+        with pytest.raises(EngineDead, match="engine 2 is in a crash loop: 3 deaths") as caught:
+            async with asyncio.timeout(60):
+                await supervisor.wait()
+        text = str(caught.value)
+        assert f"EngineCore_2 (pid {supervisor.engines[2].pid} on" in text
+        assert text.count("engine 2 could not be started: there was no room for engine 2 within 0.3 s") == 2
+        with pytest.raises(EngineDead, match="engine 2 is in a crash loop"):
+            supervisor.client.submit(ask("later"), engine=0)
+
+
+@on_one_loop
+async def test_a_crash_loop_has_the_cause_of_every_attempt(ray_cluster: Any, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    options = {"args": (str(flag),), "restart": Restart(max_restarts=1)}
+    async with supervised(2, 2, targets.serve_unless, **options) as (supervisor, _):
+        flag.touch()
+        first = supervisor.engines[1].pid
+        assert first
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(EngineDead, match="engine 1 is in a crash loop: 2 deaths") as caught:
+            async with asyncio.timeout(60):
+                await supervisor.wait()
+        text = str(caught.value)
+        assert f"EngineCore_1 (pid {first} on" in text
+        assert f"EngineCore_1 (pid {supervisor.engines[1].pid} on" in text
+        assert "exited with code 1; Ray says: ArithmeticError: the model does not fit any more" in text
+
+
+@on_one_loop
+async def test_in_lockstep_all_are_made_again(ray_cluster: Any) -> None:
+    async with supervised(2, 2, lockstep=True) as (supervisor, manager):
+        before = [each.pid or 0 for each in supervisor.engines]
+        os.kill(before[1], signal.SIGKILL)
+        await until(lambda: all(each.state == "running" and each.pid not in before for each in supervisor.engines))
+        await supervisor.wait_until_ready(30)
+        for rank in range(2):
+            assert len(await collected(supervisor.client.submit(ask(str(rank)), engine=rank))) == 3
+        assert all(map(gone, before))
+        assert [manager.next_incarnation(rank) for rank in range(2)] == [2, 2]
+
+
+@on_one_loop
+async def test_a_given_placement_group_is_moved_by_ray(nodes: Nodes) -> None:
+    nodes.add()
+    groups = [ray.util.placement_group([{"chip": float(targets.HEAD_CHIPS), "CPU": 1.0}])]  # only the head has so many
+    try:
+        assert groups[0].wait(30)
+        groups.append(ray.util.placement_group([{"chip": 1.0, "CPU": 1.0}]))
+        options = {"placement_groups": groups, "timeout": 60}
+        async with await CoreEngineActorManager.start(targets.leave, 2, 1, args=([None] * 2,), **options) as manager:
+            manager._room.timeout = 0.5
+            nodes.lose()
+            await until(lambda: "EngineCore_1" in manager.finished_procs())
+            with pytest.raises(EngineStartupError, match=r"no room for engine 1 within 0.5 s: its placement group is"):
+                await asyncio.to_thread(manager.start_engine, 1)
+            manager._room.timeout = 60.0
+            second_node = nodes.add()
+            actor = await asyncio.to_thread(manager.start_engine, 1)
+            assert (actor.node_id, actor.local_rank) == (second_node, 0)
+            assert manager.finished_procs() == {}
+            with pytest.raises(RoleError, match="2 placement groups were given, so there can be no 3 engines"):
+                manager.check_engine_count(3)
+    finally:
+        for each in groups:
+            ray.util.remove_placement_group(each)
