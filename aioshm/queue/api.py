@@ -508,9 +508,9 @@ class MessageQueue(QueueBase[T], AsyncClosing):
 
         What is seen where it lies is read-only: arrays, and a ``memoryview`` of what was bytes. A tensor cannot be:
         what is written to it reaches a private copy of the page (on Linux; elsewhere it ends the process), and nobody
-        else. The slot is held until the block ends, also by an exception. What is used after that is a copy, made when
-        the block ends for whatever is still held, up to 10 ms later, or at the end of the next lease, so that a loop's
-        own name for the message causes none.
+        else. The slot is held until the block ends, also by an exception. What is used after that is a copy, made of
+        whatever is still held at the end of the next lease, or some 10 ms after this one, unless a call waits for a
+        message then: so a loop's own name for the message causes none, however long the next one takes.
 
         A message of less than 512 KiB (one that was loaned: of less than 64 KiB) is what `dequeue` returns: copying it
         takes less time than a view.

@@ -12,11 +12,13 @@ import pytest
 import torch
 from children import child
 from pairs import attached
+from support import until
 
-from aioshm import MessageQueue, Options, PeerDied, QueueClosed, QueueEmpty, RoleError
+from aioshm import MessageQueue, Options, PeerDied, QueueClosed, QueueEmpty, ReaderEvicted, RoleError
+from aioshm.queue.local.leases import Leases
 
-LARGE = 300_000
-"""More than `leases.RESPITE_BYTES`."""
+LARGE = 600_000
+"""More than `leases.VIEW_BYTES`."""
 
 
 def _array(number: int, size: int) -> Any:
@@ -27,7 +29,7 @@ def _array(number: int, size: int) -> Any:
 @pytest.mark.parametrize("chunks", [1, 2, 3, 10])
 @pytest.mark.parametrize("size", [100, 5000, LARGE])
 async def test_what_is_kept_never_changes_while_the_writer_laps(size: int, chunks: int) -> None:
-    async with attached(1, chunks=chunks, chunk=1 << 19) as (writer, (reader,)):
+    async with attached(1, chunks=chunks, chunk=1 << 20) as (writer, (reader,)):
         kept = []
         for number in range(40):
             await writer.enqueue(_array(number, size), 5)
@@ -57,7 +59,7 @@ async def test_kept_tensors_never_change_either() -> None:
 
 
 async def test_a_kept_name_is_no_copy_until_the_next_lease_ends() -> None:
-    async with attached(1, chunks=4, chunk=1 << 19) as (writer, (reader,)):
+    async with attached(1, chunks=4, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue_many([_array(number, LARGE) for number in range(3)])
         async with reader.lease(5) as array:
             pass
@@ -71,7 +73,7 @@ async def test_a_kept_name_is_no_copy_until_the_next_lease_ends() -> None:
 
 
 async def test_a_kept_slot_goes_back_by_itself() -> None:
-    async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         for _ in range(3):
             await writer.enqueue(_array(1, LARGE))
             async with reader.lease(5) as array:
@@ -79,6 +81,89 @@ async def test_a_kept_slot_goes_back_by_itself() -> None:
             await writer.enqueue_many([_array(2, LARGE)] * 3, 5)  # needs every slot
             assert (array == 1).all()
             assert len([await reader.dequeue(5) for _ in range(3)]) == 3
+
+
+@pytest.fixture
+def respites(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Short respites, and one item for each time that the end of one is looked at."""
+    looked: list[None] = []
+    look = Leases._respite_ends
+
+    def counted(leases: Leases) -> None:
+        looked.append(None)
+        look(leases)
+
+    monkeypatch.setattr("aioshm.queue.local.leases.RESPITE_S", 0.001)
+    monkeypatch.setattr(Leases, "_respite_ends", counted)
+    return looked
+
+
+async def _lease(reader: MessageQueue) -> Any:
+    async with reader.lease(10) as array:
+        return array[0]
+
+
+@pytest.mark.parametrize("lent", [False, True])
+async def test_a_loop_that_waits_keeps_its_message_without_a_copy(lent: bool, respites: list[None]) -> None:
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
+        for number in range(3):
+            if lent:
+                async with writer.loan(LARGE, "uint8") as array:
+                    array[:] = number
+            else:
+                await writer.enqueue(_array(number, LARGE))
+            async with reader.lease(5) as leased:
+                assert (leased == number).all()
+            looked = len(respites)
+            waiting = asyncio.ensure_future(_lease(reader))
+            await until(lambda before=looked: len(respites) >= before + 3, "the respite goes on")
+            assert (leased == number).all()
+            del leased
+            await writer.enqueue(_array(100, LARGE))
+            assert await waiting == 100
+            assert reader.stats().copied_bytes == 0
+
+
+async def test_a_loop_that_waits_gives_a_message_up_that_the_writer_waits_for(respites: list[None]) -> None:
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
+        await writer.enqueue(_array(1, LARGE))
+        async with reader.lease(5) as leased:
+            pass
+        waiting = asyncio.ensure_future(_lease(reader))
+        await until(lambda: len(respites) >= 3, "the respite goes on")
+        await writer.enqueue_many([_array(2, LARGE)] * 3, 10)  # needs every chunk
+        assert await waiting == 2
+        assert (leased == 1).all()
+        assert LARGE <= reader.stats().copied_bytes < 1.1 * LARGE
+
+
+async def test_a_loop_that_waits_no_more_gives_its_message_up(respites: list[None]) -> None:
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
+        await writer.enqueue(_array(1, LARGE))
+        async with reader.lease(5) as leased:
+            pass
+        waiting = asyncio.ensure_future(_lease(reader))
+        await until(lambda: len(respites) >= 3, "the respite goes on")
+        waiting.cancel()
+        await until(lambda: writer.stats().backlog == 0, "the slot goes back")
+        assert (leased == 1).all()
+
+
+async def test_a_reader_that_is_dismissed_keeps_what_it_had(respites: list[None]) -> None:
+    async with attached(2, chunks=3, chunk=1 << 20) as (writer, (reader, other)):
+        await writer.enqueue(_array(1, LARGE))
+        await other.dequeue(5)
+        async with reader.lease(5) as leased:
+            pass
+        waiting = asyncio.ensure_future(_lease(reader))
+        await until(lambda: len(respites) >= 3, "the respite goes on")
+        writer.dismiss(0)
+        with pytest.raises(ReaderEvicted):
+            await waiting
+        for number in range(10):
+            await writer.enqueue(_array(100 + number, LARGE), 5)
+            await other.dequeue(5)
+        assert (leased == 1).all()
 
 
 async def _dequeue(reader: MessageQueue) -> Any:
@@ -100,7 +185,7 @@ async def _acquire_read(reader: MessageQueue) -> Any:
 
 @pytest.mark.parametrize("call", [_dequeue, _dequeue_many, _dequeue_nowait, _acquire_read])
 async def test_a_lease_is_over_before_the_next_call_reads(call: Callable[[MessageQueue], Awaitable[Any]]) -> None:
-    async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         for number in range(0, 40, 2):
             await writer.enqueue_many([_array(number, LARGE), _array(number + 1, LARGE)])
             async with reader.lease(5) as array:
@@ -117,7 +202,7 @@ async def test_a_lease_is_over_before_the_next_call_reads(call: Callable[[Messag
 @pytest.mark.parametrize("during", [True, False])
 @pytest.mark.parametrize("size", [5000, LARGE])
 async def test_closing_leaves_a_copy(size: int, during: bool) -> None:
-    async with attached(2, chunks=3, chunk=1 << 19) as (writer, (reader, other)):
+    async with attached(2, chunks=3, chunk=1 << 20) as (writer, (reader, other)):
         await writer.enqueue(_array(5, size))
         async with reader.lease(5) as array:
             if during:
@@ -133,7 +218,7 @@ async def test_closing_leaves_a_copy(size: int, during: bool) -> None:
 
 
 async def test_the_writer_closes_during_a_lease() -> None:
-    async with attached(1, chunks=3, chunk=1 << 19) as (writer, (reader,)):
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue_many([_array(5, LARGE), "last"])
         async with reader.lease(5) as array:
             await writer.aclose()
@@ -167,7 +252,7 @@ async def test_the_writer_dies_during_a_lease() -> None:
 @pytest.mark.parametrize("policy", ["raise", "evict"])
 async def test_a_reader_that_is_killed_during_a_lease_holds_nobody_up(policy: Any) -> None:
     options = Options(on_reader_death=policy)
-    async with MessageQueue(2, 2, max_chunk_bytes=1 << 19, max_chunks=2, slots=2, options=options) as writer:
+    async with MessageQueue(2, 2, max_chunk_bytes=1 << 20, max_chunks=2, slots=2, options=options) as writer:
         async with MessageQueue.create_from_handle(writer.export_handle(), 1) as survivor:
             async with child("lease", writer.export_handle().to_json(), "0") as leasing:
                 await asyncio.gather(writer.wait_until_ready(20), survivor.wait_until_ready(20))

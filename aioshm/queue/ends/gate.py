@@ -252,6 +252,11 @@ class Gate:
             return True
         return self._holder is not None and self._holder is self._caller()
 
+    @property
+    def waits(self) -> bool:
+        """Whether a call has entered, or waits to, and no block has a slot."""
+        return self._in_line > 0 and self._holder is None and not self.core.leased
+
     def leave(self) -> None:
         """End this task's turn."""
         self._holder = None

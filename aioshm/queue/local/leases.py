@@ -4,6 +4,11 @@ When a lease's block ends, the name after ``as`` usually still refers to the mes
 binds it anew. Making a copy for it each time would cost more than not leasing at all. So a large message that is still
 held gets a short respite: its slot goes back, with or without a copy, at the end of the next lease, before anything
 else is read, or after `RESPITE_S`, whatever comes first.
+
+A loop that waits for the next message in time has no chance to let go of this one. So while a call waits the respite
+goes on, unless the writer waits for room: what is kept is one slot and one chunk at most, so that only a run of messages
+that needs every chunk can miss it. That is looked at ever less often, for a reader that sleeps is to stay asleep: the
+writer waits no longer for it than this reader had waited for a message, and `LONGEST_RESPITE_S` at most.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from aioshm.ring.layout import Layout
 from aioshm.ring.window import Windows
 
 RESPITE_S = 0.010
+LONGEST_RESPITE_S = 0.16
 VIEW_BYTES = 512 * 1024
 """Smaller messages are leased as a copy: views, and finding out whether one is still held, cost more than that."""
 
@@ -32,6 +38,7 @@ class Leases:
         core: The reader's, which this releases slots of.
         loop: Calls back when a respite is over.
         writer_waits: Called when a slot went back and the writer is parked.
+        may_keep: Returns whether a call waits for a message, and the writer does not wait for room.
     """
 
     def __init__(
@@ -41,14 +48,17 @@ class Leases:
         core: ReaderCore,
         loop: asyncio.AbstractEventLoop,
         writer_waits: Callable[[], object],
+        may_keep: Callable[[], bool],
     ) -> None:
         self._windows = Windows(fd, layout)
         self._respites = layout.max_chunks > 2
         self._core = core
         self._loop = loop
         self._writer_waits = writer_waits
+        self._may_keep = may_keep
         self._kept: tuple[int, int, int] | None = None  # chunk, slot, bytes
         self._kept_at = 0.0
+        self._respite_s = RESPITE_S
         self._timer: asyncio.TimerHandle | None = None
 
     def view(self, chunk: int, nbytes: int) -> memoryview:
@@ -83,6 +93,10 @@ class Leases:
             self._core.skip()
             self._kept = chunk, index, nbytes
             self._kept_at = self._loop.time()
+            if self._timer is not None and self._respite_s > RESPITE_S:  # that of one that was waited after
+                self._timer.cancel()
+                self._timer = None
+            self._respite_s = RESPITE_S
             if self._timer is None:  # one for many leases: a timer for each would take as long as the rest
                 self._timer = self._loop.call_later(RESPITE_S, self._respite_ends)
             return
@@ -108,7 +122,10 @@ class Leases:
         self._timer = None
         if self._kept is None:
             return
-        left = self._kept_at + RESPITE_S - self._loop.time()
+        left = self._kept_at + self._respite_s - self._loop.time()
+        if left <= 0 and self._may_keep():
+            left = min(self._respite_s, LONGEST_RESPITE_S)
+            self._respite_s += left
         if left > 0:
             self._timer = self._loop.call_later(left, self._respite_ends)
         else:

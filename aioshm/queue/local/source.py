@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioshm.codec import Codec
 from aioshm.config import SlowReader
-from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerClosed, PeerDied
+from aioshm.errors import AioshmError, HandleError, LimitReached, MessagesLost, PeerClosed, PeerDied, SharedMemoryError
 from aioshm.lifeline.address import peer_credentials, socket_file
 from aioshm.lifeline.bell import Bell
 from aioshm.lifeline.dialer import Lifeline, dial, hang_up
@@ -124,7 +124,8 @@ class RingSource:
         self.waker = waker = WriterWaker(gate, ring, lifeline, loop)
 
         def make_leases() -> Leases:
-            return Leases(attachment.segment_fd, ring.layout, ring.core, loop, waker.slot_is_free)
+            fd, layout = attachment.segment_fd, ring.layout
+            return Leases(fd, layout, ring.core, loop, waker.slot_is_free, self._may_keep)
 
         slots: SlotReader | CopyingSlots
         if isinstance(core := ring.core, CopyingCore):
@@ -199,6 +200,12 @@ class RingSource:
 
     def _on_evicted(self) -> None:
         self._gate.refuse(functools.partial(eviction, self._gate, self._cursor))
+        with suppress(SharedMemoryError):  # there is no memory for a copy
+            self.settle()  # at once: the writer does not wait for what is kept any more
+
+    def _may_keep(self) -> bool:
+        """Return whether what a lease has kept may be kept on, as `Leases` has it."""
+        return self._gate.waits and not self._cursor.writer_parked[0]
 
     @property
     def bell(self) -> Bell | None:
