@@ -7,8 +7,8 @@ else is read, or after `RESPITE_S`, whatever comes first.
 
 A loop that waits for the next message in time has no chance to let go of this one. So while a call waits the respite
 goes on, unless the writer waits for room: what is kept is one slot and one chunk at most, so that only messages sent in
-one go that need every chunk can miss it. That is looked at ever less often, for a reader that sleeps is to stay asleep: the
-writer waits no longer for it than this reader had waited for a message, and `LONGEST_RESPITE_S` at most.
+one go that need every chunk can miss it. That is looked at ever less often, for a reader that sleeps is to stay asleep:
+the writer waits no longer for it than this reader had waited for a message, and `LONGEST_RESPITE_S` at most.
 """
 
 from __future__ import annotations
