@@ -83,28 +83,49 @@ async def test_a_kept_slot_goes_back_by_itself() -> None:
             assert len([await reader.dequeue(5) for _ in range(3)]) == 3
 
 
+class Respites:
+    """Short respites, whose ends are not looked at before the reader waits.
+
+    Attributes:
+        looks: How often they were since.
+    """
+
+    def __init__(self) -> None:
+        self.looks: int = 0
+        self._begun = False
+        self._look = Leases._respite_ends
+
+    def look(self, leases: Leases) -> None:
+        """Look at one, instead of the class."""
+        if self._begun:
+            self.looks += 1
+            self._look(leases)
+        else:
+            leases._timer = leases._loop.call_later(0.001, leases._respite_ends)
+
+    async def go_on(self, reader: MessageQueue) -> None:
+        """Wait until the reader waits, and the end of its respite has been looked at a few times."""
+        self._begun = False
+        await until(lambda: reader.end.gate.waits, "the reader waits")
+        self._begun, before = True, self.looks
+        await until(lambda: self.looks >= before + 3, "the respite goes on")
+
+
 @pytest.fixture
-def respites(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Short respites, and one item for each time that the end of one is looked at."""
-    looked: list[None] = []
-    look = Leases._respite_ends
-
-    def counted(leases: Leases) -> None:
-        looked.append(None)
-        look(leases)
-
+def respites(monkeypatch: pytest.MonkeyPatch) -> Respites:
+    found = Respites()
     monkeypatch.setattr("aioshm.queue.local.leases.RESPITE_S", 0.001)
-    monkeypatch.setattr(Leases, "_respite_ends", counted)
-    return looked
+    monkeypatch.setattr(Leases, "_respite_ends", lambda leases: found.look(leases))
+    return found
 
 
 async def _lease(reader: MessageQueue) -> Any:
-    async with reader.lease(10) as array:
+    async with reader.lease(30) as array:
         return array[0]
 
 
 @pytest.mark.parametrize("lent", [False, True])
-async def test_a_loop_that_waits_keeps_its_message_without_a_copy(lent: bool, respites: list[None]) -> None:
+async def test_a_loop_that_waits_keeps_its_message_without_a_copy(lent: bool, respites: Respites) -> None:
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         for number in range(3):
             if lent:
@@ -114,9 +135,8 @@ async def test_a_loop_that_waits_keeps_its_message_without_a_copy(lent: bool, re
                 await writer.enqueue(_array(number, LARGE))
             async with reader.lease(5) as leased:
                 assert (leased == number).all()
-            looked = len(respites)
             waiting = asyncio.ensure_future(_lease(reader))
-            await until(lambda before=looked: len(respites) >= before + 3, "the respite goes on")
+            await respites.go_on(reader)
             assert (leased == number).all()
             del leased
             await writer.enqueue(_array(100, LARGE))
@@ -124,39 +144,39 @@ async def test_a_loop_that_waits_keeps_its_message_without_a_copy(lent: bool, re
             assert reader.stats().copied_bytes == 0
 
 
-async def test_a_loop_that_waits_gives_a_message_up_that_the_writer_waits_for(respites: list[None]) -> None:
+async def test_a_loop_that_waits_gives_a_message_up_that_the_writer_waits_for(respites: Respites) -> None:
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue(_array(1, LARGE))
         async with reader.lease(5) as leased:
             pass
         waiting = asyncio.ensure_future(_lease(reader))
-        await until(lambda: len(respites) >= 3, "the respite goes on")
+        await respites.go_on(reader)
         await writer.enqueue_many([_array(2, LARGE)] * 3, 10)  # needs every chunk
         assert await waiting == 2
         assert (leased == 1).all()
         assert LARGE <= reader.stats().copied_bytes < 1.1 * LARGE
 
 
-async def test_a_loop_that_waits_no_more_gives_its_message_up(respites: list[None]) -> None:
+async def test_a_loop_that_waits_no_more_gives_its_message_up(respites: Respites) -> None:
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue(_array(1, LARGE))
         async with reader.lease(5) as leased:
             pass
         waiting = asyncio.ensure_future(_lease(reader))
-        await until(lambda: len(respites) >= 3, "the respite goes on")
+        await respites.go_on(reader)
         waiting.cancel()
         await until(lambda: writer.stats().backlog == 0, "the slot goes back")
         assert (leased == 1).all()
 
 
-async def test_a_reader_that_is_dismissed_keeps_what_it_had(respites: list[None]) -> None:
+async def test_a_reader_that_is_dismissed_keeps_what_it_had(respites: Respites) -> None:
     async with attached(2, chunks=3, chunk=1 << 20) as (writer, (reader, other)):
         await writer.enqueue(_array(1, LARGE))
         await other.dequeue(5)
         async with reader.lease(5) as leased:
             pass
         waiting = asyncio.ensure_future(_lease(reader))
-        await until(lambda: len(respites) >= 3, "the respite goes on")
+        await respites.go_on(reader)
         writer.dismiss(0)
         with pytest.raises(ReaderEvicted):
             await waiting
