@@ -27,7 +27,7 @@ from aioshm.engine import EngineSupervisor, Restart, WorkerGroup, die_with_paren
 from aioshm.errors import EngineDead, WorkerDied
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report, percentile
-from benchmarks.survival_outages import outages
+from benchmarks.survival_outages import Requests, outages
 
 ENGINES, WORKERS, STANDBYS = 4, 4, 1
 ASKING, CALLING = 16, 2
@@ -35,6 +35,8 @@ TOKENS = 6
 PERIOD_S, STOPPED_S = 0.3, 2.0
 PATIENCE_S = 60.0
 RESTART = Restart(max_restarts=1_000_000, backoff_s=0.01, backoff_max_s=0.1)
+AT_ONCE = Restart(max_restarts=1_000_000, backoff_s=0.001, backoff_max_s=0.001)
+"""Where one worker after the other is killed: what a policy waits before a second restart would come on top of it."""
 STANDBY_MS, COLD_MS = 100.0, 50.0
 MEMORY_MIB = 16.0
 
@@ -50,11 +52,11 @@ class Adder:
         return [number + self._rank for number in numbers]
 
 
-class Engine:
+class Engine(Requests):
     """Gives each request the numbers from 0 on, which its worker has added 0 to."""
 
     def __init__(self) -> None:
-        self._given: dict[str, int] = {}
+        super().__init__()
         self._group: WorkerGroup | None = None
 
     async def initialize(self, _metadata: object) -> dict[str, Any]:
@@ -62,28 +64,19 @@ class Engine:
         self._group = await WorkerGroup(Adder, 1).__aenter__()
         return {}
 
-    def add_request(self, request: dict[str, Any]) -> None:
-        """Begin."""
-        self._given[request["request_id"]] = 0
-
-    def abort_requests(self, ids: list[str]) -> None:
-        """Drop them."""
-        for request_id in ids:
-            self._given.pop(request_id, None)
-
     async def step(self) -> list[dict[str, Any]]:
         """Give each request its next number."""
-        if not self._given:
+        if not self.given:
             return []
         assert self._group is not None
-        [numbers] = await self._group.collective_rpc("add", (list(self._given.values()),))
+        [numbers] = await self._group.collective_rpc("add", (list(self.given.values()),))
         outputs = []
-        for request_id, number in zip(list(self._given), numbers, strict=True):
+        for request_id, number in zip(list(self.given), numbers, strict=True):
             output = {"request_id": request_id, "token": number}
-            self._given[request_id] += 1
+            self.given[request_id] += 1
             if number + 1 == TOKENS:
                 output["finish_reason"] = "length"
-                del self._given[request_id]
+                del self.given[request_id]
             outputs.append(output)
         return outputs
 
@@ -140,14 +133,35 @@ class Survival:
                 answers = await self._group.collective_rpc("add", ([number],), timeout=PATIENCE_S)
             except WorkerDied as error:
                 self._failed(error)
+            except TimeoutError as error:
+                if "and its successor is" in str(error) and any(f"(pid {pid})" in str(error) for pid in self._dead):
+                    self.counts["failed"] += 1  # all were never there at once: one after the other was killed
+                    self.counts["starved"] += 1
+                else:
+                    self._odd(error)
             except Exception as error:
                 self._odd(error)
             else:
-                if self._struck_at is not None and not any(each.state != "running" for each in self._group.workers):
+                if self._struck_at is not None and self._dead.isdisjoint(self._group.pids):
                     self.back_ms.append((time.monotonic() - self._struck_at) * 1e3)
                     self._struck_at = None
                 self._done(answers == [[number + rank] for rank in range(WORKERS)], f"a call has brought {answers}")
             await asyncio.sleep(0.002)
+
+    async def everyone_answers(self) -> bool:
+        """Return whether each engine and each worker answers, when nobody is killed any more."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                for rank in range(ENGINES):
+                    request = {"request_id": f"last {rank}"}
+                    stream = self._supervisor.client.submit(request, engine=rank)
+                    if [output["token"] async for output in stream] != list(range(TOKENS)):
+                        return False
+                answers: list[list[int]] = await self._group.collective_rpc("add", ([0],))
+                return answers == [[rank] for rank in range(WORKERS)]
+        except Exception as error:
+            self._odd(error)
+            return False
 
     async def strike(self, seed: int) -> None:
         """Kill and stop processes at random."""
@@ -197,12 +211,19 @@ def _resume(process: psutil.Process) -> None:
         process.resume()
 
 
-async def _replacements(standbys: int, kills: int) -> list[float]:
-    """Return how long after each kill of a worker the next call of it was answered, in milliseconds."""
-    took = []
-    async with WorkerGroup(Adder, 2, restart=RESTART, standbys=standbys) as group:
+async def _replacements(standbys: int, kills: int) -> tuple[list[float], list[float]]:
+    """Return how long after each kill of a worker the next call of it was answered, and what starts take in between.
+
+    Both in milliseconds. A start is that of a worker of the same kind, until it is made; without standbys, one is
+    measured before each kill.
+    """
+    took: list[float] = []
+    starts: list[float] = []
+    async with WorkerGroup(Adder, 2, restart=AT_ONCE, standbys=standbys) as group:
         for number in range(kills):
             rank = number % 2
+            if not standbys:
+                starts.append(await _start_ms())
             async with asyncio.timeout(PATIENCE_S):
                 while group.standbys < standbys or any(each.state != "running" for each in group.workers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
@@ -216,33 +237,32 @@ async def _replacements(standbys: int, kills: int) -> list[float]:
                     if group.pids[rank] != victim:
                         break
             took.append((time.monotonic() - began) * 1e3)
-    return took
+    return took, starts
 
 
-async def _starts(count: int) -> list[float]:
-    """Return how long a worker takes to start, in milliseconds."""
-    took = []
-    for _ in range(count):
-        began = time.monotonic()
-        async with WorkerGroup(Adder, 1):
-            took.append((time.monotonic() - began) * 1e3)
-    return took
+async def _start_ms() -> float:
+    """Return how long a worker takes from the start of its process until it is made, in milliseconds."""
+    began = time.monotonic()
+    async with WorkerGroup(Adder, 1):
+        return (time.monotonic() - began) * 1e3
 
 
 async def measure_replacements(report: Report, kills: int) -> None:
     """Kill workers one at a time, with a standby and without."""
-    for case, standbys, number in (("standby", STANDBYS, kills), ("cold", 0, max(3, kills // 4))):
+    for case, standbys, number in (("standby", STANDBYS, kills), ("cold", 0, max(3, kills // 2))):
         progress(f"{number} workers killed one at a time, {case}")
-        took = await _replacements(standbys, number)
+        took, starts = await _replacements(standbys, number)
         result = report.result(f"next call, {case}", "aioshm", 2)
         result.add(p50_ms=percentile(took, 50), p99_ms=percentile(took, 99))
         text = f"the next call of a worker that was killed, p99 of {number}"
         if standbys:
             report.hold(f"{text}, from a standby", percentile(took, 99), "ms", STANDBY_MS)
         else:
-            start = percentile(await _starts(max(3, kills // 8)), 50)
-            result.add(start_ms=start)
-            report.hold(f"{text}, from a new process, beyond its start", percentile(took, 99) - start, "ms", COLD_MS)
+            result.add(start_p50_ms=percentile(starts, 50), start_p99_ms=percentile(starts, 99))
+            for which in (50, 99):
+                beyond = percentile(took, which) - percentile(starts, which)
+                text = f"the next call of a worker that was killed, from a new process, p{which} beyond p{which} of"
+                report.hold(f"{text} {number} starts", beyond, "ms", COLD_MS)
 
 
 async def run(settings: Settings, report: Report) -> None:
@@ -271,13 +291,15 @@ async def run(settings: Settings, report: Report) -> None:
         await asyncio.sleep(STOPPED_S)
         await asyncio.gather(*work)
         after = await _settled(supervisor, group)
+        well = await survival.everyone_answers()
     counts, result = survival.counts, report.result("survival", "aioshm", ENGINES + WORKERS)
-    for name in ("requests", "completed", "failed", "killed", "stopped"):
+    for name in ("requests", "completed", "failed", "starved", "killed", "stopped"):
         result.add(**{name: counts[name]})
     for oddity in survival.oddities[:10]:
         progress(f"odd: {oddity}")
     unanswered = counts["requests"] - counts["completed"] - counts["failed"]
     report.hold("requests that were neither completed nor failed with the name of a dead process", unanswered, "", 0)
+    report.hold("engines and workers that do not all answer when it is over", float(not well), "", 0)
     for name in ("hung", "wrong", "nameless", "other errors"):
         report.hold(name, counts[name], "", 0)
     for name, bound, unit in (("processes", 0, ""), ("descriptors", 0, ""), ("memory_mib", MEMORY_MIB, "MiB")):

@@ -26,35 +26,43 @@ PATIENCE_S = 60.0
 BACK_MS, SHARE = 100.0, 0.9
 
 
-class Device:
-    """Takes a fixed time for each step, in which each request gets a token."""
+class Requests:
+    """The requests of an engine.
+
+    Attributes:
+        given: How many tokens each has been given.
+    """
 
     def __init__(self) -> None:
-        self._given: dict[str, int] = {}
+        self.given: dict[str, int] = {}
+
+    def add_request(self, request: dict[str, Any]) -> None:
+        """Begin."""
+        self.given[request["request_id"]] = 0
+
+    def abort_requests(self, ids: list[str]) -> None:
+        """Drop them."""
+        for request_id in ids:
+            self.given.pop(request_id, None)
+
+
+class Device(Requests):
+    """Takes a fixed time for each step, in which each request gets a token."""
 
     def initialize(self, _metadata: object) -> dict[str, Any]:
         """Be ready at once."""
         return {}
 
-    def add_request(self, request: dict[str, Any]) -> None:
-        """Begin."""
-        self._given[request["request_id"]] = 0
-
-    def abort_requests(self, ids: list[str]) -> None:
-        """Drop them."""
-        for request_id in ids:
-            self._given.pop(request_id, None)
-
     async def step(self) -> list[dict[str, Any]]:
         """Give each request its next token."""
         await asyncio.sleep(STEP_S)
         outputs = []
-        for request_id in list(self._given):
-            self._given[request_id] += 1
+        for request_id in list(self.given):
+            self.given[request_id] += 1
             output: dict[str, Any] = {"request_id": request_id}
-            if self._given[request_id] == TOKENS:
+            if self.given[request_id] == TOKENS:
                 output["finish_reason"] = "length"
-                del self._given[request_id]
+                del self.given[request_id]
             outputs.append(output)
         return outputs
 

@@ -163,7 +163,7 @@ def test_survival(loop: str) -> None:
     assert outages["figures"]["back_p50_ms"]["median"] > 0
     assert outages["figures"]["share"]["median"] > 0
     counted = [promise for promise in report["promises"] if promise["unit"] == ""]
-    assert len(counted) == 7
+    assert len(counted) == 8
     assert [promise for promise in counted if not promise["kept"]] == [], done.stderr
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aioshm.config import Options
 from aioshm.engine.workers.channel import Call, Channel
-from aioshm.engine.workers.crew import WorkerCrew
+from aioshm.engine.workers.crew import Member, WorkerCrew
 from aioshm.engine.workers.envelope import CALL, FAILURE, ITEM, STREAM, Envelope, Request, Undecodable
 from aioshm.engine.workers.fate import Fate
 from aioshm.engine.workers.inbox import Inbox, Waiter
@@ -31,6 +31,8 @@ class Calls:
         fate: The group's.
         steps: Returns how many steps were sent to all workers.
         catch_up: Called when a call waits for an idle worker, and some have steps to do for which nobody waits.
+        on_lost: Called with a worker whose queue has ended, but not its process.
+        describe_absent: Says who has died and has no successor yet.
     """
 
     def __init__(
@@ -43,9 +45,12 @@ class Calls:
         *,
         steps: Callable[[], int],
         catch_up: Callable[[], None],
+        on_lost: Callable[[Member], None],
+        describe_absent: Callable[[], str],
     ) -> None:
         self._crew, self._schedule, self._sizes, self._options = crew, schedule, sizes, options
         self._steps, self._catch_up, self._fate = steps, catch_up, fate
+        self._on_lost, self._describe_absent = on_lost, describe_absent
         fate.on_end.append(self._end)
         schedule.on_turn = self._has_turn
         self._inbox = Inbox(self._received, self._ended)
@@ -173,7 +178,8 @@ class Calls:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise TimeoutError(f"{call.method}: {self._waits_for(call)} within {timeout} s") from None
+            absent = f": {said}" if not call.sent and (said := self._describe_absent()) else ""
+            raise TimeoutError(f"{call.method}: {self._waits_for(call)} within {timeout} s{absent}") from None
 
     def _waits_for(self, call: Call) -> str:
         rank = call.wanted if call.channel is None else call.channel.rank
@@ -230,7 +236,7 @@ class Calls:
 
     def _check_lost(self, channel: Channel) -> None:
         if not channel.closed:
-            self._fate.end(self._crew.death(channel.rank))
+            self._on_lost(channel.member)
 
     # Workers come and go
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +14,7 @@ from aioshm.config import Options
 from aioshm.engine.workers.performing import Step
 from aioshm.engine.workers.process import LoopFactory, Place, run_worker
 from aioshm.errors import WorkerDied
+from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.state import SUSPECT_STATES, process_state
@@ -37,6 +38,7 @@ class Member:
         self.process: Child = process
         self.exited: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
         self._pipe = pipe
+        self._handle: str | None = None
 
     @property
     def pid(self) -> int:
@@ -55,6 +57,16 @@ class Member:
             OSError: It has exited.
         """
         self._pipe.send(what)
+
+    async def handle(self) -> str:
+        """Return the handle of its queue, which is the first that it says.
+
+        Raises:
+            EOFError, OSError: It has exited, or closed the pipe.
+        """
+        if self._handle is None:
+            self._handle = str(await self.message())
+        return self._handle
 
     async def message(self) -> Any:
         """Return what it says next, see `run_worker`.
@@ -140,8 +152,8 @@ class WorkerCrew:
         """The process ids of the workers, by rank."""
         return [member.pid for _, member in sorted(self.workers.items())]
 
-    def start(self, rank: int | None, imported: object) -> tuple[Child, Connection]:
-        """Start one more process, for `take_in`; blocks for some milliseconds, may be called in a thread.
+    async def start(self, rank: int | None, imported: object = None) -> Member:
+        """Start one more process.
 
         Args:
             rank: Which worker it is to be; None: a standby.
@@ -157,17 +169,17 @@ class WorkerCrew:
             name = f"{self._name}_{rank}"
             if name in self._members:  # the one that has died
                 self.dismiss(self._members[name])
+        process, pipe = await in_thread(lambda: self._start(name, imported))
+        member = self._members[name] = Member(name, None, process, pipe)
+        self._watch.add([process], managed=True)
+        return member
+
+    def _start(self, name: str, imported: object) -> tuple[Child, Connection]:
         with ExitStack() as mine, ExitStack() as theirs:
             reading, writing = self._pipe(mine, theirs)
             process = self._manager.start_more(self._job(name, writing, imported))
             mine.pop_all()
         return process, reading
-
-    def take_in(self, process: Child, pipe: Connection) -> Member:
-        """Watch a process that was started."""
-        member = self._members[process.name] = Member(process.name, None, process, pipe)
-        self._watch.add([process], managed=True)
-        return member
 
     def place(self, member: Member, rank: int, construction: Step | None = None) -> None:
         """Let a process be the worker of a rank; the one before is forgotten, which has exited."""
@@ -183,11 +195,6 @@ class WorkerCrew:
         if self._members.get(member.name) is member:
             del self._members[member.name]
         self._manager.discard(member.process)
-
-    def dismiss_soon(self, member: Member) -> None:
-        """Kill a process, and forget it when it has exited."""
-        member.process.kill()
-        member.exited.add_done_callback(lambda _: self.dismiss(member))
 
     async def stop_worker(self, rank: int, patience: float) -> None:
         """Wait for a worker to exit by itself, then stop it."""
@@ -212,15 +219,18 @@ class WorkerCrew:
             of_workers = {rank: ProcessExit(process.name, process.pid, None)}
         return self._error(of_workers, "")
 
-    def death_of(self, member: Member, story: str = "") -> Callable[[], WorkerDied]:
-        """Return what makes the error for one that has exited; ``story`` says more."""
-        assert member.rank is not None
-        return self._error({member.rank: member.exited.result()}, story)
+    def death_of(self, rank: int, story: str = "") -> Callable[[], WorkerDied]:
+        """Return what makes the error for a worker that has exited, or could never be started; ``story`` says more."""
+        if rank not in self.workers:
+            return functools.partial(WorkerDied, rank, f"{self._name}_{rank}", None, None, story)
+        return self._error({rank: self.workers[rank].exited.result()}, story)
 
     def _error(self, exits: dict[int, ProcessExit], story: str) -> Callable[[], WorkerDied]:
         rank, first = min(exits.items())
         text = ", ".join(exits[each].describe() for each in sorted(exits))
-        tail = self._manager.last_lines(first.name)
+        tail = []
+        with suppress(ValueError):  # it was dismissed, and no other one could be started
+            tail = self._manager.last_lines(first.name)
         more = f"{text}; {story}" if story else text
         return functools.partial(WorkerDied, rank, first.name, first.pid, first.exitcode, more, tail)
 

@@ -45,8 +45,8 @@ def run_worker(
 ) -> None:
     """Work until the driver closes its queue, or dies; what a `WorkerGroup` starts.
 
-    The driver is told True when everything is imported, gets to know the handle of this worker's queue when it has said
-    which worker this is (`Place`), and the outcome of ``construction``, if there is one.
+    The driver is told the handle of this worker's queue when everything is imported, and the outcome of
+    ``construction``, if there is one, when it has said which worker this is (`Place`).
 
     Args:
         driver: A pipe to the driver.
@@ -58,12 +58,13 @@ def run_worker(
     """
     with driver, asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.get_loop()
+        answers = MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)
         try:
-            driver.send(True)
+            driver.send(answers.export_handle().to_json())
             place: Place = driver.recv()
         except (EOFError, OSError):  # the group was closed before it needed this one
+            answers.end.gate.discard()
             return
-        answers = MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)
         runner.run(_work(place, driver, answers, chunk_bytes, chunks, options))
 
 
@@ -74,7 +75,6 @@ async def _work(
     async with answers, MessageQueue.create_from_handle(handle, rank) as steps:
         if construction is not None:
             await steps.wait_until_ready()
-        driver.send(answers.export_handle().to_json())
         performer = Performer(rank)
         try:
             if construction is not None:

@@ -11,24 +11,13 @@ from aioshm.engine.workers.answers import WorkerAnswers
 from aioshm.engine.workers.crew import Member, WorkerCrew
 from aioshm.engine.workers.performing import Step
 from aioshm.errors import AioshmError
-from aioshm.process.background import in_thread
+from aioshm.process.lives import Life, bring_back
 from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 EXIT_WITHIN_S = 5.0
 """How long a process whose pipe has ended, or that was killed, may take to exit."""
-
-
-class _Life:
-    """The processes of one worker, one after the other."""
-
-    def __init__(self, rank: int, restart: Restart) -> None:
-        self.rank = rank
-        self.history = RestartHistory(restart)
-        self.state: ProcessPhase = "running"
-        self.cause = ""
-        self.task: asyncio.Task[None] | None = None
 
 
 class Replacing:
@@ -66,7 +55,10 @@ class Replacing:
         self._restart, self._wanted = restart, standbys
         self._construction, self._calls, self._ready_timeout = construction, calls, ready_timeout
         self._on_back, self._on_end, self._on_change = on_back, on_end, on_change
-        self._lives = {rank: _Life(rank, restart) for rank in crew.workers}
+        self._lives: dict[int, Life] = {}
+        for rank, member in crew.workers.items():
+            life = self._lives[rank] = Life(rank, restart)
+            life.pid, life.state = member.pid, "running"
         self._standbys: list[Member] = []
         self._of_standbys = RestartHistory(restart)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,7 +68,7 @@ class Replacing:
     @property
     def workers(self) -> tuple[RankInfo, ...]:
         """The workers, by rank."""
-        return tuple(self._info(life) for _, life in sorted(self._lives.items()))
+        return tuple(life.info for _, life in sorted(self._lives.items()))
 
     @property
     def standbys(self) -> int:
@@ -85,26 +77,35 @@ class Replacing:
 
     def died(self, member: Member) -> None:
         """Replace a process that has exited."""
+        cause = member.exited.result().describe()
         if member in self._standbys:
             self._standbys.remove(member)
             self._crew.dismiss(member)
-            self._fill()
+            self._fill(cause)
             return
         life = None if member.rank is None else self._lives.get(member.rank)
-        if life is not None and (life.task is None or life.task.done()):  # else the task sees it
-            life.task = self._spawn(self._replace(life, member), f"worker-{life.rank}")
+        if life is not None and life.state == "running":  # else the task that starts it sees that
+            self._replace(life, cause)
 
     def add(self, rank: int) -> asyncio.Task[None]:
         """Have one more worker, and return the task that is done when it is made."""
-        life = self._lives[rank] = _Life(rank, self._restart)
-        life.task = self._spawn(self._replace(life, None), f"worker-{rank}")
-        return life.task
+        life = self._lives[rank] = Life(rank, self._restart)
+        return self._replace(life, "")
 
     def remove(self, rank: int) -> None:
         """Have no worker of this rank any more."""
         life = self._lives.pop(rank)
         if life.task is not None:
             life.task.cancel()
+
+    def describe_absent(self) -> str:
+        """Say how the workers have died that have no successor yet, and how far those are."""
+        said = []
+        for info in self.workers:
+            if info.state != "running":
+                who = f"{info.cause}, and its successor" if info.cause else f"worker {info.rank}"
+                said.append(f"{who} is {info.state}{f' (pid {info.pid})' if info.state == 'starting' else ''}")
+        return "; ".join(said)
 
     async def aclose(self) -> None:
         """Replace nothing any more. Idempotent."""
@@ -114,46 +115,54 @@ class Replacing:
 
     # One that takes a rank
 
-    async def _replace(self, life: _Life, dead: Member | None) -> None:
-        """Have a process take a rank, again and again, until one is made or a crash loop is found."""
-        cause = "" if dead is None else dead.exited.result().describe()
-        while True:
-            if dead is not None:
-                life.cause = cause
-                delay = life.history.died(self._loop.time(), cause)
-                if delay is None:
-                    self._on_end(self._crew.death_of(dead, f"a crash loop: {life.history.story}"))
-                    return
-                logger.warning("%s; its restart is number %d", cause, life.history.restarts)
-                self._set(life, "waiting")
-                await asyncio.sleep(delay)
-            member = self._standbys.pop(0) if self._standbys else None
-            self._fill()
-            if member is None:
-                member = self._crew.take_in(*await in_thread(lambda: self._crew.start(life.rank, None)))
-            self._set(life, "starting")
-            cause = await self._make(life, member)
-            if not cause:
-                self._set(life, "running")
-                logger.info("%s is worker %d: pid %d", member.name, life.rank, member.pid)
-                self._on_back(life.rank)
-                await self._answers.close_former()
-                return
-            dead = member
+    def _replace(self, life: Life, cause: str) -> asyncio.Task[None]:
+        life.task = self._spawn(self._bring_back(life, cause), f"worker-{life.rank}")
+        return life.task
 
-    async def _make(self, life: _Life, member: Member) -> str:
+    async def _bring_back(self, life: Life, cause: str) -> None:
+        """Have a process take a rank; ``cause`` is how the one before has died, if there was one."""
+
+        def wait(cause: str) -> None:
+            life.cause = cause
+            logger.warning("%s; its restart is number %d", cause, life.history.restarts)
+            self._set(life, "waiting")
+
+        if not await bring_back(life.history, cause, lambda: self._start(life), wait):
+            self._on_end(self._crew.death_of(life.rank, f"a crash loop: {life.history.story}"))
+
+    async def _start(self, life: Life) -> str:
+        """Let a standby, or else a new process, be a worker; return why it is none, or an empty string."""
+        crew, rank = self._crew, life.rank
+        try:
+            member = self._standbys.pop(0) if self._standbys else await crew.start(rank)
+        except Exception as error:
+            return f"worker {rank} could not be started: {error}"
+        life.pid = member.pid
+        self._set(life, "starting")
+        cause = await self._make(rank, member)
+        if not cause:
+            self._set(life, "running")  # whoever dies from now on is replaced by another task
+            logger.info("%s is worker %d: pid %d", member.name, rank, member.pid)
+            self._on_back(rank)
+            self._spawn(self._answers.close_former(), "closes")
+        self._fill()  # not before: what the start of a process takes is the successor's
+        return cause
+
+    async def _make(self, rank: int, member: Member) -> str:
         """Let a process be a worker; return why it is none, by which time it has exited, or an empty string."""
         cause, within_s = "", self._ready_timeout
         try:
             async with asyncio.timeout(within_s):
-                self._crew.place(member, life.rank, self._construction)
-                said = await member.message()
-                handle = said if isinstance(said, str) else await member.message()  # a standby has said True before
+                self._crew.place(member, rank, self._construction)
+                handle = await member.handle()
                 well, failure = await member.message()
-            if well:
-                self._answers.attach(life.rank, handle, self._calls())
+            if well and not member.exited.done():
+                self._answers.attach(rank, handle, self._calls())
                 return ""
-            cause = f"{member.name} (pid {member.pid}) could not be made: {failure}"
+            if not well:
+                cause = f"{member.name} (pid {member.pid}) could not be made: {failure}"
+        except AioshmError as error:
+            cause = f"the queue of {member.name} (pid {member.pid}) cannot be attached to: {error}"
         except TimeoutError:
             cause = f"{member.name} (pid {member.pid}) was not made after {within_s:g} s, and was killed"
         except (EOFError, OSError):
@@ -164,43 +173,41 @@ class Replacing:
 
     # Standbys
 
-    def _fill(self) -> None:
+    def _fill(self, cause: str = "") -> None:
+        """Start as many standbys as are wanted; ``cause`` is how one has died, if one has."""
         if len(self._standbys) < self._wanted and (self._filling is None or self._filling.done()):
-            self._filling = self._spawn(self._start_standbys(), "standbys")
+            self._filling = self._spawn(self._start_standbys(cause), "standbys")
 
-    async def _start_standbys(self) -> None:
-        imported = self._construction[0]
+    async def _start_standbys(self, cause: str) -> None:
         while len(self._standbys) < self._wanted:
+            if not await bring_back(self._of_standbys, cause, self._start_standby, logger.warning):
+                logger.error("no standbys any more: %s", self._of_standbys.story)
+                self._wanted = 0
             cause = ""
-            try:
-                member = self._crew.take_in(*await in_thread(lambda: self._crew.start(None, imported)))
-            except Exception as error:
-                cause = f"a standby could not be started: {error}"
-            else:
-                try:
-                    await member.message()
-                    self._standbys.append(member)
-                except (EOFError, OSError):
-                    cause = f"{member.name} (pid {member.pid}) has exited before it was needed"
-                    self._crew.dismiss_soon(member)
-            if cause:
-                delay = self._of_standbys.died(self._loop.time(), cause)
-                if delay is None:
-                    logger.error("no standbys any more: %s", self._of_standbys.story)
-                    self._wanted = 0
-                    return
-                await asyncio.sleep(delay)
+
+    async def _start_standby(self) -> str:
+        crew = self._crew
+        try:
+            member = await crew.start(None, self._construction[0])
+        except Exception as error:
+            return f"a standby could not be started: {error}"
+        try:
+            await member.handle()
+        except (EOFError, OSError):
+            await asyncio.wait([member.exited], timeout=EXIT_WITHIN_S)
+            member.process.kill()
+            await member.exited
+        if member.exited.done():
+            crew.dismiss(member)
+            return f"{member.exited.result().describe()} before it was needed"
+        self._standbys.append(member)
+        return ""
 
     # What is said
 
-    def _set(self, life: _Life, state: ProcessPhase) -> None:
+    def _set(self, life: Life, state: ProcessPhase) -> None:
         life.state = state
-        self._on_change(self._info(life))
-
-    def _info(self, life: _Life) -> RankInfo:
-        member = self._crew.workers.get(life.rank)
-        pid = None if member is None else member.pid
-        return RankInfo(life.rank, pid, life.state, life.history.restarts, life.cause)
+        self._on_change(life.info)
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=f"aioshm-replaces-{what}")

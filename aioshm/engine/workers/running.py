@@ -91,7 +91,16 @@ class Running:
             raise
         self._answers = WorkerAnswers(settings.options)
         schedule = self._schedule = Schedule()
-        steps = self.steps = Steps(n_workers, self._queue, self.crew, self._answers, schedule, fate)
+        steps = self.steps = Steps(
+            n_workers,
+            self._queue,
+            self.crew,
+            self._answers,
+            schedule,
+            fate,
+            on_lost=lambda member: this._worker_lost(member),
+            describe_absent=lambda: this._describe_absent(),
+        )
         self.calls = Calls(
             self.crew,
             schedule,
@@ -100,6 +109,8 @@ class Running:
             fate,
             steps=lambda: steps.sent,
             catch_up=steps.catch_up,
+            on_lost=lambda member: this._worker_lost(member),
+            describe_absent=lambda: this._describe_absent(),
         )
         self.replacing: Replacing | None = None
 
@@ -112,8 +123,7 @@ class Running:
                 for rank, member in crew.workers.items():
                     crew.place(member, rank)
                 for rank, member in crew.workers.items():
-                    await member.message()
-                    self._answers.attach(rank, await member.message())
+                    self._answers.attach(rank, await member.handle())
                     missing.discard(rank)
             except (EOFError, OSError):
                 await steps.lost(min(missing))
@@ -189,13 +199,23 @@ class Running:
         for member in gone:
             rank = member.rank
             if rank is not None and rank not in self.steps.absent and rank < self.n_workers:
-                failure = self.crew.death_of(member)
+                failure = self.crew.death_of(rank)
                 self.steps.away([rank])
                 self.steps.break_step(failure)
                 self.calls.died(rank, failure)
             self.replacing.died(member)
         if self._schedule.waits_for_any():
             self.steps.catch_up()
+
+    def _worker_lost(self, member: Member) -> None:
+        """Have a worker end whose queue has ended, but not its process."""
+        if self.replacing is None:
+            self._fate.end(self.crew.death(member.rank or 0))
+        else:
+            member.process.kill()
+
+    def _describe_absent(self) -> str:
+        return "" if self.replacing is None else self.replacing.describe_absent()
 
     def _worker_back(self, rank: int) -> None:
         self.calls.back(rank, self.steps.sent)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn
 
 from aioshm.engine.workers.answers import WorkerAnswers, WorkerLost
-from aioshm.engine.workers.crew import WorkerCrew
+from aioshm.engine.workers.crew import Member, WorkerCrew
 from aioshm.engine.workers.fate import Fate
 from aioshm.engine.workers.performing import Step
 from aioshm.engine.workers.schedule import Schedule
@@ -16,7 +16,7 @@ from aioshm.errors import AioshmError, PeerDied, WorkerError
 from aioshm.queue import MessageQueue
 
 CODE_WITHIN_S = 1.0
-"""How long a worker whose queue is closed may take to exit, before it is told without its exit code."""
+"""How long a worker whose queue is closed may take to exit, before it is killed, or told without its exit code."""
 
 
 class Steps:
@@ -28,6 +28,8 @@ class Steps:
         answers: Their queues.
         schedule: Is told who has a step to do.
         fate: The group's.
+        on_lost: Called with a worker whose queue has ended, but not its process.
+        describe_absent: Says who has died and has no successor yet.
 
     Attributes:
         n_workers: How many workers answer.
@@ -43,8 +45,12 @@ class Steps:
         answers: WorkerAnswers,
         schedule: Schedule,
         fate: Fate,
+        *,
+        on_lost: Callable[[Member], None],
+        describe_absent: Callable[[], str],
     ) -> None:
         self.n_workers = n_workers
+        self._on_lost, self._describe_absent = on_lost, describe_absent
         self._queue, self._crew, self._answers, self._schedule = queue, crew, answers, schedule
         self._fate = fate
         fate.on_end.append(self._break_off)
@@ -84,7 +90,8 @@ class Steps:
             if (failure := self._fate.failure or (None if waits else self._broken)) is not None:
                 raise failure() from None
             waits = waits or f"no answer from {self._crew.describe(sorted(missing))}"
-            raise TimeoutError(f"{what}: {waits} within {timeout} s") from None
+            absent = f": {self._describe_absent()}" if self.absent else ""
+            raise TimeoutError(f"{what}: {waits} within {timeout} s{absent}") from None
 
     async def exchange(self, what: str, step: Step, missing: set[int]) -> list[Any]:
         """Send a step, and return the results by rank; in this call's turn.
@@ -146,10 +153,12 @@ class Steps:
 
     async def lost(self, rank: int) -> NoReturn:
         """Raise what has become of a worker whose queue is closed or broken."""
+        member = self._crew.workers[rank]
         with suppress(TimeoutError):
             async with asyncio.timeout(CODE_WITHIN_S):
                 await self._fate.ended.wait()  # where workers are replaced, the end of this step interrupts that
-        self._fate.end(self._crew.death(rank))
+        self._on_lost(member)
+        await self._fate.ended.wait()
         assert self._fate.failure is not None
         raise self._fate.failure()
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support import until
 
 from aioshm import Options, QueueClosed, RoleError, WorkerDied
 from aioshm.engine import RankInfo, Restart, WorkerGroup
+from aioshm.engine.workers.crew import Member
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -117,12 +119,111 @@ async def test_one_that_is_not_made_in_time_is_killed_and_tried_again(tmp_path: 
         group._running.replacing._ready_timeout = 0.5  # type: ignore[union-attr]
         flag.touch()
         os.kill(group.pids[0], signal.SIGKILL)
+        await until(lambda: group.workers[0].state == "starting")
+        victim = group.workers[0].pid
         await until(lambda: "was not made after 0.5 s, and was killed" in group.workers[0].cause)
-        with pytest.raises(TimeoutError, match="waits for the successors of workers that have died"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"waits for the successors of workers that have died within 0.01 s: "
+            rf"Worker_0 \(pid {victim}\) was .*, and its successor is (waiting|starting \(pid \d+\))",
+        ):
             await group.collective_rpc("add", timeout=0.01)
         group._running.replacing._ready_timeout = None  # type: ignore[union-attr]
         flag.unlink()
         assert await group.collective_rpc("add", timeout=60) == [0]
+
+
+async def test_a_successor_that_dies_the_moment_it_is_back_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with group_of(1) as group:
+        answers = group._running._answers  # type: ignore[union-attr]
+        free, close_former = asyncio.Event(), answers.close_former
+
+        async def close_late() -> None:  # as where the loop has much else to do
+            await free.wait()
+            await close_former()
+
+        monkeypatch.setattr(answers, "close_former", close_late)
+        os.kill(group.pids[0], signal.SIGKILL)
+        async for change in group.membership():
+            if change.state == "running":
+                os.kill(change.pid or 0, signal.SIGKILL)
+                break
+        await until(lambda: group.workers[0].restarts == 2)
+        with suppress(WorkerDied):  # if it came before that was noticed
+            await group.collective_rpc("add", timeout=60)
+        assert await group.collective_rpc("add", timeout=60) == [0]
+        free.set()
+
+
+@pytest.mark.parametrize("standbys", [0, 1])
+async def test_one_that_dies_before_it_is_known_to_be_there_is_replaced_too(
+    standbys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: dict[int | None, int] = {}
+
+    async def kill_first(member: Member) -> Any:
+        said = await message(member)
+        if member.rank not in killed and (
+            member.rank is None or isinstance(said, tuple)
+        ):  # a standby; one that is made
+            killed[member.rank] = member.pid
+            os.kill(member.pid, signal.SIGKILL)
+            await asyncio.wait([member.exited])
+        return said
+
+    async with group_of(1) as group:
+        message = Member.message
+        monkeypatch.setattr(Member, "message", kill_first)
+        replacing = group._running.replacing  # type: ignore[union-attr]
+        replacing._wanted = standbys
+        replacing._fill()
+        await until(lambda: group.standbys == standbys)
+        assert list(killed) == [None] * standbys
+        os.kill(group.pids[0], signal.SIGKILL)
+        await until(lambda: group.workers[0].state == "running" and group.workers[0].restarts == 2)
+        assert group.pids[0] not in killed.values()
+        assert await group.collective_rpc("add", timeout=60) == [0]
+
+
+async def test_a_worker_whose_queue_has_ended_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioshm.engine.workers.steps.CODE_WITHIN_S", 0.05)
+    monkeypatch.setattr("aioshm.engine.workers.calls.CODE_WITHIN_S", 0.05)
+    async with group_of(2) as group:
+        for call in (
+            lambda: group.collective_rpc("hang_up", (0,), timeout=60),
+            lambda: group.call(0, "hang_up", 0, timeout=60),
+        ):
+            pid = group.pids[0]
+            with pytest.raises(WorkerDied, match=rf"pid {pid}\) was killed by SIGKILL"):
+                await call()
+            assert await group.collective_rpc("add", timeout=60) == [0, 1]
+        assert group.workers[0].restarts == 2
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again_and_a_crash_loop_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with group_of(1, max_workers=2, restart=Restart(max_restarts=2, backoff_s=0.001)) as group:
+        crew = group._running.crew  # type: ignore[union-attr]
+        start, failures = crew._start, 1
+
+        def start_later(*args: Any) -> Any:
+            nonlocal failures
+            failures -= 1
+            if failures >= 0:
+                raise OSError("no room for it")
+            return start(*args)
+
+        monkeypatch.setattr(crew, "_start", start_later)
+        await group.scale(2)
+        assert group.workers[1].cause == "worker 1 could not be started: no room for it"
+        assert await group.collective_rpc("add") == [0, 1]
+        failures = 9
+        os.kill(group.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="crash loop: 3 deaths") as caught:
+            await asyncio.wait_for(group.join_first(), 60)
+            await group.collective_rpc("add")
+        assert str(caught.value).count("no room for it") == 2
 
 
 async def test_scaling() -> None:
