@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,18 +26,11 @@ def test_some_seeds() -> None:
     assert "60 seeds" in done.stdout
 
 
-OPEN = {20337: "a publisher comes twice", 20452: "a publisher comes twice"}
-"""What does not hold, and is not understood yet; see docs/explanation/proof.md."""
-
-
 @pytest.mark.slow
 def test_more_seeds() -> None:
     done = simulate("--seeds", "600", "--first", "20000", "--jobs", "2")
-    failed = {
-        int(seed): what for seed, what in re.findall(r"^seed (\d+): (.+)$", done.stdout + done.stderr, re.MULTILINE)
-    }
-    assert failed.items() <= OPEN.items(), done.stdout + done.stderr
-    assert "600 seeds" in done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "600 seeds" in done.stdout
 
 
 def test_a_seed_is_the_same_each_time() -> None:

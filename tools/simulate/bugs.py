@@ -257,9 +257,23 @@ BUGS = (
     Bug(
         "late-lives",
         _TRACKER,
-        "if job.answered and verdict in (Verdict.GAP, Verdict.NEXT):",
-        "if job.answered and verdict is Verdict.GAP:",
+        "elif job.answered and ended and verdict in (Verdict.GAP, Verdict.NEXT):",
+        "elif job.answered and ended and verdict is Verdict.GAP:",
         "what a dead publisher had sent is taken for its successor's",
+    ),
+    Bug(
+        "old-lives",
+        _TRACKER,
+        "elif job.same and verdict is Verdict.BACK:",
+        "elif False:",
+        "what a dead publisher had sent is taken for another restart",
+    ),
+    Bug(
+        "first-lives",
+        _TRACKER,
+        "            stream.doubted = True\n        stream.numbers.accept(",
+        "            pass\n        stream.numbers.accept(",
+        "what comes after a replay is taken for its publisher's",
     ),
     Bug(
         "forgotten",

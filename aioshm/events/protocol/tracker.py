@@ -43,7 +43,7 @@ class _Why(Enum):
 class _Stream:
     source: Source
     numbers: Numbering
-    doubted: bool = False  # its connection broke: check it before trusting the next number
+    doubted: bool = False  # what comes live may be another publisher's, until one batch of it is known to be its own
 
 
 @dataclass(slots=True)
@@ -52,6 +52,8 @@ class _Job:
     stream: _Stream | None
     pending: Message | None = None  # the live message that brought this up
     answered: bool = False  # the stream was in the answer
+    same: bool = False  # and what it had last is of the publisher that answered
+    outdated: bool = False  # a connection came back since: by now there may be another publisher
     disowned: _Stream | None = None  # turned out to be a new publisher: it is asked again, from 0
 
 
@@ -107,6 +109,8 @@ class SourceTracker:
         """Note that a connection broke and is back: other messages may follow than would have."""
         for stream in self._streams.values():
             stream.doubted = self._can_replay
+        for job in self._jobs:
+            job.outdated = True
         self.check()
 
     def check(self) -> None:
@@ -128,11 +132,11 @@ class SourceTracker:
         mark = fingerprint(message.payload)
         if stream is job.stream and not job.answered:
             job.answered = True
-            stream.doubted = False
             if job.why is _Why.SCAN:
                 self._begin_again(stream)
-            elif numbers.last is not None and message.seq == numbers.last[0] and mark == numbers.last[1]:
-                return  # the same publisher: this is what we had last
+            job.same = numbers.last in (None, (message.seq, mark))
+            if job.same and numbers.last is not None:
+                return  # this is what we had last
         verdict = numbers.judge(message.seq, mark)
         if verdict is Verdict.BACK:
             self._begin_again(stream)
@@ -154,34 +158,37 @@ class SourceTracker:
         if not job.answered and job.why is _Why.CHECK and stream.numbers.last is not None:
             self._jobs.appendleft(_Job(_Why.SCAN, stream, job.pending))
             return
-        pending = job.pending
-        stream.doubted = pending is None and not job.answered and stream.numbers.last is not None
-        if pending is None:
-            return
-        mark = fingerprint(pending.payload)
-        verdict = stream.numbers.judge(pending.seq, mark)
-        if job.answered and verdict in (Verdict.GAP, Verdict.NEXT):
-            self.unconfirmed += 1  # it was live before the answer ended, so the answer should have had it
-        elif job.answered and verdict in (Verdict.COPY, Verdict.UNSURE):
-            self.duplicates += 1
-        else:
-            self._settle(stream, pending, mark, "the publisher's replay buffer does not have them")
+        if job.pending is not None:
+            reason = "the publisher's replay buffer does not have them"
+            self._judge_pending(job, stream, job.pending, reason, ended=True)
+        elif not job.answered and stream.numbers.last is not None:
+            stream.doubted = True
 
     def replay_failed(self, reason: str) -> None:
         """Note that there will be no answer; go on without it."""
         job = self._jobs.popleft()
         if job.stream is None or job.stream is job.disowned:
             return
-        job.stream.doubted = job.pending is None
-        if job.pending is None:
-            return
-        mark = fingerprint(job.pending.payload)
-        verdict = job.stream.numbers.judge(job.pending.seq, mark)
-        # An answer without an end may have brought it, or have shown that the publisher is the same.
+        if job.pending is not None:
+            self._judge_pending(job, job.stream, job.pending, reason, ended=False)
+        else:
+            job.stream.doubted = True
+
+    def _judge_pending(self, job: _Job, stream: _Stream, pending: Message, reason: str, *, ended: bool) -> None:
+        """Say what a live message means after the answer; it had come before the request was sent."""
+        mark = fingerprint(pending.payload)
+        verdict = stream.numbers.judge(pending.seq, mark)
         if verdict is Verdict.COPY or (job.answered and verdict is Verdict.UNSURE):
             self.duplicates += 1
+            if verdict is Verdict.COPY and (job.answered or not ended):  # where nobody answers, asking on is no use
+                stream.doubted = job.outdated
+        elif job.answered and ended and verdict in (Verdict.GAP, Verdict.NEXT):
+            self.unconfirmed += 1  # a whole answer of its publisher would have had it
+        elif job.same and verdict is Verdict.BACK:
+            self.unconfirmed += 1  # of a publisher that was gone before the answer
         else:
-            self._settle(job.stream, job.pending, mark, reason)
+            self._settle(stream, pending, mark, reason)
+            stream.doubted = job.outdated
 
     def _stream(self, message: Message, asked: _Stream | None = None) -> _Stream:
         """Find the stream that a message belongs to, or begin one.
@@ -232,6 +239,8 @@ class SourceTracker:
         self._deliver(stream, message, mark, replayed=False)
 
     def _deliver(self, stream: _Stream, message: Message, mark: int, *, replayed: bool) -> None:
+        if replayed and stream.numbers.last is None:  # others' may lie there, and come before its own
+            stream.doubted = True
         stream.numbers.accept(message.seq, mark)
         self.out.append(Received(stream.source, message.seq, message.batch, message.payload, replayed))
 

@@ -129,7 +129,21 @@ class TestWithReplay:
         assert tracker.asking == 0
         answer(tracker, message(0), message(1))
         tracker.live(message(2))
-        assert said(tracker) == [0, 1, 2]
+        answer(tracker, message(1), message(2))  # what comes first may be of a publisher before the one that answered
+        tracker.live(message(3))
+        assert said(tracker) == [0, 1, 2, 3]
+
+    def test_what_lies_there_for_a_late_joiner_is_not_the_next_of_the_publisher_that_answers(self) -> None:
+        tracker = SourceTracker("tcp://x:1", None, can_replay=True)
+        answer(tracker, message(0, "new"))
+        tracker.live(message(1, "old"))
+        assert tracker.asking == 0
+        answer(tracker, message(0, "new"))
+        tracker.live(message(0, "new"))
+        answer(tracker, message(0, "new"))
+        tracker.live(message(1, "new"))
+        assert tracker.asking is None
+        assert [one.payload for one in tracker.out if isinstance(one, Received)] == [b"0 new", b"1 new"]
 
     def test_a_late_joiner_from_a_number(self) -> None:
         tracker = SourceTracker("tcp://x:1", 5, can_replay=True)
@@ -180,8 +194,36 @@ class TestWithReplay:
         assert tracker.asking == 0
         answer(tracker, message(0, "new"), message(1, "new"), message(2, "new"))
         tracker.live(message(3, "new"))
+        assert tracker.asking == 2  # which nothing live has shown yet to be the one that sends
+        answer(tracker, message(2, "new"), message(3, "new"))
         assert [one.payload for one in tracker.out if isinstance(one, Received)][-1] == message(3, "new").payload
         assert tracker.unconfirmed == 2
+
+    @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
+    def test_what_two_publishers_ago_sent_is_no_restart(self, ended: bool) -> None:
+        """Of three publishers the second one's messages lie there still while the third one answers."""
+        tracker = make()
+        tracker.live(message(0, "first"))
+        tracker.reconnected()
+        answer(tracker)
+        third = [message(seq, "third") for seq in range(6)]
+        answer(tracker, *third[:3])
+        for seq, asked in ((4, 2), (1, 4), (5, 4)):  # ahead of the third one, behind it, and just what comes next
+            tracker.live(message(seq, "second"))
+            assert tracker.asking == asked
+            for one in third[asked:5]:
+                tracker.replayed(one)
+            if ended or seq == 5:
+                tracker.replay_ended()
+            else:
+                tracker.replay_failed("silence")
+        assert (tracker.restarts, tracker.unconfirmed) == (1, 3)
+        tracker.live(third[4])
+        answer(tracker, third[4])
+        tracker.live(third[5])  # trusted now
+        assert tracker.asking is None
+        received = [one.payload for one in tracker.out if isinstance(one, Received)]
+        assert received == [one.payload for one in (message(0, "first"), *third)]
 
     def test_a_restart_behind_a_gap_is_found_out(self) -> None:
         tracker = make()
