@@ -23,6 +23,7 @@ class Proxy:
 
     Args:
         target: Where to, as ZeroMQ writes it: ``tcp://127.0.0.1:1234``.
+        port: Which port; 0: any.
 
     Attributes:
         connections: How many there were.
@@ -30,9 +31,10 @@ class Proxy:
         refusing: Whether new connections are reset at once.
     """
 
-    def __init__(self, target: str, rng: random.Random | None = None) -> None:
-        host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target = host.strip("[]"), int(port)
+    def __init__(self, target: str, rng: random.Random | None = None, port: int = 0) -> None:
+        host, _, target_port = target.removeprefix("tcp://").rpartition(":")
+        self._target = host.strip("[]"), int(target_port)
+        self._port = port
         self._rng = random.Random(0) if rng is None else rng
         self._open: set[_Connection] = set()
         self._flowing = asyncio.Event()
@@ -43,7 +45,7 @@ class Proxy:
         self.refusing = False
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=CHUNK_BYTES)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port, limit=CHUNK_BYTES)
         return self
 
     async def __aexit__(self, *_: object) -> None:

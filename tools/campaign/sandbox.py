@@ -1,0 +1,120 @@
+"""Namespaces of the campaign's own: processes, mounts with little room, a network; other clocks where there are any."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+ROOM = "size=64m,mode=0700"
+"""What the disk of the sandbox holds, and its shared memory."""
+INSIDE = "AIOSHM_CAMPAIGN_INSIDE"
+_UNSHARE = ("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
+_CLOCK = Path(__file__).with_name("clock.c")
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+
+
+def enter() -> int | None:
+    """Run this command again in namespaces, and return its exit status; None: this is that one, or there are none."""
+    if INSIDE in os.environ or subprocess.run([*_UNSHARE, "true"], capture_output=True, check=False).returncode:
+        return None
+    command = [*_UNSHARE, sys.executable, "-m", "tools.campaign", *sys.argv[1:]]
+    return subprocess.run(command, env=os.environ | {INSIDE: "1"}, check=False).returncode
+
+
+class Sandbox:
+    """Where the campaign happens.
+
+    Args:
+        work: A directory for journals and logs, which nothing fills.
+
+    Attributes:
+        disk: The directory that sockets, names and temporary files go to.
+        whole: Whether it has namespaces: then whatever is left behind is the campaign's.
+        lacks: What cannot be done here.
+    """
+
+    def __init__(self, work: Path) -> None:
+        self.disk = work / "disk"
+        self.disk.mkdir(mode=0o700)
+        self.whole = INSIDE in os.environ
+        self.lacks: list[str] = []
+        self._clock = work / "clock"
+        self._filled: list[Path] = []
+        if self.whole:
+            _interface_up()
+            for place in (self.disk, Path("/dev/shm")):
+                subprocess.run(["mount", "-t", "tmpfs", "-o", ROOM, "campaign", str(place)], check=True)
+        else:
+            self.lacks.append("no namespaces (unshare is refused): no full disks, leftovers are looked for by name")
+        done = subprocess.run(["unshare", "--time", "--fork", "true"], capture_output=True, check=False)
+        self._has_time = not done.returncode
+        if not self._has_time:
+            self.lacks.append("no time namespaces: monotonic clocks do not differ")
+        # Not libfaketime: under 0.9.10 with the monotonic clock left alone, clock_nanosleep fails with EINVAL.
+        self._clock_library = work / "clock.so"
+        command = [shutil.which("cc") or "cc", "-shared", "-fPIC", "-O2", "-o", str(self._clock_library), str(_CLOCK)]
+        with suppress(OSError):
+            subprocess.run(command, capture_output=True, check=False)
+        self._has_clock = self._clock_library.exists()
+        if not self._has_clock:
+            self.lacks.append("no C compiler: the time of day does not jump")
+        for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
+            os.environ[variable] = str(self.disk)
+        self.jump(0)
+
+    # Clocks
+
+    def other_clocks(self, chance: random.Random) -> tuple[int, dict[str, str]]:
+        """Return by how much the monotonic clock of a process is moved, and variables for another time of day."""
+        if self._has_time and (chance.random() < 0.5 or not self._has_clock):
+            uptime = int(float(Path("/proc/uptime").read_text().split()[0]))
+            return max(1 - uptime, chance.choice([-1, 1]) * chance.randrange(1, 1000)), {}
+        if not self._has_clock:
+            return 0, {}
+        return 0, {"LD_PRELOAD": str(self._clock_library), "CAMPAIGN_CLOCK": str(self._clock)}
+
+    def jump(self, seconds: int) -> None:
+        """Have the time of day be so many seconds ahead, from now on, in the processes whose clock is another."""
+        with self._clock.open("r+b" if self._clock.exists() else "wb") as file:
+            file.write(struct.pack("q", seconds))
+
+    # Disks
+
+    def fill(self) -> None:
+        """Leave no room on the disk and in shared memory."""
+        for place in (self.disk, Path("/dev/shm")) if self.whole else ():
+            path = place / "filler"
+            self._filled.append(path)
+            with suppress(OSError), path.open("wb") as file:
+                while True:
+                    file.write(bytes(1 << 16))
+                    file.flush()
+
+    def clear(self) -> None:
+        """Make room again."""
+        while self._filled:
+            self._filled.pop().unlink(missing_ok=True)
+
+    # Leftovers
+
+    def left(self) -> list[str]:
+        """Return what is there once every process has ended: files, shared memory, sockets."""
+        found = [str(path) for path in self.disk.rglob("*") if not path.is_dir()]
+        if self.whole:
+            found += [str(path) for path in Path("/dev/shm").iterdir()]
+            lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+            found += [line.split()[-1] for line in lines if len(line.split()) > 7]
+        return found
+
+
+def _interface_up() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
