@@ -202,6 +202,24 @@ def test_a_second_thread_waits_for_its_turn() -> None:
         assert waiting.result() == "last"
 
 
+def test_what_is_sent_after_another_threads_turn_wakes_the_reader() -> None:
+    """Its sender finds the end in use, waits for its turn, and then has no need of the loop."""
+    with pair() as (writer, reader):
+        writer.enqueue("first")
+        assert reader.dequeue(20) == "first"
+        waiting = Thread(reader.dequeue)
+        taken, over = threading.Event(), threading.Event()
+        turn = Thread(writer.held.do, lambda: (taken.set(), over.wait(20)))
+        assert taken.wait(20)
+        sending = Thread(writer.enqueue, "second", 60)
+        eventually(lambda: writer.held.turns._waiting, "the wait for the turn")
+        eventually(lambda: writer.held.end.ring.ring.readers_parked[0], "the reader to sleep")  # type: ignore[union-attr]
+        over.set()
+        assert waiting.result() == "second"
+        turn.result()
+        sending.result()
+
+
 def test_a_second_thread_waits_for_a_block() -> None:
     with pair() as (writer, reader):
         with writer.acquire_write(20) as chunk:

@@ -101,13 +101,16 @@ class Held:
             self.loop.run(make, first=first, whole=leaving)
         finally:
             if taken and self.block is None:  # interrupted before it has left one, this leaves it to the next call
-                turns.lasting = False
-                self.gate.core.user = 0
-                if self.gate.ready:
-                    self._take_short_cuts()
-                turns.wake()
-                if self.to_close:
-                    self.close()
+                try:
+                    self._tell_what_is_owed()
+                finally:
+                    turns.lasting = False
+                    self.gate.core.user = 0
+                    if self.gate.ready:
+                        self._take_short_cuts()
+                    turns.wake()
+                    if self.to_close:
+                        self.close()
 
     def _take_short_cuts(self) -> None:
         """Let the next calls send or receive at once: where the native core does that in one piece."""
@@ -130,11 +133,14 @@ class Held:
 
     def end_turn(self) -> None:
         """End this thread's turn, and do what was left to its end."""
-        self.turns.lasting = False
-        self.gate.core.user = 0
-        self.turns.wake()
-        if self.to_close:
-            self.close()
+        try:
+            self._tell_what_is_owed()
+        finally:
+            self.turns.lasting = False
+            self.gate.core.user = 0
+            self.turns.wake()
+            if self.to_close:
+                self.close()
 
     def tell(self) -> None:
         """Wake the ends that sleep though they can go on."""
@@ -162,6 +168,14 @@ class Held:
         if core.owes:
             self.end.tell_parked()
             core.owes = False
+
+    def _tell_what_is_owed(self) -> None:
+        """Wake the other end for what passed the core in this turn, or for a thread that found the turn taken.
+
+        The next call would, but there may be none for long: the other end would sleep beside its message.
+        """
+        if self.gate.core.owes and self.gate.ready:
+            self.loop.run_now(self.tell_now)
 
     def do(self, call: Callable[[], object]) -> None:
         """Do what does not wait, in this thread's turn or in that of a call that waits in another thread.
