@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 import tomllib
@@ -39,6 +40,7 @@ def main() -> int:
     unknown = set(args.models) - set(table)
     if unknown:
         parser.error(f"there is no model {', '.join(sorted(unknown))}; there are {', '.join(table)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes what SPIN has made so far
     began, bad = time.monotonic(), 0
     for line in steps.changed():
         bad += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import zmq
 
@@ -63,11 +63,13 @@ class LossyProxy:
         self._back.close()
 
 
-def free_endpoint() -> str:
-    """Return an endpoint at a port that nobody has, and that the kernel gives to nobody who asks for any."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.randrange(first // 2, first)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return f"tcp://127.0.0.1:{port}"
+@contextmanager
+def kept_endpoint() -> Iterator[str]:
+    """Give an endpoint that the kernel gives to nobody else within the block.
+
+    A socket that does not listen keeps the port; another one may bind it and listen, as both say SO_REUSEADDR.
+    """
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{keeper.getsockname()[1]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -15,6 +17,14 @@ from tools.fuzz.targets import TARGETS
 
 # Anything that is not NumPy's name for a dtype is looked up in torch, which takes seconds to import.
 SLOW = {"envelopes"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let targets have their files where pytest removes them: they do so themselves as late as their process ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("fuzz")))
+        yield
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,9 @@ def _jobs(targets: list[Target], program: Path | None) -> Iterator[Job]:
 def _run(job: Job, seconds: float) -> Outcome:
     work = WORK / f"{job.target.name}-{job.how}"
     seeds, new, found = work / "seeds", WORK / f"{job.target.name}-new", work / "found"
+    temporary = work / "tmp"  # libFuzzer ends its process without a word to what would be done at its exit
     shutil.rmtree(work, ignore_errors=True)
-    for directory in (seeds, new, found):
+    for directory in (seeds, new, found, temporary):
         directory.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(job.target.inputs()):
         (seeds / f"{number:04}").write_bytes(data)
@@ -129,7 +130,7 @@ def _run(job: Job, seconds: float) -> Outcome:
             done = subprocess.run(
                 [*job.command, *options, str(new), str(seeds)],
                 cwd=native.ROOT,
-                env=job.environ,
+                env=job.environ | {"TMPDIR": str(temporary)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=seconds + STARTUP_S,
@@ -137,6 +138,7 @@ def _run(job: Job, seconds: float) -> Outcome:
             ).returncode
         except subprocess.TimeoutExpired:
             done = 1
+    shutil.rmtree(temporary, ignore_errors=True)
     text = log.read_text(errors="replace")
     runs = re.findall(r"number_of_executed_units: (\d+)", text) or re.findall(r"^#(\d+)", text, re.MULTILINE)
     branches = re.findall(r" cov: (\d+) ", text)

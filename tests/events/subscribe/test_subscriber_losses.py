@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,8 +27,15 @@ from aioshm.events import (
 )
 
 from ..helpers import ANY, PATIENCE_S, Ends, batch, take
-from ..proxy import LossyProxy, free_endpoint
+from ..proxy import LossyProxy, kept_endpoint
 from ..truth import Truth, follow_until, held
+
+
+@pytest.fixture
+def endpoints() -> Iterator[tuple[str, str]]:
+    """Give two endpoints for publishers that come one after the other: of batches, and of replay."""
+    with kept_endpoint() as endpoint, kept_endpoint() as replay:
+        yield endpoint, replay
 
 
 @pytest.mark.slow_on_uvloop
@@ -112,8 +120,8 @@ async def test_thirty_percent_loss_leaves_no_trace(ends: Ends, form: Any, encodi
         await proxy.close()
 
 
-async def test_a_killed_publisher_that_comes_back_is_noticed(nothing_left: None) -> None:
-    endpoint, replay = free_endpoint(), free_endpoint()
+async def test_a_killed_publisher_that_comes_back_is_noticed(nothing_left: None, endpoints: tuple[str, str]) -> None:
+    endpoint, replay = endpoints
     index: BlockIndex[Source] = BlockIndex()
     async with EventSubscriber(endpoint, replay, check_interval=0.05, replay_timeout=1.0) as subscriber:
         for life, count in enumerate((40, 41, 20, 300)):  # fewer, one more, and many more than the one before
@@ -128,8 +136,8 @@ async def test_a_killed_publisher_that_comes_back_is_noticed(nothing_left: None)
 
 
 @pytest.mark.slow_on_uvloop
-async def test_a_publisher_process_that_is_killed(nothing_left: None) -> None:
-    endpoint, replay = free_endpoint(), free_endpoint()
+async def test_a_publisher_process_that_is_killed(nothing_left: None, endpoints: tuple[str, str]) -> None:
+    endpoint, replay = endpoints
     code = f"""
 import asyncio, sys
 from aioshm.events import BlockStored, EventBatch, ZmqEventPublisher
@@ -213,11 +221,11 @@ STEPS = st.lists(
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 def test_soak(steps: list[tuple[str, int]], share: float, buffer: int, seed: int) -> None:
     """Whatever happens to publisher and network: the index equals the truth, or a loss was reported."""
-    asyncio.run(soak(steps, share, buffer, seed))
+    with kept_endpoint() as replay:
+        asyncio.run(soak(steps, share, buffer, seed, replay))
 
 
-async def soak(steps: list[tuple[str, int]], share: float, buffer: int, seed: int) -> None:
-    replay = free_endpoint()
+async def soak(steps: list[tuple[str, int]], share: float, buffer: int, seed: int, replay: str) -> None:
     publisher = ZmqEventPublisher(0, ANY, replay, buffer, bind=True)
     proxy = LossyProxy(publisher.endpoint, share, seed)
     truth = Truth(seed)
