@@ -78,7 +78,11 @@ async def _work(
         performer = Performer(rank)
         try:
             if construction is not None:
-                driver.send(await performer.answer(construction))
+                outcome = await performer.answer(construction)
+                try:
+                    driver.send(outcome)
+                except OSError:  # the group was closed, or the driver has died
+                    return
             taken, requests = await _serve_steps(performer, rank, driver, steps, answers, 0)
             while requests is not None:
                 replies = MessageQueue(1, 1, None, chunk_bytes, chunks, codec=EnvelopeCodec(), options=options)
