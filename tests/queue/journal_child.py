@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from aioshm import AioshmError, MessageQueue
+from aioshm import AioshmError, Handle, MessageQueue
 
 
 async def _read(handle: str, rank: int, journal: int) -> None:
@@ -26,6 +26,8 @@ async def _read(handle: str, rank: int, journal: int) -> None:
 
 def main() -> None:
     handle, rank, path = sys.argv[1:]
+    if Handle.from_json(handle).remote is not None:
+        import aioshm.queue.remote.source  # noqa: F401 - once for all of them
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for _ in sys.stdin:
         pid = os.fork()

@@ -6,11 +6,7 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from time import monotonic
 
@@ -18,6 +14,7 @@ import pytest
 from children import child
 from faces import Thread
 from faces import child as blocking_child
+from nursery import nursery, runs_of
 from pairs import EITHER_PLACE
 from remotes import wide_writer
 from support import eventually, until
@@ -26,53 +23,11 @@ from aioshm import EndClosed, MessageQueue, Options, PeerClosed, QueueFull, Read
 from aioshm.process.state import is_dying, process_state
 from aioshm.queue.local import roster
 
-SCRIPT = Path(__file__).with_name("journal_child.py")
-
-
-class Nursery:
-    """A running ``journal_child.py``."""
-
-    def __init__(self, process: subprocess.Popen[str], journal: Path) -> None:
-        self._process = process
-        self._journal = journal
-
-    def start(self) -> int:
-        """Start a reader; return its process id."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-    def lines(self) -> list[tuple[int, int]]:
-        """Return what was written down: which process, and what it received."""
-        if not self._journal.exists():
-            return []
-        whole = self._journal.read_text().rpartition("\n")[0]
-        return [(int(pid), int(number)) for pid, number in (line.split() for line in whole.splitlines())]
-
-    def count(self) -> int:
-        return self._journal.read_bytes().count(b"\n") if self._journal.exists() else 0
-
-
-@contextmanager
-def nursery(handle: str, rank: int, journal: Path) -> Iterator[Nursery]:
-    command = [sys.executable, str(SCRIPT), handle, str(rank), str(journal)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield Nursery(process, journal)
-        finally:
-            process.kill()
-
 
 def check(lines: list[tuple[int, int]], kills: int, sent: int) -> None:
     """Check that each message was received once, or was in the hands of one that was killed."""
-    runs = [(pid, [number for _, number in run]) for pid, run in groupby(lines, lambda line: line[0])]
-    assert len({pid for pid, _ in runs}) == len(runs), "they come one after the other"
-    received = [number for _, run in runs for number in run]
+    received = [number for run in runs_of(lines) for number in run]
     assert received == sorted(set(received)), "nothing twice, all in order"
-    for pid, run in runs:
-        assert run == list(range(run[0], run[-1] + 1)), f"a hole within what {pid} received"
     in_hands = set(range(sent)) - set(received)
     assert len(in_hands) <= kills, f"at most one each of {kills}: {sorted(in_hands)}"
 
@@ -247,6 +202,9 @@ class TestClosing:
         with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, options=options) as writer:
             handle = writer.export_handle()
             with blocking_child("idle", handle.to_json()) as doomed:
+                writer.wait_until_ready(20)
+                doomed.process.send_signal(signal.SIGSTOP)  # before it reads what is to be kept for its successor
+                eventually(lambda: process_state(doomed.pid) == "stopped", "its stop")
                 writer.enqueue_many([0, 1], 20)
                 doomed.process.kill()
                 doomed.process.wait(20)

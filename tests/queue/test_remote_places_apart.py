@@ -7,11 +7,13 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
+from remote_storm import storm
 from support import eventually
 from two_hosts import two_hosts
 
 SCRIPT = Path(__file__).with_name("places_child.py")
 KILLS = 3
+STORM = 30
 
 
 def lines(journal: Path) -> list[tuple[int, int]]:
@@ -49,3 +51,11 @@ def test_killed_and_replaced(policy: str, tmp_path: Path) -> None:
             assert following[0] <= one[-1] + 2
         else:
             assert following[0] > one[-1], "from the present on"
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    """Nothing is lost but what each had taken, and nothing comes again but what the writer had not been told of."""
+    with two_hosts() as hosts:
+        came = storm(STORM, tmp_path, hosts.addresses[0], (hosts.enter(0), hosts.enter(1)))
+    assert came.received > STORM // 2, "under traffic"

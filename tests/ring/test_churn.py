@@ -17,7 +17,7 @@ places = st.integers(0, 7)
 
 
 class Churning(RuleBasedStateMachine):
-    """Any order of joins, leaves, kills, replacements, history and traffic, singly and in batches; see `Churn`."""
+    """Any order of joins, leaves, kills, replacements, history and traffic of all sizes, singly and in batches."""
 
     cores: ClassVar[Cores] = PORTABLE
 
@@ -38,6 +38,11 @@ class Churning(RuleBasedStateMachine):
     def send(self, times: int) -> None:
         for _ in range(times):
             self.churn.send()
+
+    @rule(times=st.integers(1, 3))
+    def send_large(self, times: int) -> None:
+        for _ in range(times):
+            self.churn.send_large()
 
     @rule(times=st.integers(1, 6))
     def send_many(self, times: int) -> None:
