@@ -55,15 +55,17 @@ class Tree:
     path: Path
     folder: Path
 
+    async def start(self, *command: str) -> asyncio.subprocess.Process:
+        """Start its Python, with pipes to talk to it."""
+        pipe = asyncio.subprocess.PIPE
+        python = self.path / ".venv/bin/python"
+        return await asyncio.create_subprocess_exec(
+            python, *command, cwd=self.folder, stdin=pipe, stdout=pipe, stderr=pipe
+        )
+
     async def run(self, *command: str) -> tuple[int | None, bytes, bytes]:
         """Run its Python; return the exit code and the output."""
-        process = await asyncio.create_subprocess_exec(
-            self.path / ".venv/bin/python",
-            *command,
-            cwd=self.folder,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        process = await self.start(*command)
         try:
             output, errors = await process.communicate()
             return process.returncode, output, errors
@@ -94,11 +96,10 @@ async def run(settings: Settings, report: Report) -> None:
     """Let both trees take turns, benchmark by benchmark."""
     paths = [path.resolve() for path in (settings.more.before, settings.more.after)]
     for path in paths:
-        if not (path / ".venv/bin/python").exists() or not (path / "aioshm").is_dir():
-            raise BenchmarkError(f"{path} is no checkout with a .venv of its own; `make .venv/.ready` there builds one")
+        check_tree(path)
     for benchmark in settings.more.only or BENCHMARKS:
         with ExitStack() as stack:
-            trees = [_staged(path, Path(stack.enter_context(tempfile.TemporaryDirectory()))) for path in paths]
+            trees = [staged(path, Path(stack.enter_context(tempfile.TemporaryDirectory()))) for path in paths]
             for tree in list(trees):
                 code, _, errors = await tree.run("-c", f"import benchmarks.{benchmark}")
                 if code:
@@ -114,7 +115,17 @@ async def run(settings: Settings, report: Report) -> None:
         note(report, benchmark, turns, settings.more.within)
 
 
-def _staged(path: Path, folder: Path) -> Tree:
+def check_tree(path: Path) -> None:
+    """Refuse what no benchmark can be run with.
+
+    Raises:
+        BenchmarkError: It is that.
+    """
+    if not (path / ".venv/bin/python").exists() or not (path / "aioshm").is_dir():
+        raise BenchmarkError(f"{path} is no checkout with a .venv of its own; `make .venv/.ready` there builds one")
+
+
+def staged(path: Path, folder: Path) -> Tree:
     """Put a tree's library and this checkout's benchmarks side by side."""
     (folder / "aioshm").symlink_to(path / "aioshm")
     (folder / "benchmarks").symlink_to(HERE / "benchmarks")
@@ -156,7 +167,8 @@ def _spread(result: Result) -> str:
     return f" (control: {min(ratios):.2f}x to {max(ratios):.2f}x)" if ratios else ""
 
 
-def _percent(text: str) -> float:
+def percent(text: str) -> float:
+    """Return a percentage of the command line."""
     value = float(text)
     if not 0 <= value < 100:
         raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to below 100")
@@ -168,7 +180,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", type=Path, help="the tree that may be slower")
     parser.add_argument(
         "--within",
-        type=_percent,
+        type=percent,
         default=WITHIN,
         metavar="PERCENT",
         help=f"how much slower is not yet slower (default: {WITHIN:g})",

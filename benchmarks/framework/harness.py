@@ -99,7 +99,7 @@ def main(
         args.repeat or (1 if args.quick else repeat),
         args.seconds or (QUICK_SECONDS if args.quick else seconds),
         args.quick,
-        _loop_factory(args.loop),
+        loop_factory(args.loop),
         args.contestants,
         args,
     )
@@ -188,7 +188,8 @@ def _exit(number: int, _frame: object) -> NoReturn:
     sys.exit(128 + number)  # unlike the default action, this ends the other processes first
 
 
-def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
+def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return what makes event loops of a kind."""
     if name == "uvloop":
         import uvloop
 

@@ -1,0 +1,206 @@
+"""Whether one tree of aioshm is slower than another, for each case of the comparison with the rivals.
+
+    python -m benchmarks.before_after PATH_BEFORE PATH_AFTER [--only dict raw ...] [--within PERCENT]
+
+Each tree is a checkout with its own ``.venv`` and build; the benchmarks are those of this checkout. What a machine does
+besides lasts for seconds, and some of what a process is like (where its memory lies, what has been learned of waiting)
+as long as that. So the processes of both trees are there at the same time, all of them idle but for those that have
+their slice of some hundredths of a second. A round is a slice of each tree there and back, before, after, after,
+before; what drifts meanwhile does so for both. After some rounds all processes are replaced: that is a life, and
+``--repeat`` says how many there are. The first tree takes part twice: the column "control" is its second self.
+
+A case's speed is the second tree's as a ratio to the first: of each life the median of its rounds, of the lives the
+mean; above 1 the second is faster. The interval has 95% of what comes of drawing lives and rounds again at random. A
+case is slower if all of its interval is by more than ``--within`` percent, and not slower if none of it is; else these
+rounds did not tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
+from math import exp, log
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+from benchmarks.compare.cases import CASES
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.framework.crew import BenchmarkError
+from benchmarks.framework.harness import Settings, main, progress
+from benchmarks.framework.report import Report
+from benchmarks.trees import Tree, check_tree, percent, staged
+
+NAMES = ["aioshm", "aioshm blocking", "aioshm leased", "aioshm loaned", "aioshm, sized"]
+USUAL = NAMES[:3]
+WITHIN = 3.0  # percent
+ROUNDS, QUICK_ROUNDS = 8, 1
+DRAWS = 2000
+
+Part: TypeAlias = tuple[str, str]
+"""What is measured, and of which contestant."""
+
+Lives: TypeAlias = list[list[float]]
+"""Logarithms of ratios: of each life's rounds."""
+
+
+class Player:
+    """A tree's processes, for one case.
+
+    Attributes:
+        fitting: What they can measure, once they are ready, and how many messages make a slice.
+    """
+
+    def __init__(self, tree: Tree, process: asyncio.subprocess.Process) -> None:
+        self._tree = tree
+        self._process = process
+        self.fitting: dict[Part, int] = {}
+
+    @classmethod
+    async def start(cls, tree: Tree, case: str, settings: Settings) -> Self:
+        """Start them."""
+        command = ["-m", "benchmarks.framework.slices", case, str(settings.seconds), settings.more.loop]
+        return cls(tree, await tree.start(*command, *settings.names))
+
+    async def ready(self) -> None:
+        """Wait until they are."""
+        self.fitting = {(what, name): count for what, name, count in await self._answer()}
+
+    async def play(self, part: Part, count: int) -> float:
+        """Return how many microseconds a message took, of so many."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{list(self.fitting).index(part)} {count}\n".encode())
+        return float(await self._answer())
+
+    async def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            errors = (await self._process.stderr.read()).decode()
+            raise BenchmarkError(f"{self._tree.path}: {errors}")
+        return json.loads(line)
+
+    async def end(self) -> None:
+        """End them."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.communicate()
+
+
+async def run(settings: Settings, report: Report) -> None:
+    """Let both trees take turns, case by case, life by life."""
+    paths = [path.resolve() for path in (settings.more.before, settings.more.after)]
+    for path in paths:
+        check_tree(path)
+    verdicts = {"slower": 0, "not told": 0}
+    for case in [case for case in CASES if settings.more.only is None or case.name in settings.more.only]:
+        if not set(case.contestants) & set(settings.names):
+            continue
+        with ExitStack() as folders:
+            trees = [staged(path, Path(folders.enter_context(tempfile.TemporaryDirectory()))) for path in paths]
+            found: dict[Part, tuple[Lives, Lives]] = {}
+            for life in range(settings.repeat):
+                progress(f"{case.name}: life {life + 1} of {settings.repeat}")
+                await _live([*trees, trees[0]], case.name, settings, found)
+        for (what, name), (after, control) in found.items():
+            speed, low, high = estimate(after)
+            again, again_low, again_high = estimate(control)
+            result = report.result(what, name, case.n_reader)
+            result.add(speed=speed, lowest=low, highest=high)
+            result.add(control=again, control_lowest=again_low, control_highest=again_high)
+            verdict = judge(low, high, settings.more.within)
+            speeds = f"{speed:.3f}x ({low:.3f} to {high:.3f}; control {again:.3f}x)"
+            text = f"{verdict.upper()}: {what}, {name}, {case.n_reader} readers: {speeds}"
+            progress(text)
+            if verdict in verdicts:
+                verdicts[verdict] += 1
+                report.remarks.append(text)
+    within = settings.more.within
+    report.hold(f"cases that are slower by more than {within:g}%", verdicts["slower"], "", 0)
+    report.hold(f"cases of which it is not told whether they are slower by {within:g}%", verdicts["not told"], "", 0)
+
+
+async def _live(trees: Sequence[Tree], case: str, settings: Settings, found: dict[Part, tuple[Lives, Lives]]) -> None:
+    """Play some rounds with new processes, and note what comes of them."""
+    rounds = QUICK_ROUNDS if settings.quick else settings.more.rounds
+    async with AsyncExitStack() as stack:
+        players = []
+        for tree in trees:
+            players.append(player := await Player.start(tree, case, settings))
+            stack.push_async_callback(player.end)
+        for player in players:
+            await player.ready()
+        both = [part for part in players[0].fitting if all(part in player.fitting for player in players)]
+        parts = {part: max(player.fitting[part] for player in players) for part in both}
+        for part in parts:
+            for lives in found.setdefault(part, ([], [])):
+                lives.append([])
+        for number in range(rounds):
+            order = [0, 1, 2] if number % 2 else [2, 1, 0]
+            for part, count in parts.items():
+                took: list[list[float]] = [[], [], []]
+                for which in order + order[::-1]:
+                    took[which].append(log(await players[which].play(part, count)))
+                before, after, again = (sum(logs) / len(logs) for logs in took)
+                for lives, other in zip(found[part], (after, again), strict=True):
+                    lives[-1].append(before - other)
+
+
+def estimate(lives: Lives) -> tuple[float, float, float]:
+    """Return the speed, and the interval that has 95% of what comes of drawing lives and rounds again."""
+    rng = random.Random(len(lives))
+    drawn = sorted(
+        _mean([rng.choices(life, k=len(life)) for life in rng.choices(lives, k=len(lives))]) for _ in range(DRAWS)
+    )
+    return exp(_mean(lives)), exp(drawn[int(0.025 * DRAWS)]), exp(drawn[int(0.975 * DRAWS)])
+
+
+def _mean(lives: Lives) -> float:
+    return statistics.fmean(map(statistics.median, lives))
+
+
+def judge(low: float, high: float, within: float) -> str:
+    """Return what an interval of speeds tells: "slower", "not slower" or "not told"."""
+    bound = 1 - within / 100
+    if high < bound:
+        return "slower"
+    return "not slower" if low >= bound else "not told"
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", type=Path, help="the tree that the other is compared with")
+    parser.add_argument("after", type=Path, help="the tree that may be slower")
+    parser.add_argument(
+        "--within",
+        type=percent,
+        default=WITHIN,
+        metavar="PERCENT",
+        help=f"how much slower is not yet slower (default: {WITHIN:g})",
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each life (default: {ROUNDS})")
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", nargs="+", metavar="CASE", choices=names, help=f"of {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    ours = [contestant for contestant in CONTESTANTS if contestant.name in NAMES]
+    sys.exit(
+        main(
+            "before_after",
+            __doc__,
+            run,
+            repeat=5,
+            seconds=0.05,
+            contestants=ours,
+            default=USUAL,
+            loop="uvloop",
+            more=_add_options,
+        )
+    )
