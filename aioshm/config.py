@@ -89,7 +89,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         backing: ``"memfd"`` has no name, so nothing can be left behind, and is sealed, so nobody can truncate it;
             ``"named"`` is a POSIX segment, which cannot be sealed: a process of the same user that truncates it, by its
             name or through ``/proc``, ends every end with SIGBUS.
-        prefault_bytes: How much of the ring both ends touch beforehand, spread over its slots; 0 touches nothing.
+        prefault_bytes: How much of the ring both ends touch beforehand, spread over its slots; 0 touches nothing. A
+            reader that joins when all were ready touches nothing: its messages are there.
         lifeline: ``"abstract"`` binds a Linux abstract Unix socket, which vanishes with its process however that
             dies; ``"directory"`` binds a file in ``runtime_dir``, for hosts that share a directory but not a
             network namespace, and for macOS.

@@ -3,8 +3,9 @@
 One process writes as fast as it can, with a queue's defaults, and two read that, or one where there are two CPUs; in
 turns, nobody comes or goes, or a new reader takes a vacant place and the one that has been there for longest is killed
 as soon as the new one has a message. The newcomers are processes that wait for that, with everything imported, and
-nothing run yet. How long one takes to join is from its ``create_from_handle`` to its first message, also without the
-time that its thread waited for a CPU, of which nobody has one left here. How long the writer stands still is the time
+nothing run yet. How long one takes to join is from its ``create_from_handle`` to its first message; also without the
+time that its thread waited for a CPU, or the writer's while this one slept, for there are more that run than CPUs: what
+a newcomer takes where each has one. How long the writer stands still is the time
 of each call of its event loop that admits a reader, or learns of a death, without such time. Every message that a
 reader receives is checked to be the next one.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -69,10 +71,11 @@ class Sent:
 
 @dataclass(frozen=True)
 class Joined:
-    """How long a reader took to join, all in all and without the waits for a CPU."""
+    """How long a reader took to join, all in all, without the waits for a CPU, and how much CPU time that was."""
 
     took_ms: float
     running_ms: float
+    cpu_ms: float
 
 
 async def run(settings: Settings, report: Report) -> None:
@@ -82,8 +85,8 @@ async def run(settings: Settings, report: Report) -> None:
     still_us: list[float] = []
     with Crew(functools.partial(timed_loop, settings.loop_factory)) as crew:
         writer = crew.start("writer", write)
-        handle = await writer.reply()
-        readers = [crew.start(f"first reader {number}", read, handle) for number in range(READERS)]
+        handle, pid = await writer.reply()
+        readers = [crew.start(f"first reader {number}", read, handle, pid) for number in range(READERS)]
         for hand in readers:
             await hand.reply()
             hand.order("join")
@@ -92,7 +95,7 @@ async def run(settings: Settings, report: Report) -> None:
             await _joined(hand)
         for number in range(settings.repeat):
             events = max(LEAST_EVENTS, int(settings.seconds / PERIOD_S))
-            fresh = [crew.start(f"reader {number}.{n}", read, handle) for n in range(events)]
+            fresh = [crew.start(f"reader {number}.{n}", read, handle, pid, spawned=True) for n in range(events)]
             for hand in fresh:
                 await hand.reply()
             for case in (QUIET, CHURN) if number % 2 else (CHURN, QUIET):
@@ -115,6 +118,7 @@ async def run(settings: Settings, report: Report) -> None:
                         join_p99_ms=percentile([join.took_ms for join in joins], 99),
                         join_running_p50_ms=percentile([join.running_ms for join in joins], 50),
                         join_running_p99_ms=percentile([join.running_ms for join in joins], 99),
+                        join_cpu_p50_ms=percentile([join.cpu_ms for join in joins], 50),
                         still_p50_us=percentile(sent.still_us, 50),
                         still_p99_us=percentile(sent.still_us, 99),
                         still_max_us=max(sent.still_us),
@@ -128,6 +132,8 @@ async def run(settings: Settings, report: Report) -> None:
     report.hold("messages/s while readers come and go, against the same without", ratio, "x", RATIO, at_least=True)
     took_ms = percentile([join.took_ms for join in joined_ms], 99)
     report.hold(f"joining, p99 of {len(joined_ms)}", took_ms, "ms", JOIN_MS)
+    running_ms = percentile([join.running_ms for join in joined_ms], 99)
+    report.hold("the same without waits for a CPU", running_ms, "ms", JOIN_MS)
     text = f"the writer stands still for a reader that comes or goes, p99 of {len(still_us)} calls"
     report.hold(text, percentile(still_us, 99), "us", STILL_US)
     await _compare_places(settings, report, messages)
@@ -170,7 +176,7 @@ async def write(boss: Boss) -> None:
     logging.getLogger("aioshm.queue").setLevel(logging.ERROR)  # each death is a warning
     options = Options(on_reader_death="evict", max_readers=PLACES)
     async with MessageQueue(READERS, READERS, options=options) as queue:
-        boss.reply(queue.export_handle())
+        boss.reply((queue.export_handle(), os.getpid()))
         await queue.wait_until_ready(READY_TIMEOUT_S)
         loop: Any = asyncio.get_running_loop()
         died: dict[int, float] = {}
@@ -199,17 +205,19 @@ async def _watch(queue: MessageQueue, died: dict[int, float]) -> None:
             died[change.pid] = time.monotonic()  # type: ignore[union-attr]
 
 
-async def read(boss: Boss, handle: Handle) -> None:
+async def read(boss: Boss, handle: Handle, writer_pid: int) -> None:
     """Role: join when that is ordered, say how long it took, and read."""
     boss.reply("imported")
     await boss.order()
     try:
-        with RunQueue() as run_queue:
-            waited, began = run_queue.waited_s(), time.perf_counter()
+        with RunQueue() as here, RunQueue(writer_pid) as there:
+            waited, kept, cpu, began = here.waited_s(), there.waited_s(), time.thread_time(), time.perf_counter()
             queue = MessageQueue.create_from_handle(handle)
             number = (await queue.dequeue())["n"]
-            took = time.perf_counter() - began
-            boss.reply(Joined(took * 1e3, (took - (run_queue.waited_s() - waited)) * 1e3))
+            took, cpu = time.perf_counter() - began, time.thread_time() - cpu
+            waited, kept = here.waited_s() - waited, there.waited_s() - kept
+            running = took - waited - min(kept, max(0.0, took - waited - cpu))
+            boss.reply(Joined(took * 1e3, running * 1e3, cpu * 1e3))
         async with queue:
             async for message in queue:
                 number += 1

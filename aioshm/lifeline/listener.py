@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from aioshm.errors import HandleError, NoPlaceVacant, OutOfDescriptors, SharedMemoryError
@@ -49,6 +49,7 @@ class LifelineListener:
     Attributes:
         bell: What readers ring, where there are eventfds.
         lacking: Why the last reader could not be admitted, if that was for want of a descriptor here.
+        hurry: Called when a connection was accepted, whose greeting is to be read soon.
 
     Raises:
         SharedMemoryError: The socket cannot be bound.
@@ -65,6 +66,7 @@ class LifelineListener:
         self._resume: asyncio.TimerHandle | None = None
         self._spare = -1  # lets one more reader in when there are no descriptors left, to tell it so
         self.lacking: OutOfDescriptors | None = None
+        self.hurry: Callable[[], None] = _nothing
         self.bell: Bell | None = None
         with naming_limits(f"a writer that listens on {address}"):
             self._sock: socket.socket = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -177,6 +179,7 @@ class LifelineListener:
             strangers[0].close()  # the oldest: a reader greets at once, so it is none
         # A greeting that came with it is read by the loop's next step: the writer's calls go on between the two.
         self._connections[sock] = _Connection(self, self._loop, self._host, sock, pid)
+        self.hurry()
         return True
 
     def _refuse_one(self, error: OSError) -> bool:
@@ -420,3 +423,6 @@ class _Connection:
             logger.debug("lifeline of pid %d: %s", self._pid, error)
             return error.errno not in TOO_MANY_UNDER_WAY
         return True
+
+
+def _nothing() -> None: ...

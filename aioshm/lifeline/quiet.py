@@ -13,10 +13,10 @@ class QuietSocket(socket.socket):
     """
 
     def accept(self) -> tuple[QuietSocket, Any]:
-        """Do what `socket.socket.accept` does, without asking the kernel what the new socket is: it is what this is."""
+        """Do what `socket.socket.accept` does, without asking the kernel what the new socket is: a stream, as this."""
         accept: Any = super()._accept  # type: ignore[misc]
         fd, address = accept()
-        return QuietSocket(self.family, self.type, self.proto, fileno=fd), address
+        return QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fd), address
 
     def __del__(self) -> None:
         self.close()

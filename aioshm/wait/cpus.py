@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from time import monotonic
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PLACES = Path("/proc/self/cgroup")
 _MAX_BYTES = 65_536
+
+QUOTAS_LAST_S = 1.0
+"""For so long quotas that were read are not read again: ends are made one after the other."""
+
+_latest: tuple[float, tuple[float, ...]] = (float("-inf"), ())
+"""When this process' quotas were read, and what they were."""
 
 
 def usable_cpus(cgroup: Path = _CGROUP, *, places: Path = _PLACES, pids: Iterable[int] = ()) -> int:
@@ -30,7 +37,15 @@ def usable_cpus(cgroup: Path = _CGROUP, *, places: Path = _PLACES, pids: Iterabl
         cpus = len(together)
     except AttributeError:  # macOS has no affinity
         cpus = os.cpu_count() or 1
-    return max(1, int(min([cpus, *_quotas(cgroup, places)])))
+    quotas = _recent_quotas() if (cgroup, places) == (_CGROUP, _PLACES) else _quotas(cgroup, places)
+    return max(1, int(min([cpus, *quotas])))
+
+
+def _recent_quotas() -> tuple[float, ...]:
+    global _latest
+    if monotonic() - _latest[0] > QUOTAS_LAST_S:
+        _latest = monotonic(), tuple(_quotas(_CGROUP, _PLACES))
+    return _latest[1]
 
 
 def _quotas(cgroup: Path, places: Path) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""How long the kernel lets a thread wait for a CPU, which is no fault of what runs in it."""
+"""How long the kernel lets threads wait for a CPU, which is no fault of what runs in them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from typing import Self
 
 
 class RunQueue:
-    """Tells how long this thread has been runnable while others had the CPU. Always 0 where the kernel does not say."""
+    """Tells how long a thread has been runnable while others had the CPU. Always 0 where the kernel does not say.
+
+    Args:
+        pid: Of the process whose main thread that is; None: it is this thread.
+    """
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._path = "/proc/thread-self/schedstat" if pid is None else f"/proc/{pid}/task/{pid}/schedstat"
 
     def __enter__(self) -> Self:
         try:
-            self._fd: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            self._fd: int | None = os.open(self._path, os.O_RDONLY)
         except OSError:
             self._fd = None
         return self

@@ -33,11 +33,46 @@ from aioshm import (
 )
 from aioshm.lifeline.address import sockaddr
 from aioshm.lifeline.protocol import Hello, pack
+from aioshm.queue.ends.gate import SHORT_TURN_MESSAGES, TURN_MESSAGES, Gate
 from aioshm.queue.membership import KEPT_CHANGES
+from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import VERSION
 
 LARGE = 20_000
 """Bytes that do not fit a chunk here."""
+
+
+async def test_a_newcomer_waits_for_a_short_turn_of_a_writer_that_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its greeting is read a few messages after its connection was accepted; and it touches nothing beforehand."""
+    accepted: list[int] = []
+    hurry, prefault, touched = Gate.hurry, ShmRingBuffer.prefault, []
+
+    def noted(gate: Gate) -> None:
+        accepted.append(writer.stats().messages)
+        hurry(gate)
+
+    def touching(*arguments: Any, **more: Any) -> None:
+        touched.append(arguments)
+        prefault(*arguments, **more)
+
+    monkeypatch.setattr(Gate, "hurry", noted)
+    async with wide_writer(1, 0, slots=1024, max_readers=2, slow_reader="skip") as writer:
+        async with MessageQueue.create_from_handle(writer.export_handle(), 0):
+            await writer.wait_until_ready(20)
+            accepted.clear()
+            monkeypatch.setattr(ShmRingBuffer, "prefault", touching)
+            changes = writer.membership(20)
+            async with MessageQueue.create_from_handle(writer.export_handle()) as newcomer:
+                coming = asyncio.ensure_future(newcomer.wait_until_ready(20))
+                while not coming.done():
+                    for _ in range(2 * TURN_MESSAGES):
+                        await writer.enqueue("x")
+                await coming
+                change = await anext(changes)
+    assert isinstance(change, ReaderJoined)
+    (at,) = accepted
+    assert 0 < change.first - at <= SHORT_TURN_MESSAGES, "some messages pass in between, and no more"
+    assert not touched
 
 
 @asynccontextmanager

@@ -103,6 +103,20 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
 
 
+def test_quotas_are_read_once_for_ends_that_are_made_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, quotas = 100.0, [2.0]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(cpus, "_latest", (float("-inf"), ()))
+    monkeypatch.setattr(cpus, "monotonic", lambda: now)
+    monkeypatch.setattr(cpus, "_quotas", lambda *_: iter(quotas))
+    assert usable_cpus() == 2
+    quotas[:] = [4.0]
+    now += cpus.QUOTAS_LAST_S
+    assert usable_cpus() == 2
+    now += 0.001
+    assert usable_cpus() == 4
+
+
 def test_the_cpus_of_other_ends_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = {0: {1}, 11: {1}, 12: {2}, 13: {2, 3}}
 

@@ -32,6 +32,9 @@ TURN_MESSAGES = 256
 TURN_NS = 1_000_000
 """A task that never has to wait yields to the loop after this many messages, or this long."""
 
+SHORT_TURN_MESSAGES = 16
+"""The same where a reader that attaches waits for the loop."""
+
 BLOCKING_TURN_MESSAGES = 1024
 BLOCKING_TURN_NS = 10_000_000
 """The same for an end whose loop has nobody else to serve."""
@@ -73,6 +76,7 @@ class Gate:
         self.ready: bool = False
         self.refusal: Callable[[], AioshmError] | None = None
         self._in_line = 0
+        self._hurried = False
         self.poller: Poller | None = None
         self.shut_while: Callable[[], object] | None = None
         self.on_interrupt: Callable[[], object] | None = None
@@ -177,8 +181,16 @@ class Gate:
         """Count from here, or from a time: the other tasks of the loop have just had theirs."""
         # Where calls block, the loop only has to learn now and then what became of the others.
         self.core.turn = BLOCKING_TURN_MESSAGES if self.blocks else TURN_MESSAGES
+        if self._hurried:
+            self._hurried = False
+            self.core.turn = SHORT_TURN_MESSAGES
         blocking_turn_ns = BLOCKING_TURN_NS if self.networked else LOCAL_TURN_NS
         self.core.turn_ends_ns = (now_ns or monotonic_ns()) + (blocking_turn_ns if self.blocks else TURN_NS)
+
+    def hurry(self) -> None:
+        """Let the loop have its next turn soon: a task that never has to wait yields after a few more messages."""
+        self._hurried = True
+        self.core.turn = min(self.core.turn, SHORT_TURN_MESSAGES)
 
     def count_turn(self) -> None:
         """Count a message that has passed, but not in the core."""

@@ -191,6 +191,7 @@ class WritingEnd:
         self.gate.check_owner()
         if not self._listening:
             self._listening = True
+            self.ring.listener.hurry = self.gate.hurry
             for audience in self._audiences:
                 audience.start(loop, self._changed)
 

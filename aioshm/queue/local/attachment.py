@@ -73,8 +73,9 @@ class Attachment:
         lifeline = await attach(handle.lifeline, hello, sock)
         try:
             buffer = _map(handle, lifeline)
-            buffer.prefault(prefault_bytes, write=False)
             welcome = lifeline.welcome
+            if not welcome.going:  # else its messages are there already, and each touch of theirs maps 64 KiB
+                buffer.prefault(prefault_bytes, write=False)
             if welcome.rank not in handle.local_reader_ranks:
                 raise HandleError(f"the writer knows a rank {welcome.rank}, the handle does not")
             core: Any = ReaderCore if hello.slow == "block" else CopyingCore

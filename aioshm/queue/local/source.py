@@ -35,6 +35,7 @@ from aioshm.ring import RingReader
 from aioshm.ring.atomics import NOTHING, ReaderCore
 from aioshm.ring.copying import CopyingCore
 from aioshm.ring.layout import VERSION
+from aioshm.wait.cpus import usable_cpus
 from aioshm.wait.stall import seconds
 
 if TYPE_CHECKING:  # who has segments needs no ZeroMQ
@@ -113,6 +114,7 @@ class RingSource:
     async def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
         gate = self._gate
         sock, self._sock = self._sock, None
+        usable_cpus()  # is asked for again once the writer has answered, which takes longer than this does
         with naming_limits(f"{gate!r}"):
             self.attachment = attachment = await Attachment.make(
                 self._handle, self._hello, sock, gate.options.prefault_bytes, self._subscriber
