@@ -75,7 +75,7 @@ class Faults:
         if services and self._chance.random() < DESCENDANT:
             with suppress(psutil.Error, IndexError):
                 found = psutil.Process(services[0].pid).children(recursive=True)
-                return self._chance.choice([each.pid for each in found if "tracker" not in " ".join(each.cmdline())])
+                return self._chance.choice([each.pid for each in found if _serves(each)])
             return None
         actor: Actor | None = self._chance.choices(living, [each.weight for each in living])[0] if living else None
         return actor.pid if actor else None
@@ -117,7 +117,7 @@ class Faults:
             return
         _, hard = resource.prlimit(pid, kind)
         before = resource.prlimit(pid, kind, (most, hard))
-        self.limited.add(pid)
+        self._note_limited(pid)
         self._busy.add(pid)
 
         def lift() -> None:
@@ -125,6 +125,12 @@ class Faults:
             resource.prlimit(pid, kind, before)
 
         self._later(LONGEST_LIMIT_S, lift)
+
+    def _note_limited(self, pid: int) -> None:
+        """Note a process, and the service whose descendant it is: they share a log."""
+        self.limited.add(pid)
+        with suppress(psutil.Error):
+            self.limited.update(parent.pid for parent in psutil.Process(pid).parents())
 
     def _disk(self) -> None:
         if self._sandbox.whole:
@@ -135,3 +141,8 @@ class Faults:
     def _clock(self) -> None:
         self._sandbox.jump(self._chance.choice((-1, 1)) * self._chance.choice((1, 60, 3600, 10**7)))
         self.done["clock jumps"] += 1
+
+
+def _serves(process: psutil.Process) -> bool:
+    """Return whether this is an engine or a worker, and not what multiprocessing itself has started."""
+    return "resource_tracker import main" not in " ".join(process.cmdline())

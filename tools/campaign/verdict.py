@@ -13,6 +13,9 @@ from tools.campaign.queues import MOST_AT_ONCE, QUEUES
 
 NAMED = {"AioshmError", "MemoryError"}
 SHORTAGES = {23, 24, 11, 12, 28}  # ENFILE, EMFILE, EAGAIN, ENOMEM, ENOSPC
+NO_THREAD = "can't start new thread"
+"""What Python says where the part itself, not the library, finds no room for a thread."""
+UNCAUGHT = ("Exception in callback", "Task exception was never retrieved", "Exception ignored in", "Fatal Python error")
 GROWTH_MIB, GROWTH_AFTER_S, MORE_DESCRIPTORS = 48, 15.0, 64
 
 
@@ -21,6 +24,7 @@ class Life:
     """One process, as its journal has it."""
 
     actor: str
+    start: int
     pid: int
     records: list[Record]
 
@@ -51,19 +55,25 @@ def lives(journals: Path) -> list[Life]:
     """Return what all processes have written down, in the order in which they began."""
     found = []
     for path in journals.iterdir():
-        actor, _, pid = path.name.rsplit(".", 2)
+        actor, start, pid = path.name.rsplit(".", 2)
         records = list(read(path))
         if records:
-            found.append(Life(actor, int(pid), records))
+            found.append(Life(actor, int(start), int(pid), records))
     return sorted(found, key=lambda life: life.began)
 
 
 def judge(journals: Path, limited: set[int]) -> Verdict:
-    """Return what the journals say."""
+    """Return what the journals say, and the logs beside them.
+
+    Args:
+        journals: The directory of the journals.
+        limited: Processes that were short of memory or descriptors at some time.
+    """
     verdict, found = Verdict(), lives(journals)
     verdict.figures["processes"] = len(found)
     for life in found:
-        _judge_life(verdict, life, life.pid in limited)
+        _judge_life(verdict, life)
+        _judge_log(verdict, life, journals.with_name("logs") / f"{life.actor}.{life.start}", life.pid in limited)
     for name, spec in QUEUES.items():
         members = [life for life in found if life.actor.startswith(f"{name}.")]
         _Queue(verdict, name, spec, members).judge()
@@ -73,7 +83,18 @@ def judge(journals: Path, limited: set[int]) -> Verdict:
     return verdict
 
 
-def _judge_life(verdict: Verdict, life: Life, limited: bool) -> None:
+def _judge_log(verdict: Verdict, life: Life, log: Path, limited: bool) -> None:
+    """Look for what nobody has caught: an event loop goes on after it, and maybe waits for ever."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    for line in lines:
+        if line.startswith(UNCAUGHT):
+            if limited:
+                verdict.figures["uncaught under a limit"] += 1
+            else:
+                verdict.wrong["odd"].append(f"{life.actor} ({life.pid}), in {log.name}: {line[:200]}")
+
+
+def _judge_life(verdict: Verdict, life: Life) -> None:
     for record in life.of("wrong", "hung", "nameless", "odd"):
         verdict.wrong[record.kind].append(f"{life.actor} ({life.pid}): {record.rest[0]}")
     for record in life.of("error"):
@@ -81,8 +102,8 @@ def _judge_life(verdict: Verdict, life: Life, limited: bool) -> None:
         verdict.figures[f"error {kinds[0]}"] += 1
         if kinds[0] == "TimeoutError":
             verdict.wrong["hung"].append(f"{life.actor} ({life.pid}): {kinds[0]}: {text}")
-        elif not NAMED & set(kinds) and number not in SHORTAGES:
-            verdict.wrong["nameless"].append(f"{life.actor} ({life.pid}){' limited' * limited}: {kinds[0]}: {text}")
+        elif not NAMED & set(kinds) and number not in SHORTAGES and text != NO_THREAD:
+            verdict.wrong["nameless"].append(f"{life.actor} ({life.pid}): {kinds[0]}: {text}")
     for kind in ("strangers", "links"):
         verdict.figures[kind] += max((record.rest[0] for record in life.of(kind)), default=0)
     counts = [record.rest[0] for record in life.of("counts")]
@@ -151,12 +172,14 @@ class _Queue:
 
     def _in_order(self, reader: Life, session: list[Record]) -> int:
         following = session[0].rest[1]
+        skipped: set[int] = set()
         for record in session:
             _, first, count = record.rest
             if first != following:
-                word = "lost" if first > following else "doubled"
+                word = "lost" if first > following else "reordered" if first in skipped else "doubled"
                 self._complain(word, reader, f"{first} came, {following} was next")
-            following = first + count
+                skipped.update(range(following, first))
+            following = max(following, first + count)
             self._verdict.figures["messages received"] += count
         return int(following)
 

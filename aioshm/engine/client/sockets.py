@@ -224,6 +224,8 @@ class ClientSockets:
         sender, (name, *frames) = message
         assert self._connections is not None
         connection = self._connections.of(sender, frames)
+        if connection is None:
+            return
         user = user_of(sender) if self._protection.encrypts(self.input_address) else ""
         self._listener.registered(name, frames, connection, sender_of(sender), user)
         if not self._connections.is_open(connection):  # it ended before this was read: nobody tells of that again

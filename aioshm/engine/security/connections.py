@@ -45,17 +45,21 @@ class Connections:
             self._monitor = sockets.add(socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
             self._pump = Pump(asyncio.get_running_loop(), self._monitor, self._read)
 
-    def of(self, sender: zmq.Frame, frames: list[bytes]) -> int:
+    def of(self, sender: zmq.Frame, frames: list[bytes]) -> int | None:
         """Return the number of the connection that a message has come over; ``sender`` is its first frame.
 
-        What has become of other connections is told before: one that has ended may have had the same number.
+        None: it has none, for the peer speaks a ZMTP before 3.0 (RFC 23), which no end of this library does. What has
+        become of other connections is told before: one that has ended may have had the same number.
         """
         if self._guard is not None:
             self._guard.look()
             self._guard.credit(sender, frames)
         else:
             self._pump.run()
-        return int(sender.get(zmq.SRCFD))
+        try:
+            return int(sender.get(zmq.SRCFD))
+        except zmq.ZMQError:
+            return None
 
     def is_open(self, connection: int) -> bool:
         """Return whether a connection has not ended."""

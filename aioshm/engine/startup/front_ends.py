@@ -209,6 +209,8 @@ class FrontEnds(Closing):
         sender, (name, *frames) = message
         assert self._connections is not None
         connection = self._connections.of(sender, frames)
+        if connection is None:
+            return
         try:
             progress = decode_progress(frames)
         except ValueError as error:
