@@ -131,10 +131,6 @@ class Stage:
             environ["AIOSHM_NATIVE"] = "0"
         path = self._work / "logs" / f"{actor.name}.{actor.starts}"
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            self._work / "logs" / f"{actor.name}.{actor.starts}",
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-            0o600,
-        )
         if environ:  # only a fresh process takes them
             command = [sys.executable, "-m", "tools.campaign.stage", json.dumps(told)]
             process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environ, stdout=log, stderr=log)
