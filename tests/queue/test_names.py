@@ -53,6 +53,30 @@ def named_child(*arguments: str) -> Any:
     return child(*arguments, script=NAMED)
 
 
+async def test_a_reader_whose_writer_goes_before_all_have_come_can_be_closed() -> None:
+    writer = new_writer(2)
+    waiting = asyncio.ensure_future(writer.wait_until_ready(20))
+    async with MessageQueue.attach("steps") as reader:
+        call = asyncio.ensure_future(reader.dequeue())
+        await until(lambda: writer.readers[0].state == "attached")
+        waiting.cancel()
+        await writer.aclose()
+        with pytest.raises(PeerClosed):
+            await call
+        assert reader.stats().messages == 0
+
+
+async def test_a_reader_that_goes_on_to_the_next_writer_does_not_wake_the_one_before() -> None:
+    writer = new_writer(slots=4)
+    async with MessageQueue.attach("steps", reconnect=True) as reader:
+        await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
+        source = reader.end.source
+        source.waker._loop.call_soon(source.waker.wake)  # as where a slot became free just before
+        await writer.aclose()
+        await until(lambda: reader.end.source is not source)
+        source.waker.wake()
+
+
 # Finding
 
 

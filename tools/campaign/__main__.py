@@ -29,8 +29,8 @@ TELL_S, STEP_S = 10.0, 0.02
 SETTLE_S, END_S, TREE_S = 90.0, 60.0, 15.0
 WORDS = ("lost", "doubled", "reordered", "wrong", "hung", "nameless", "odd", "leaked", "crashed")
 SHOWN = 8
-EXITS = {0, 1, -signal.SIGKILL}
-"""How a process may end: by itself, with an error that is in its journal, killed."""
+EXITS = {0, 1, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGUSR2}
+"""How a process may end: by itself, with an error that is in its journal, killed; told to end before it could hear."""
 ABORTED = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}
 """How libzmq ends a process that has no descriptor or no memory left; so where there was a limit, nothing else."""
 
@@ -50,7 +50,10 @@ class Campaign:
         self.sandbox = Sandbox(work)
         self.stage = Stage(work, self.sandbox, random.Random(chance.random()))
         self.faults = Faults(self.stage, self.sandbox, random.Random(chance.random()))
-        self.stage.actors += [actor for name in given.part or PARTS for actor in PARTS[name].actors()]
+        parts = list(given.part or PARTS)
+        if {"queues", "events"} & set(parts):
+            parts = [*parts, *({"queues", "events", "links"} - set(parts))]  # the links are to all of them
+        self.stage.actors += [actor for name in parts for actor in PARTS[name].actors()]
         self.hung: list[str] = []
         self.left: list[str] = []
         self.figures: Counter[str] = Counter()

@@ -13,6 +13,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from aioshm import Options
+from aioshm.lifeline.address import new_address
+
 ROOM = "size=64m,mode=0700"
 """What the disk of the sandbox holds, and its shared memory."""
 INSIDE = "AIOSHM_CAMPAIGN_INSIDE"
@@ -107,6 +110,9 @@ class Sandbox:
 
     def left(self) -> list[str]:
         """Return what is there once every process has ended: files, shared memory, sockets."""
+        directory = self.disk / "aioshm"
+        if directory.exists():  # the next queue removes the socket files of killed ones, if they are 10 s old
+            new_address(Options(lifeline="directory", runtime_dir=str(directory)), b"", "campaign")
         found = [str(path) for path in self.disk.rglob("*") if not path.is_dir()]
         if self.whole:
             found += [str(path) for path in Path("/dev/shm").iterdir()]

@@ -94,6 +94,7 @@ class RingSource:
         self.look: Callable[[], bool] = bool
         self.gone: Callable[[], AioshmError] | None = None
         self.ring: RingReader | None = None
+        self._closed = False
         self.attachment: Attachment | None = None
         self.waker: WriterWaker | None = None
         self._attaching: asyncio.Task[None] | None = None
@@ -310,7 +311,7 @@ class RingSource:
     # Telling about itself
 
     def stats(self) -> QueueStats:
-        ring = self.ring
+        ring = None if self._closed else self.ring
         return self._gate.new_stats(
             side="reader",
             rank=self._rank,
@@ -339,7 +340,9 @@ class RingSource:
                     attaching.get_coro().close()
         if self._sock is not None:
             hang_up(self._sock)
+        self._closed = True
         if self.ring is not None:
+            self.waker.closed = True
             self._slots.close()
         if self.attachment is not None:
             self.attachment.close()

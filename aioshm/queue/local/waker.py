@@ -24,6 +24,7 @@ class WriterWaker:
     Attributes:
         pending: Whether the loop is to wake the writer after its turn.
         due: From which message on that is not waited for.
+        closed: Whether the ring is unmapped; its reader may live on, with another writer's.
     """
 
     def __init__(self, gate: Gate, ring: RingReader, lifeline: Lifeline, loop: asyncio.AbstractEventLoop) -> None:
@@ -33,6 +34,7 @@ class WriterWaker:
         self._loop = loop
         self.pending: bool = False
         self.due: int = 0
+        self.closed: bool = False
 
     def slot_is_free(self) -> None:
         """Wake the writer now or soon: it is parked, and a slot went back to it."""
@@ -49,7 +51,7 @@ class WriterWaker:
         """Wake the writer if it can go on."""
         self._ring.core.due = 0  # first: as above
         self.pending = False
-        if not self._gate.dismantled and self._ring.writer_can_go_on():
+        if not self.closed and not self._gate.dismantled and self._ring.writer_can_go_on():
             self._ring.writer_parked[0] = 0  # one ring is enough until it wakes
             try:
                 self._lifeline.ring()
