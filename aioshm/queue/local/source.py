@@ -341,8 +341,9 @@ class RingSource:
         if self._sock is not None:
             hang_up(self._sock)
         self._closed = True
-        if self.ring is not None:
+        if self.waker is not None:
             self.waker.closed = True
+        if self.ring is not None:
             self._slots.close()
         if self.attachment is not None:
             self.attachment.close()
