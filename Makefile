@@ -6,7 +6,7 @@ SIDE_BY_SIDE := -n auto --dist worksteal
 FAST_LANE := $(SIDE_BY_SIDE) -m "not slow" --hypothesis-profile fast
 NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz simulate verify litmus clean
+.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz simulate campaign verify litmus clean
 
 demo: .venv/.ready        ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
@@ -124,6 +124,11 @@ fuzz: .venv-fuzz/.ready   ## every decoder under atheris, and the native parts u
 
 simulate: .venv/.ready    ## the parts that decide, under one seeded clock, network and table of processes: 10,000 seeds; ARGS=--mutants
 	$(BIN)/python -m tools.simulate $(ARGS)
+
+MINUTES ?= 10
+
+campaign: .venv/.ready    ## the whole system under kills, stops, limits, full disks, cut links and strangers: MINUTES=10
+	$(BIN)/python -m tools.campaign --minutes $(MINUTES) $(ARGS)
 
 .venv-fuzz/.ready: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv-fuzz
