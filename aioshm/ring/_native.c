@@ -22,7 +22,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__linux__)
 #include <sys/timerfd.h>
@@ -53,6 +55,11 @@
 
 #define OVERFLOW 2            /* codec/frames.py: the first byte of the header of a message that lies elsewhere */
 
+#define PLACED (UINT64_C(1) << 16)  /* the same: in the first word of such a header */
+#define ONE_BUFFER (UINT64_C(1) << 32)
+#define ARRAY_TABLE 24        /* of a placed body with one buffer: three words */
+#define ARRAY_MAIN_MAX 1024
+
 #define MAX_POOLS 4
 #define COPY_MAX 65536        /* larger messages are decoded in place, by the caller */
 #define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
@@ -74,6 +81,13 @@ typedef struct {
     Used *used;
     size_t n_free, oldest, n_used;
 } Pool;
+
+/* What a lease shows where it lies, or has kept: its chunk and slot, how much of it, and how many page faults the process had
+ * before. */
+typedef struct {
+    size_t chunk, index, nbytes;
+    uint64_t faults, kept_ns;
+} Seen;
 
 typedef struct {
     PyObject_HEAD
@@ -103,6 +117,10 @@ typedef struct {
     PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *await_next, *whose, *fail;
     PyObject *block;          /* that was opened slowly, where calls block */
     char leased, shown, kept;
+    PyObject *windows, *arrays;  /* see bind_arrays */
+    char shows, keeps;        /* whether what is shown, or kept, is known here, and not to Python */
+    char timed;               /* whether somebody looks in time at what is kept */
+    Seen seen, keeping;
     unsigned long long holder;
     unsigned long long published_ns;
     /* The gate */
@@ -135,7 +153,7 @@ typedef struct {
 
 typedef struct {
     PyObject *nothing, *elsewhere;
-    PyTypeObject *at_once, *writer, *reader, *call;
+    PyTypeObject *at_once, *writer, *reader, *call, *loan;
 } State;
 
 /* Memory */
@@ -1133,6 +1151,7 @@ static PyObject *reader_skip(Core *self, PyObject *Py_UNUSED(ignored))
     advance(self);
     store_count(self->own, self->seq);
     self->kept = 1;
+    self->keeps = 0;
     Py_RETURN_NONE;
 }
 
@@ -1146,7 +1165,7 @@ static PyObject *reader_give_back(Core *self, PyObject *arg)
         return NULL;
     }
     store_release(flags_of(self, (size_t)index) + self->reader, 1);
-    self->kept = 0;
+    self->kept = self->keeps = 0;
     return PyBool_FromLong(writer_parked(self));
 }
 
@@ -1443,6 +1462,168 @@ static PyObject *whose(Core *self)
     return task != NULL ? Py_NewRef(task) : PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
+/* Arrays that were loaned: shown and taken back here, where Python has shown one like it, in the same chunk, before */
+
+static PyObject *reader_bind_arrays(Core *self, PyObject *args)
+{
+    PyObject *windows, *arrays;
+    if (!PyArg_ParseTuple(args, "O!O!:bind_arrays", &PyDict_Type, &windows, &PyDict_Type, &arrays))
+        return NULL;
+    PyObject *old_windows = self->windows, *old_arrays = self->arrays;
+    self->windows = Py_NewRef(windows);
+    self->arrays = Py_NewRef(arrays);
+    Py_XDECREF(old_windows);
+    Py_XDECREF(old_arrays);
+    Py_RETURN_NONE;
+}
+
+static inline uint64_t page_faults(void)
+{
+    struct rusage usage;
+    return getrusage(RUSAGE_SELF, &usage) < 0 ? 0 : (uint64_t)usage.ru_minflt + (uint64_t)usage.ru_majflt;
+}
+
+/* The window of a chunk, borrowed; NULL without an error if there is none. */
+static PyObject *window_of(Core *self, size_t chunk)
+{
+    PyObject *key = self->windows == NULL ? NULL : PyLong_FromSize_t(chunk), *window = NULL;
+    if (key != NULL)
+        window = PyDict_GetItemWithError(self->windows, key);
+    Py_XDECREF(key);
+    return window;
+}
+
+/* Return the array that the next message is; NULL without an error if Python has to look at it. */
+static PyObject *show_array(Core *self)
+{
+    const uint8_t *slot = slot_of(self, self->index);
+    const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
+    const uint64_t number = load_word(slot + CHUNK);
+    if (self->arrays == NULL || words[0] != (self->what | PLACED | ONE_BUFFER) || words[1] != self->seq || number == 0)
+        return NULL;
+    const uint8_t *body = chunk_body(self, number - 1, words[1], ARRAY_TABLE);
+    Pool *pool = body == NULL ? NULL : pool_of(self, number - 1);
+    if (pool == NULL)
+        return NULL;
+    const uint64_t room = pool->room, table = load_word(body), length = words[3];
+    if (table % 8 != 0 || room < ARRAY_TABLE || table > room - ARRAY_TABLE || length > ARRAY_MAIN_MAX)
+        return NULL;
+    const uint64_t main = load_word(body + table), start = load_word(body + table + 8), size = load_word(body + table + 16);
+    uint64_t end = table + ARRAY_TABLE;
+    if (length > room || main > room - length || size > room || start > room - size)
+        return NULL;
+    if (main + length > end)
+        end = main + length;
+    if (start + size > end)
+        return NULL;
+    PyObject *key = PyBytes_FromStringAndSize((const char *)body + main, (Py_ssize_t)length);
+    PyObject *array = key == NULL ? NULL : PyDict_GetItemWithError(self->arrays, key);
+    Py_XDECREF(key);
+    PyObject *window = array == NULL ? NULL : window_of(self, number - 1);
+    if (window == NULL || !PyTuple_CheckExact(array) || PyTuple_Size(array) != 4
+        || PyLong_AsUnsignedLongLong(PyTuple_GetItem(array, 3)) != size)
+        return NULL;
+    Seen seen = {number - 1, self->index, end, page_faults(), 0};
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), at = (size_t)(body - self->base) % page;
+    PyObject *offset = PyLong_FromSize_t(at + start), *shown = NULL;
+    Py_INCREF(array);
+    Py_INCREF(window);
+    self->in_use++;
+    if (offset != NULL)
+        shown = PyObject_CallFunctionObjArgs(PyTuple_GetItem(array, 0), PyTuple_GetItem(array, 1), PyTuple_GetItem(array, 2),
+                                             window, offset, NULL);
+    self->in_use--;
+    Py_XDECREF(offset);
+    Py_DECREF(window);
+    Py_DECREF(array);
+    if (shown != NULL) {
+        self->published_ns = words[2];
+        self->seen = seen;
+        self->shown = self->shows = 1;
+    }
+    return shown;
+}
+
+/* Whether what is shown can be taken back here; and if so, whether it is held, so that its slot is to be kept. */
+static bool may_end_array(Core *self, bool *held)
+{
+    PyObject *window = self->shown && self->shows ? window_of(self, self->seen.chunk) : NULL;
+    uint64_t faults = window == NULL ? 0 : page_faults();
+    *held = window != NULL && Py_REFCNT(window) > 1;
+    if (window != NULL && (*held ? !self->timed : faults != self->seen.faults))
+        window = NULL;
+    if (window != NULL && self->kept) {  /* nor is anything left to be done with that one */
+        PyObject *kept = self->keeps ? window_of(self, self->keeping.chunk) : NULL;
+        if (kept == NULL || Py_REFCNT(kept) > 1 || faults != self->keeping.faults)
+            window = NULL;
+    }
+    PyErr_Clear();
+    return window != NULL;
+}
+
+/* Give back what is kept, and give back or keep what is shown. */
+static void end_array(Core *self, bool held)
+{
+    self->hushed = self->quiet;
+    if (self->kept)
+        store_release(flags_of(self, self->keeping.index) + self->reader, 1);
+    self->kept = self->keeps = held;
+    if (!held) {
+        finish_and_tell(self, false);
+    } else {
+        uint64_t now = now_ns();
+        self->rushes = now - self->finished_ns < RUSH_NS;
+        self->finished_ns = now;
+        self->keeping = self->seen;
+        self->keeping.kept_ns = now;
+        note(self);
+        advance(self);
+        store_count(self->own, self->seq);
+        count_turn(self, 1, now);
+        if (writer_parked(self))
+            notify(self);
+    }
+    self->hushed = 0;
+}
+
+static PyObject *seen_tuple(const Seen *seen)
+{
+    return Py_BuildValue("nnnKK", (Py_ssize_t)seen->chunk, (Py_ssize_t)seen->index, (Py_ssize_t)seen->nbytes,
+                         (unsigned long long)seen->faults, (unsigned long long)seen->kept_ns);
+}
+
+static PyObject *reader_keep(Core *self, PyObject *args)
+{
+    Py_ssize_t chunk, index, nbytes;
+    unsigned long long faults;
+    if (!PyArg_ParseTuple(args, "nnnK:keep", &chunk, &index, &nbytes, &faults) || check_unused(self) < 0)
+        return NULL;
+    bool known = self->windows != NULL && chunk >= 0 && nbytes >= 0 && (size_t)index == self->index;
+    self->keeping = (Seen){(size_t)chunk, self->index, (size_t)nbytes, faults, now_ns()};
+    note(self);
+    advance(self);
+    store_count(self->own, self->seq);
+    self->kept = 1;
+    self->keeps = known;
+    return PyBool_FromLong(known);
+}
+
+static PyObject *reader_tell_shown(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->shown || !self->shows)
+        Py_RETURN_NONE;
+    self->shows = 0;
+    return seen_tuple(&self->seen);
+}
+
+static PyObject *reader_tell_kept(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->kept || !self->keeps)
+        Py_RETURN_NONE;
+    self->keeps = 0;
+    return seen_tuple(&self->keeping);
+}
+
 /* Lease the next message, if the gate lets this thread pass; `nothing` or `elsewhere` if there is none to be had so. */
 static PyObject *lease(Core *self)
 {
@@ -1461,7 +1642,10 @@ static PyObject *lease(Core *self)
     }
     unsigned long before = begin_use(self);
     int there = message_is_there(self);
-    PyObject *obj = there < 0 ? NULL : there == 0 ? Py_NewRef(self->nothing) : decode(self, self->show_beside);
+    self->shows = 0;
+    PyObject *obj = there > 0 ? show_array(self) : there < 0 ? NULL : Py_NewRef(self->nothing);
+    if (obj == NULL && there > 0 && !PyErr_Occurred())
+        obj = decode(self, self->show_beside);
     if (there > 0 && obj != self->elsewhere && !(obj == NULL && interrupted()) && was_evicted(self))
         obj = dropped(self, obj);
     if (obj == NULL && there > 0 && !interrupted()) {
@@ -1495,8 +1679,11 @@ static PyObject *reader_lease(Core *self, PyObject *Py_UNUSED(ignored))
 static int unlease(Core *self)
 {
     int failed = 0;
+    bool held;
     self->leased = 0;
-    if (self->base != NULL && (self->shown || self->kept)) {  /* slots go back in order */
+    if (self->base != NULL && may_end_array(self, &held)) {
+        end_array(self, held);
+    } else if (self->base != NULL && (self->shown || self->kept)) {  /* slots go back in order */
         PyObject *ended = call(self->end_shown, NULL);
         failed = ended == NULL;
         Py_XDECREF(ended);
@@ -1505,7 +1692,7 @@ static int unlease(Core *self)
         finish_and_tell(self, false);
         self->hushed = 0;
     }
-    self->shown = 0;
+    self->shown = self->shows = 0;
     if (self->runs == Py_None)
         self->user = 0;
     return failed ? -1 : 0;
@@ -1571,8 +1758,9 @@ static PyObject *call_with(PyObject *callable, PyObject *const *args, Py_ssize_t
 
 static PyObject *reader_exit(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    bool blocks = self->runs == Py_None;
-    if (self->leased == 1 && !(blocks && (self->shown || self->kept))) {  /* a handler must not interrupt that */
+    bool blocks = self->runs == Py_None, held;
+    bool calls = blocks && (self->shown || self->kept) && !may_end_array(self, &held);
+    if (self->leased == 1 && !calls) {  /* which a handler must not interrupt */
         if (unlease(self) < 0)
             return NULL;
         if (blocks && !self->owes)
@@ -2367,6 +2555,8 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->await_next);
     Py_VISIT(self->whose);
     Py_VISIT(self->fail);
+    Py_VISIT(self->windows);
+    Py_VISIT(self->arrays);
     Py_VISIT(self->given);
     Py_VISIT(self->block);
     Py_VISIT(self->runs);
@@ -2388,6 +2578,8 @@ static int core_clear(Core *self)
     Py_CLEAR(self->await_next);
     Py_CLEAR(self->whose);
     Py_CLEAR(self->fail);
+    Py_CLEAR(self->windows);
+    Py_CLEAR(self->arrays);
     Py_CLEAR(self->given);
     Py_CLEAR(self->block);
     Py_CLEAR(self->runs);
@@ -2411,6 +2603,469 @@ static void core_dealloc(Core *self)
     Py_DECREF(type);
 }
 
+/* Loans: blocks that fill an array where readers see it. Only what is the same each time is done here, for arrays of a kind
+ * that was sent before; all else is Python's (see queue/ends/lending.py and ring/lent.py), to which `hand_over` gives the
+ * loan. */
+
+typedef struct {
+    PyObject_HEAD
+    Core *core;
+    PyObject *windows;        /* by chunk, those of ring/lent.py */
+    PyObject *new_array, *shape, *dtype, *strides;
+    PyObject *tail;           /* what stands behind the array: table and main part, which depend on nothing else */
+    PyObject *open_slowly;    /* returns a block of Python's */
+    PyObject *hand_over;      /* the same, of one that was entered here: takes a list with the array */
+    size_t room, table, copied, main_bytes, page;
+    uint64_t what;            /* the first word of the slot's header */
+    PyTypeObject *block;
+} LoanKind;
+
+typedef struct {
+    PyObject_HEAD
+    LoanKind *kind;
+    PyObject *lent;           /* the array, from the block's beginning to its end */
+    PyObject *slow;           /* the block of Python's that this one is, if it is */
+} LoanBlock;
+
+static PyObject *name_memory, *name_quiet, *name_shape, *name_dtype, *name_strides, *name_setflags, *name_locals;
+static PyObject *name_flags;
+
+static int make_names(void)
+{
+    struct { PyObject **name; const char *text; } names[] = {
+        {&name_memory, "memory"}, {&name_quiet, "quiet"}, {&name_shape, "shape"}, {&name_dtype, "dtype"},
+        {&name_strides, "strides"}, {&name_setflags, "setflags"}, {&name_locals, "f_locals"}, {&name_flags, "co_flags"},
+    };
+    for (size_t n = 0; n < sizeof names / sizeof *names; n++)
+        if (*names[n].name == NULL && (*names[n].name = PyUnicode_InternFromString(names[n].text)) == NULL)
+            return -1;
+    return 0;
+}
+
+static int kind_init(LoanKind *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *core, *windows, *new_array, *shape, *dtype, *strides, *tail, *open_slowly, *hand_over;
+    unsigned long long what;
+    Py_ssize_t room, table, copied, main_bytes, page;
+    State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
+    if (state == NULL || no_keywords(kwargs) < 0
+        || !PyArg_ParseTuple(args, "O!O!(OOOO)O!(nnnnnK)OO:LoanKind", state->writer, &core, &PyDict_Type, &windows,
+                             &new_array, &shape, &dtype, &strides, &PyBytes_Type, &tail, &room, &table, &copied,
+                             &main_bytes, &page, &what, &open_slowly, &hand_over))
+        return -1;
+    if (self->core != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "this was made already");
+        return -1;
+    }
+    if (copied < 0 || main_bytes < 0 || page <= 0 || table < 8 || table > room || PyBytes_Size(tail) > room - table) {
+        PyErr_SetString(PyExc_ValueError, "the tail of this loan has no room");
+        return -1;
+    }
+    self->core = (Core *)Py_NewRef(core);
+    self->windows = Py_NewRef(windows);
+    self->new_array = Py_NewRef(new_array);
+    self->shape = Py_NewRef(shape);
+    self->dtype = Py_NewRef(dtype);
+    self->strides = Py_NewRef(strides);
+    self->tail = Py_NewRef(tail);
+    self->open_slowly = Py_NewRef(open_slowly);
+    self->hand_over = Py_NewRef(hand_over);
+    self->room = (size_t)room;
+    self->table = (size_t)table;
+    self->copied = (size_t)copied;
+    self->main_bytes = (size_t)main_bytes;
+    self->page = (size_t)page;
+    self->what = what;
+    self->block = (PyTypeObject *)Py_NewRef((PyObject *)state->loan);
+    return 0;
+}
+
+static int kind_traverse(LoanKind *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->core);
+    Py_VISIT(self->windows);
+    Py_VISIT(self->new_array);
+    Py_VISIT(self->shape);
+    Py_VISIT(self->dtype);
+    Py_VISIT(self->strides);
+    Py_VISIT(self->open_slowly);
+    Py_VISIT(self->hand_over);
+    Py_VISIT(self->block);
+    return 0;
+}
+
+static int kind_clear(LoanKind *self)
+{
+    /* Not the rest: blocks that are left may still ask for it, and what they call is looked at first. */
+    Py_CLEAR(self->open_slowly);
+    Py_CLEAR(self->hand_over);
+    return 0;
+}
+
+static void kind_dealloc(LoanKind *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    kind_clear(self);
+    Py_CLEAR(self->core);
+    Py_CLEAR(self->windows);
+    Py_CLEAR(self->new_array);
+    Py_CLEAR(self->shape);
+    Py_CLEAR(self->dtype);
+    Py_CLEAR(self->strides);
+    Py_CLEAR(self->tail);
+    Py_CLEAR(self->block);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyObject *kind_block(LoanKind *self, PyObject *Py_UNUSED(ignored))
+{
+    if (self->core == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "this was not made yet");
+        return NULL;
+    }
+    LoanBlock *block = PyObject_GC_New(LoanBlock, self->block);
+    if (block == NULL)
+        return NULL;
+    block->kind = (LoanKind *)Py_NewRef((PyObject *)self);
+    block->lent = block->slow = NULL;
+    PyObject_GC_Track(block);
+    return (PyObject *)block;
+}
+
+static int loan_traverse(LoanBlock *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->kind);
+    Py_VISIT(self->slow);
+    return 0;
+}
+
+static int loan_clear(LoanBlock *self)
+{
+    Py_CLEAR(self->slow);
+    return 0;
+}
+
+/* Let Python's block have the array and the slot; return whether it has. */
+static int hand_over(LoanBlock *self)
+{
+    PyObject *lent = PyList_New(1);
+    if (lent == NULL)
+        return -1;
+    PyList_SetItem(lent, 0, self->lent);
+    self->lent = NULL;
+    PyObject *old = self->slow;
+    self->slow = call(self->kind->hand_over, lent);
+    Py_XDECREF(old);
+    Py_DECREF(lent);
+    return self->slow == NULL ? -1 : 0;
+}
+
+static void loan_dealloc(LoanBlock *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    if (self->lent != NULL) {  /* the block was never left: Python's says so, and gives the slot back */
+        PyObject *error_type, *error, *traceback;
+        PyErr_Fetch(&error_type, &error, &traceback);
+        if (hand_over(self) < 0)
+            PyErr_WriteUnraisable(NULL);
+        PyErr_Restore(error_type, error, traceback);
+    }
+    loan_clear(self);
+    Py_CLEAR(self->kind);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+/* The window of the chunk that the claimed slot has, and the chunk; borrowed, NULL without an error if there is none. */
+static PyObject *claimed_window(LoanKind *self, size_t *start)
+{
+    Core *core = self->core;
+    Pool *pool = core->claimed;
+    if (core->base == NULL || pool == NULL || pool->n_free == 0)
+        return NULL;
+    size_t number = pool->free[pool->n_free - 1];
+    *start = pool->start + (number - pool->first) * pool->stride + CHUNK_HEADER_BYTES;
+    PyObject *key = PyLong_FromSize_t(number), *window = NULL;
+    if (key != NULL && pool->room >= self->room)
+        window = PyDict_GetItemWithError(self->windows, key);
+    Py_XDECREF(key);
+    return window;
+}
+
+/* Return an array over the chunk of a claimed slot; NULL without an error if there is none to be had so. */
+static PyObject *lend(LoanKind *self)
+{
+    size_t start;
+    if (claim(self->core, self->room) == NULL)
+        return NULL;
+    PyObject *window = claimed_window(self, &start);
+    if (window == NULL)
+        return NULL;
+    PyObject *memory = PyObject_GetAttr(window, name_memory), *array = NULL;
+    PyObject *offset = PyLong_FromSize_t(start % self->page + SLOT_HEADER_BYTES);
+    if (memory != NULL && offset != NULL)
+        array = PyObject_CallFunctionObjArgs(self->new_array, self->shape, self->dtype, memory, offset, NULL);
+    Py_XDECREF(memory);
+    Py_XDECREF(offset);
+    return array;
+}
+
+static PyObject *loan_enter(LoanBlock *self, PyObject *Py_UNUSED(ignored))
+{
+    Core *core = self->kind->core;
+    int passed = self->lent == NULL && self->slow == NULL && core->whose != NULL ? passes(core) : 0;
+    if (passed < 0)
+        return NULL;
+    if (passed) {
+        PyObject *task = whose(core);
+        if (task == NULL)
+            return NULL;
+        core->holder = (unsigned long long)(uintptr_t)task;
+        Py_DECREF(task);
+        if (check_unused(core) < 0)
+            return NULL;
+        core->leased = 1;  /* from here on, so that what else runs, if only a destructor, claims no slot */
+        PyObject *array = lend(self->kind), *awaitable = array == NULL ? NULL : at_once(core, Py_NewRef(array));
+        if (awaitable != NULL) {
+            self->lent = array;
+            return awaitable;
+        }
+        Py_XDECREF(array);
+        if (core->leased == 1)
+            core->leased = 0;
+        if (PyErr_Occurred())
+            return NULL;
+    }
+    PyObject *slow = call(self->kind->open_slowly, NULL), *old = self->slow;
+    if (slow == NULL)
+        return NULL;
+    self->slow = slow;
+    Py_XDECREF(old);
+    return PyObject_CallMethod(slow, "__aenter__", NULL);
+}
+
+/* Whether an attribute is still what it was: 1, 0, or -1 with an error. */
+static int is_still(PyObject *array, PyObject *name, PyObject *expected)
+{
+    PyObject *found = PyObject_GetAttr(array, name);
+    if (found == NULL)
+        return -1;
+    int same = found == expected ? 1 : PyObject_RichCompareBool(found, expected, Py_EQ);
+    Py_DECREF(found);
+    return same;
+}
+
+/* Whether one of the caller's variables refers to an object: 1, 0, or -1 with an error; see ring/lent.py. */
+static int is_variable(PyObject *object)
+{
+    PyFrameObject *frame = PyEval_GetFrame();
+    if (frame == NULL)
+        return 0;
+    PyObject *locals = PyObject_GetAttr((PyObject *)frame, name_locals), *key, *value;
+    if (locals == NULL)
+        return -1;
+    int found = 0;
+    if (PyDict_CheckExact(locals)) {
+        Py_ssize_t at = 0;
+        while (!found && PyDict_Next(locals, &at, &key, &value))
+            found = value == object;
+        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
+        PyObject *flags = code == NULL ? NULL : PyObject_GetAttr(code, name_flags);
+        long bits = flags == NULL ? -1 : PyLong_AsLong(flags);
+        Py_XDECREF(flags);
+        Py_XDECREF(code);
+        if (bits == -1 && PyErr_Occurred())
+            found = -1;
+        else if (bits & 1)  /* CO_OPTIMIZED: before CPython 3.13 it is a copy that the frame keeps */
+            PyDict_Clear(locals);
+    } else {
+        PyObject *values = PyMapping_Values(locals);
+        Py_ssize_t amount = values == NULL ? 0 : PyList_Size(values);
+        for (Py_ssize_t n = 0; n < amount && !found; n++)
+            found = PyList_GetItem(values, n) == object;
+        if (values == NULL)
+            found = -1;
+        Py_XDECREF(values);
+    }
+    Py_DECREF(locals);
+    return found;
+}
+
+/* Forget the arrays that are gone; return how many of those that were lent before are left, or -1 with an error. */
+static Py_ssize_t count_quiet(PyObject *quiet)
+{
+    Py_ssize_t amount = PyList_Size(quiet);
+    for (Py_ssize_t n = amount - 1; n >= 0; n--) {
+        PyObject *reference = PyList_GetItem(quiet, n);
+        if (reference == NULL || !PyWeakref_Check(reference))
+            return -1;
+        if (PyWeakref_GetObject(reference) == Py_None) {
+            if (PySequence_DelItem(quiet, n) < 0)
+                return -1;
+            amount--;
+        }
+    }
+    return amount;
+}
+
+/* Whether the array is as it was lent, and nobody but one variable of the caller's can reach its memory. */
+static int is_lone(LoanBlock *self, PyObject *memory, PyObject *quiet)
+{
+    LoanKind *kind = self->kind;
+    PyObject *array = self->lent;
+    Py_ssize_t names = Py_REFCNT(array) - 1, still;
+    if (names > 1 || !PyList_CheckExact(quiet))
+        return 0;
+    int fits = is_still(array, name_shape, kind->shape);
+    if (fits > 0)
+        fits = is_still(array, name_dtype, kind->dtype);
+    if (fits > 0)
+        fits = is_still(array, name_strides, kind->strides);
+    if (fits <= 0)
+        return fits;
+    still = count_quiet(quiet);
+    if (still < 0)
+        return -1;
+    if (Py_REFCNT(memory) != 3 + still)  /* the window's reference, the caller's of this, and the array's */
+        return 0;
+    return names == 0 ? 1 : is_variable(array);
+}
+
+/* Take the array back, and publish: 1, 0 if that is not to be done so, or -1 with an error. */
+static int send_lent(LoanBlock *self)
+{
+    LoanKind *kind = self->kind;
+    Core *core = kind->core;
+    size_t start;
+    if (core->leased != 1 || !core->open || core->in_use || core->base == NULL
+        || core->thread != PyThread_get_thread_ident() || core->claimed == NULL || core->claimed_bytes != kind->room)
+        return 0;
+    PyObject *window = claimed_window(kind, &start), *memory, *quiet, *reference = NULL, *done = NULL;
+    if (window == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    Py_INCREF(window);
+    memory = PyObject_GetAttr(window, name_memory);
+    quiet = memory == NULL ? NULL : PyObject_GetAttr(window, name_quiet);
+    int lone = quiet == NULL ? -1 : is_lone(self, memory, quiet);
+    if (lone > 0) {
+        done = PyObject_CallMethodObjArgs(self->lent, name_setflags, Py_False, NULL);
+        reference = done == NULL ? NULL : PyWeakref_NewRef(self->lent, NULL);
+        if (reference == NULL || PyList_Append(quiet, reference) < 0)
+            lone = -1;
+    }
+    Py_XDECREF(done);
+    Py_XDECREF(reference);
+    Py_XDECREF(quiet);
+    Py_XDECREF(memory);
+    Py_DECREF(window);
+    if (lone <= 0)
+        return lone;
+    if (core->leased != 1 || core->base == NULL || core->claimed == NULL)
+        return 0;
+    Py_CLEAR(self->lent);
+    uint8_t *body = core->base + start;
+    uint64_t table = kind->table, now = now_ns(), words[4] = {kind->what, core->seq, now, kind->main_bytes};
+    size_t length = (size_t)PyBytes_Size(kind->tail);
+    memcpy(body, &table, sizeof table);
+    memcpy(body + kind->table, PyBytes_AsString(kind->tail), length);
+    memcpy(slot_of(core, core->index), words, sizeof words);
+    core->claimed_bytes = kind->table + length;
+    core->copied += kind->copied;
+    core->leased = 0;
+    publish(core);
+    core->published_ns = now;
+    count_turn(core, 1, now);
+    if (readers_parked(core))
+        notify(core);
+    return 1;
+}
+
+static PyObject *loan_exit(LoanBlock *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (self->lent != NULL) {
+        int sent = nargs == 3 && args[0] == Py_None ? send_lent(self) : 0;
+        if (sent > 0)
+            return at_once(self->kind->core, Py_NewRef(Py_None));
+        if (sent < 0)
+            PyErr_Clear();  /* there is hardly any memory; the other way says it better */
+        if (hand_over(self) < 0)
+            return NULL;
+    }
+    if (self->slow == NULL)
+        return at_once(self->kind->core, Py_NewRef(Py_None));
+    PyObject *leave = PyObject_GetAttrString(self->slow, "__aexit__");
+    PyObject *left = leave == NULL ? NULL : call_with(leave, args, nargs);
+    Py_XDECREF(leave);
+    return left;
+}
+
+static PyObject *writer_adopt(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    bool is_new = self->leased == 1;
+    if (is_new)
+        self->leased = 2;
+    return PyBool_FromLong(is_new);
+}
+
+static PyObject *writer_disown(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    self->leased = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *writer_bind_whose(Core *self, PyObject *arg)
+{
+    PyObject *old = self->whose;
+    self->whose = Py_NewRef(arg);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef loan_methods[] = {
+    {"__aenter__", (PyCFunction)loan_enter, METH_NOARGS, "Lend the array."},
+    {"__aexit__", (PyCFunction)(void (*)(void))loan_exit, METH_FASTCALL, "Take it back, and publish the message."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef kind_methods[] = {
+    {"block", (PyCFunction)kind_block, METH_NOARGS, "Return the block of a loan."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot kind_slots[] = {
+    {Py_tp_doc, "What loans of arrays of one kind have in common; see queue/ends/lending.py."},
+    {Py_tp_init, kind_init},
+    {Py_tp_dealloc, kind_dealloc},
+    {Py_tp_traverse, kind_traverse},
+    {Py_tp_clear, kind_clear},
+    {Py_tp_methods, kind_methods},
+    {0, NULL},
+};
+
+static PyType_Spec kind_spec = {
+    "aioshm.ring._native.LoanKind", sizeof(LoanKind), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, kind_slots,
+};
+
+static PyType_Slot loan_slots[] = {
+    {Py_tp_doc, "The block of a loan."},
+    {Py_tp_dealloc, loan_dealloc},
+    {Py_tp_traverse, loan_traverse},
+    {Py_tp_clear, loan_clear},
+    {Py_tp_methods, loan_methods},
+    {0, NULL},
+};
+
+static PyType_Spec loan_spec = {
+    "aioshm.ring._native.LoanBlock", sizeof(LoanBlock), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, loan_slots,
+};
+
 #define FAST (PyCFunction)(void (*)(void))
 #define CALL (PyCFunction)
 
@@ -2432,6 +3087,9 @@ static PyMethodDef writer_methods[] = {
     {"put", CALL writer_put, METH_O, "Publish an encoded message; return whether there was room for it."},
     {"put_many", FAST writer_put_many, METH_FASTCALL, "Publish messages of a list, from one on; return how many."},
     {"send", CALL writer_send, METH_O, "Encode and publish: None, or False if shut, or what was encoded."},
+    {"adopt", CALL writer_adopt, METH_NOARGS, "Let the end of the loan be the gate's; return whether there is one."},
+    {"disown", CALL writer_disown, METH_NOARGS, "Leave the loan's slot to a call that has entered."},
+    {"bind_whose", CALL writer_bind_whose, METH_O, "Say how the task is found that has a loan, as `bind_leases`."},
     {"evict", CALL writer_evict, METH_O, "Count a reader as having read everything, now and from now on."},
     {"admit", CALL writer_admit, METH_VARARGS, "Admit a reader in the place of one that was evicted; return its first message."},
     {NULL, NULL, 0, NULL},
@@ -2449,6 +3107,10 @@ static PyMethodDef reader_methods[] = {
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
     {"bind_leases", CALL reader_bind_leases, METH_VARARGS, "Say how messages are leased."},
+    {"bind_arrays", CALL reader_bind_arrays, METH_VARARGS, "Say through what arrays are seen, and which are known."},
+    {"keep", CALL reader_keep, METH_VARARGS, "Go on, but keep the slot; return whether the core looks after it."},
+    {"tell_shown", CALL reader_tell_shown, METH_NOARGS, "Return what is shown, once, if the core knows it: see `Leases`."},
+    {"tell_kept", CALL reader_tell_kept, METH_NOARGS, "Return what is kept, once, if the core knows it: see `Leases`."},
     {"__aenter__", CALL reader_enter, METH_NOARGS, "Lease the next message."},
     {"__aexit__", FAST reader_exit, METH_FASTCALL, "End the lease."},
     {"__enter__", CALL reader_enter, METH_NOARGS, "Lease the next message."},
@@ -2491,6 +3153,7 @@ static PyMemberDef members[] = {
     {"leased", T_BOOL, offsetof(Core, leased), READONLY, "Whether a block has the next message."},
     {"holder", T_ULONGLONG, offsetof(Core, holder), READONLY, "The id of the task that leased it."},
     {"shown", T_BOOL, offsetof(Core, shown), 0, "Whether it is seen where it lies."},
+    {"timed", T_BOOL, offsetof(Core, timed), 0, "Whether what is kept is looked at in time."},
     {"kept", T_BOOL, offsetof(Core, kept), READONLY, "Whether a slot was skipped and not given back."},
     {"spin_ns", T_LONGLONG, offsetof(Core, spin_ns), 0, "How long send and receive spin where they cannot go on."},
     {"spin_yields", T_BOOL, offsetof(Core, spin_yields), 0, "Whether a spin hands its CPU on between its looks."},
@@ -2639,7 +3302,12 @@ static int execute(PyObject *module)
     state->reader = state->writer == NULL ? NULL : add_type(module, &reader_spec);
     PyTypeObject *calls = state->reader == NULL ? NULL : add_type(module, &calls_spec);
     Py_XDECREF((PyObject *)calls);
-    return calls == NULL ? -1 : 0;
+    if (calls == NULL || make_names() < 0)
+        return -1;
+    state->loan = (PyTypeObject *)PyType_FromModuleAndSpec(module, &loan_spec, NULL);
+    PyTypeObject *kind = state->loan == NULL ? NULL : add_type(module, &kind_spec);
+    Py_XDECREF((PyObject *)kind);
+    return kind == NULL ? -1 : 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -2651,6 +3319,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->writer);
     Py_VISIT(state->reader);
     Py_VISIT(state->call);
+    Py_VISIT(state->loan);
     return 0;
 }
 
@@ -2663,6 +3332,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->writer);
     Py_CLEAR(state->reader);
     Py_CLEAR(state->call);
+    Py_CLEAR(state->loan);
     return 0;
 }
 

@@ -301,6 +301,7 @@ class WriterCore(_Core):
 
     published_ns: int
     copied: int
+    holder: int = 0
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, /) -> None:
         super().__init__(layout, view, slots, at.WRITER_LINE)
@@ -484,6 +485,16 @@ class WriterCore(_Core):
         if self.commit():
             self._notify()
         return True
+
+    def bind_whose(self, whose: Any) -> None:
+        """Say how the task is found that has a loan, as `ReaderCore.bind_leases`; this core gives none."""
+
+    def adopt(self) -> bool:
+        """Let the end of the loan be the gate's; return whether there is one."""
+        return False
+
+    def disown(self) -> None:
+        """Leave the loan's slot to a call that has entered."""
 
     def evict(self, reader: int, /) -> None:
         """Evict a reader: it counts as having read every message, past and future."""
@@ -686,6 +697,7 @@ class ReaderCore(_Core):
 
     leased: bool
     kept: bool
+    timed: bool = False
     published_ns: int
     copied: int
     garbled: int
@@ -858,6 +870,29 @@ class ReaderCore(_Core):
             self._hushed = False
 
     # Leases: a reader is the block of the leases that need not wait, for `async with` and `with` alike
+
+    def bind_arrays(self, windows: dict[int, Any], arrays: dict[bytes, Any]) -> None:
+        """Say through what arrays are seen, and which are known; this core shows and keeps none by itself."""
+
+    def keep(self, chunk: int, index: int, nbytes: int, faults: int, /) -> bool:
+        """Go on to the next message, but keep the slot; return whether the core looks after what is shown of it.
+
+        Args:
+            chunk: What the message is seen in.
+            index: Its slot.
+            nbytes: How much is shown.
+            faults: How many page faults the process had before.
+        """
+        self.skip()
+        return False
+
+    def tell_shown(self) -> tuple[int, int, int, int, int] | None:
+        """Return what is shown, once, if the core knows it: see `aioshm.queue.local.leases.Leases`."""
+        return None
+
+    def tell_kept(self) -> tuple[int, int, int, int, int] | None:
+        """Return what is kept, once, if the core knows it."""
+        return None
 
     def bind_leases(
         self,

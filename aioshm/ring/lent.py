@@ -50,6 +50,7 @@ class LentWindow:
         memory: The mapping, which begins up to a page before the range; what is made over it holds a reference to it.
         begin: Where the range begins in it.
         address: Where the range is in this process.
+        quiet: Arrays over it that were taken back, and are read-only by now.
 
     Raises:
         SharedMemoryError: The process has too many mappings.
@@ -68,7 +69,7 @@ class LentWindow:
         self.begin: int = start - page
         self.memory: mmap.mmap = memory
         self.address: int = address_of(memory) + self.begin
-        self._quiet: list[weakref.ref[Any]] = []  # arrays that are read-only by now
+        self.quiet: list[weakref.ref[Any]] = []
 
     def offset_of(self, part: memoryview) -> int:
         """Return where a view of memory begins in the range, -1 if it is not all in it."""
@@ -93,9 +94,9 @@ class LentWindow:
             SharedMemoryError: There is no memory for a private copy: what is still held reads as zeros now.
         """
         held = _UNHELD
-        if self._quiet:
-            self._quiet = [reader for reader in self._quiet if reader() is not None]
-            held += len(self._quiet)
+        if self.quiet:
+            self.quiet = [reader for reader in self.quiet if reader() is not None]
+            held += len(self.quiet)
         lone, quiet, named = True, [], []
         for i in range(len(lent)):
             count = getrefcount(lent[i])
@@ -114,7 +115,7 @@ class LentWindow:
             del each
         lent.clear()
         if lone and getrefcount(self.memory) <= held + len(quiet):
-            self._quiet += quiet
+            self.quiet += quiet
             return True
         for reader in quiet:
             array = reader()

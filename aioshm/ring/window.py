@@ -51,6 +51,9 @@ class Windows:
         fd: The segment's descriptor; this keeps one of its own.
         layout: The segment's.
 
+    Attributes:
+        windows: The mappings, by chunk; nobody else may keep one.
+
     Raises:
         HandleError: The segment is smaller than its layout.
         SharedMemoryError: ``fd`` is no open descriptor, or there is none left.
@@ -58,7 +61,7 @@ class Windows:
 
     def __init__(self, fd: int, layout: Layout) -> None:
         self._fd = -1
-        self._windows: dict[int, mmap.mmap] = {}
+        self.windows: dict[int, mmap.mmap] = {}
         self._faults: dict[int, int] = {}  # of this process, before a window was last shown
         self._pagemap = -1
         self._files: dict[int, tuple[int, int]] = {}  # descriptor and size of others, by negative numbers
@@ -81,7 +84,7 @@ class Windows:
         start, room = self._place(chunk)
         if not 0 <= nbytes <= room:
             raise ValueError(f"a view must have 0 to {room} bytes, not {nbytes}")
-        window = self._windows.get(chunk)
+        window = self.windows.get(chunk)
         if window is None:
             window = self._open(chunk, start, room)
         start &= _IN_PAGE
@@ -99,14 +102,22 @@ class Windows:
             nbytes: How much of it to show.
         """
         if self._files.get(number) != (fd, room):
-            self._windows.pop(number, None)
+            self.windows.pop(number, None)
             self._files[number], self._places[number] = (fd, room), (0, room)
         return self.view(number, nbytes)
+
+    def was_shown(self, chunk: int, faults: int) -> None:
+        """Note that others have shown a chunk through its window, and how many page faults there were before."""
+        self._faults[chunk] = faults
+
+    def faults_before(self, chunk: int) -> int:
+        """Return how many page faults there were before a chunk was shown."""
+        return self._faults.get(chunk, 0)
 
     def held(self, chunk: int) -> bool:
         """Return whether a view of a chunk is held."""
         try:
-            return getrefcount(self._windows[chunk]) > _UNHELD
+            return getrefcount(self.windows[chunk]) > _UNHELD
         except KeyError:
             return False
 
@@ -129,16 +140,16 @@ class Windows:
                 for as long as the slot is not released, so it must not be; settle again once views were dropped.
         """
         if not self.held(chunk):
-            if chunk in self._windows and self._written(chunk, nbytes):
-                del self._windows[chunk]
+            if chunk in self.windows and self._written(chunk, nbytes):
+                del self.windows[chunk]
             return False
         start, room = self._place(chunk)
         if not 0 <= nbytes <= room:
             raise ValueError(f"a view has 0 to {room} bytes, not {nbytes}")
         # Not the window itself: the traceback of an error would hold it.
-        address, length = address_of(self._windows[chunk]), len(self._windows[chunk])
+        address, length = address_of(self.windows[chunk]), len(self.windows[chunk])
         make_private(address, length, start & _IN_PAGE, nbytes)
-        del self._windows[chunk]  # its holders unmap it
+        del self.windows[chunk]  # its holders unmap it
         return True
 
     def close(self) -> None:
@@ -147,9 +158,9 @@ class Windows:
         Raises:
             SharedMemoryError: There is no memory for a copy; this can be called again.
         """
-        for chunk in list(self._windows):
+        for chunk in list(self.windows):
             self.settle(chunk, self._place(chunk)[1])
-        self._windows.clear()
+        self.windows.clear()
         if self._pagemap >= 0:
             os.close(self._pagemap)
             self._pagemap = -1
@@ -177,7 +188,7 @@ class Windows:
     def _open(self, chunk: int, offset: int, room: int) -> mmap.mmap:
         if self._fd < 0:
             raise SharedMemoryError("the windows were closed")
-        if len(self._windows) >= MAX_WINDOWS:
+        if len(self.windows) >= MAX_WINDOWS:
             self._drop_one()
         begin = offset // _PAGE * _PAGE
         length = round_up(offset + room, _PAGE) - begin
@@ -188,14 +199,14 @@ class Windows:
             map_memory(address_of(window), length, *_WINDOW, fd, begin)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
-        self._windows[chunk] = window
+        self.windows[chunk] = window
         return window
 
     def _written(self, chunk: int, nbytes: int) -> bool:
         """Return whether a window was written to since it was last shown, or may have been."""
         if not _COPY_ON_WRITE or self._faults.get(chunk) == _faults():  # every first write to a page is a fault
             return False
-        first = address_of(self._windows[chunk]) // _PAGE
+        first = address_of(self.windows[chunk]) // _PAGE
         pages = round_up((self._place(chunk)[0] & _IN_PAGE) + nbytes, _PAGE) // _PAGE
         try:
             if self._pagemap < 0:
@@ -207,9 +218,9 @@ class Windows:
 
     def _drop_one(self) -> None:
         """Unmap the oldest window that is not held."""
-        for chunk in self._windows:
-            if getrefcount(self._windows[chunk]) <= _UNHELD:
-                del self._windows[chunk]
+        for chunk in self.windows:
+            if getrefcount(self.windows[chunk]) <= _UNHELD:
+                del self.windows[chunk]
                 return
 
 

@@ -7,10 +7,12 @@ healthy and nobody waits in line. Whatever is wrong shuts it, and the slow path 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -22,7 +24,7 @@ from aioshm.queue.ends.core import Core, NoRing
 from aioshm.queue.ends.waiting import new_poller
 from aioshm.queue.stats import QueueStats, Rates, ReaderStats
 from aioshm.ring import RingReader, RingWriter
-from aioshm.ring.atomics import ReaderCore
+from aioshm.ring.atomics import ReaderCore, WriterCore
 from aioshm.ring.header import Latency
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller, WaitStats
@@ -206,7 +208,7 @@ class Gate:
 
     @property
     def in_line(self) -> int:
-        """How many calls have entered, or wait to; a lease that the core has given has entered, too."""
+        """How many calls have entered, or wait to; a lease or a loan that the core has given has entered, too."""
         if self.core.leased:
             self._adopt_lease()
         return self._in_line
@@ -216,9 +218,9 @@ class Gate:
         self._in_line = count
 
     def _adopt_lease(self) -> None:
-        """Take a lease for a call that has entered, which the core does not tell of: others come by now."""
+        """Take a lease, or a loan, for a call that has entered, which the core does not tell of: others come by now."""
         if self._lease_of is None:
-            core = cast(ReaderCore, self.core)
+            core = cast("WriterCore | ReaderCore", self.core)
             core.adopt()
             self._in_line += 1
             self._line.take()
@@ -232,6 +234,16 @@ class Gate:
         finally:
             if adopted:
                 self.leave()
+
+    def take_loan(self) -> None:
+        """Make a loan that the core has given that of a call of this task, which has entered; it ends with `leave`."""
+        if self._lease_of is None:
+            self._adopt_lease()
+        self._lease_of = None
+        cast(WriterCore, self.core).disown()
+        self.core.open = False
+        with suppress(RuntimeError):  # nobody's task, but a destructor
+            self.hold()
 
     async def enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
         """Wait for this task's turn at the end; each `enter` needs a `leave`."""
@@ -431,6 +443,13 @@ class Gate:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "ready" if self.ready else "not ready"
         return f"<{self._what} of queue {self.name}, {state}>"
+
+
+def current_task_of(loop: asyncio.AbstractEventLoop | None) -> Any:
+    """Return `asyncio.current_task`; for CPython 3.11, where that is written in Python, the dict that it looks into."""
+    if sys.version_info >= (3, 12):
+        return asyncio.current_task
+    return asyncio.tasks._current_tasks, loop  # type: ignore[attr-defined]
 
 
 def _always() -> bool:

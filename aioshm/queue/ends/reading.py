@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from time import monotonic
@@ -16,7 +15,7 @@ from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
 from aioshm.errors import AioshmError, CodecError, QueueEmpty
 from aioshm.queue.ends.following import Following
-from aioshm.queue.ends.gate import Gate
+from aioshm.queue.ends.gate import Gate, current_task_of
 from aioshm.queue.ends.source import Source
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle
@@ -348,7 +347,7 @@ class ReadingEnd:
         if self.calls is not None and type(gate.core) is ReaderCore:
             self.calls.core = gate.core
         if self.leasing is None and not gate.blocks and self.source.ring is not None:
-            self.leasing = self.bind_leases(self._open_lease, self._close_lease, None, _current_task_of(gate.loop))
+            self.leasing = self.bind_leases(self._open_lease, self._close_lease, None, current_task_of(gate.loop))
         await gate.yield_turn()
         await gate.enter(deadline, cancel)
         if not leasing:
@@ -517,13 +516,6 @@ class _PatientLease(AbstractAsyncContextManager[Any]):
 
     def __aexit__(self, *error: Any) -> Any:
         return self._core.__aexit__(*error)
-
-
-def _current_task_of(loop: asyncio.AbstractEventLoop | None) -> Any:
-    """Return `asyncio.current_task`; for CPython 3.11, where that is written in Python, the dict that it looks into."""
-    if sys.version_info >= (3, 12):
-        return asyncio.current_task
-    return asyncio.tasks._current_tasks, loop  # type: ignore[attr-defined]
 
 
 def _nothing() -> Any:

@@ -114,6 +114,11 @@ class Sender:
 
     # Trace contexts
 
+    @property
+    def traces(self) -> bool:
+        """Whether messages go out with trace contexts."""
+        return self._current_trace is not None
+
     def _note_trace(self) -> None:
         """Let the next message have the context of the span that is current."""
         if self._current_trace is not None:

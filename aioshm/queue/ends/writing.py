@@ -314,7 +314,8 @@ class WritingEnd:
         if message is False:
             await self.prepare(deadline)
             message = self._sender.encode(obj)
-        if not (self.gate.core.open and self._sender.put(message)):
+        core = self.gate.core
+        if core.leased or not (core.open and self._sender.put(message)):  # a loan of the core's has the next slot
             await self._put_waiting([message], deadline)
 
     async def enqueue_many(self, objs: Iterable[Any], timeout: float | None) -> None:

@@ -9,12 +9,17 @@ A loop that waits for the next message in time has no chance to let go of this o
 goes on, unless the writer waits for room: what is kept is one slot and one chunk at most, so that only messages sent in
 one go that need every chunk can miss it. That is looked at ever less often, for a reader that sleeps is to stay asleep:
 the writer waits no longer for it than this reader had waited for a message, and `LONGEST_RESPITE_S` at most.
+
+Arrays that were loaned, which are the same but for their numbers, the core shows and takes back by itself while nothing
+unusual is seen; `tell_shown` and `tell_kept` leave that to this module.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any
 
 from aioshm.ring.atomics import ReaderCore
 from aioshm.ring.layout import Layout
@@ -22,6 +27,9 @@ from aioshm.ring.window import Windows
 
 RESPITE_S = 0.010
 LONGEST_RESPITE_S = 0.16
+MAX_KNOWN = 64
+"""Kinds of arrays that the core shows by itself."""
+
 VIEW_BYTES = 512 * 1024
 """Smaller messages are leased as a copy: views, and finding out whether one is still held, cost more than that."""
 
@@ -60,6 +68,24 @@ class Leases:
         self._kept_at = 0.0
         self._respite_s = RESPITE_S
         self._timer: asyncio.TimerHandle | None = None
+        self._arrays: dict[bytes, tuple[Any, ...] | None] = {}
+        if self._respites:
+            core.bind_arrays(self._windows.windows, self._arrays)
+
+    def know(self, main: bytes, array: Any) -> None:
+        """Let the core show the next array of this kind.
+
+        Args:
+            main: The main part of its message, which with one buffer always makes such an array.
+            array: The array; None: it makes none, or not always.
+        """
+        if len(self._arrays) >= MAX_KNOWN:
+            self._arrays.clear()
+        self._arrays[main] = None if array is None else (type(array), array.shape, array.dtype, array.nbytes)
+
+    def knows(self, main: bytes) -> bool:
+        """Return whether the core was told of such messages."""
+        return main in self._arrays
 
     def view(self, chunk: int, nbytes: int) -> memoryview:
         """Return a read-only view of the beginning of a chunk.
@@ -90,13 +116,14 @@ class Leases:
         """
         self.settle()
         if self._respites and self._windows.held(chunk):
-            self._core.skip()
-            self._kept = chunk, index, nbytes
+            looks_after = self._core.keep(chunk, index, nbytes, self._windows.faults_before(chunk))
+            self._kept = None if looks_after else (chunk, index, nbytes)
             self._kept_at = self._loop.time()
             if self._timer is not None and self._respite_s > RESPITE_S:  # that of one that was waited after
                 self._timer.cancel()
                 self._timer = None
             self._respite_s = RESPITE_S
+            self._core.timed = True
             if self._timer is None:  # one for many leases: a timer for each would take as long as the rest
                 self._timer = self._loop.call_later(RESPITE_S, self._respite_ends)
             return
@@ -111,15 +138,36 @@ class Leases:
             SharedMemoryError: As `end`.
         """
         if self._kept is None:
-            return
+            if not self._core.kept:
+                return
+            self._take_over()
+        assert self._kept is not None
         chunk, index, nbytes = self._kept
         self._free(chunk, nbytes)
         self._kept = None
         if self._core.give_back(index):
             self._writer_waits()
 
+    def end_of(self, shown: tuple[int, int, int, int, int]) -> None:
+        """Do what `end` does, of what the core has shown."""
+        chunk, index, nbytes, faults, _ = shown
+        self._windows.was_shown(chunk, faults)
+        self.end(chunk, index, nbytes)
+
+    def _take_over(self) -> None:
+        """Look from now on after what the core has kept."""
+        if (kept := self._core.tell_kept()) is not None:
+            chunk, index, nbytes, faults, kept_ns = kept
+            self._windows.was_shown(chunk, faults)
+            self._kept = chunk, index, nbytes
+            self._kept_at = self._loop.time() - (monotonic_ns() - kept_ns) / 1e9
+            self._respite_s = RESPITE_S
+
     def _respite_ends(self) -> None:
         self._timer = None
+        self._core.timed = False
+        if self._kept is None:
+            self._take_over()
         if self._kept is None:
             return
         left = self._kept_at + self._respite_s - self._loop.time()
@@ -128,6 +176,7 @@ class Leases:
             self._respite_s += left
         if left > 0:
             self._timer = self._loop.call_later(left, self._respite_ends)
+            self._core.timed = self._respite_s == RESPITE_S
         else:
             self.settle()
 

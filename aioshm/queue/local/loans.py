@@ -71,6 +71,7 @@ class ArraySpec:
         torch: Whether it is a tensor.
         shape, dtype: Of the array.
         nbytes: Its size.
+        new: Makes it of shape, type, memory and offset; None for a tensor.
 
     Raises:
         TypeError, ValueError: An argument is not what it has to be; the text names it.
@@ -103,21 +104,26 @@ class ArraySpec:
         except ImportError as error:
             raise ImportError(f"like={like!r} needs {like}: pip install 'aioshm[torch]' ({error})") from error
         self.nbytes: int = prod(self.shape) * int(self.dtype.itemsize)
-        self._new: Any = None if self.torch else sys.modules["numpy"].ndarray
+        self.new: Any = None if self.torch else sys.modules["numpy"].ndarray
 
     def fits(self, array: Any) -> bool:
         """Return whether an array is still as it was lent, but for its content; not asked of tensors."""
         return (
-            type(array) is self._new
+            type(array) is self.new
             and array.shape == self.shape
             and array.dtype == self.dtype
             and array.flags.c_contiguous
         )
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How many bytes lie between the elements of each axis, as it is lent; not asked of tensors."""
+        return tuple(prod(self.shape[axis + 1 :]) * self.dtype.itemsize for axis in range(len(self.shape)))
+
     def over(self, memory: Any, offset: int) -> Any:
         """Return it over memory."""
         if not self.torch:
-            return self._new(self.shape, self.dtype, memory, offset)
+            return self.new(self.shape, self.dtype, memory, offset)
         import torch
 
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=offset)
@@ -194,6 +200,11 @@ class Extent:
         self.lent.append(spec.over(self.window.memory, offset))
         return self.lent[-1]
 
+    def resume(self, lent: Any) -> None:
+        """Have what was lent of it already: an array at its beginning."""
+        self.end = round_up(self.end + lent.nbytes, ALIGNMENT)
+        self.lent.append(lent)
+
     def lend_bytes(self, nbytes: int) -> Any:
         """Return bytes to fill, as `lend` does an array."""
         offset = self._take(nbytes)
@@ -260,6 +271,9 @@ class Loans:
     Args:
         buffer: The ring's memory.
         segments: Where what does not fit a chunk lies; None: it goes over ZeroMQ, and is copied.
+
+    Attributes:
+        chunk_windows: What is seen through of chunks, by their numbers.
     """
 
     def __init__(self, buffer: ShmRingBuffer, segments: OverflowSegments | None) -> None:
@@ -267,7 +281,7 @@ class Loans:
         self._pools = buffer.layout.pools
         self._chunk_bytes = buffer.layout.max_chunk_bytes
         self._segments = segments
-        self._chunk_windows: dict[int, LentWindow] = {}
+        self.chunk_windows: dict[int, LentWindow] = {}
         self._segment_windows: dict[int, LentWindow] = {}
 
     def extent(self, slot: Slot, nbytes: int) -> Extent:
@@ -302,18 +316,18 @@ class Loans:
         finally:
             extent.frame = None
             if not usable:
-                windows = self._chunk_windows if extent.segment is None else self._segment_windows
+                windows = self.chunk_windows if extent.segment is None else self._segment_windows
                 for number in [number for number, each in windows.items() if each is window]:
                     del windows[number]
         return not usable
 
     def _chunk_window(self, chunk: int) -> LentWindow:
-        window = self._chunk_windows.get(chunk)
+        window = self.chunk_windows.get(chunk)
         if window is None:
             place = chunk_at(self._pools, chunk)
             assert place is not None
             window = LentWindow(self._buffer.fd, place[0] + CHUNK_HEADER_BYTES, place[1])
-            self._chunk_windows[chunk] = window
+            self.chunk_windows[chunk] = window
         return window
 
     def _segment_window(self, number: int) -> LentWindow:
@@ -328,7 +342,7 @@ class Loans:
 
     def close(self) -> None:
         """Leave a copy behind under everything lent that is still held. Idempotent."""
-        for windows in (self._chunk_windows, self._segment_windows):
+        for windows in (self.chunk_windows, self._segment_windows):
             for window in windows.values():
                 window.close()
             windows.clear()

@@ -23,6 +23,7 @@ from aioshm.codec.frames import (
 )
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, SharedMemoryError
+from aioshm.queue.encoded import parts_of
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock
 from aioshm.queue.local.copying import eviction
@@ -33,6 +34,9 @@ from aioshm.ring import RingReader
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, ReaderCore, memory_fence
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 from aioshm.ring.slot import Slot
+
+MOST_MAIN_BYTES = 1024
+"""The longest main part of a message that the core is taught to show."""
 
 
 class SlotReader:
@@ -259,7 +263,10 @@ class SlotReader:
             nbytes = placed_end(body, n_buffers, size)
             if nbytes >= PLACED_VIEW_BYTES and (chunk := self._slots.chunk(begin)) is not None:
                 with suppress(SharedMemoryError):  # no mapping is left
-                    obj = self._view(*split_placed(self._window().view(chunk, nbytes).toreadonly(), n_buffers, size))
+                    main, buffers = split_placed(self._window().view(chunk, nbytes).toreadonly(), n_buffers, size)
+                    obj = self._view(main, buffers)
+                    if n_buffers == 1 and size <= MOST_MAIN_BYTES:
+                        self._learn(bytes(main), obj)
                     self._note_shown(chunk, begin, nbytes)
                     return obj
             self._core.copied += nbytes
@@ -275,6 +282,19 @@ class SlotReader:
                 return obj
         self._core.copied += whole
         return bytearray(main) if kind == RAW else self._codec.decode(main, buffers)
+
+    def _learn(self, main: bytes, obj: Any) -> None:
+        """Let the core show what is encoded like this, if it is an array, and no more than that."""
+        leases, numpy = self._window(), sys.modules.get("numpy")
+        if leases.knows(main):
+            return
+        array = None
+        if numpy is not None and type(obj) is numpy.ndarray and obj.flags.c_contiguous:
+            array = obj
+            parts, buffers = parts_of(self._codec.encode(numpy.empty(array.shape, array.dtype)))
+            if len(buffers) != 1 or b"".join(parts) != main:
+                array = None
+        leases.know(main, array)
 
     def _show_overflow(self, begin: int, how: int, n_buffers: int, size: int) -> Any:
         """Decode a leased message where it lies in its overflow segment; `ELSEWHERE` if it cannot be seen there."""
@@ -308,8 +328,13 @@ class SlotReader:
             SharedMemoryError: It is still seen, and there is no memory for a copy; it is kept.
         """
         shown = self._shown if self._core.shown else None
+        seen = self._core.tell_shown() if shown is None else None
         self.forget_shown()
-        if shown is None:
+        if seen is not None:
+            assert self._leases is not None
+            self._core.turn -= 1
+            self._leases.end_of(seen)
+        elif shown is None:
             self.settle()
             self.release()
         else:

@@ -1,0 +1,301 @@
+"""Loans and leases that the native core gives and ends by itself: as those that Python gives, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import struct
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import attached
+from support import until
+
+from aioshm import CodecError, MessageQueue, PeerDied, QueueClosed, RoleError, native_core
+from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at
+
+CHUNK = 1 << 20
+SIZE = 600_000
+ROUNDS = 12
+"""Several laps of a pool of 3 chunks: the first loan of a kind, and the first lease, are Python's."""
+
+
+async def _lend(writer: MessageQueue, number: int, size: int = SIZE) -> None:
+    async with writer.loan(size, "uint8") as array:
+        array[:] = number
+
+
+async def _warm(writer: MessageQueue, reader: MessageQueue) -> None:
+    """Have both cores know loans of this kind, in every chunk."""
+    for number in range(ROUNDS):
+        await _lend(writer, number)
+        async with reader.lease(5) as array:
+            assert (array == number).all()
+    if native_core:
+        assert type(writer.loan(SIZE, "uint8")).__name__ == "LoanBlock"
+
+
+def _scribble(array: Any) -> None:
+    with suppress(ValueError):
+        array[:] = 255
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+async def test_arrays_of_several_kinds(codec: str) -> None:
+    kinds = [(SIZE, "uint8"), ((300, 500), "<i4"), ((70_000, 1), "float64"), ((2, 40_000, 3), ">i2")]
+    async with attached(2, codec=codec, chunk=CHUNK, chunks=3) as (writer, readers):
+        for number in range(3 * ROUNDS):
+            shape, dtype = kinds[number % len(kinds)]
+            async with writer.loan(shape, dtype) as array:
+                array[:] = number
+            _scribble(array)
+            for reader in readers:
+                async with reader.lease(5) as leased:
+                    assert (leased.dtype, leased.shape) == (array.dtype, array.shape)
+                    assert (leased == number).all()
+                    assert not leased.flags.writeable
+        assert all(end.stats().copied_bytes < 300 * 3 * ROUNDS for end in (writer, *readers))
+        assert [end.stats().backlog for end in readers] == [0, 0]
+
+
+async def test_what_a_lender_keeps_reaches_nobody() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        kept: list[Any] = []
+        for number in range(ROUNDS):
+            async with writer.loan(SIZE, "uint8") as array:
+                array[:] = number
+                derived = [array, array[5:], memoryview(array), torch.from_numpy(array), np.from_dlpack(array)]
+                kept.append(derived[number % len(derived)])
+                derived.clear()
+            _scribble(array)
+            for view in kept:
+                with suppress(ValueError):
+                    view[:1] = b"\xff" if isinstance(view, memoryview) else 255
+            async with reader.lease(5) as leased:
+                assert (leased == number).all()
+
+
+async def test_a_tensor_alone_over_a_loan_reaches_nobody() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        for number in range(3):
+            async with writer.loan(SIZE, "uint8") as array:
+                array[:] = number
+                tensor = torch.from_numpy(array)
+                del array
+            tensor[:] = 255
+            async with reader.lease(5) as leased:
+                assert (leased == number).all()
+
+
+async def test_names_of_loans_that_have_ended_are_no_holders() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        before = writer.stats().copied_bytes
+        for number in range(ROUNDS):
+            async with writer.loan(SIZE, "uint8") as first:
+                first[:] = number
+            assert (await reader.dequeue(5) == number).all()
+            async with writer.loan(SIZE, "uint8") as second:  # in the same chunk: the one freed last
+                second[:] = number + 1
+            assert (await reader.dequeue(5) == number + 1).all()
+            async with AsyncExitStack() as stack:
+                third = await stack.enter_async_context(writer.loan(SIZE, "uint8"))
+                third[:] = number + 2
+            assert (await reader.dequeue(5) == number + 2).all()
+            assert not first.flags.writeable
+        assert writer.stats().copied_bytes - before < 200 * 3 * ROUNDS
+
+
+async def test_an_array_that_was_changed_in_place_is_sent_as_it_is() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        for _ in range(2):
+            async with writer.loan(SIZE, "uint8") as array:
+                array[:] = 1
+                array.shape = (SIZE // 2, 2)
+            async with reader.lease(5) as leased:
+                assert leased.shape == (SIZE // 2, 2)
+            async with writer.loan(SIZE, "uint8") as array:
+                array[:] = 1
+                array.dtype = "uint16"
+            async with reader.lease(5) as leased:
+                assert leased.dtype == np.uint16
+                assert (leased == 257).all()
+
+
+async def test_a_block_that_raises_or_is_cancelled_sends_nothing() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+
+        async def raising(error: BaseException) -> None:
+            async with writer.loan(SIZE, "uint8") as array:
+                array[:] = 99
+                raise error
+
+        for error in (ValueError("no"), asyncio.CancelledError(), KeyError("no")):
+            with pytest.raises(type(error)):
+                await raising(error)
+            await _lend(writer, 7)
+            assert (await reader.dequeue(5) == 7).all()
+        assert reader.stats().backlog == 0
+
+
+async def test_others_wait_for_the_block_and_its_own_calls_are_refused() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        for _ in range(3):
+            async with writer.loan(SIZE, "uint8") as array:
+                array[:] = 1
+                with pytest.raises(RoleError):
+                    await writer.enqueue("of the block itself")
+                others = [asyncio.ensure_future(_lend(writer, number)) for number in (2, 3)]
+                others.append(asyncio.ensure_future(writer.enqueue("last")))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                assert not any(other.done() for other in others)
+            await asyncio.gather(*others[:1])
+            assert [int((await reader.dequeue(5))[0]) for _ in range(2)] == [1, 2]
+            await asyncio.gather(*others)
+            assert int((await reader.dequeue(5))[0]) == 3
+            assert await reader.dequeue(5) == "last"
+
+
+async def test_closing_during_a_block() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        with pytest.raises(QueueClosed):
+            async with writer.loan(SIZE, "uint8") as array:
+                closing = asyncio.ensure_future(writer.aclose())
+                await until(lambda: writer.end.gate.closed)
+                array[:] = 2
+        await closing
+        _scribble(array)
+        assert len(array) == SIZE
+        with pytest.raises(QueueClosed):
+            await reader.dequeue(5)
+
+
+async def test_the_reader_goes_during_a_block() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        with pytest.raises((PeerDied, QueueClosed)):
+            async with writer.loan(SIZE, "uint8") as array:
+                await reader.aclose()
+                await until(lambda: writer.end.gate.refusal is not None)
+                array[:] = 2
+
+
+async def test_a_block_that_is_forgotten() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        forgotten = writer.loan(SIZE, "uint8")
+        array = await forgotten.__aenter__()
+        with pytest.warns(ResourceWarning, match="never left"):
+            del forgotten
+            gc.collect()
+        await asyncio.wait_for(writer.enqueue("after"), 5)
+        _scribble(array)
+        assert await reader.dequeue(5) == "after"
+
+
+async def test_backpressure() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        for number in range(3):
+            await _lend(writer, number)
+        waiting = asyncio.ensure_future(_lend(writer, 3))
+        await until(lambda: writer.end.gate.in_line)
+        assert not waiting.done()
+        for number in range(4):
+            async with reader.lease(5) as array:
+                assert (array == number).all()
+        await waiting
+
+
+async def test_what_is_kept_of_leased_loans_never_changes() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        kept = []
+        for number in range(3 * ROUNDS):
+            await _lend(writer, number)
+            async with reader.lease(5) as array:
+                if number % 3 == 0:
+                    kept.append((number, array, memoryview(array)[7:], torch.from_numpy(array.copy())))
+                elif number % 3 == 1:
+                    kept.append((number, array[5:], memoryview(array), torch.ones(1)))
+        for number, array, view, _ in kept:
+            assert (array == number).all()
+            assert set(bytes(view)) == {number}
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+async def test_a_tensor_over_a_leased_array_is_a_private_copy() -> None:
+    async with attached(2, chunk=CHUNK, chunks=3) as (writer, (reader, other)):
+        for number in range(2 * ROUNDS):
+            await _lend(writer, number)
+            async with reader.lease(5) as array:
+                assert (array == number).all()
+                if number % 3 == 0:
+                    torch.from_numpy(array)[::4096] = 255
+            async with other.lease(5) as array:
+                assert (array == number).all()
+            del array
+
+
+async def test_a_leased_loan_goes_back_by_itself() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        for number in range(3):
+            await _lend(writer, number)
+            async with reader.lease(5) as array:
+                pass
+            await writer.enqueue_many([np.full(SIZE, 9, np.uint8)] * 3, 20)  # needs every chunk
+            assert (array == number).all()
+            for _ in range(3):
+                assert (await reader.dequeue(5) == 9).all()
+
+
+async def test_other_messages_in_between() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        for number in range(ROUNDS):
+            await _lend(writer, number)
+            await writer.enqueue({"small": number})
+            await writer.enqueue(np.full(SIZE, number, np.uint8))
+            async with reader.lease(5) as first:
+                assert (first == number).all()
+            if number % 2:
+                assert await reader.dequeue(5) == {"small": number}
+            else:
+                async with reader.lease(5) as small:
+                    assert small == {"small": number}
+            async with reader.lease(5) as last:
+                assert (last == number).all()
+            assert (first == number).all()
+            assert writer.stats().backlog <= 1
+
+
+@pytest.mark.parametrize("word", [0, 1, 2])
+@pytest.mark.parametrize("value", [1, 7, SIZE, CHUNK, 1 << 40, (1 << 64) - 8, (1 << 64) - 1])
+async def test_a_damaged_table(word: int, value: int) -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        await _lend(writer, 1)
+        ring = writer.end.ring.ring
+        slots = ring.slots
+        chunk = slots.chunk(slots.begin((ring.seq - 1) % len(slots)))
+        start = chunk_at(ring.layout.pools, chunk)[0] + CHUNK_HEADER_BYTES
+        view = slots.view
+        (table,) = struct.unpack_from("<Q", view, start)
+        struct.pack_into("<Q", view, start if word == 0 else start + table + 8 * (word - 1), value)
+        with suppress(CodecError):
+            async with reader.lease(5) as array:
+                assert array.nbytes <= CHUNK
+        await _lend(writer, 2)
+        async with reader.lease(5) as array:
+            assert (array == 2).all()
