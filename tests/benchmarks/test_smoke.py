@@ -184,7 +184,8 @@ def test_churn(report: Any) -> None:
     churn = next(result["figures"] for result in report["results"] if "killed" in result["case"])
     assert 0 < churn["still_p50_us"]["median"] <= churn["still_max_us"]["median"]
     assert 0 < churn["noticed_p50_ms"]["median"] <= churn["noticed_p99_ms"]["median"], "each death was noticed"
-    assert len(report["promises"]) == 4
+    assert 0 < churn["join_running_p50_ms"]["median"] <= churn["join_p50_ms"]["median"]
+    assert len(report["promises"]) == 5
 
 
 @on("fanout", "uvloop")

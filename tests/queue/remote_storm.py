@@ -87,8 +87,9 @@ def storm(
         sent = int(writer.communicate(timeout=30)[0])
         eventually(lambda: readers.lines()[-1][1] == sent - 1, "the last message")
     took_s, runs = monotonic() - began, runs_of(readers.lines())
-    again, following = [0], 0
+    again, following, silent = [0], 0, kills + 1 - len(runs)
     for run in runs:
+        assert run[0] <= following + 1 + silent, f"at most one for each death before message {run[0]}"
         again.append(max(0, following - run[0]))
         following = max(following, run[-1] + 1)
     lost = set(range(sent)) - {number for run in runs for number in run}
