@@ -19,7 +19,8 @@ def import_when_used(
             has always imported, are attributes of it, too.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
-    below = {home.removeprefix(f"{package}.").partition(".")[0] for home in homes}
+    inside = f"{package}."
+    below = {home.removeprefix(inside).partition(".")[0] for home in homes if home.startswith(inside)}
 
     def find(name: str) -> Any:
         if (home := home_of.get(name)) is not None:

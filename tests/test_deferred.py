@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import aioshm
+import aioshm.engine
 from aioshm.deferred import import_when_used
 from aioshm.process.state import process_state
 
@@ -48,18 +49,27 @@ def test_stopping_processes_is_imported_without_the_process_table() -> None:
     assert "psutil" not in loaded_by("import aioshm.engine")
 
 
-def test_each_name_is_what_type_checkers_are_told() -> None:
-    tree = ast.parse(Path(aioshm.__file__).read_text())
+def test_an_engine_s_process_imports_no_client_and_no_supervisor() -> None:
+    loaded = loaded_by("from aioshm.engine import die_with_parent, run_engine_core")
+    assert "aioshm.engine.core.core" in loaded
+    assert not {name for name in loaded if name.startswith(("aioshm.engine.client.", "aioshm.queue", "aioshm.ring"))}
+    assert not {name for name in loaded if name.startswith(("aioshm.engine.startup.", "aioshm.engine.workers."))}
+
+
+@pytest.mark.parametrize("package", [aioshm, aioshm.engine])
+def test_each_name_is_what_type_checkers_are_told(package: ModuleType) -> None:
+    assert package.__file__ is not None
+    tree = ast.parse(Path(package.__file__).read_text())
     told, _ = (node for node in tree.body if isinstance(node, ast.If))
     homes: dict[str, str] = {}
     for statement in told.body:
         assert isinstance(statement, ast.ImportFrom)
         assert statement.module is not None
         homes |= {alias.name: statement.module for alias in statement.names}
-    assert sorted(homes) == aioshm.__all__
-    assert set(aioshm.__all__) <= set(dir(aioshm))
+    assert sorted(homes) == package.__all__
+    assert set(package.__all__) <= set(dir(package))
     for name, home in homes.items():
-        assert getattr(aioshm, name) is getattr(importlib.import_module(home), name)
+        assert getattr(package, name) is getattr(importlib.import_module(home), name)
 
 
 def test_what_importing_the_package_has_always_imported_is_still_its_attribute() -> None:
@@ -82,6 +92,8 @@ def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pi" not in vars(package)
     assert "pi" in names()
     assert find("pi") == vars(package)["pi"] > 3
+    with pytest.raises(AttributeError, match="no attribute 'math'"):
+        find("math")
 
 
 def test_a_process_is_not_visible_where_no_descriptor_is_left_to_import_what_looks(

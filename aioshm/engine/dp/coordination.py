@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple, TypeAlias
 
@@ -311,22 +312,14 @@ def run_coordinator(
         secure: See `Coordination`.
         valid: See `Coordination`.
     """
-    asyncio.run(_run(told, notices, waves, addresses, keys, secure, valid))
+    asyncio.run(_run(told, notices, partial(Coordination, waves, addresses, keys, secure=secure, valid=valid)))
 
 
-async def _run(
-    told: Connection,
-    notices: socket.socket,
-    waves: Waves,
-    addresses: CoordinatorAddresses,
-    keys: EngineKeys | None,
-    secure: bool,
-    valid: Mapping[int, int],
-) -> None:
+async def _run(told: Connection, notices: socket.socket, begin: Callable[[], Coordination]) -> None:
     loop = asyncio.get_running_loop()
     notices.setblocking(False)
     try:
-        coordination = Coordination(waves, addresses, keys, secure=secure, valid=valid)
+        coordination = begin()
     except OSError as error:
         raise SystemExit(f"{error}") from None
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 from peers import Peers, pack, published
-from served_engine import Engine, ask, collected, stop, until
+from served_engine import ask, collected, stop, until
+from supervised import LOOPBACK, MANY, pids, serve
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
@@ -22,26 +21,12 @@ from aioshm.engine import (
     EngineKeys,
     EngineSupervisor,
     EngineZmqAddresses,
-    Restart,
-    die_with_parent,
-    run_engine_core,
 )
 from aioshm.engine.dp.coordination import CoordinatorAddresses
 from aioshm.engine.security.binding import AHEAD, ENGINES, Protection
 from aioshm.errors import EngineDead
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
-
-LOOPBACK = "tcp://127.0.0.1:0"
-MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
-
-
-def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, stuck: str) -> None:
-    """Run an engine; while the file ``stuck`` is there, hang before HELLO."""
-    die_with_parent()
-    if os.path.exists(stuck):
-        signal.pause()
-    asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank))
 
 
 class Peer:
@@ -154,7 +139,7 @@ async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
             with peers(keys.for_engine(1, incarnation), (zmq.PUSH, addresses.outputs[0])) as [inside]:
                 assert await inside.admitted()  # whoever has them can be the engine while it lives
                 stuck.touch()
-                stop(supervisor.engines[1].pid or 0)
+                stop(pids(supervisor)[1])
                 await until(lambda: 1 in client.deaths)
                 with pytest.raises(EngineDead, match="SIGKILL"):
                     await anext(doomed)
@@ -168,8 +153,8 @@ async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
             assert client.late_outputs == 0
             # The one that hangs has the next keys, and is killed: the one after it, too, has its own.
             await until(lambda: supervisor.engines[1].state == "starting")
+            stop(pids(supervisor)[1])
             stuck.unlink()
-            stop(supervisor.engines[1].pid or 0)
             await supervisor.wait_until_ready(30)
             assert len(await collected(client.submit(ask(f"back {incarnation}", 2), engine=1))) == 2
             await client.abort(f"{incarnation} 0")

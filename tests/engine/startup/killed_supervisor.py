@@ -1,17 +1,29 @@
-"""A supervisor that is killed while an engine of its comes back: ``python killed_supervisor.py MOMENT``; says when."""
+"""A supervisor that stands still at a moment of a restart, to be killed there: ``python killed_supervisor.py MOMENT``.
+
+At that moment it says so, and then either it or the process that starts goes no further.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
-from aioshm.engine import EngineSupervisor, Restart, WorkerGroup, run_engine_core
+from aioshm.engine import DPCoordinator, EngineSupervisor, Restart, WorkerGroup, run_engine_core
+from aioshm.engine.client.link import EngineLink
+from aioshm.engine.startup.processes import CoreEngineProcManager
+from aioshm.engine.startup.rejoining import Rejoining
+from aioshm.engine.startup.restarting import EngineLife, Restarting
+from aioshm.process.child import _Popen
+from aioshm.process.watch import ProcessExit
 
 FOR_EVER = 1_000_000.0
+SLOWLY = Restart(backoff_s=FOR_EVER, backoff_max_s=FOR_EVER)
 
 
 class Worker:
@@ -22,17 +34,18 @@ class Worker:
 
 
 class Engine:
-    """Has a worker; never finishes a request."""
+    """May have a worker; never finishes a request."""
 
-    def __init__(self, hangs: bool) -> None:
-        self._hangs = hangs
+    def __init__(self, moment: str, again: bool) -> None:
+        self._moment, self._again = moment, again
+        self._group: WorkerGroup | None = None
 
     async def initialize(self, _metadata: object) -> dict[str, Any]:
         """Start the worker."""
-        self._group = await WorkerGroup(Worker, 1).__aenter__()
-        if self._hangs:
-            now()
-            await asyncio.sleep(FOR_EVER)
+        if self._moment in WITH_WORKERS:
+            self._group = await WorkerGroup(Worker, 1).__aenter__()
+        if self._again and self._moment == "in initialize":
+            stop_here()
         return {}
 
     def add_request(self, request: dict[str, Any]) -> None:
@@ -47,60 +60,195 @@ class Engine:
 
     async def shutdown(self) -> None:
         """Stop the worker."""
-        await self._group.aclose()
+        if self._group is not None:
+            await self._group.aclose()
+
+
+class LockstepEngine(Engine):
+    """Needs the others, or says so."""
+
+    def has_unfinished_dp(self, unfinished: bool) -> bool:
+        """Agree with them."""
+        return unfinished
 
 
 def serve(moment: str, handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
-    """Run an engine; the second process of rank 1 may hang somewhere."""
-    again = dp_rank == 1 and os.path.exists(died())
+    """Run an engine; one that is started again may go no further somewhere."""
+    again = os.path.exists(died())
     if again and moment == "before HELLO":
-        now()
-        time.sleep(FOR_EVER)
-    asyncio.run(run_engine_core(Engine(again and moment == "in initialize"), handshake_address, dp_rank))
+        stop_here()
+    kind = LockstepEngine if moment in OF_GROUPS else Engine
+    asyncio.run(run_engine_core(kind(moment, again), handshake_address, dp_rank))
 
 
 def died() -> str:
-    """Return the path of the file that says that rank 1 has died."""
+    """Return the path of the file that says that a process was killed, and is started again from now on."""
     return os.environ["AIOSHM_TEST_DIED"]
 
 
-def now() -> None:
-    """Say that the moment has come."""
+def stop_here() -> NoReturn:
+    """Say that the moment has come, and go no further; blocks this thread, with all that it has."""
     os.write(1, b"now\n")
+    time.sleep(FOR_EVER)
+    raise AssertionError
+
+
+def before(owner: type, name: str) -> Callable[[], None]:
+    """Return what stops at the next call of a method, before it does anything."""
+    return lambda: setattr(owner, name, lambda *_, **__: stop_here())
+
+
+def after(owner: type, name: str) -> Callable[[], None]:
+    """Return what stops at the next call of a method when it has done what it does."""
+
+    def patch() -> None:
+        method = getattr(owner, name)
+
+        def stopping(*args: Any, **kwargs: Any) -> NoReturn:
+            method(*args, **kwargs)
+            stop_here()
+
+        setattr(owner, name, stopping)
+
+    return patch
+
+
+def after_killing_all() -> None:
+    """Stop once the engines that a group has left are dead."""
+    kill_all = Restarting._kill_all
+
+    async def stopping(self: Restarting) -> None:
+        await kill_all(self)
+        assert all(process.exitcode is not None for process in self._manager.processes)
+        stop_here()
+
+    Restarting._kill_all = stopping  # type: ignore[method-assign]
+
+
+def nothing() -> None:
+    """Stop in the process that starts, which sees to that itself."""
+
+
+def when_ready() -> None:
+    """Stop when an engine has said READY."""
+    settle = EngineLife.settle
+
+    def stopping(self: EngineLife, found: ProcessExit | None) -> bool:
+        return stop_here() if found is None else settle(self, found)
+
+    EngineLife.settle = stopping  # type: ignore[method-assign]
+
+
+def when_bound() -> None:
+    """Stop when a coordinator says where it is bound, and nobody has heard that yet."""
+
+    def stopping(_self: DPCoordinator, told: Any, _timeout: float) -> NoReturn:
+        told.poll(None)
+        stop_here()
+
+    DPCoordinator._await_addresses = stopping  # type: ignore[method-assign]
+
+
+async def kill(supervisor: EngineSupervisor, hook: Callable[[], None], coordinator: bool = False) -> None:
+    """Kill an engine, or the coordinator, and stop at a moment of the restart."""
+    hook()
+    with open(died(), "x"):
+        launch = supervisor.launch
+        if coordinator:
+            assert launch.coordinator is not None
+            launch.coordinator.proc.kill()
+        else:
+            os.kill(supervisor.engines[-1].pid or 0, signal.SIGKILL)
+    await asyncio.sleep(FOR_EVER)
+
+
+async def in_backoff(supervisor: EngineSupervisor) -> None:
+    """Kill an engine twice: the second restart takes its time."""
+    os.kill(supervisor.engines[-1].pid or 0, signal.SIGKILL)
+    while supervisor.engines[-1].restarts == 0 or supervisor.engines[-1].state != "running":
+        await asyncio.sleep(0.001)
+    os.kill(supervisor.engines[-1].pid or 0, signal.SIGKILL)
+    while supervisor.engines[-1].state != "waiting":
+        await asyncio.sleep(0)
+    stop_here()
+
+
+async def in_draining(supervisor: EngineSupervisor) -> None:
+    """Take out an engine that does not finish."""
+    stream = supervisor.client.submit({"request_id": "endless"}, engine=1)
+    going = asyncio.create_task(supervisor.scale(1))
+    while supervisor.engines[1].state != "stopping":
+        await asyncio.sleep(0)
+    stop_here()
+    await going
+    await stream.aclose()
+
+
+Work = Callable[[EngineSupervisor], Coroutine[Any, Any, None]]
+
+
+def engine_at(hook: Callable[[], None]) -> Work:
+    """Return what kills an engine, and stops there."""
+    return lambda supervisor: kill(supervisor, hook)
+
+
+def coordinator_at(hook: Callable[[], None]) -> Work:
+    """Return what kills the coordinator, and stops there."""
+    return lambda supervisor: kill(supervisor, hook, coordinator=True)
+
+
+OF_ENGINES: dict[str, Work] = {
+    "before spawn": engine_at(before(CoreEngineProcManager, "start_engine")),
+    "before it has its orders": engine_at(before(_Popen, "_exact_sentinel")),
+    "in imports": engine_at(nothing),
+    "before HELLO": engine_at(nothing),
+    "HELLO heard": engine_at(before(Rejoining, "take")),
+    "in initialize": engine_at(nothing),
+    "registered": engine_at(after(EngineLink, "registered")),
+    "READY heard": engine_at(when_ready),
+    "at backoff": in_backoff,
+    "draining": in_draining,
+}
+OF_COORDINATORS: dict[str, Work] = {
+    "coordinator: before spawn": coordinator_at(before(DPCoordinator, "run_again")),
+    "coordinator: in imports": coordinator_at(nothing),
+    "coordinator: bound": coordinator_at(when_bound),
+}
+OF_GROUPS: dict[str, Work] = {
+    "group: all are dead": engine_at(after_killing_all),
+    "group: coordinator in imports": engine_at(nothing),
+    "group: one is spawned": engine_at(after(CoreEngineProcManager, "start_engine")),
+    "group: one has registered": engine_at(after(EngineLink, "registered")),
+}
+MOMENTS = OF_ENGINES | OF_COORDINATORS | OF_GROUPS
+WITH_WORKERS = {"in initialize", "draining"}
+WITH_COORDINATOR = {"before spawn", "at backoff", *OF_COORDINATORS, *OF_GROUPS}
+WITH_TWO_ENGINES = {"draining", *OF_GROUPS}
+IN_IMPORTS = {  # which process goes no further there
+    "in imports": "EngineCore_0",
+    "coordinator: in imports": "DPCoordinator",
+    "group: coordinator in imports": "DPCoordinator",
+}
 
 
 async def run(moment: str) -> None:
     """Bring that moment about."""
-    slowly = Restart(backoff_s=FOR_EVER, backoff_max_s=FOR_EVER)
     async with EngineSupervisor(
-        serve, 2, args=(moment,), restart=slowly if moment == "at backoff" else None
-    ) as engines:
-        if moment == "draining":
-            stream = engines.client.submit({"request_id": "endless"}, engine=1)
-            going = asyncio.create_task(engines.scale(1))
-            while engines.engines[1].state != "stopping":
-                await asyncio.sleep(0)
-            now()
-            await going
-            await stream.aclose()
-        with open(died(), "x"):
-            os.kill(engines.engines[1].pid or 0, signal.SIGKILL)
-        if moment == "at backoff":
-            while engines.engines[1].restarts == 0 or engines.engines[1].state != "running":
-                await asyncio.sleep(0.001)
-            os.kill(engines.engines[1].pid or 0, signal.SIGKILL)
-            while engines.engines[1].state != "waiting":
-                await asyncio.sleep(0)
-            now()
-        elif moment.endswith(" ms"):
-            await asyncio.sleep(float(moment.removesuffix(" ms")) / 1000)
-            now()
-        elif moment == "before spawn":
-            while engines.engines[1].state == "running":
-                await asyncio.sleep(0)
-            now()
-        await asyncio.sleep(FOR_EVER)
+        serve,
+        2 if moment in WITH_TWO_ENGINES else 1,
+        args=(moment,),
+        restart=SLOWLY if moment == "at backoff" else None,
+        lockstep=moment in OF_GROUPS,
+        coordinator=moment in WITH_COORDINATOR,
+    ) as supervisor:
+        await MOMENTS[moment](supervisor)
 
 
 if __name__ == "__main__":
     asyncio.run(run(sys.argv[1]))
+elif (
+    __name__ == "__mp_main__"
+    and os.path.exists(died())
+    and IN_IMPORTS.get(sys.argv[1]) == multiprocessing.current_process().name
+):
+    stop_here()

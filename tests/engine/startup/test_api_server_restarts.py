@@ -20,6 +20,7 @@ import engine_targets as targets
 import pytest
 from managed import gone, open_things
 from served_engine import Engine, stop, until
+from supervised import MANY
 from support import eventually
 
 from aioshm.engine import (
@@ -36,8 +37,6 @@ from aioshm.engine import (
 from aioshm.errors import EngineDead, ProcessDied, QueueClosed, RoleError
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
-
-MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
 
 
 @pytest.fixture

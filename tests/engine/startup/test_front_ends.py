@@ -13,7 +13,8 @@ from typing import Any
 
 import front_end_targets as targets
 import pytest
-from served_engine import Engine, ask, collected, stop, until
+from served_engine import ask, collected, stop, until
+from supervised import LOOPBACK, MANY, pids, serve
 
 from aioshm.engine import (
     APIServerProcessManager,
@@ -22,27 +23,10 @@ from aioshm.engine import (
     EngineSupervisor,
     EngineZmqAddresses,
     Restart,
-    die_with_parent,
-    run_engine_core,
 )
 from aioshm.errors import EngineDead, RoleError
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
-
-LOOPBACK = "tcp://127.0.0.1:0"
-MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
-
-
-def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, crash: str = "") -> None:
-    """Run an engine; once the file ``crash`` is there, end before HELLO."""
-    die_with_parent()
-    if crash and os.path.exists(crash):
-        raise SystemExit(f"no memory left on device {dp_rank}")
-    asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank))
-
-
-def pid(supervisor: EngineSupervisor, rank: int) -> int:
-    return supervisor.engines[rank].pid or 0
 
 
 class FrontEndProcesses:
@@ -101,7 +85,7 @@ async def test_front_ends_in_processes_lose_nothing(tmp_path: Path) -> None:
             # More engines, and fewer.
             await supervisor.scale(4)
             await fronts.use(0, 1, 2, 3)
-            went = [pid(supervisor, rank) for rank in (1, 2, 3)]
+            went = pids(supervisor)[1:]
             await supervisor.scale(1)
             assert not any(os.path.exists(f"/proc/{each}") for each in went)
             await fronts.use(0)
@@ -111,7 +95,7 @@ async def test_front_ends_in_processes_lose_nothing(tmp_path: Path) -> None:
             assert fronts.both("failed") == [[], []]
 
             # An engine dies, and comes back.
-            victim = pid(supervisor, 1)
+            victim = pids(supervisor)[1]
             stop(victim)
             await until(lambda: supervisor.engines[1].restarts == 1 and supervisor.engines[1].state == "running", 30)
             await supervisor.wait_until_ready(30)
@@ -232,7 +216,7 @@ async def test_each_is_told_how_one_has_died(secure: bool, tmp_path: Path) -> No
             streams = [client.submit(ask(f"{client}", None), engine=1) for client in clients]
             for stream in streams:
                 await anext(stream)
-            victim = pid(supervisor, 1)
+            victim = pids(supervisor)[1]
             stop(victim)
             for stream in streams:
                 with pytest.raises(EngineDead, match=rf"EngineCore_1 \(pid {victim}\) was killed by SIGKILL") as caught:
@@ -245,7 +229,7 @@ async def test_each_is_told_how_one_has_died(secure: bool, tmp_path: Path) -> No
                 assert len(await collected(client.submit(ask("a", 2), engine=1))) == 2
         supervisor._restarting.lives[1].history._policy = Restart(max_restarts=0)
         crash.touch()
-        stop(pid(supervisor, 1))
+        stop(pids(supervisor)[1])
         for client in clients:
             await until(lambda client=client: client._link._dead is not None)
             with pytest.raises(EngineDead, match="engine 1 is in a crash loop"):

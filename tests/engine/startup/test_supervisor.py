@@ -10,48 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_engine import Engine, ask, collected, stop, until
+from served_engine import ask, collected, stop, until
+from supervised import MANY, pids, serve, serve_one_by_one
 
-from aioshm.engine import EngineSupervisor, RankInfo, Restart, die_with_parent, run_engine_core
+from aioshm.engine import EngineSupervisor, RankInfo, Restart
 from aioshm.engine.startup.restarting import EngineLife
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 from aioshm.process.watch import ProcessExit
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
-
-MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
-
-
-def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, crash: str = "") -> None:
-    """Run an engine; once the file ``crash`` is there, end before HELLO."""
-    die_with_parent()
-    if crash and os.path.exists(crash):
-        raise SystemExit(f"no memory left on device {dp_rank}")
-    asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank))
-
-
-def serve_once_ready(handshake_address: str, dp_rank: int, local_dp_rank: int, stuck: str = "") -> None:
-    """Run an engine; once the file ``stuck`` is there, hang before HELLO until it is gone."""
-    die_with_parent()
-    if os.path.exists(stuck):
-        signal.pause()
-    asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank))
-
-
-class Lockstep(Engine):
-    """Needs the others, or says so."""
-
-    def has_unfinished_dp(self, unfinished: bool) -> bool:
-        return unfinished
-
-
-def serve_in_lockstep(handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
-    die_with_parent()
-    asyncio.run(run_engine_core(Lockstep(), handshake_address, dp_rank))
-
-
-def pids(supervisor: EngineSupervisor) -> list[int]:
-    return [engine.pid or 0 for engine in supervisor.engines]
 
 
 async def test_one_that_is_killed_comes_back_while_the_others_serve() -> None:
@@ -109,9 +76,7 @@ async def test_a_crash_loop_ends_everything_with_every_cause(tmp_path: Path) -> 
 
 async def test_one_that_does_not_get_ready_is_killed_and_tried_again(tmp_path: Path) -> None:
     stuck = tmp_path / "stuck"
-    async with EngineSupervisor(
-        serve_once_ready, 1, restart=MANY, start_timeout=2.0, kwargs={"stuck": str(stuck)}
-    ) as supervisor:
+    async with EngineSupervisor(serve, 1, restart=MANY, start_timeout=2.0, kwargs={"stuck": str(stuck)}) as supervisor:
         stuck.touch()
         stop(pids(supervisor)[0])
         await until(lambda: "was not ready after 2 s, and was killed" in supervisor.engines[0].cause)
@@ -210,7 +175,7 @@ async def test_a_coordinator_that_is_killed_is_found_again() -> None:
 
 
 async def test_engines_in_lockstep_are_started_again_together() -> None:
-    async with EngineSupervisor(serve_in_lockstep, 2, restart=MANY, lockstep=True) as supervisor:
+    async with EngineSupervisor(serve, 2, restart=MANY, lockstep=True, kwargs={"lockstep": True}) as supervisor:
         for _ in range(2):
             assert len(await collected(supervisor.client.submit(ask("a", 3)))) == 3
             before = pids(supervisor)
@@ -221,6 +186,30 @@ async def test_engines_in_lockstep_are_started_again_together() -> None:
             assert not set(before) & set(pids(supervisor))
         with pytest.raises(RoleError, match="lockstep"):
             await supervisor.scale(3)
+
+
+async def test_one_in_lockstep_that_dies_while_others_start_has_all_started_again(tmp_path: Path) -> None:
+    stuck = tmp_path / "stuck"
+    async with EngineSupervisor(
+        serve_one_by_one, 2, restart=MANY, lockstep=True, coordinator=False, kwargs={"stuck": str(stuck)}
+    ) as supervisor:
+
+        def states() -> list[str]:
+            return [info.state for info in supervisor.engines]
+
+        first = pids(supervisor)
+        stuck.touch()
+        stop(first[1])
+        await until(lambda: states() == ["running", "starting"])
+        second = pids(supervisor)
+        stop(second[0])  # it was ready, and the other one is not yet
+        await until(lambda: not os.path.exists(f"/proc/{second[1]}"))  # which may wait for it
+        stuck.unlink()
+        await supervisor.wait_until_ready(30)
+        await until(lambda: states() == ["running"] * 2)
+        assert len({*first, *second, *pids(supervisor)}) == 6
+        for rank in (0, 1):
+            assert len(await collected(supervisor.client.submit(ask(f"{rank}", 2), engine=rank))) == 2
 
 
 async def test_closing_at_any_moment_of_a_restart_leaves_nothing() -> None:

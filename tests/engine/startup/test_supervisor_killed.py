@@ -7,68 +7,84 @@ import statistics
 import subprocess
 import sys
 import time
-import uuid
+from collections.abc import Iterable
 from pathlib import Path
+from select import select
 
+import killed_supervisor as moments
 import pytest
 
-pytestmark = pytest.mark.usefixtures("runtime_dir")
+pytestmark = [
+    pytest.mark.usefixtures("runtime_dir"),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc"),
+]
 
 GONE_S = 2.0  # at most, on a machine that has nothing else to do
-PATIENCE_S = 30.0
-MOMENTS = ("before spawn", "before HELLO", "in initialize", "at backoff", "draining")
+PATIENCE_S = 60.0
+PROCESSES = 3  # at least, in each tree: a supervisor, its resource tracker, and one that it has started
 
 
-def tree(mark: str) -> list[str]:
-    """Return what the processes run that have inherited this mark, and have not exited."""
-    found = []
+def trees(marks: Iterable[str]) -> dict[str, list[str]]:
+    """Return what the processes run that have inherited these marks, and have not exited, by mark."""
+    found: dict[str, list[str]] = {mark: [] for mark in marks}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found.append(f"{entry.name}: {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
+            for mark in found:
+                if f"AIOSHM_TEST_DIED={mark}".encode() in environment:
+                    found[mark].append(f"{entry.name}: {command}")
     return found
 
 
-def seconds_until_gone(moment: str, directory: Path) -> float:
-    """Kill a supervisor at this moment; return how long any process of its has lived after that."""
-    mark = uuid.uuid4().hex
-    environment = {**os.environ, "AIOSHM_TEST_MARK": mark, "AIOSHM_TEST_DIED": str(directory / mark)}
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("killed_supervisor.py")), moment],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-    )
+def seconds_until_gone(which: Iterable[str], directory: Path) -> dict[str, float]:
+    """Kill supervisors at these moments, all of them at once; return how long any process of each has lived on."""
+    marks = {moment: str(directory / f"{number}") for number, moment in enumerate(which)}
+    supervisors = {
+        moment: subprocess.Popen(
+            [sys.executable, moments.__file__, moment],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={**os.environ, "AIOSHM_TEST_DIED": mark},
+        )
+        for moment, mark in marks.items()
+    }
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"now\n"
-        before = tree(mark)
-        assert len(before) >= 4  # it, an engine, its worker, the coordinator
-        process.kill()
-        killed = time.monotonic()
-        while left := tree(mark):
-            assert time.monotonic() < killed + PATIENCE_S, left
-            time.sleep(0.005)
-        return time.monotonic() - killed
+        for moment, supervisor in supervisors.items():
+            assert supervisor.stdout is not None
+            assert select([supervisor.stdout], [], [], PATIENCE_S)[0], f"{moment} does not come"
+            assert supervisor.stdout.read(4) == b"now\n", moment
+        before = trees(marks.values())
+        assert all(len(before[mark]) >= PROCESSES for mark in marks.values()), before
+        for supervisor in supervisors.values():
+            supervisor.kill()
+        killed, took = time.monotonic(), dict[str, float]()
+        while len(took) < len(marks):
+            left, now = trees(marks.values()), time.monotonic() - killed
+            took |= {moment: now for moment, mark in marks.items() if not left[mark] and moment not in took}
+            assert now < PATIENCE_S, left
+        return took
     finally:
-        process.kill()
-        process.communicate()
+        for supervisor in supervisors.values():
+            supervisor.kill()
+            supervisor.communicate()
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-@pytest.mark.parametrize(
-    "moment", [*MOMENTS[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in MOMENTS[2:])]
-)
-def test_at_a_moment(moment: str, tmp_path: Path) -> None:
-    assert seconds_until_gone(moment, tmp_path) < 5 * GONE_S  # others may use this machine
+def check(took: dict[str, float]) -> None:
+    """Make sure that nothing has lived on; others may use this machine."""
+    assert statistics.median(took.values()) < GONE_S, took
+    assert max(took.values()) < 5 * GONE_S, took
+
+
+def test_while_an_engine_or_the_coordinator_starts(tmp_path: Path) -> None:
+    check(seconds_until_gone(["before HELLO", "coordinator: bound"], tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-def test_at_any_moment(tmp_path: Path) -> None:
-    seconds = [seconds_until_gone(f"{ms} ms", tmp_path) for ms in (0, 1, 2, 5, 10, 20, 50, 100, 200, 400)]
-    assert statistics.median(seconds) < GONE_S, seconds
-    assert max(seconds) < 5 * GONE_S, seconds
+@pytest.mark.parametrize("which", ["OF_ENGINES", "OF_COORDINATORS", "OF_GROUPS"])
+def test_at_every_moment(which: str, tmp_path: Path) -> None:
+    check(seconds_until_gone(getattr(moments, which), tmp_path))

@@ -1,0 +1,43 @@
+"""Engines for a supervisor of tests: what their processes run, and when these are started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from served_engine import Engine
+
+from aioshm.engine import EngineSupervisor, Restart, die_with_parent, run_engine_core
+
+LOOPBACK = "tcp://127.0.0.1:0"
+MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
+
+
+class Lockstep(Engine):
+    """Needs the others, or says so."""
+
+    def has_unfinished_dp(self, unfinished: bool) -> bool:
+        return unfinished
+
+
+def serve(
+    handshake_address: str, dp_rank: int, local_dp_rank: int, crash: str = "", stuck: str = "", lockstep: bool = False
+) -> None:
+    """Run an engine; once the file ``crash`` is there, end before HELLO, and while ``stuck`` is there, wait there."""
+    die_with_parent()
+    if crash and os.path.exists(crash):
+        raise SystemExit(f"no memory left on device {dp_rank}")
+    while stuck and os.path.exists(stuck):
+        time.sleep(0.01)
+    asyncio.run(run_engine_core(Lockstep() if lockstep else Engine(), handshake_address, dp_rank))
+
+
+def serve_one_by_one(handshake_address: str, dp_rank: int, local_dp_rank: int, stuck: str) -> None:
+    """Run an engine in lockstep; while the file ``stuck`` is there, that of rank 1 waits before HELLO."""
+    serve(handshake_address, dp_rank, local_dp_rank, stuck=stuck if dp_rank == 1 else "", lockstep=True)
+
+
+def pids(supervisor: EngineSupervisor) -> list[int]:
+    """Return the process ids of the engines, by rank."""
+    return [engine.pid or 0 for engine in supervisor.engines]
