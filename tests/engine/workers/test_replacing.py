@@ -115,7 +115,7 @@ async def test_a_crash_loop_ends_the_group_with_every_cause(tmp_path: Path) -> N
 async def test_one_that_is_not_made_in_time_is_killed_and_tried_again(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     options = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
-    async with group_of(1, **options, ready_timeout=5) as group:
+    async with group_of(1, **options, ready_timeout=60) as group:
         group._running.replacing._ready_timeout = 0.5  # type: ignore[union-attr]
         flag.touch()
         os.kill(group.pids[0], signal.SIGKILL)
