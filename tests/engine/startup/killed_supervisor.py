@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from aioshm.engine import DPCoordinator, EngineSupervisor, Restart, WorkerGroup, run_engine_core
+from aioshm.engine import DPCoordinator, EngineSupervisor, Restart, WorkerGroup, die_with_parent, run_engine_core
 from aioshm.engine.client.link import EngineLink
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.engine.startup.rejoining import Rejoining
@@ -245,6 +245,7 @@ async def run(moment: str) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent()  # nobody else ends it where the test is killed
     asyncio.run(run(sys.argv[1]))
 elif (
     __name__ == "__mp_main__"
