@@ -26,7 +26,7 @@ from tools.campaign.verdict import Verdict, judge, moved_at
 
 PARTS = {"queues": queues, "engines": engines, "events": events, "links": links, "strangers": strangers}
 TELL_S, STEP_S = 10.0, 0.02
-SETTLE_S, END_S, TREE_S = 90.0, 60.0, 15.0
+SETTLE_S, END_S, TREE_S = 150.0, 60.0, 15.0
 WORDS = ("lost", "doubled", "reordered", "wrong", "hung", "nameless", "odd", "leaked", "crashed")
 SHOWN = 8
 EXITS = {0, 1, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGUSR2}

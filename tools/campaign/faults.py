@@ -20,8 +20,9 @@ from tools.campaign.stage import Actor, Stage
 PERIOD_S = 0.25
 LONGEST_STOP_S, LONGEST_LIMIT_S, LONGEST_FULL_S = 2.5, 3.0, 1.5
 WEIGHTS = {"kill": 50, "stop": 20, "descriptors": 10, "memory": 8, "disk": 4, "clock": 4}
-DESCENDANT = 0.35
-"""How often it is a process that the service has started, of all strikes at processes."""
+DESCENDANT, GROWN_S = 0.15, 6.0
+"""How often it is a process that the service has started, of all strikes at processes, once it has had time to start:
+what dies before everything is ready ends the startup, by name."""
 
 
 class Faults:
@@ -72,7 +73,7 @@ class Faults:
         """Return a process, and note that it is struck."""
         living = [actor for actor in self._stage.actors if actor.pid and actor.weight]
         services = [actor for actor in living if actor.name == "service"]
-        if services and self._chance.random() < DESCENDANT:
+        if services and services[0].since < time.monotonic() - GROWN_S and self._chance.random() < DESCENDANT:
             with suppress(psutil.Error, IndexError):
                 found = psutil.Process(services[0].pid).children(recursive=True)
                 return self._chance.choice([each.pid for each in found if _serves(each)])

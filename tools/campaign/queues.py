@@ -96,7 +96,7 @@ async def write(part: Part) -> None:
                 await (queue.enqueue(messages[0]) if count == 1 else queue.enqueue_many(messages))
             number += count
             journal.note("sent", number)
-            await asyncio.sleep(0.5 if chance.random() < 0.002 else chance.uniform(0, 0.01))
+            await asyncio.sleep(0.5 if chance.random() < 0.002 else chance.uniform(0, 0.02))
         journal.note("closing", number)
     with suppress(TimeoutError, asyncio.CancelledError):
         await asyncio.wait_for(watching, 5.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -42,7 +41,6 @@ def places() -> Iterator[tuple[int, str | tuple[str, int]]]:
 
 async def annoy(part: Part) -> None:
     """Be one of them after the other, until the end."""
-    os.nice(10)
     chance, done = part.chance, Counter[str]()
     seeds = [each for target in TARGETS.values() if target.name in _INPUTS for each in target.inputs()]
     heard: deque[bytes] = deque(maxlen=200)  # what was said to one is said to another

@@ -13,8 +13,8 @@ from tools.campaign.queues import MOST_AT_ONCE, QUEUES
 
 NAMED = {"AioshmError", "MemoryError"}
 SHORTAGES = {23, 24, 11, 12, 28}  # ENFILE, EMFILE, EAGAIN, ENOMEM, ENOSPC
-NO_THREAD = "can't start new thread"
-"""What Python says where the part itself, not the library, finds no room for a thread."""
+NO_ROOM = ("can't start new thread", "failed to map segment", "cannot allocate memory")
+"""What Python and the linker say where the part itself, not the library, finds no room for something."""
 UNCAUGHT = ("Exception in callback", "Task exception was never retrieved", "Exception ignored in", "Fatal Python error")
 GROWTH_MIB, GROWTH_AFTER_S, MORE_DESCRIPTORS = 48, 15.0, 64
 
@@ -102,7 +102,7 @@ def _judge_life(verdict: Verdict, life: Life) -> None:
         verdict.figures[f"error {kinds[0]}"] += 1
         if kinds[0] == "TimeoutError":
             verdict.wrong["hung"].append(f"{life.actor} ({life.pid}): {kinds[0]}: {text}")
-        elif not NAMED & set(kinds) and number not in SHORTAGES and text != NO_THREAD:
+        elif not NAMED & set(kinds) and number not in SHORTAGES and not any(each in text for each in NO_ROOM):
             verdict.wrong["nameless"].append(f"{life.actor} ({life.pid}): {kinds[0]}: {text}")
     for kind in ("strangers", "links"):
         verdict.figures[kind] += max((record.rest[0] for record in life.of(kind)), default=0)
