@@ -23,9 +23,12 @@ from aioshm.errors import EngineDead, EngineStartupError, RoleError
 ray: Any = pytest.importorskip("ray")
 
 # Each actor takes seconds to start, and each node some more.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
-# What is told of actors comes from Ray's threads whatever the loop; test_actors.py tries that on both.
-on_one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("runtime_dir"),
+    # What is told of actors comes from Ray's threads whatever the loop; test_actors.py tries that on both.
+    pytest.mark.asyncio(loop_factories=["asyncio"]),
+]
 
 ONE_CHIP = EngineNeeds(world_size=1, device="chip")
 
@@ -121,7 +124,6 @@ async def test_one_comes_back_also_when_its_node_has_left(
         await until(lambda: ray.available_resources().get("chip") == 1, "the return of its room")
 
 
-@on_one_loop
 async def test_no_room_is_a_crash_loop_in_the_end(nodes: Nodes) -> None:
     nodes.add()
     async with supervised(3, 2, restart=Restart(max_restarts=2, backoff_s=0.01)) as (supervisor, manager):
@@ -139,7 +141,6 @@ async def test_no_room_is_a_crash_loop_in_the_end(nodes: Nodes) -> None:
             supervisor.client.submit(ask("later"), engine=0)
 
 
-@on_one_loop
 async def test_a_crash_loop_has_the_cause_of_every_attempt(ray_cluster: Any, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     options = {"args": (str(flag),), "restart": Restart(max_restarts=1)}
@@ -157,7 +158,6 @@ async def test_a_crash_loop_has_the_cause_of_every_attempt(ray_cluster: Any, tmp
         assert "exited with code 1; Ray says: ArithmeticError: the model does not fit any more" in text
 
 
-@on_one_loop
 async def test_in_lockstep_all_are_made_again(ray_cluster: Any) -> None:
     async with supervised(2, 2, lockstep=True) as (supervisor, manager):
         before = [each.pid or 0 for each in supervisor.engines]
@@ -170,7 +170,6 @@ async def test_in_lockstep_all_are_made_again(ray_cluster: Any) -> None:
         assert [manager.next_incarnation(rank) for rank in range(2)] == [2, 2]
 
 
-@on_one_loop
 async def test_a_given_placement_group_is_moved_by_ray(nodes: Nodes) -> None:
     nodes.add()
     groups = [ray.util.placement_group([{"chip": float(targets.HEAD_CHIPS), "CPU": 1.0}])]  # only the head has so many
