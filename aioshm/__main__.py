@@ -11,6 +11,8 @@ def main() -> int:
     """Run the command line; return its exit code."""
     try:
         from aioshm.cli.app import run
+
+        return run(sys.argv[1:])  # which imports what the command needs
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise
@@ -19,7 +21,6 @@ def main() -> int:
     except KeyboardInterrupt:
         print("aioshm: interrupted", file=sys.stderr)
         return 130
-    return run(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -7,34 +7,40 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Protocol
+from importlib import import_module
+from typing import Annotated
 
 import typer
 from typer.main import get_command
 
 import aioshm
-from aioshm.cli import doctor, events, export
-from aioshm.cli.demo import command as demo
-from aioshm.cli.inspection import commands as inspection
 from aioshm.cli.outcome import FAILED, UNUSABLE, CommandFailed, interrupted
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name of its own
 _INTERRUPTED = interrupted().exit_code
 
 
-class _Command(Protocol):
-    def register(self, app: typer.Typer) -> None: ...
+_COMMANDS = {
+    "demo": "aioshm.cli.demo.command",
+    "doctor": "aioshm.cli.doctor",
+    "events": "aioshm.cli.events",
+    "export": "aioshm.cli.export",
+    **dict.fromkeys(("ls", "inspect", "top", "who", "dump"), "aioshm.cli.inspection.commands"),
+}
+"""The modules that register the sub-commands."""
 
 
-_COMMANDS: tuple[_Command, ...] = (demo, doctor, events, export, inspection)
+def make_app(command: str | None = None) -> typer.Typer:
+    """Return the application with every sub-command.
 
-
-def make_app() -> typer.Typer:
-    """Return the application with every sub-command."""
+    Args:
+        command: The only one that is wanted: what others import takes longer than most commands do.
+    """
     app = typer.Typer()
     app.callback(invoke_without_command=True)(_root)
-    for command in _COMMANDS:
-        command.register(app)
+    wanted = [_COMMANDS[command]] if command in _COMMANDS else dict.fromkeys(_COMMANDS.values())
+    for name in wanted:
+        import_module(name).register(app)
     return app
 
 
@@ -61,7 +67,9 @@ def run(args: Sequence[str]) -> int:
 
 def _run(args: Sequence[str]) -> int:
     try:
-        code = get_command(make_app()).main(list(args), prog_name="aioshm", standalone_mode=False)
+        code = get_command(make_app(args[0] if args else None)).main(
+            list(args), prog_name="aioshm", standalone_mode=False
+        )
     except CommandFailed as failure:
         return _told(failure)
     except _UsageError as error:

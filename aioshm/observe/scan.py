@@ -12,20 +12,18 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from time import monotonic_ns
 
 from aioshm.errors import AioshmError, HandleError
-from aioshm.observe.proc import PROC, ProcessInfo, own_processes, process_info
+from aioshm.observe.proc import ProcessInfo, process_info
+from aioshm.observe.segments import BLOCK, Segment, SegmentFinder
 from aioshm.observe.snapshot import QueueSnapshot, Scan, snapshot_of
 from aioshm.ring.header import read_header, read_layout
 from aioshm.ring.layout import PID, PREAMBLE, WRITER_LINE
-from aioshm.ring.segment import NAME_PREFIX, OVERFLOW_LABEL
+from aioshm.ring.segment import OVERFLOW_LABEL
 
-_OURS = re.compile(rf"/memfd:aioshm|/dev/shm/{NAME_PREFIX}")
 _OVERFLOW = re.compile(rf"/memfd:{OVERFLOW_LABEL}([0-9a-f]{{8}})")
 _MIN_PREFIX = 4
-_BLOCK = 512  # bytes, in st_blocks; see stat(2)
 
 
 class QueueNotFound(AioshmError):
@@ -41,23 +39,6 @@ class QueueNotFound(AioshmError):
         self.there_are: tuple[str, ...] = tuple(there_are)
         names = ", ".join(self.there_are) or "none"
         super().__init__(f"{problem}; queues of this user on this host: {names}")
-
-
-@dataclass(slots=True)
-class Segment:
-    """Shared memory of this library that some process has open.
-
-    Attributes:
-        link: What ``/proc`` shows it as.
-        path: One of the descriptors, to open it by.
-        blocks: What it occupies, in bytes.
-        holders: Who has it open.
-    """
-
-    link: str
-    path: str
-    blocks: int
-    holders: list[int] = field(default_factory=list)
 
 
 class RingFile:
@@ -103,7 +84,7 @@ class RingFile:
             if pid not in processes:
                 processes[pid] = process_info(pid)
         holders = {pid: processes[pid] for pid in self.holders if processes[pid].state != "gone"}
-        return snapshot_of(header, holders, os.fstat(self._fd).st_blocks * _BLOCK, self.overflow, taken)
+        return snapshot_of(header, holders, os.fstat(self._fd).st_blocks * BLOCK, self.overflow, taken)
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes of the ring."""
@@ -119,13 +100,16 @@ class RingFile:
         self.close()
 
 
-def find_rings() -> tuple[list[RingFile], int]:
+def find_rings(finder: SegmentFinder | None = None) -> tuple[list[RingFile], int]:
     """Return this user's rings on this host, which the caller closes, and how many processes were skipped.
+
+    Args:
+        finder: Remembers what processes have open, for who looks again and again.
 
     Raises:
         NoProc: There is no ``/proc``.
     """
-    segments, skipped = _segments()
+    segments, skipped = (finder or SegmentFinder()).find()
     overflow: dict[str, tuple[int, int]] = {}
     for segment in segments:
         if found := _OVERFLOW.match(segment.link):
@@ -186,35 +170,3 @@ def chosen(key: str, queues: Iterable[QueueSnapshot]) -> QueueSnapshot:
 def _named(queue: QueueSnapshot) -> str:
     where = f"pid {queue.writer.pid}" if queue.writer.state != "gone" else "its writer is gone"
     return f"{queue.label} ({where})"
-
-
-def _segments() -> tuple[list[Segment], int]:
-    found: dict[tuple[int, int], Segment] = {}
-    skipped = 0
-    for pid in own_processes():
-        if pid is None or not _look_at(pid, found):
-            skipped += 1
-    return list(found.values()), skipped
-
-
-def _look_at(pid: int, found: dict[tuple[int, int], Segment]) -> bool:
-    """Note which segments a process has open; return whether it can be looked at."""
-    folder = PROC / str(pid) / "fd"
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, ProcessLookupError):  # it has ended
-        return True
-    except OSError:
-        return False
-    for name in names:
-        path = f"{folder}/{name}"
-        with suppress(OSError):  # it was closed meanwhile
-            link = os.readlink(path)
-            if not _OURS.match(link):
-                continue
-            status = os.stat(path)
-            key = status.st_dev, status.st_ino
-            segment = found.setdefault(key, Segment(link, path, status.st_blocks * _BLOCK))
-            if pid not in segment.holders:
-                segment.holders.append(pid)
-    return True

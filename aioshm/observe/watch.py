@@ -10,10 +10,12 @@ import msgspec
 from aioshm.errors import HandleError
 from aioshm.observe.proc import ProcessInfo
 from aioshm.observe.scan import RingFile, find_rings
+from aioshm.observe.segments import SegmentFinder
 from aioshm.observe.snapshot import QueueSnapshot
 
 RESCAN_S = 2.0
-"""How often new queues and processes are looked for; that costs more than to look at those that are known."""
+"""How often new queues and processes are looked for; that costs more than to look at those that are known. See
+`SegmentFinder`, too."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +60,7 @@ class Watch:
 
     def __init__(self, rescan_s: float = RESCAN_S) -> None:
         self._rescan_s = rescan_s
+        self._finder = SegmentFinder()
         self._rings: list[RingFile] = []
         self._due = 0.0
         self._before: dict[str, QueueSnapshot] = {}
@@ -77,7 +80,7 @@ class Watch:
         """
         if monotonic() >= self._due:
             self.close()
-            self._rings, self.skipped = find_rings()
+            self._rings, self.skipped = find_rings(self._finder)
             self._due = monotonic() + self._rescan_s
         processes: dict[int, ProcessInfo] = {}
         now: dict[str, QueueSnapshot] = {}

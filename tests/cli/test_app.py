@@ -86,3 +86,18 @@ def test_output_without_unicode_works():
     done = subprocess.run([sys.executable, "-m", "aioshm", "--help"], capture_output=True, text=True, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii()
+
+
+def test_a_command_imports_what_it_needs_alone() -> None:
+    code = "import sys; from aioshm.cli.app import run; run(['who', 'nobody-of-this-name']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "aioshm.observe.culprit" in loaded
+    assert not {name for name in loaded if name.startswith(("aioshm.engine", "aioshm.events", "aioshm.queue", "zmq"))}
+    assert "there is no queue 'nobody-of-this-name'" in done.stderr
+
+
+def test_every_command_is_in_the_help() -> None:
+    done = subprocess.run([sys.executable, "-m", "aioshm", "--help"], capture_output=True, text=True, check=True)
+    for name in ("demo", "doctor", "events", "export", "ls", "inspect", "top", "who", "dump"):
+        assert f" {name} " in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import pty
@@ -18,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from aioshm import MessageQueue
 from aioshm.cli.app import run
 from aioshm.cli.inspection import figures
+from aioshm.cli.inspection.tables import Rows
 from aioshm.cli.inspection.top import KEYS, ordered
 from aioshm.observe import proc
 
@@ -78,7 +82,7 @@ class TestLs:
         assert own(found["queues"])["messages"] == 1
 
     def test_nothing_there(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioshm.observe.watch.find_rings", lambda: ([], 3))
+        monkeypatch.setattr("aioshm.observe.watch.find_rings", lambda *_: ([], 3))
         assert run(["ls", "--interval", "0"]) == 0
         out = capsys.readouterr().out
         assert "no queue of this user is open on this host" in out
@@ -191,6 +195,27 @@ class TestTop:
         found = json.loads(line)
         assert found["version"] == 1
         assert own(found["queues"])["rates"]["seconds"] > 0
+
+    def test_what_is_drawn_is_the_table_cut_off_at_the_right(self) -> None:
+        ends: list[list[str | Text]] = [["writer", Text("stopped", "bold red"), "7"], ["reader 0", Text("ok"), "12345"]]
+        rows = Rows(("end", "state", "messages"), {"end", "state"}, ends, ["", "dim"])
+
+        def drawn(what: Any, width: int) -> list[str]:
+            console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
+            console.print(what)
+            assert isinstance(console.file, io.StringIO)
+            return console.file.getvalue().splitlines()
+
+        def plain(what: Any, width: int) -> list[str]:
+            return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in drawn(what, width)]
+
+        lines = drawn(rows, 80)
+        assert "\x1b[1;31mstopped" in lines[2]
+        assert "\x1b[2mreader 0" in lines[3]
+        table = [line.split() for line in plain(rows.table(), 80) if line.strip() and "\u2500" not in line]
+        assert [line.split() for line in plain(rows, 80) if "\u2500" not in line] == table
+        assert plain(rows, 80)[2] == "writer    stopped         7  "
+        assert {len(line) for line in plain(rows, 20)} == {20}
 
     def test_no_such_order(self, call: Call) -> None:
         code, _, err = call("top", "--sort", "colour")

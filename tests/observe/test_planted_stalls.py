@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -96,6 +97,22 @@ class TestStalls:
             times.append(time.monotonic() - begin)
             assert report.suspects[0].pid == reader.pid
         assert min(times) < 1, "the rest of it is what else the machine does"
+
+    @pytest.mark.slow
+    def test_the_command_names_it(self, planted: Planted) -> None:
+        _, _, reader = planted.queue("write", "read", "read and block")
+        planted.go_wrong(reader)
+        culprit(planted, reader.pid)
+        took = []
+        for _ in range(3):
+            before = os.times()
+            command = [sys.executable, "-m", "aioshm", "who", planted.name, "--json"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            after = os.times()
+            took.append(sum(after[2:4]) - sum(before[2:4]))
+            [suspect] = json.loads(done.stdout)["queues"][0]["suspects"]
+            assert (suspect["pid"], suspect["line"]["line"]) == (reader.pid, line_of("blocked"))
+        assert min(took) < 0.75, "CPU time, all imports included; a quarter of a second passes besides"
 
     def test_a_writer_that_hangs(self, planted: Planted) -> None:
         writer, _ = planted.queue("write and hang", "read")

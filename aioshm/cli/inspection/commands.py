@@ -51,7 +51,7 @@ def _ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
             return
         console = Console(highlight=False)
         if found:
-            console.print(tables.queues_table(found))
+            console.print(tables.queues_rows(found).table())
         else:
             console.print("no queue of this user is open on this host")
         if watch.skipped:
@@ -72,7 +72,7 @@ def _inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) ->
         for name, text in tables.facts_of(one):
             grid.add_row(f"[dim]{name}[/]", text)
         console.print(grid)
-        console.print(tables.ends_table([watched], queues=False))
+        console.print(tables.ends_rows([watched], queues=False).table())
 
 
 def _who(

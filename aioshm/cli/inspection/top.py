@@ -27,6 +27,8 @@ from aioshm.observe.watch import Watch, Watched
 Key = Literal["name", "rate", "backlog", "age", "memory", "cpu"]
 KEYS: tuple[Key, ...] = get_args(Key)
 _LETTERS: dict[str, Key] = {key[0]: key for key in KEYS}
+_UNCUT = 1000
+"""Columns of what is no terminal."""
 
 
 def command(
@@ -118,7 +120,7 @@ class _Pages(_Show):
     """One page after the other, where there is no terminal, or one page only."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
 
     def show(self, watched: Sequence[Watched], skipped: int) -> None:
         self._console.print(page(ordered(watched, self.sort), skipped))
@@ -167,7 +169,8 @@ def page(watched: Sequence[Watched], skipped: int) -> Group:
     note = Text(f"queues: {len(watched)}; processes of other users not looked at: {skipped}", style="dim")
     if not watched:
         return Group(Text("no queue of this user is open on this host"), note)
-    return Group(tables.queues_table(watched), tables.ends_table(watched, queues=True), note)
+    queues, ends = tables.queues_rows(watched), tables.ends_rows(watched, queues=True)
+    return Group(Text(), queues, Text(), ends, Text(), note)
 
 
 def _is_screen() -> bool:
