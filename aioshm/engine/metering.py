@@ -37,12 +37,47 @@ class CallStats(msgspec.Struct, frozen=True):
     latency: Latency = Latency()
 
 
+class StreamStats(msgspec.Struct, frozen=True):
+    """Streams up to one moment.
+
+    Attributes:
+        streams: How many were begun.
+        failed: How many ended with an error.
+        cancelled: How many were left early, cancelled, or were out of time.
+        in_flight: How many have not ended.
+        items: How many items were handed to who iterates.
+        first_item: How long the first items took to come, the wait for the turn included.
+    """
+
+    streams: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    in_flight: int = 0
+    items: int = 0
+    first_item: Latency = Latency()
+
+
+class _Histogram:
+    """Counts durations."""
+
+    def __init__(self) -> None:
+        self._sum_ns = 0
+        self._counts = [0] * len(Latency().counts)
+
+    def add(self, took_ns: int) -> None:
+        self._sum_ns += took_ns
+        self._counts[bisect_right(Latency.BOUNDS_NS, took_ns)] += 1
+
+    def latency(self) -> Latency:
+        return Latency(tuple(self._counts), self._sum_ns)
+
+
 class CallMeter:
     """Counts calls; used in one thread, read in any."""
 
     def __init__(self) -> None:
-        self._calls = self._failed = self._cancelled = self._ended = self._sum_ns = 0
-        self._counts = [0] * len(Latency().counts)
+        self._calls = self._failed = self._cancelled = self._ended = 0
+        self._took = _Histogram()
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -58,16 +93,43 @@ class CallMeter:
             self._failed += 1
             raise
         else:
-            took = monotonic_ns() - began
-            self._sum_ns += took
-            self._counts[bisect_right(Latency.BOUNDS_NS, took)] += 1
+            self._took.add(monotonic_ns() - began)
         finally:
             self._ended += 1
 
     def stats(self) -> CallStats:
         """Return what was counted."""
-        latency = Latency(tuple(self._counts), self._sum_ns)
-        return CallStats(self._calls, self._failed, self._cancelled, self._calls - self._ended, latency)
+        in_flight = self._calls - self._ended
+        return CallStats(self._calls, self._failed, self._cancelled, in_flight, self._took.latency())
+
+
+class StreamMeter:
+    """Counts streams and their items; used in one thread, read in any."""
+
+    def __init__(self) -> None:
+        self._streams, self._items, self._first = CallMeter(), 0, _Histogram()
+
+    @contextmanager
+    def stream(self) -> Iterator[Callable[[], None]]:
+        """Count the stream that the block has; what it is given counts an item."""
+        began, first = monotonic_ns(), True
+
+        def item() -> None:
+            nonlocal first
+            self._items += 1
+            if first:
+                first = False
+                self._first.add(monotonic_ns() - began)
+
+        with self._streams.call():
+            yield item
+
+    def stats(self) -> StreamStats:
+        """Return what was counted."""
+        all_of = self._streams.stats()
+        return StreamStats(
+            all_of.calls, all_of.failed, all_of.cancelled, all_of.in_flight, self._items, self._first.latency()
+        )
 
 
 def meter_of(owner: Any) -> CallMeter:

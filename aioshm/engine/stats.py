@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from aioshm.engine.metering import CallStats
+from aioshm.engine.metering import CallStats, StreamStats
 from aioshm.process.restart import RankInfo
 
 
@@ -17,6 +17,7 @@ class WorkerGroupStats(msgspec.Struct, frozen=True):
         standbys: How many processes can take a rank at once.
         workers: Each of them; none without ``restart``.
         calls: The calls of all tasks.
+        streams: Their streams.
     """
 
     name: str
@@ -24,6 +25,7 @@ class WorkerGroupStats(msgspec.Struct, frozen=True):
     standbys: int
     workers: tuple[RankInfo, ...]
     calls: CallStats
+    streams: StreamStats
 
 
 class EngineClientStats(msgspec.Struct, frozen=True, kw_only=True):

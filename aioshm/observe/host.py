@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from aioshm.observe.figures import ATTACHED, LATENCY, QUEUE, READER, READER_UP, Family, Figure
+from aioshm.observe.families import ATTACHED, LATENCY, QUEUE, READER, READER_UP, Family
+from aioshm.observe.figures import Figure
 from aioshm.observe.proc import HUNG
 from aioshm.observe.snapshot import End, QueueSnapshot
 

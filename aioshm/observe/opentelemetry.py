@@ -9,7 +9,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from aioshm.deferred import import_extra
-from aioshm.observe.figures import FAMILIES, Family, Figure, Sources, Told
+from aioshm.observe.families import FAMILIES, Family
+from aioshm.observe.figures import Figure, Observer, Told
 from aioshm.ring.header import Latency
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _OPERATIONS = {"enqueue": "send", "enqueue_many": "send", "dequeue": "receive", 
 _INTERFACE = "aioshm"
 
 
-class OpenTelemetryMetrics:
+class OpenTelemetryMetrics(Observer):
     """Tells OpenTelemetry of queues, workers, engines and events of this process.
 
         metrics = OpenTelemetryMetrics(queue, group)  # with the global meter provider
@@ -59,7 +60,7 @@ class OpenTelemetryMetrics:
     def __init__(self, *told: Told, meter_provider: MeterProvider | None = None, durations: bool = False) -> None:
         api = import_extra("opentelemetry.metrics", "opentelemetry", "OpenTelemetryMetrics needs OpenTelemetry's API")
         self._observation: type[Observation] = api.Observation
-        self._sources = Sources()
+        super().__init__()
         self._closed = False
         meter = api.get_meter(_INTERFACE, meter_provider=meter_provider)
         self._durations: Any = None
@@ -84,20 +85,19 @@ class OpenTelemetryMetrics:
         """Observe an object, as long as it lives.
 
         Args:
-            told: A `MessageQueue` of either face, a `WorkerGroup`, an `EngineClient` of either face, an
-                `EngineSupervisor`, a publisher or an `EventSubscriber`.
+            told: What `PrometheusCollector.add` takes.
             name: What it is called; empty: what it is called anyway.
 
         Raises:
             TypeError: It is nothing of the kind.
         """
-        self._sources.add(told, name)
+        super().add(told, name)
         if self._durations is not None:
             self._time(told, name)
 
     def remove(self, told: Told) -> None:
         """Observe an object no more; does nothing if it was not observed."""
-        self._sources.remove(told)
+        super().remove(told)
         for call in _OPERATIONS:
             if getattr(vars(told).get(call), "__wrapped__", None) is not None:
                 setattr(told, call, vars(told)[call].__wrapped__)

@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from aioshm.deferred import import_extra
-from aioshm.observe.figures import FAMILIES, Family, Figure, Sources, Told
+from aioshm.observe.families import FAMILIES, Family
+from aioshm.observe.figures import Figure, Observer, Told
 from aioshm.observe.host import HOST_FAMILIES, host_figures
 from aioshm.observe.proc import check_proc
 from aioshm.observe.watch import Watch
@@ -23,7 +24,7 @@ BOUNDS_NS: tuple[int, ...] = tuple(bound for bound in Latency.BOUNDS_NS if bound
 """Every second bound, so that a reader is 19 series instead of 34: from 256 ns to 275 s, by a factor of four."""
 
 
-class PrometheusCollector:
+class PrometheusCollector(Observer):
     """Tells Prometheus of queues, workers, engines and events of this process.
 
         REGISTRY.register(PrometheusCollector(queue, group, supervisor, subscriber))
@@ -45,29 +46,9 @@ class PrometheusCollector:
         self._core: Any = import_extra(
             "prometheus_client.core", "prometheus", "PrometheusCollector needs prometheus_client"
         )
-        self._sources = Sources()
-        for each in told:
-            self._sources.add(each)
+        super().__init__(*told)
         if registry is not None:
             registry.register(self)
-
-    def add(self, told: Told, name: str = "") -> None:
-        """Observe an object, as long as it lives.
-
-        Args:
-            told: A `MessageQueue` of either face, a `WorkerGroup`, an `EngineClient` of either face, an
-                `EngineSupervisor`, a publisher or an `EventSubscriber`.
-            name: What it is called in labels; empty: what it is called anyway. Two that have the same name are told
-                apart by ``#2`` behind it.
-
-        Raises:
-            TypeError: It is nothing of the kind.
-        """
-        self._sources.add(told, name)
-
-    def remove(self, told: Told) -> None:
-        """Observe an object no more; does nothing if it was not observed."""
-        self._sources.remove(told)
 
     def collect(self) -> Iterator[Metric]:
         """Return what there is to tell; prometheus_client calls this at each scrape, in any thread."""

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from served_engine import ask, collected, stop, until
 from startup.test_supervisor import MANY, serve
-from workers.worker_targets import Worker
+from workers.worker_targets import Streaming, Worker
 
 from aioshm import WorkerDied, WorkerError
 from aioshm.engine import EngineSupervisor, Restart, WorkerGroup
@@ -71,6 +71,29 @@ async def test_workers() -> None:
         await group.collective_rpc("pid")
         assert metric("worker_restarts_total", group="Metered", rank="1") == 1
         assert metric("worker_processes", group="Metered") == 2
+
+
+async def test_streams_of_workers() -> None:
+    async with WorkerGroup(Streaming, 1, name="Streaming") as group:
+        metric = scrape(group)
+        assert [item async for item in group.stream(0, "count", 5)] == [0, 1, 2, 3, 4]
+        with pytest.raises(WorkerError):
+            async for _ in group.stream(0, "count", 2, True):
+                pass
+        left = group.stream(0, "count")
+        assert await anext(left) == 0
+        assert group.stats().streams.in_flight == 1
+        await left.aclose()
+        group.stream(0, "count")  # never iterated over: never begun
+        streams = group.stats().streams
+        assert (streams.streams, streams.failed, streams.cancelled, streams.in_flight) == (3, 1, 1, 0)
+        assert (streams.items, streams.first_item.samples) == (5 + 2 + 1, 3)
+        told = {name: metric(f"worker_{name}_total", group="Streaming") for name in ("streams", "stream_items")}
+        assert told == {"streams": 3, "stream_items": 8}
+        assert metric("worker_failed_streams_total", group="Streaming") == 1
+        assert metric("worker_cancelled_streams_total", group="Streaming") == 1
+        assert metric("worker_streams_in_flight", group="Streaming") == 0
+        assert metric("worker_stream_first_item_seconds_count", group="Streaming") == 3
 
 
 def test_how_long_calls_took() -> None:

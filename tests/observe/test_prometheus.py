@@ -16,7 +16,7 @@ from support import until
 from aioshm import MessageQueue, blocking
 from aioshm.events import BlockRemoved, EventBatch, EventSubscriber, ZmqEventPublisher
 from aioshm.observe import PrometheusCollector
-from aioshm.observe.figures import FAMILIES
+from aioshm.observe.families import FAMILIES
 from aioshm.observe.host import HOST_FAMILIES
 from aioshm.ring.header import Latency
 

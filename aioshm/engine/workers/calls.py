@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aioshm.config import Options
+from aioshm.engine.metering import StreamMeter
 from aioshm.engine.workers.channel import Call, Channel
 from aioshm.engine.workers.crew import Member, WorkerCrew
 from aioshm.engine.workers.envelope import CALL, FAILURE, ITEM, STREAM, Envelope, Request, Undecodable
@@ -82,36 +83,41 @@ class Calls:
             raise call.failure()
         return call.value
 
-    async def stream(self, call: Call, request: Request, timeout: float | None) -> AsyncGenerator[Any, None]:
+    async def stream(
+        self, call: Call, request: Request, timeout: float | None, meter: StreamMeter
+    ) -> AsyncGenerator[Any, None]:
         """Make a call, and yield the items of what it returns.
 
         Args:
             call: The call.
             request: What is called.
             timeout: Seconds for each item; None: as long as it takes.
+            meter: Counts the stream and its items.
         """
-        taken, batch = 0, max(1, request.items // 2)
-        try:
-            async with self._within(timeout, call):
-                await self._send(call, STREAM, request)
-            while True:
-                if not call.ready:
-                    async with self._within(timeout, call):
-                        await self._inbox.wait(call)
-                if not call.items:
-                    break
-                item = call.items.popleft()
-                call.ready = bool(call.items) or call.done
-                taken += 1
-                if taken == batch and not call.done:
-                    taken = 0
-                    assert call.channel is not None
-                    call.channel.want(call, batch)
-                yield item
-        finally:
-            self._leave(call)
-        if call.failure is not None:
-            raise call.failure()
+        with meter.stream() as count_item:
+            taken, batch = 0, max(1, request.items // 2)
+            try:
+                async with self._within(timeout, call):
+                    await self._send(call, STREAM, request)
+                while True:
+                    if not call.ready:
+                        async with self._within(timeout, call):
+                            await self._inbox.wait(call)
+                    if not call.items:
+                        break
+                    item = call.items.popleft()
+                    call.ready = bool(call.items) or call.done
+                    taken += 1
+                    if taken == batch and not call.done:
+                        taken = 0
+                        assert call.channel is not None
+                        call.channel.want(call, batch)
+                    count_item()
+                    yield item
+            finally:
+                self._leave(call)
+            if call.failure is not None:
+                raise call.failure()
 
     async def _send(self, call: Call, kind: int, request: Request) -> None:
         """Send a call to its worker, or to that one's successor, once it is its turn."""

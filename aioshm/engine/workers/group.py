@@ -9,7 +9,7 @@ from typing import Any, Self
 from aioshm.arguments import check_int, check_seconds, check_timeout
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
-from aioshm.engine.metering import meter_of, metered
+from aioshm.engine.metering import StreamMeter, meter_of, metered
 from aioshm.engine.stats import WorkerGroupStats
 from aioshm.engine.workers.asked import arguments, keywords, method_name
 from aioshm.engine.workers.channel import Call
@@ -111,6 +111,7 @@ class WorkerGroup(AsyncClosing):
             max_workers=n_workers if max_workers is None else check_int("max_workers", max_workers, minimum=n_workers),
         )
         self._fate = Fate()
+        self._streams = StreamMeter()
         self._running: Running | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -256,7 +257,7 @@ class WorkerGroup(AsyncClosing):
             self._check_rank("rank", rank)
         check_timeout("timeout", timeout)
         request = Request(method, args, kwargs, check_int("prefetch", prefetch, minimum=1))
-        return self._entered().calls.stream(Call(name, rank, stream=True), request, timeout)
+        return self._entered().calls.stream(Call(name, rank, stream=True), request, timeout, self._streams)
 
     @metered
     async def _call(
@@ -296,7 +297,12 @@ class WorkerGroup(AsyncClosing):
     def stats(self) -> WorkerGroupStats:
         """Return what the group has done so far; from any thread."""
         return WorkerGroupStats(
-            self._settings.name, self.n_workers, self.standbys, self.workers, meter_of(self).stats()
+            self._settings.name,
+            self.n_workers,
+            self.standbys,
+            self.workers,
+            meter_of(self).stats(),
+            self._streams.stats(),
         )
 
     async def membership(self) -> AsyncIterator[RankInfo]:
