@@ -169,11 +169,17 @@ def test_survival(loop: str) -> None:
 
 @on("observe", "asyncio", "uvloop")
 def test_observe(report: Any) -> None:
-    parts = {"nobody looks", "top, and a scrape every second", "nobody looks, again"}
+    parts = {"nobody looks", "nobody looks, too", "looked at, ten times a second", "looked at, once a second"}
     assert measured(report) == {(part, "aioshm", 1) for part in parts}
-    [looked_at] = [result for result in report["results"] if "observers_cpu_percent" in result["figures"]]
-    assert looked_at["figures"]["scraped_lines"]["median"] > 20
+    figures = {result["case"]: result["figures"] for result in report["results"]}
+    assert figures["looked at, once a second"]["scraped_lines"]["median"] > 20
+    quiet, often = (
+        figures[case]["observers_cpu_percent"] for case in ("nobody looks", "looked at, ten times a second")
+    )
+    assert quiet["median"] < often["median"], "they look in some parts, and are stopped in the others"
+    assert figures["nobody looks"]["messages_per_s"]["max"] > 0
     assert len(report["promises"]) == 2
+    assert any("at one look a second" in remark for remark in report["remarks"])
 
 
 @on("churn", "asyncio", "uvloop")
