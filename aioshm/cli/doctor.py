@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -150,13 +152,19 @@ def _native(name: str, runs: bool, price: str) -> Finding:
         return Finding(name, "good", "runs")
     if not native_wanted():
         return Finding(name, "note", "switched off", f"AIOSHM_NATIVE=0: {price}")
-    # pip would take the wheel again that it has built without one.
-    return Finding(
-        name,
-        "note",
-        "not built",
-        f"{price}: install a C compiler, then: pip cache remove aioshm; pip install --force-reinstall --no-deps aioshm",
-    )
+    # pip would take the wheel again that it has built without one; where the build fails, it says why.
+    again = "pip cache remove aioshm; AIOSHM_NATIVE=1 pip install --force-reinstall --no-deps aioshm"
+    compiler = _compiler()
+    if compiler is None:
+        return Finding(name, "note", "not built", f"{price}: install a C compiler, then: {again}")
+    found = f"not built, though there is a C compiler now: {compiler}"
+    return Finding(name, "note", found, f"{price}; pip keeps the wheel that it has built without one: {again}")
+
+
+def _compiler() -> str | None:
+    """Return the C compiler that a build would use, if it is there."""
+    words = (os.environ.get("CC") or str(sysconfig.get_config_var("CC") or "cc")).split()
+    return shutil.which(words[0]) if words else None
 
 
 def _memory_order() -> Finding:

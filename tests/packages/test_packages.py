@@ -54,14 +54,33 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree / "dist" / f"aioshm-{VERSION}.tar.gz"
 
 
-def _install_twice(sdist: Path, folder: Path) -> None:
-    """Install the source distribution without a compiler, and then with one; pip has one cache for both.
+class _Installing:
+    """Installs the source distribution, by its path or from an index, with one cache of pip's for all."""
 
-    The folder has ``installed-0`` and ``installed-1`` then, and the cache with the wheels that were made.
-    """
-    install = ["install", "--no-build-isolation", "--no-deps", "--target"]
-    for number, compiler in enumerate(({"CC": "/nowhere/cc"}, {})):
-        _pip(*install, folder / f"installed-{number}", sdist, PIP_CACHE_DIR=str(folder / "cache"), **compiler)
+    def __init__(self, sdist: Path, folder: Path) -> None:
+        self._sdist, self._folder = sdist, folder
+        self._cache = {"PIP_CACHE_DIR": str(folder / "cache")}
+        page = folder / "index/aioshm/index.html"
+        page.parent.mkdir(parents=True)
+        page.write_text(f'<a href="{sdist.as_uri()}">{sdist.name}</a>')
+        self._index = ["--index-url", page.parents[1].as_uri(), "aioshm"]
+
+    def into(self, name: str, *, index: bool, **environ: str) -> Path:
+        target = self._folder / name
+        what = self._index if index else [self._sdist]
+        _pip("install", "--no-build-isolation", "--no-deps", "--target", target, *what, **self._cache, **environ)
+        return target
+
+    def pip(self, *words: str) -> str:
+        return _pip(*words, **self._cache)
+
+
+def _native_core_of(target: Path) -> dict[str, str]:
+    """Return what the doctor of an installation says of its core."""
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from aioshm.__main__ import main; sys.exit(main())"
+    told = json.loads(_run(sys.executable, "-I", "-c", code, target, "doctor", "--json"))
+    [finding] = [each for each in told["findings"] if each["name"] == "native core"]
+    return dict(finding)
 
 
 def _native_files(wheel: Path) -> set[str]:
@@ -82,18 +101,26 @@ def test_the_source_distribution_is_complete(sdist: Path) -> None:
 @needs_a_compiler
 def test_from_the_sources_to_a_new_user(sdist: Path, tmp_path: Path) -> None:
     """In one test, so that tests side by side do not build the same things."""
-    _install_twice(sdist, tmp_path)
-    _the_second_is_native(tmp_path)
+    installing = _Installing(sdist, tmp_path)
+    pure = installing.into("without a compiler", index=False, CC="/nowhere/cc")
+    assert _native_core_of(pure)["found"].startswith("not built, though there is a C compiler now")
+    _from_an_index_it_stays_as_it_was_built(installing)
+    assert _native_core_of(installing.into("with a compiler", index=False))["found"] == "runs"
+    assert _native_core_of(installing.into("index, again", index=True))["found"] == "runs", "the better one of two"
     pure, native = sorted(tmp_path.rglob("*.whl"), key=lambda path: "none-any" not in path.name)
     _a_wheel_is_named_by_what_is_in_it(pure, native)
     _a_new_user(native, tmp_path)
+    installing.pip("cache", "remove", "aioshm")
+    assert "aioshm" not in installing.pip("cache", "list", "aioshm"), "what the doctor advises"
 
 
-def _the_second_is_native(installed: Path) -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import aioshm; print(aioshm.native_core, aioshm.__file__)"
-    for number, runs in enumerate((False, True)):
-        target = installed / f"installed-{number}"
-        assert _run(sys.executable, "-I", "-c", code, target).split() == [str(runs), str(target / "aioshm/__init__.py")]
+def _from_an_index_it_stays_as_it_was_built(installing: _Installing) -> None:
+    """Of a source distribution from an index pip takes the wheel that it has built; the doctor knows the way out."""
+    finding = _native_core_of(installing.into("index", index=True))
+    assert finding["found"].startswith("not built, though there is a C compiler now")
+    cure = "pip cache remove aioshm; AIOSHM_NATIVE=1 pip install --force-reinstall --no-deps aioshm"
+    assert finding["advice"].endswith(f"pip keeps the wheel that it has built without one: {cure}")
+    assert "none-any" in installing.pip("cache", "list", "aioshm")
 
 
 def _a_wheel_is_named_by_what_is_in_it(pure: Path, native: Path) -> None:
