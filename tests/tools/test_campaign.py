@@ -167,5 +167,6 @@ def test_some_of_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(figures.read_text())
     assert not any(told["wrong"].values())
-    for what in ("messages received", "batches received", "answered", "killed", "strangers"):
+    strangers = [] if told["lacks"] else ["strangers"]
+    for what in ("messages received", "batches received", "requests", "killed", *strangers):
         assert told["figures"][what] > 0, f"no {what}: {told}"

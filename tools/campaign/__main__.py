@@ -53,6 +53,9 @@ class Campaign:
         parts = list(given.part or PARTS)
         if {"queues", "events"} & set(parts):
             parts = [*parts, *({"queues", "events", "links"} - set(parts))]  # the links are to all of them
+        if not self.sandbox.whole and "strangers" in parts:
+            parts.remove("strangers")
+            self.sandbox.lacks.append("no network of its own: no strangers, who would come to everybody's sockets")
         self.stage.actors += [actor for name in parts for actor in PARTS[name].actors()]
         self.hung: list[str] = []
         self.left: list[str] = []
