@@ -157,6 +157,21 @@ async def test_a_loop_that_waits_gives_a_message_up_that_the_writer_waits_for(re
         assert LARGE <= reader.stats().copied_bytes < 1.1 * LARGE
 
 
+async def test_a_call_that_lets_others_run_first_waits_already() -> None:
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
+        await writer.enqueue(_array(1, LARGE))
+        assert await _lease(reader) == 1
+        gate = reader.end.gate
+        gate.core.turn = 0
+        waiting = asyncio.ensure_future(_lease(reader))
+        await asyncio.sleep(0)
+        assert gate.in_line == 0
+        assert gate.waits
+        await writer.enqueue(_array(2, LARGE))
+        assert await waiting == 2
+        assert not gate.waits
+
+
 async def test_a_loop_that_waits_no_more_gives_its_message_up(respites: Respites) -> None:
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue(_array(1, LARGE))

@@ -78,6 +78,7 @@ class Gate:
         self.ready: bool = False
         self.refusal: Callable[[], AioshmError] | None = None
         self._in_line = 0
+        self._yielding = 0  # calls that let the other tasks run before they enter
         self._hurried = False
         self.poller: Poller | None = None
         self.shut_while: Callable[[], object] | None = None
@@ -202,7 +203,11 @@ class Gate:
     async def yield_turn(self) -> None:
         """Let the other tasks run, if this end has had its turn."""
         if self.core.turn <= 0 or monotonic_ns() >= self.core.turn_ends_ns:
-            await asyncio.sleep(0)
+            self._yielding += 1
+            try:
+                await asyncio.sleep(0)
+            finally:
+                self._yielding -= 1
             self.new_turn()
         self.reopen()
 
@@ -278,8 +283,8 @@ class Gate:
 
     @property
     def waits(self) -> bool:
-        """Whether a call has entered, or waits to, and no block has a slot."""
-        return self._in_line > 0 and self._holder is None and not self.core.leased
+        """Whether a call has entered, or is about to, and no block has a slot."""
+        return self._in_line + self._yielding > 0 and self._holder is None and not self.core.leased
 
     def leave(self) -> None:
         """End this task's turn."""
