@@ -286,10 +286,7 @@ class Calls:
             self._inbox.wake(waiter)
 
     async def drain(self, ranks: Iterable[int]) -> None:
-        """Give workers no calls of any worker, and wait until they have done what they have.
-
-        Cancelling this gives them calls again.
-        """
+        """Give workers no calls of any worker, and wait until they have done what they have."""
         leaving = [*ranks]
         for rank in leaving:
             self._schedule.leaves(rank)
@@ -298,10 +295,6 @@ class Calls:
         try:
             self._look_at_drained()
             await self._inbox.wait(waiter)
-        except BaseException:
-            for rank in leaving:
-                self._schedule.leaves(rank, leaves=False)
-            raise
         finally:
             del self._draining[waiter]
         self._fate.check()

@@ -319,7 +319,8 @@ class WorkerGroup(AsyncClosing):
         Raises:
             RoleError: The group has no ``restart``, or was not entered.
             ValueError: It is more than ``max_workers``.
-            WorkerDied, QueueClosed: The group has ended.
+            WorkerDied: One has died while those that go were told; or the group has ended.
+            QueueClosed: The group was closed.
         """
         check_int("n_workers", n_workers, minimum=1)
         most = self._settings.max_workers

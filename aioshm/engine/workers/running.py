@@ -178,8 +178,13 @@ class Running:
         self.callable = n_workers
         try:
             await calls.drain(leaving)
+            while steps.absent:  # a worker has died meanwhile: its restart is not broken off
+                await steps.whole()
+                await calls.drain(leaving)
         except BaseException:
             self.callable = self.n_workers
+            for rank in leaving:
+                self._schedule.leaves(rank, leaves=False)
             raise
         self.n_workers = steps.n_workers = n_workers
         for rank in leaving:

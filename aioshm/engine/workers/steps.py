@@ -61,6 +61,7 @@ class Steps:
         self._broken: Callable[[], AioshmError] | None = None  # why the step in flight fails
         self._line = asyncio.Lock()
         self._scope: asyncio.Timeout | None = None  # of the step whose turn it is
+        self._in_flight = False  # whether it has been sent
         self._late: asyncio.Task[None] | None = None  # waits for answers that nobody waits for
 
     @asynccontextmanager
@@ -71,9 +72,8 @@ class Steps:
             async with asyncio.timeout(timeout) as scope, self._line:
                 if self.absent:
                     waits = "waits for the successors of workers that have died"
-                    await self._whole.wait()
+                await self.whole()
                 waits = ""
-                self._fate.check()
                 await self._end_late()
                 self._broken = None
                 missing.update(range(self.n_workers))
@@ -102,6 +102,7 @@ class Steps:
             missing: The ranks that are to answer; loses those that have.
         """
         self._schedule.step_begins(range(self.n_workers))
+        self._in_flight = True
         try:
             await self._queue.enqueue(step)
             self.sent += 1  # not if that was cancelled or refused: then nothing was sent
@@ -109,6 +110,7 @@ class Steps:
         except (PeerDied, WorkerLost) as error:
             await self.lost(error.rank)
         finally:
+            self._in_flight = False
             self._step_ends()
         if errors:
             raise WorkerError(what, dict(sorted(errors.items())))
@@ -151,6 +153,11 @@ class Steps:
         if not self.absent:
             self._whole.set()
 
+    async def whole(self) -> None:
+        """Wait until no worker is absent."""
+        await self._whole.wait()
+        self._fate.check()
+
     async def lost(self, rank: int) -> NoReturn:
         """Raise what has become of a worker whose queue is closed or broken."""
         member = self._crew.workers[rank]
@@ -164,7 +171,7 @@ class Steps:
 
     def break_step(self, failure: Callable[[], AioshmError]) -> None:
         """Let the step in flight, if there is one, raise an error."""
-        if self._scope is not None and not self._scope.expired() and self._broken is None:
+        if self._in_flight and self._scope is not None and not self._scope.expired() and self._broken is None:
             self._broken = failure
             self._scope.reschedule(0)
 

@@ -167,6 +167,29 @@ async def test_scaling_that_is_cancelled_while_workers_finish_gives_them_calls_a
         assert await group.call_any("add", timeout=60) == 0
 
 
+async def test_scaling_outlives_deaths_of_those_that_stay_and_of_those_that_go(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with group_of(3, max_workers=4) as group:
+        held = asyncio.create_task(group.call(1, "wait_for", str(go), "held", 1))
+        await until(lambda: calls_of(group, 1))
+        scaling = asyncio.create_task(group.scale(1))
+        await until(lambda: group._running.callable == 1)  # type: ignore[union-attr]
+        killed = group.pids[0], group.pids[2]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: not {0, 2}.isdisjoint(group._running.steps.absent))  # type: ignore[union-attr]
+        go.touch()
+        assert await held == "held"
+        await scaling
+        assert len(group.pids) == 1
+        assert group.pids[0] != killed[0]
+        scaling = asyncio.create_task(group.scale(4))
+        await until(lambda: group.n_workers == 4)
+        os.kill(group.pids[0], signal.SIGKILL)  # while others are started
+        await scaling
+        assert await group.collective_rpc("add", timeout=60) == [0, 1, 2, 3]
+
+
 @pytest.mark.slow
 async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
     async with group_of(3, standbys=1) as group:
