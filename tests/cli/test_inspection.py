@@ -214,7 +214,7 @@ class TestTop:
         assert "\x1b[2mreader 0" in lines[3]
         table = [line.split() for line in plain(rows.table(), 80) if line.strip() and "\u2500" not in line]
         assert [line.split() for line in plain(rows, 80) if "\u2500" not in line] == table
-        assert plain(rows, 80)[2] == "writer    stopped         7  "
+        assert plain(rows, 80)[2] == "writer    stopped         7"
         assert {len(line) for line in plain(rows, 20)} == {20}
 
     def test_no_such_order(self, call: Call) -> None:

@@ -69,11 +69,13 @@ class Rows(NamedTuple):
         widths: Sequence[int],
         style: str,
     ) -> list[Segment]:
-        base, segments = console.get_style(style or "none"), []
+        base = console.get_style(style or "none")
+        segments: list[Segment] = []
         for name, cell, text, width in zip(self.names, row, cells, widths, strict=True):
-            space = " " * (width - cell_len(text))
             own = base + console.get_style(cell.style or "none") if isinstance(cell, Text) else base
-            segments.append(Segment(f"{text}{space}  " if name in self.left else f"{space}{text}  ", own))
+            space, is_last = " " * (width - cell_len(text)), len(segments) == len(widths) - 1
+            padded = text + space * (not is_last) if name in self.left else space + text
+            segments.append(Segment(padded + "  " * (not is_last), own))
         return _cut(segments, options)
 
 
