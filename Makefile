@@ -1,4 +1,5 @@
-# Everything runs in .venv, which the first target that needs it builds from the pinned constraints.
+# Everything runs in .venv, which the first target that needs it builds from the pinned constraints: the demonstration
+# wants a sixth of what the tests do.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -8,7 +9,7 @@ NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
 .PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz simulate campaign verify litmus clean
 
-demo: .venv/.ready        ## a writer and two readers on real input, every message checked
+demo: .venv/.demo         ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
 
 test: .venv/.ready        ## the tests, without the slow lane
@@ -135,11 +136,22 @@ campaign: .venv/.ready    ## the whole system under kills, stops, limits, full d
 	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . atheris==3.0.0 numpy
 	touch $@
 
-.venv/.ready: pyproject.toml constraints.txt $(NATIVE)
+BUILD_INPUTS := pyproject.toml constraints.txt $(NATIVE)
+define NEW_VENV
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "aioshm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+endef
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.venv/.demo: $(BUILD_INPUTS)
+	$(NEW_VENV)
+	$(INSTALL) -e '.[cli,uvloop]'
 	touch $@
+
+.venv/.ready: $(BUILD_INPUTS)
+	$(NEW_VENV)
+	$(INSTALL) -e '.[dev]'
+	touch .venv/.demo $@
 
 .venv-packages/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-packages

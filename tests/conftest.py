@@ -94,7 +94,11 @@ def _collect_garbage() -> None:
         gc.freeze()  # what later imports, and reports of tests, have made is not looked at again and again
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    again = [item for item in items if item.get_closest_marker("one_loop") and "uvloop" in item.name]
+    if again:
+        config.hook.pytest_deselected(items=again)
+        items[:] = [item for item in items if item not in again]
     for item in items:
         if item.get_closest_marker("slow_on_uvloop") and "uvloop" in item.name:
             item.add_marker(pytest.mark.slow)

@@ -22,7 +22,10 @@ TIMEOUT_S = 100
 
 
 def on(benchmark: str, *loops: str) -> pytest.MarkDecorator:
-    """Give a test the report of a benchmark on each of these loops: in the slow lane, except throughput on one loop."""
+    """Give a test the report of a benchmark on each of these loops: in the slow lane, except throughput on one loop.
+
+    The same settings make the loops of every benchmark: one that runs on both is enough.
+    """
     cases = [
         pytest.param((benchmark, loop), id=loop, marks=[pytest.mark.slow] * (benchmark != "throughput" or n > 0))
         for n, loop in enumerate(loops)
@@ -73,7 +76,7 @@ def measured(report: Any) -> set[tuple[str, str, int]]:
     return {(result["case"], result["contestant"], result["readers"]) for result in report["results"]}
 
 
-@on("engine_roundtrip", "asyncio", "uvloop")
+@on("engine_roundtrip", "asyncio")
 def test_engine_roundtrip(report: Any) -> None:
     prompts = {"16 tokens", "4,000 tokens"}
     names = ("aioshm", "aioshm, blocking", "zmq.asyncio", "aioshm, TCP, CURVE", "aioshm, TCP, secure=False")
@@ -81,7 +84,7 @@ def test_engine_roundtrip(report: Any) -> None:
     assert len(report["promises"]) == 2
 
 
-@on("remote", "uvloop", "asyncio")
+@on("remote", "uvloop")
 def test_remote(report: Any) -> None:
     contestants = {"aioshm, secure=False", "aioshm, CURVE", "aioshm leased, secure=False"}
     contestants |= {"bare zmq.asyncio", "bare zmq.asyncio, copy=False"}
@@ -103,19 +106,19 @@ def test_overflow(report: Any) -> None:
     assert len(report["remarks"]) == 1
 
 
-@on("startup", "asyncio", "uvloop")
+@on("startup", "asyncio")
 def test_startup(report: Any) -> None:
     assert measured(report) == {("2 engines", name, 1) for name in ("aioshm", "multiprocessing")}
     assert len(report["promises"]) == 1
 
 
-@on("workers", "uvloop", "asyncio")
+@on("workers", "uvloop")
 def test_workers(report: Any) -> None:
     cases = {(f"{what}, {n} worker{'s' * (n > 1)}", n) for what in ("step", "megabyte") for n in (1, 2)}
     assert measured(report) == {(case, name, n) for case, n in cases for name in ("aioshm", "aioshm call", "mp.Pipe")}
 
 
-@on("events_publish", "asyncio", "uvloop")
+@on("events_publish", "asyncio")
 def test_events_publish(report: Any) -> None:
     cases = {
         f"{form}, {load}" for form in ("arrays", "maps") for load in ("burst", "decode loop", "decode loop, 100 us")
@@ -125,13 +128,13 @@ def test_events_publish(report: Any) -> None:
     assert len(report["promises"]) == 14
 
 
-@on("events_replay", "uvloop", "asyncio")
+@on("events_replay", "uvloop")
 def test_events_replay(report: Any) -> None:
     assert measured(report) == {("1,000 batches/s", name, 1) for name in ("nobody replays", "4 slow clients replay")}
     assert len(report["promises"]) == 1
 
 
-@on("strangers", "asyncio", "uvloop")
+@on("strangers", "asyncio")
 def test_strangers(report: Any) -> None:
     assert measured(report) == {("4 KiB", "quiet", 1), ("4 KiB", "with strangers", 1)}
     assert len(report["promises"]) == 1
@@ -167,7 +170,7 @@ def test_survival(loop: str) -> None:
     assert [promise for promise in counted if not promise["kept"]] == [], done.stderr
 
 
-@on("observe", "asyncio", "uvloop")
+@on("observe", "uvloop")
 def test_observe(report: Any) -> None:
     parts = {"nobody looks", "nobody looks, too", "looked at, ten times a second", "looked at, once a second"}
     assert measured(report) == {(part, "aioshm", 1) for part in parts}
@@ -182,7 +185,7 @@ def test_observe(report: Any) -> None:
     assert any("at one look a second" in remark for remark in report["remarks"])
 
 
-@on("churn", "asyncio", "uvloop")
+@on("churn", "asyncio")
 def test_churn(report: Any) -> None:
     places = {("2 readers in one process", f"{places} places", 2) for places in (2, 256)}
     cases = {"nobody comes or goes", "one comes and one is killed every 50 ms"}
@@ -199,7 +202,7 @@ def test_fanout(report: Any) -> None:
     assert measured(report) == {(size, rival, n) for size in SIZES for rival in RIVALS for n in (1, 2)}
 
 
-@on("latency", "uvloop", "asyncio")
+@on("latency", "uvloop")
 def test_latency(report: Any) -> None:
     cases = {"64 B", "parking reader"} | SIZES
     assert measured(report) == {(case, rival, 1) for case in cases for rival in RIVALS}
@@ -229,7 +232,7 @@ def test_fairness(report: Any) -> None:
     assert len(report["promises"]) == 2
 
 
-@on("writer_cost", "asyncio", "uvloop")
+@on("writer_cost", "asyncio")
 def test_writer_cost(report: Any) -> None:
     cases = {"claim, fill, commit", "enqueue"}
     assert measured(report) == {(case, "aioshm", n) for case in cases for n in (1, 4)}

@@ -19,6 +19,7 @@ ENGINES = 8
 
 
 @pytest.mark.slow
+@pytest.mark.one_loop
 @pytest.mark.timeout(60 + 20 * CYCLES)
 async def test_eight_engines_again_and_again(runtime_dir: Path) -> None:
     before = 0

@@ -93,11 +93,19 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
+    """Return one that serves every test; ended, it leaves nothing, and has said nothing."""
     server = Server()
-    yield server
-    if server.process.poll() is None:  # killed it would leave the files of its sockets
-        server.end()
-    server.close()
+    try:
+        yield server
+        pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
+        assert len(pids) >= 6  # two engines with two workers each
+        code, errors = server.end()
+        # On a busy machine it says now and then what it waits for.
+        said = [line for line in errors.splitlines() if "engines connected" not in line]
+        assert (code, said) == (0, [])
+        eventually(lambda: not any(map(psutil.pid_exists, pids)), f"the end of {pids}")
+    finally:
+        server.close()
 
 
 @pytest.fixture
@@ -230,20 +238,6 @@ def test_an_oversized_body_is_refused(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_ended_it_leaves_nothing() -> None:
-    server = Server("--engines", "1", "--workers", "1")
-    try:
-        pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
-        code, errors = server.end()
-        # On a busy machine it says now and then what it waits for.
-        said = [line for line in errors.splitlines() if "engines connected" not in line]
-        assert (code, said) == (0, [])
-        eventually(lambda: not any(map(psutil.pid_exists, pids)), f"the end of {pids}")
-    finally:
-        server.close()
-
-
-@pytest.mark.slow
 def test_a_killed_worker_ends_its_engine_which_comes_back() -> None:
     server = Server("--engines", "1", "--workers", "1")
     try:
@@ -267,8 +261,13 @@ def test_a_killed_worker_ends_its_engine_which_comes_back() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_engine_fails_its_own_requests_only(changing_server: Server) -> None:
-    server = changing_server
+def test_engines_die_come_back_become_more_and_fewer(changing_server: Server) -> None:
+    """In one test: such a server takes ten seconds to start, and its processes are to end with the test."""
+    _a_killed_engine_fails_its_own_requests_only(changing_server)
+    _more_engines_and_fewer(changing_server)
+
+
+def _a_killed_engine_fails_its_own_requests_only(server: Server) -> None:
     engines = server.health()[1]["engines"]
     culprit = f"EngineCore_1 (pid {engines[1]['pid']}) was killed by SIGKILL"
     with ExitStack() as stack:
@@ -295,9 +294,7 @@ def test_a_killed_engine_fails_its_own_requests_only(changing_server: Server) ->
         eventually(lambda pid=pid: not psutil.pid_exists(pid), f"the end of {pid}")
 
 
-@pytest.mark.slow
-def test_more_engines_and_fewer(changing_server: Server) -> None:
-    server = changing_server
+def _more_engines_and_fewer(server: Server) -> None:
     with server.request("POST", "/scale", '{"engines": 3}') as response:
         assert response.status == 200
         assert [engine["state"] for engine in json.load(response)["engines"]] == ["running"] * 3

@@ -137,9 +137,9 @@ def _a_wheel_is_named_by_what_is_in_it(pure: Path, native: Path) -> None:
 def _a_new_user(wheel: Path, tmp_path: Path) -> None:
     """A new environment, the wheel with its command, the README's quickstart, and the commands that look around."""
     environment = tmp_path / "env"
-    _run(sys.executable, "-m", "venv", environment)
+    _run(sys.executable, "-m", "venv", "--without-pip", environment)  # the one that is here does, and is quicker
     python, command = environment / "bin/python", environment / "bin/aioshm"
-    _pip("install", "-c", ROOT / "constraints.txt", f"{wheel}[cli]", python=python)
+    _pip("--python", python, "install", "--no-compile", "-c", ROOT / "constraints.txt", f"{wheel}[cli]")
     blocks = re.findall(r'```python title="quickstart.py"\n(.*?)```', (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "quickstart.py").write_text(blocks[0])
     expected = [f"received {{'number': {number}}}" for number in range(3)]

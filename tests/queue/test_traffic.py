@@ -51,7 +51,7 @@ def _reader_process(handle: Handle, rank: int, result: Connection) -> None:
     result.send(asyncio.run(_read_all(handle, rank)))
 
 
-@pytest.mark.slow_on_uvloop
+@pytest.mark.one_loop
 async def test_four_processes_receive_10_000_random_arrays() -> None:
     # Chunks of 128 KiB: every 500th array overflows.
     writer = MessageQueue(READERS, READERS, max_chunk_bytes=128 * 1024, max_chunks=10, slots=10)

@@ -72,6 +72,7 @@ class FrontEndProcesses:
 
 
 @pytest.mark.slow
+@pytest.mark.one_loop
 async def test_front_ends_in_processes_lose_nothing(tmp_path: Path) -> None:
     """Both have a steady load all the time."""
     async with EngineSupervisor(serve, 2, restart=MANY, num_api_servers=2) as supervisor:
