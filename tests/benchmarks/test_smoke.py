@@ -152,7 +152,7 @@ def test_throughput(report: Any) -> None:
 @pytest.mark.parametrize("loop", ["uvloop"])
 def test_survival(loop: str) -> None:
     done = subprocess.run(  # an engine whose worker is killed says so, with a traceback
-        command("survival", "--seconds", "8", "--kills", "4", "--json", "--loop", loop),
+        command("survival", "--seconds", "5", "--kills", "4", "--json", "--loop", loop),
         cwd=ROOT,
         capture_output=True,
         timeout=TIMEOUT_S,

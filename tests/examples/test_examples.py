@@ -47,7 +47,16 @@ def _run(script: str) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("script", sorted({path.name for path in (ROOT / "examples").glob("*.py")} - SERVERS))
+SLOW = {"decode_steps.py"}  # on purpose: its scheduler waits for a reader that is stopped
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name in sorted({path.name for path in (ROOT / "examples").glob("*.py")} - SERVERS)
+    ],
+)
 def test_example(script: str) -> None:
     lines = _run(script)
     assert len(lines) == len(EXPECTED[script])

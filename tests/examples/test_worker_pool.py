@@ -60,6 +60,7 @@ def check(answers: dict[int, str], killed: set[int]) -> int:
     return len(failed)
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 async def test_every_request_is_answered_or_fails_with_its_worker(kills: int) -> None:
     chance, killed, answers = random.Random(kills), set[int](), dict[int, str]()

@@ -189,6 +189,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("how", ["alone", "merged"])
 async def test_a_reader_in_a_process_of_its_own(process: Any, how: str) -> None:
     process(WRITERS).costs()

@@ -106,9 +106,9 @@ async def test_closing_over_connections_that_end_all_the_time(caplog: pytest.Log
 
 
 @asynccontextmanager
-async def numbers(n_remote: int = 1, **options: Any) -> AsyncIterator[Numbers]:
+async def numbers(n_remote: int = 1, timeout: float = TIMEOUT_S, **options: Any) -> AsyncIterator[Numbers]:
     """Give a writer of numbers to the block, whose reader 0 is behind proxies."""
-    async with wide_writer(0, n_remote, remote_timeout=TIMEOUT_S, **options) as writer:
+    async with wide_writer(0, n_remote, remote_timeout=timeout, **options) as writer:
         async with proxied(writer.export_handle()) as (handle, data, control):
             yield Numbers(writer, handle, data, control)
 
@@ -145,7 +145,8 @@ class Numbers:
 
 
 async def test_a_network_that_swallows_everything_for_a_while() -> None:
-    async with numbers() as queue:
+    timeout = 3 * TIMEOUT_S  # of which so much is left that the machine may do something else in between
+    async with numbers(timeout=timeout) as queue:
         received: list[int] = []
         receiving = asyncio.ensure_future(queue.receive(MessageQueue.create_from_handle(queue.handle, 0), received))
         sending = asyncio.ensure_future(queue.send())
@@ -153,7 +154,7 @@ async def test_a_network_that_swallows_everything_for_a_while() -> None:
             before = len(received)
             await until(lambda before=before: len(received) > before + 10)
             queue.stall()
-            await asyncio.sleep(TIMEOUT_S / 2)
+            await asyncio.sleep(timeout / 2)
             queue.resume()
         sending.cancel()
         await asyncio.wait([sending])

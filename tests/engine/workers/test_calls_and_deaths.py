@@ -147,6 +147,7 @@ async def test_scaling_with_calls_under_way_loses_none(tmp_path: Path) -> None:
         await asyncio.gather(*tasks)
 
 
+@pytest.mark.slow
 async def test_scaling_that_is_cancelled_while_workers_finish_gives_them_calls_again(tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with group_of(2) as group:

@@ -226,6 +226,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again_and_a_crash_loop_
         assert str(caught.value).count("no room for it") == 2
 
 
+@pytest.mark.slow
 async def test_scaling() -> None:
     async with group_of(2, max_workers=4) as group:
         went = group.pids

@@ -198,7 +198,7 @@ async def test_a_death_comes_behind_the_items_before_it_and_ends_no_other_worker
     async with group_of(2, restart=Restart(max_restarts=1000, backoff_s=0.001)) as group:
         other = group.stream(1, "count")
         for how in ("SIGKILL", "_exit"):
-            pid, items = group.pids[0], []
+            pid, items = await group.call(0, "pid", timeout=60), []  # the second time of the successor
             with pytest.raises(WorkerDied, match=rf"pid {pid}\)"):
                 async for item in group.stream(0, "count_and_end", 5, how, prefetch=100):
                     items.append(item)
