@@ -47,7 +47,7 @@ def _run(script: str) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-SLOW = {"decode_steps.py"}  # on purpose: its scheduler waits for a reader that is stopped
+SLOW = {"decode_steps.py"}  # torch in each of three processes
 
 
 @pytest.mark.parametrize(
