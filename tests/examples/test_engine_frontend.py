@@ -261,6 +261,7 @@ def test_a_killed_worker_ends_its_engine_which_comes_back() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_engines_die_come_back_become_more_and_fewer(changing_server: Server) -> None:
     """In one test: such a server takes ten seconds to start, and its processes are to end with the test."""
     _a_killed_engine_fails_its_own_requests_only(changing_server)
