@@ -60,7 +60,7 @@ class _Installing:
     def __init__(self, sdist: Path, folder: Path) -> None:
         self._sdist, self._folder = sdist, folder
         self._cache = {"PIP_CACHE_DIR": str(folder / "cache")}
-        page = folder / "index/aioshm/index.html"
+        page = folder / "simple/aioshm/index.html"
         page.parent.mkdir(parents=True)
         page.write_text(f'<a href="{sdist.as_uri()}">{sdist.name}</a>')
         self._index = ["--index-url", page.parents[1].as_uri(), "aioshm"]
