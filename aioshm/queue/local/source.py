@@ -208,7 +208,8 @@ class RingSource:
 
     def _may_keep(self) -> bool:
         """Return whether what a lease has kept may be kept on, as `Leases` has it."""
-        return self._gate.waits and not self._cursor.writer_parked[0]
+        cursor = self._cursor  # a writer that was woken is parked until it runs
+        return self._gate.waits and (not cursor.writer_parked[0] or cursor.messages_wanted() > 1)
 
     @property
     def bell(self) -> Bell | None:
