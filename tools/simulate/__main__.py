@@ -35,7 +35,8 @@ def main() -> int:
     if given.hunt is not None:
         return _hunt(given.hunt, given.first, given.seeds)
     if given.mutants or given.mutant:
-        return _mutants([bug for bug in BUGS if not given.mutant or bug.name in given.mutant], given.seeds, given.jobs)
+        bugs = [bug for bug in BUGS if not given.mutant or bug.name in given.mutant]
+        return _mutants(bugs, given.first, given.seeds, given.jobs)
     if given.seed is not None:
         return _one(given.seed, traced=given.trace)
     return _all(given.first, given.seeds, given.jobs)
@@ -86,11 +87,11 @@ def _some(first: int, count: int) -> tuple[Counter[str], dict[int, str]]:
     return figures, bad
 
 
-def _mutants(bugs: list[Bug], seeds: int, jobs: int) -> int:
+def _mutants(bugs: list[Bug], first: int, seeds: int, jobs: int) -> int:
     began = time.monotonic()
     missed = 0
     with ThreadPoolExecutor(jobs) as pool:
-        for bug, (seed, text) in zip(bugs, pool.map(lambda bug: _hunted(bug, seeds), bugs), strict=True):
+        for bug, (seed, text) in zip(bugs, pool.map(lambda bug: _hunted(bug, first, seeds), bugs), strict=True):
             missed += seed is None
             found = "NOT FOUND" if seed is None else f"seed {seed:>4}"
             print(f"{bug.name:<13} {found}  {bug.breaks}: {text}", flush=True)
@@ -98,8 +99,9 @@ def _mutants(bugs: list[Bug], seeds: int, jobs: int) -> int:
     return 1 if missed else 0
 
 
-def _hunted(bug: Bug, seeds: int) -> tuple[int | None, str]:
-    command = [sys.executable, "-m", "tools.simulate", "--hunt", bug.name, "--seeds", str(seeds)]
+def _hunted(bug: Bug, first: int, seeds: int) -> tuple[int | None, str]:
+    which = ["--first", str(first), "--seeds", str(seeds)]
+    command = [sys.executable, "-m", "tools.simulate", "--hunt", bug.name, *which]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         return None, done.stderr[-300:]

@@ -170,6 +170,13 @@ BUGS = (
         "the writer does not learn that data reaches a reader",
     ),
     Bug(
+        "proof-again",
+        _LINK,
+        "            if self.writer.proven:  #",
+        "            if False:  #",
+        "a writer that has forgotten a reader meanwhile does not learn that data reaches it",
+    ),
+    Bug(
         "fingerprints",
         _NUMBERING,
         "        age = self.expected - seq\n",

@@ -254,6 +254,8 @@ class WriterLink:
     def _welcomed(self, welcome: wire.Welcome) -> None:
         """Begin with the first message that is this reader's, unless that was done."""
         if self.writer.welcome is not None:
+            if self.writer.proven:  # which the writer may have been told while it did not know this reader
+                self._tell(wire.Proven())
             return
         assert self.sockets is not None
         self.writer.welcome = welcome
