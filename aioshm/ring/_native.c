@@ -151,9 +151,12 @@ typedef struct {
     unsigned long long garbled;
 } Core;
 
+enum name { MEMORY, QUIET, SHAPE, DTYPE, STRIDES, SETFLAGS, F_LOCALS, CO_FLAGS, NAMES };
+
 typedef struct {
     PyObject *nothing, *elsewhere;
     PyTypeObject *at_once, *writer, *reader, *call, *loan;
+    PyObject *names[NAMES];   /* of attributes that are looked up again and again */
 } State;
 
 /* Memory */
@@ -2618,6 +2621,7 @@ typedef struct {
     size_t room, table, copied, main_bytes, page;
     uint64_t what;            /* the first word of the slot's header */
     PyTypeObject *block;
+    PyObject *const *names;   /* the module's, which outlasts its types */
 } LoanKind;
 
 typedef struct {
@@ -2627,17 +2631,14 @@ typedef struct {
     PyObject *slow;           /* the block of Python's that this one is, if it is */
 } LoanBlock;
 
-static PyObject *name_memory, *name_quiet, *name_shape, *name_dtype, *name_strides, *name_setflags, *name_locals;
-static PyObject *name_flags;
-
-static int make_names(void)
+static int make_names(State *state)
 {
-    struct { PyObject **name; const char *text; } names[] = {
-        {&name_memory, "memory"}, {&name_quiet, "quiet"}, {&name_shape, "shape"}, {&name_dtype, "dtype"},
-        {&name_strides, "strides"}, {&name_setflags, "setflags"}, {&name_locals, "f_locals"}, {&name_flags, "co_flags"},
+    static const char *const texts[NAMES] = {
+        [MEMORY] = "memory", [QUIET] = "quiet", [SHAPE] = "shape", [DTYPE] = "dtype", [STRIDES] = "strides",
+        [SETFLAGS] = "setflags", [F_LOCALS] = "f_locals", [CO_FLAGS] = "co_flags",
     };
-    for (size_t n = 0; n < sizeof names / sizeof *names; n++)
-        if (*names[n].name == NULL && (*names[n].name = PyUnicode_InternFromString(names[n].text)) == NULL)
+    for (int n = 0; n < NAMES; n++)
+        if ((state->names[n] = PyUnicode_InternFromString(texts[n])) == NULL)
             return -1;
     return 0;
 }
@@ -2677,6 +2678,7 @@ static int kind_init(LoanKind *self, PyObject *args, PyObject *kwargs)
     self->page = (size_t)page;
     self->what = what;
     self->block = (PyTypeObject *)Py_NewRef((PyObject *)state->loan);
+    self->names = state->names;
     return 0;
 }
 
@@ -2807,7 +2809,7 @@ static PyObject *lend(LoanKind *self)
     PyObject *window = claimed_window(self, &start);
     if (window == NULL)
         return NULL;
-    PyObject *memory = PyObject_GetAttr(window, name_memory), *array = NULL;
+    PyObject *memory = PyObject_GetAttr(window, self->names[MEMORY]), *array = NULL;
     PyObject *offset = PyLong_FromSize_t(start % self->page + SLOT_HEADER_BYTES);
     if (memory != NULL && offset != NULL)
         array = PyObject_CallFunctionObjArgs(self->new_array, self->shape, self->dtype, memory, offset, NULL);
@@ -2862,12 +2864,12 @@ static int is_still(PyObject *array, PyObject *name, PyObject *expected)
 }
 
 /* Whether one of the caller's variables refers to an object: 1, 0, or -1 with an error; see ring/lent.py. */
-static int is_variable(PyObject *object)
+static int is_variable(PyObject *object, PyObject *const *names)
 {
     PyFrameObject *frame = PyEval_GetFrame();
     if (frame == NULL)
         return 0;
-    PyObject *locals = PyObject_GetAttr((PyObject *)frame, name_locals), *key, *value;
+    PyObject *locals = PyObject_GetAttr((PyObject *)frame, names[F_LOCALS]), *key, *value;
     if (locals == NULL)
         return -1;
     int found = 0;
@@ -2876,7 +2878,7 @@ static int is_variable(PyObject *object)
         while (!found && PyDict_Next(locals, &at, &key, &value))
             found = value == object;
         PyObject *code = (PyObject *)PyFrame_GetCode(frame);
-        PyObject *flags = code == NULL ? NULL : PyObject_GetAttr(code, name_flags);
+        PyObject *flags = code == NULL ? NULL : PyObject_GetAttr(code, names[CO_FLAGS]);
         long bits = flags == NULL ? -1 : PyLong_AsLong(flags);
         Py_XDECREF(flags);
         Py_XDECREF(code);
@@ -2922,11 +2924,11 @@ static int is_lone(LoanBlock *self, PyObject *memory, PyObject *quiet)
     Py_ssize_t names = Py_REFCNT(array) - 1, still;
     if (names > 1 || !PyList_CheckExact(quiet))
         return 0;
-    int fits = is_still(array, name_shape, kind->shape);
+    int fits = is_still(array, kind->names[SHAPE], kind->shape);
     if (fits > 0)
-        fits = is_still(array, name_dtype, kind->dtype);
+        fits = is_still(array, kind->names[DTYPE], kind->dtype);
     if (fits > 0)
-        fits = is_still(array, name_strides, kind->strides);
+        fits = is_still(array, kind->names[STRIDES], kind->strides);
     if (fits <= 0)
         return fits;
     still = count_quiet(quiet);
@@ -2934,7 +2936,7 @@ static int is_lone(LoanBlock *self, PyObject *memory, PyObject *quiet)
         return -1;
     if (Py_REFCNT(memory) != 3 + still)  /* the window's reference, the caller's of this, and the array's */
         return 0;
-    return names == 0 ? 1 : is_variable(array);
+    return names == 0 ? 1 : is_variable(array, kind->names);
 }
 
 /* Take the array back, and publish: 1, 0 if that is not to be done so, or -1 with an error. */
@@ -2950,11 +2952,11 @@ static int send_lent(LoanBlock *self)
     if (window == NULL)
         return PyErr_Occurred() ? -1 : 0;
     Py_INCREF(window);
-    memory = PyObject_GetAttr(window, name_memory);
-    quiet = memory == NULL ? NULL : PyObject_GetAttr(window, name_quiet);
+    memory = PyObject_GetAttr(window, kind->names[MEMORY]);
+    quiet = memory == NULL ? NULL : PyObject_GetAttr(window, kind->names[QUIET]);
     int lone = quiet == NULL ? -1 : is_lone(self, memory, quiet);
     if (lone > 0) {
-        done = PyObject_CallMethodObjArgs(self->lent, name_setflags, Py_False, NULL);
+        done = PyObject_CallMethodObjArgs(self->lent, kind->names[SETFLAGS], Py_False, NULL);
         reference = done == NULL ? NULL : PyWeakref_NewRef(self->lent, NULL);
         if (reference == NULL || PyList_Append(quiet, reference) < 0)
             lone = -1;
@@ -3302,7 +3304,7 @@ static int execute(PyObject *module)
     state->reader = state->writer == NULL ? NULL : add_type(module, &reader_spec);
     PyTypeObject *calls = state->reader == NULL ? NULL : add_type(module, &calls_spec);
     Py_XDECREF((PyObject *)calls);
-    if (calls == NULL || make_names() < 0)
+    if (calls == NULL || make_names(state) < 0)
         return -1;
     state->loan = (PyTypeObject *)PyType_FromModuleAndSpec(module, &loan_spec, NULL);
     PyTypeObject *kind = state->loan == NULL ? NULL : add_type(module, &kind_spec);
@@ -3338,7 +3340,10 @@ static int module_clear(PyObject *module)
 
 static void module_free(void *module)
 {
+    State *state = PyModule_GetState(module);
     module_clear(module);
+    for (int n = 0; state != NULL && n < NAMES; n++)
+        Py_CLEAR(state->names[n]);  /* not before: what is left of a cycle may still look something up */
 }
 
 /* All state is the module's or an object's. But that an end is used by one thread at a time is checked by plain loads and
