@@ -345,12 +345,13 @@ async def test_connecting_to_this_host_without_saying_so_warns(
         assert not caplog.records
         endpoint = first.endpoint.replace("127.0.0.1", host)
         async with ZmqEventPublisher(0, endpoint):
-            (record,) = caplog.records
+            # The first publisher may have its say, too: another publisher is no subscriber.
+            (record,) = [record for record in caplog.records if "connects to" in record.getMessage()]
             assert f"connects to {endpoint}" in record.getMessage()
             assert "bind=True" in record.getMessage()
         caplog.clear()
         async with ZmqEventPublisher(0, endpoint, bind=False):
-            assert not caplog.records
+            assert "connects to" not in caplog.text
     async with ZmqEventPublisher(0, "tcp://192.0.2.1:5557"):
         assert not caplog.records, "another host's"
 
