@@ -352,6 +352,7 @@ async def test_connecting_to_this_host_without_saying_so_warns(
         caplog.clear()
         async with ZmqEventPublisher(0, endpoint, bind=False):
             assert "connects to" not in caplog.text
+    caplog.clear()
     async with ZmqEventPublisher(0, "tcp://192.0.2.1:5557"):
         assert not caplog.records, "another host's"
 
