@@ -185,7 +185,7 @@ class Run:
         ends_s = sum(_cpu_s(end.process.pid or 0) for end in self.ends)
         return Mark(time.monotonic(), written, ends_s, self.looking.cpu_s())
 
-    async def part(self, case: str, report: Report) -> dict[str, float]:
+    async def part(self, case: str) -> dict[str, float]:
         """Measure one part."""
         before = self.mark()
         if case == LOOKED_AT:
@@ -194,13 +194,11 @@ class Run:
             await asyncio.sleep(self.seconds)
         after = self.mark()
         seconds, messages = after.at - before.at, after.messages - before.messages
-        figures = {
+        return {
             "messages_per_s": messages / seconds,
             "ends_us_per_message": 1e6 * (after.ends_s - before.ends_s) / max(1, messages),
             "observers_cpu_percent": 100 * (after.observers_s - before.observers_s) / seconds,
         }
-        report.result(case, "aioshm").add(**figures)
-        return figures
 
 
 async def run(settings: Settings, report: Report) -> None:
@@ -223,7 +221,10 @@ async def run(settings: Settings, report: Report) -> None:
                 order = next(orders)
                 block: dict[str, list[dict[str, float]]] = {case: [] for case in order}
                 for case in (*order, *reversed(order)):
-                    block[case].append(await measured.part(case, report))
+                    block[case].append(await measured.part(case))
+                for case, parts in block.items():
+                    means = {figure: fmean(part[figure] for part in parts) for figure in parts[0]}
+                    report.result(case, "aioshm").add(**means)
                 blocks.append(block)
         with observers(PERIOD_S) as looking:
             await _found(looking)

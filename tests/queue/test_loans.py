@@ -486,6 +486,22 @@ def test_pyarrow_and_dlpack() -> None:
             del column
 
 
+def test_blocking_ends_copy_nothing_however_often() -> None:
+    with (
+        make_writer(chunk=CHUNK) as writer,
+        blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader,
+    ):
+        ready = Thread(reader.wait_until_ready, 10)
+        writer.wait_until_ready(10)
+        ready.result()
+        for number in range(20):
+            with writer.loan(100_000, "int64") as array:
+                array[0] = number
+            with reader.lease(10) as received:
+                assert received[0] == number
+        assert writer.stats().copied_bytes + reader.stats().copied_bytes < 20 * 200
+
+
 async def test_leased_arrays_by_dlpack() -> None:
     async with attached(chunk=CHUNK) as (writer, (reader,)):
         async with writer.loan(100_000, "float32") as array:

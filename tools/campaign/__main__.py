@@ -200,6 +200,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.minutes <= 0:
         parser.error(f"--minutes must be more than 0, not {given.minutes}")
+    if given.keep is not None and len(str(given.keep.resolve())) > sandbox.LONGEST:
+        parser.error(f"--keep: {given.keep} is too long a path for sockets under it: {sandbox.LONGEST} bytes at most")
     if (status := sandbox.enter()) is not None:
         return status
     console = Console()

@@ -18,6 +18,8 @@ from aioshm.lifeline.address import new_address
 
 ROOM = "size=64m,mode=0700"
 """What the disk of the sandbox holds, and its shared memory."""
+LONGEST = 107 - len("/disk/aioshm/.lifeline") - 32
+"""How long the path of the directory may be, as those of sockets are bounded."""
 INSIDE = "AIOSHM_CAMPAIGN_INSIDE"
 _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
 _CLOCK = Path(__file__).with_name("clock.c")

@@ -85,7 +85,8 @@ def ordered(watched: Sequence[Watched], key: Key) -> list[Watched]:
         return {
             "rate": 0.0 if rates is None else rates.messages_per_s,
             "backlog": queue.header.backlog,
-            "age": queue.header.writer.age_s,
+            # They were looked at one after the other: only from when on they are there can be compared.
+            "age": queue.header.writer.age_s - queue.taken_ns / 1e9,
             "memory": queue.memory_bytes + queue.overflow_bytes,
             "cpu": sum(part for part in shares if part is not None),
         }[key]

@@ -60,7 +60,7 @@ class Lender:
         self._knows = self.is_local and isinstance(codec, PickleCodec | MsgpackCodec | RawCodec)
         self._code = codec.code
         self._kinds: dict[ArraySpec, LoanKind] = {}  # of those, what the core lends without any help
-        self._quick = native_core and not gate.blocks and not sender.traces
+        self._quick = native_core and not sender.traces
         self._largest = ring.ring.layout.max_chunk_bytes
         self._most = gate.options.max_message_bytes
 
@@ -163,7 +163,8 @@ class Lender:
                 self._known.clear()
                 self._kinds.clear()
             self._known[spec] = placed
-            if self._quick and prepare is not None and extent.segment is None:
+            # Blocking ends are asked now: they are made as the others are. They know the frame of the block better.
+            if self._quick and not self.gate.blocks and prepare is not None and extent.segment is None:
                 self._kinds[spec] = self._new_kind(prepare, spec, placed)
         return None
 
