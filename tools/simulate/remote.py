@@ -83,6 +83,7 @@ class Reader:
         self.taken: int | None = None  # what comes next
         self.lost = self.received = 0
         self.left = False
+        self.given_up: Callable[[], AioshmError] | None = None  # before it has left; afterwards nobody is told
         self._looking = False
         self.gate.wake = self._look_soon
         self.gate.interrupt_reader = self._interrupted
@@ -149,7 +150,7 @@ class Reader:
 
     def leave(self) -> None:
         """Close it as its user does."""
-        self.left = True
+        self.left, self.given_up = True, self.link.gone
         self.link.say_goodbye()
         self.link.close()
         self.world.loop.call_later(link.GOODBYE_S, self.sockets.close)
@@ -410,9 +411,10 @@ class Queue:
             if not reader.process.alive:
                 there = writer.places.of_identity(reader.sockets.identity)
                 world.check(there is None, f"{reader.process.name} is dead, and still counted on")
-            elif not (reader.troubled or reader.refused) and reader.link.gone is not None:
-                evicted = reader.slow == "evict"
-                world.check(evicted, f"{reader.process.name} was given up for nothing: {reader.link.gone()}")
+                continue
+            gone = reader.given_up if reader.left else reader.link.gone
+            if gone is not None and not (reader.troubled or reader.refused):
+                world.check(reader.slow == "evict", f"{reader.process.name} was given up for nothing: {gone()}")
         for reader in reading:
             known = reader.sockets.identity in attached
             world.check(known, f"{reader.process.name} believes that it reads, and the writer does not know it")
