@@ -283,8 +283,12 @@ class Gate:
 
     @property
     def waits(self) -> bool:
-        """Whether a call has entered, or is about to, and no block has a slot."""
-        return self._in_line + self._yielding > 0 and self._holder is None and not self.core.leased
+        """Whether a call has entered, or is about to, and no block has a slot; asked on the loop.
+
+        The loop of an end whose calls block runs in calls only.
+        """
+        called = self.blocks or self._in_line + self._yielding > 0
+        return called and self._holder is None and not self.core.leased
 
     def leave(self) -> None:
         """End this task's turn."""

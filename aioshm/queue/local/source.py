@@ -209,7 +209,10 @@ class RingSource:
     def _may_keep(self) -> bool:
         """Return whether what a lease has kept may be kept on, as `Leases` has it."""
         cursor = self._cursor  # a writer that was woken is parked until it runs
-        return self._gate.waits and (not cursor.writer_parked[0] or cursor.messages_wanted() > 1)
+        if not self._gate.waits:
+            return False
+        # With a message there the call ends at once, and what was kept goes back when the next block ends.
+        return cursor.core.ready() or not cursor.writer_parked[0] or cursor.messages_wanted() > 1
 
     @property
     def bell(self) -> Bell | None:
