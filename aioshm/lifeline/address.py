@@ -8,7 +8,6 @@ import socket
 import stat
 import struct
 import sys
-import time
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from aioshm.errors import SharedMemoryError
 from aioshm.process.limits import naming_limits
 
 _PATH_BYTES = 103 if sys.platform == "darwin" else 107  # sun_path without its final zero (unix(7))
-_YOUNG_S = 10.0  # a socket file this new may belong to a writer between bind and listen
 _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # macOS: sys/un.h
 
 WILDCARD_HOSTS = ("*", "0.0.0.0", "[::]", "::", "[*]")
@@ -149,16 +147,26 @@ def secure_directory(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove socket files that killed processes left: nobody listens on them any more."""
+    """Remove the socket files of processes that were killed: no socket is bound to them any more."""
     for path in directory.iterdir():
         try:
-            found = path.lstat()
-            if not stat.S_ISSOCK(found.st_mode) or time.time() - found.st_mtime < _YOUNG_S:
-                continue
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.setblocking(False)
-                probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
+            if stat.S_ISSOCK(path.lstat().st_mode) and not _is_bound(path):
+                path.unlink(missing_ok=True)
         except OSError:
             continue
+
+
+def _is_bound(path: Path) -> bool:
+    """Return whether a socket of any process is bound to a socket file, be it before it listens.
+
+    The kernel refuses to connect a datagram socket with ECONNREFUSED where there is none, and else, before it looks
+    whether that listens, with EPROTOTYPE (unix(7), Linux' unix_find_bsd, XNU's unp_connect). Where that is not so, the
+    stream socket finds what listens. No clock is asked, which may jump, and a file that was listed has its socket: both
+    appear while the directory is locked.
+    """
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):
+        with socket.socket(socket.AF_UNIX, kind) as probe:
+            probe.setblocking(False)
+            if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
+                return True
+    return False

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aioshm.errors import OutOfThreads
 from aioshm.process.limits import naming_limits
@@ -122,3 +122,15 @@ def _discard_apart(discard: Callable[[T], object], value: T) -> None:
         threading.Thread(target=discard, args=(value,), name="aioshm-discard").start()
     except RuntimeError:  # none can be started
         discard(value)
+
+
+async def completed(task: asyncio.Task[Any]) -> None:
+    """Wait until a task is done, also if this is cancelled meanwhile; neither raise nor return what it did."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

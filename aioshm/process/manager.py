@@ -162,8 +162,7 @@ class ProcessManager(Closing, AsyncClosing):
             await ashutdown([process], self._shutdown_timeout)
         finally:
             if process in self.processes and process.exitcode is not None:
-                self.processes.remove(process)
-                process.release()
+                self._let_go(process)
 
     def discard(self, process: Child) -> None:
         """Have a process no more that has exited; nothing happens if it is not one of these.
@@ -174,8 +173,14 @@ class ProcessManager(Closing, AsyncClosing):
         if process in self.processes:
             if process.exitcode is None:
                 raise RoleError(f"{process.name} (pid {process.pid}) still runs: stop it first")
-            self.processes.remove(process)
-            process.release()
+            self._let_go(process)
+
+    def _let_go(self, process: Child) -> None:
+        self.processes.remove(process)
+        del self._jobs[process.name]
+        if self._relay is not None:
+            self._relay.forget(process.name)
+        process.release()
 
     def _place(self, name: str) -> int:
         for place, process in enumerate(self.processes):

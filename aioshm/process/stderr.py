@@ -53,6 +53,7 @@ class StderrRelay:
 
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
+        self._unnamed: list[_Stream] = []  # nobody asks for their last lines any more; until they end
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._left_out = 0
@@ -74,9 +75,7 @@ class StderrRelay:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         with self._lock:
-            former = self._streams.get(name)
-            if former is not None and former.fd >= 0:  # what a process has left behind may still write there
-                self._streams[f"{name} ({former.fd})"] = former
+            self._unname(name)
             self._streams[name] = _Stream(reader)
         try:
             if self._thread is None:
@@ -99,6 +98,20 @@ class StderrRelay:
         lines = last.decode(errors="replace").splitlines()
         return lines[1 if cut and len(lines) > 1 else 0 :][-count:]
 
+    def forget(self, name: str) -> None:
+        """Keep the last lines of a process no longer; what is still to come is passed on."""
+        with self._lock:
+            self._unname(name)
+
+    def _unname(self, name: str) -> None:
+        self._unnamed = [stream for stream in self._unnamed if stream.fd >= 0]
+        former = self._streams.pop(name, None)
+        if former is not None and former.fd >= 0:  # what a process has left behind may still write there
+            self._unnamed.append(former)
+
+    def _all(self) -> list[_Stream]:
+        return [*self._streams.values(), *self._unnamed]
+
     def close(self, wait: bool = True) -> None:
         """Pass on what there is and end. Idempotent.
 
@@ -119,7 +132,7 @@ class StderrRelay:
         while not self._closing:
             self._turn(None)
         with self._lock:
-            for stream in self._streams.values():
+            for stream in self._all():
                 self._read(stream)
                 stream.end()
         deadline = time.monotonic() + FLUSH_S
@@ -132,7 +145,7 @@ class StderrRelay:
         if timeout is None:
             poller.register(self._called, select.POLLIN)
         with self._lock:
-            for stream in self._streams.values():
+            for stream in self._all():
                 if stream.fd >= 0:
                     poller.register(stream.fd, select.POLLIN)
         if self._waiting:
@@ -141,7 +154,7 @@ class StderrRelay:
         if self._called in ready:
             os.read(self._called, _READ_BYTES)
         with self._lock:
-            for stream in self._streams.values():  # by now another thread may have read, and ended, any of them
+            for stream in self._all():  # by now another thread may have read, and ended, any of them
                 if stream.fd in ready:
                     self._read(stream)
         if self._out in ready:
@@ -195,7 +208,7 @@ class StderrRelay:
 
     def _take_apart(self) -> None:
         with self._lock:
-            for stream in self._streams.values():
+            for stream in self._all():
                 stream.end()
             for fd in (self._called, self._calling, self._out):
                 if fd >= 0:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class ProcessExit:
 
 
 class ProcessWatch(Closing):
-    """The exits of some processes, awaited with `next` or called back; a context manager.
+    """The exits of some processes, awaited with `next`, or called back and taken with `take`; a context manager.
 
     Every descriptor that is watched is its own: others may watch the same processes on the same loop, and close theirs.
     A sentinel of ``multiprocessing`` stays silent as long as any descendant that inherited it lives, so a process is
@@ -124,8 +125,10 @@ class ProcessWatch(Closing):
         self._loop = asyncio.get_running_loop()
         self._owner_pid = os.getpid()
         self._on_exit = on_exit
-        self._known: set[WatchedProcess] = set()
         self._running: dict[WatchedProcess, bool] = {}  # and whether it is a manager's
+        # Exited, and may be named again; those that their owner has let go of are forgotten.
+        self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()
+        self._gone_and_kept: set[WatchedProcess] = set()  # no weak reference can be made of these
         self._managers: list[WatchedManager] = []  # those that do not say which processes they have
         self._descriptors: set[int] = set()
         # Processes whose exit code is to be asked for again, and when they count as exited without one.
@@ -152,10 +155,9 @@ class ProcessWatch(Closing):
             ValueError: One was not started.
         """
         for process in processes:
-            if process not in self._known:
+            if process not in self._running and not self._is_gone(process):
                 if process.exitcode is None:
                     self._watch_process(process)
-                self._known.add(process)
                 self._running[process] = managed
         self._look_again(0.0)
 
@@ -186,6 +188,7 @@ class ProcessWatch(Closing):
             code = process.exitcode
             if code is not None or now >= self._due.get(process, math.inf):
                 managed = self._running.pop(process)
+                self._note_gone(process)
                 self._due.pop(process, None)
                 self._exits.append(ProcessExit(process.name, process.pid, code, managed, getattr(process, "host", "")))
         for manager in self._managers:
@@ -194,6 +197,13 @@ class ProcessWatch(Closing):
                     self._named.add(name)
                     self._exits.append(ProcessExit(name, None, code, managed=True))
         return self._exits.copy()
+
+    def take(self) -> list[ProcessExit]:
+        """Return the exits since the last call, and forget them: for those who watch one successor after the other."""
+        self.exited()
+        new, self._exits = self._exits[self._taken :], []
+        self._announced = self._taken = 0
+        return new
 
     async def next(self, deadline: float | None = None) -> list[ProcessExit]:
         """Return the exits since the last call; wait until there are any, as long as any process runs.
@@ -230,6 +240,15 @@ class ProcessWatch(Closing):
             self._next_look.cancel()
         for descriptor in [*self._descriptors]:
             self._forget(descriptor)
+
+    def _note_gone(self, process: WatchedProcess) -> None:
+        try:
+            self._gone.add(process)
+        except TypeError:
+            self._gone_and_kept.add(process)
+
+    def _is_gone(self, process: WatchedProcess) -> bool:
+        return process in self._gone or process in self._gone_and_kept
 
     def _watch_process(self, process: WatchedProcess) -> None:
         if hasattr(process, "host"):

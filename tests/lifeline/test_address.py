@@ -130,7 +130,10 @@ class TestSweep:
         with bound(base / "alive", listening=True, age_s=3600) as listener:
             address_in(base)
             assert (base / "alive").exists()
-            listener.accept()[0].close()
+            listener.settimeout(30)
+            with socket.socket(socket.AF_UNIX) as caller:
+                caller.connect(str(base / "alive"))
+                listener.accept()[0].close()
 
     def test_leaves_those_whose_backlog_is_full(self, base: Path) -> None:
         callers = []
@@ -148,10 +151,23 @@ class TestSweep:
         for caller in callers:
             caller.close()
 
-    def test_leaves_young_ones(self, base: Path) -> None:
-        with bound(base / "just-bound", listening=False, age_s=0):
+    @pytest.mark.parametrize("age_s", [0.0, 3600.0, -3600.0])
+    def test_leaves_those_that_do_not_listen_yet_whatever_the_clock_says(self, base: Path, age_s: float) -> None:
+        with bound(base / "just-bound", listening=False, age_s=age_s) as sock:
             address_in(base)
             assert (base / "just-bound").exists()
+            sock.listen(1)
+            address_in(base)
+            assert (base / "just-bound").exists()
+        address_in(base)
+        assert not (base / "just-bound").exists(), "a dead one goes at once, be it young"
+
+    def test_connects_to_nobody_who_listens(self, base: Path) -> None:
+        with bound(base / "alive", listening=True, age_s=3600) as listener:
+            listener.setblocking(False)
+            address_in(base)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
 
     def test_leaves_what_is_no_socket(self, base: Path) -> None:
         (base / "file").write_text("mine")

@@ -43,7 +43,6 @@ class Liveness:
         self._loop = asyncio.get_running_loop()
         self._on_lost, self._on_death = on_lost, on_death
         self._watch: ProcessWatch | None = None
-        self._exits_told = 0
         self._dismissed: set[int] = set()
         self._connections: dict[int, int] = {}  # engines' ranks
         self._senders: dict[int, str] = {}
@@ -160,11 +159,8 @@ class Liveness:
         if self._stopped:
             return
         assert self._watch is not None
-        exits = self._watch.exited()[self._exits_told :]
-        self._exits_told += len(exits)
         # Others may exit because of the one that was lost first.
-        exits.sort(key=lambda each: engine_of(each) not in self._losses)
-        for each in exits:
+        for each in sorted(self._watch.take(), key=lambda each: engine_of(each) not in self._losses):
             engine = engine_of(each)
             if engine in self._told_first:  # of other hosts it may be known late
                 self._told_first.discard(engine)

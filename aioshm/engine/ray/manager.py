@@ -24,9 +24,8 @@ from aioshm.engine.ray.placement import EngineNeeds
 from aioshm.engine.ray.remaking import KILLED_S, Remaking
 from aioshm.engine.ray.room import Room
 from aioshm.engine.security.keys import EngineKeys, keys_to_hand_over
-from aioshm.engine.startup.supervision import completed
 from aioshm.errors import EngineDead, EngineStartupError
-from aioshm.process.background import in_thread
+from aioshm.process.background import completed, in_thread
 from aioshm.process.watch import ProcessWatch
 
 START_TIMEOUT_S = 300.0

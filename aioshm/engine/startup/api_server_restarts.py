@@ -53,7 +53,6 @@ class ServerRestarts:
         self.failure: ProcessDied | None = None
         self.over: asyncio.Event = asyncio.Event()
         self.closed: bool = False
-        self._seen = 0
         self._watch = ProcessWatch(processes, on_exit=self._process_exited)
 
     def close(self) -> None:
@@ -73,9 +72,7 @@ class ServerRestarts:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _process_exited(self) -> None:
-        exits = self._watch.exited()[self._seen :]
-        self._seen += len(exits)
-        for each in exits:
+        for each in self._watch.take():
             life = self.lives[self._ranks[each.name]]
             if each.exitcode == 0:
                 self._set(life, "exited")

@@ -19,10 +19,11 @@ from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.endpoints import check_handshake_address
 from aioshm.engine.startup.rejoining import Rejoining
 from aioshm.engine.startup.router import HandshakeRouter
-from aioshm.engine.startup.supervision import Supervision, completed
+from aioshm.engine.startup.supervision import Supervision
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
+from aioshm.process.background import completed
 from aioshm.process.watch import WatchedManager, WatchedProcess
 from aioshm.zeromq.sockets import Socket
 

@@ -90,7 +90,6 @@ class Restarting:
         self._of_coordinator = RestartHistory(restart)
         self._group: asyncio.Task[None] | None = None
         self._relapse: tuple[Life, ProcessExit] | None = None  # who was ready and died while others of the group start
-        self._seen = 0
         for process in self._processes:
             rank = engine_index(process.name)
             assert rank is not None
@@ -138,9 +137,7 @@ class Restarting:
     # What happens to processes
 
     def _process_exited(self) -> None:
-        exits = self._watch.exited()[self._seen :]
-        self._seen += len(exits)
-        for each in exits:
+        for each in self._watch.take():
             rank = engine_of(each)
             if each.name == COORDINATOR:
                 self._spawn(self._bring_back_coordinator(each.describe()), "coordinator")

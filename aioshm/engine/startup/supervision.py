@@ -13,7 +13,7 @@ from typing import Any
 from aioshm.engine.protocol.addresses import CoreEngine
 from aioshm.engine.protocol.progress import PHASES, StartupProgress, describe_failure, engine_index, engine_of
 from aioshm.errors import EngineStartupError, HandshakeError
-from aioshm.process.background import in_thread
+from aioshm.process.background import completed, in_thread
 from aioshm.process.manager import ProcessManager
 from aioshm.process.state import SUSPECT_STATES, process_state
 from aioshm.process.stopping import ashutdown
@@ -127,18 +127,6 @@ class Supervision:
         for result in results:
             if isinstance(result, Exception):
                 logger.error("while engines were stopped: %s", result, exc_info=result)
-
-
-async def completed(task: asyncio.Task[Any]) -> None:
-    """Wait until a task is done, also if this is cancelled meanwhile; neither raise nor return what it did."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
 
 
 async def _stop_manager(manager: Any) -> None:

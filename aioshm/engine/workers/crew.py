@@ -128,7 +128,6 @@ class WorkerCrew:
         self._on_exit = on_exit
         self._members: dict[str, Member] = {}
         self._serial = 0
-        self._seen = 0
         self.workers: dict[int, Member] = {}
         names = [f"{name}_{rank}" for rank in range(n_workers)]
         with ExitStack() as mine, ExitStack() as theirs:
@@ -199,11 +198,12 @@ class WorkerCrew:
     async def stop_worker(self, rank: int, patience: float) -> None:
         """Wait for a worker to exit by itself, then stop it."""
         member = self.workers.pop(rank)
-        self._members.pop(member.name, None)
         member.hang_up()
         try:
             await asyncio.wait([member.exited], timeout=patience)
         finally:
+            if self._members.get(member.name) is member:  # not before: its exit is told by its name
+                del self._members[member.name]
             await self._manager.stop(member.name)
 
     def death(self, rank: int = 0) -> Callable[[], WorkerDied]:
@@ -267,10 +267,8 @@ class WorkerCrew:
             await self._manager.aclose()
 
     def _exited(self) -> None:
-        exits = self._watch.exited()[self._seen :]
-        self._seen += len(exits)
         gone = []
-        for each in exits:
+        for each in self._watch.take():
             member = self._members.get(each.name)
             if member is not None and member.pid == each.pid and not member.exited.done():
                 member.exited.set_result(each)

@@ -313,13 +313,17 @@ class WorkerGroup(AsyncClosing):
     async def scale(self, n_workers: int) -> None:
         """Have more workers, or fewer: the last ones go when they are done with the calls and streams they have.
 
+        Workers that die meanwhile are replaced as at any time, and the group gets its size all the same. Cancelling
+        this leaves the group as it was as long as those that are to go have something to do; after that they go, and
+        newcomers that are being started come.
+
         Args:
             n_workers: How many there are to be.
 
         Raises:
             RoleError: The group has no ``restart``, or was not entered.
             ValueError: It is more than ``max_workers``.
-            WorkerDied: One has died while those that go were told; or the group has ended.
+            WorkerDied: The group has ended: a crash loop.
             QueueClosed: The group was closed.
         """
         check_int("n_workers", n_workers, minimum=1)

@@ -21,6 +21,7 @@ from aioshm.engine.workers.replacing import Replacing
 from aioshm.engine.workers.schedule import Schedule
 from aioshm.engine.workers.steps import Steps
 from aioshm.errors import AioshmError, EndClosed
+from aioshm.process.background import completed
 from aioshm.process.restart import RankInfo, Restart
 from aioshm.queue import MessageQueue
 
@@ -173,7 +174,7 @@ class Running:
                 await asyncio.gather(*(asyncio.shield(replacing.add(rank)) for rank in newcomers))
 
     async def _shrink(self, n_workers: int, replacing: Replacing) -> None:
-        steps, crew, calls = self.steps, self.crew, self.calls
+        steps, calls = self.steps, self.calls
         leaving = range(n_workers, self.n_workers)
         self.callable = n_workers
         try:
@@ -190,11 +191,24 @@ class Running:
         for rank in leaving:
             replacing.remove(rank)
             self._answers.detach(rank)  # none of them answers, nor matters any more if it dies
-        await steps.exchange("scale", (Leave(frozenset(leaving)), (), {}, None), set(range(n_workers)))
-        await asyncio.gather(*(crew.stop_worker(rank, self._settings.shutdown_timeout) for rank in leaving))
-        for rank in leaving:
-            calls.forget(rank, lambda: EndClosed("the group of workers was made smaller"))
-        steps.back(leaving)
+        dismissal = asyncio.create_task(self._dismiss(leaving), name="aioshm-dismisses-workers")
+        try:
+            await asyncio.shield(dismissal)
+        except asyncio.CancelledError:  # too late to keep them; but if the group ends, they are stopped with it
+            if self._fate.failure is not None:
+                dismissal.cancel()
+            await completed(dismissal)
+            raise
+
+    async def _dismiss(self, leaving: range) -> None:
+        """Tell the last workers to exit, and wait until they have; a worker that stays may die meanwhile."""
+        try:
+            await self.steps.send((Leave(frozenset(leaving)), (), {}, None))
+            await asyncio.gather(*(self.crew.stop_worker(rank, self._settings.shutdown_timeout) for rank in leaving))
+        finally:
+            for rank in leaving:
+                self.calls.forget(rank, lambda: EndClosed("the group of workers was made smaller"))
+            self.steps.back(leaving)
         await self._answers.close_former()
 
     def _processes_exited(self, gone: list[Member]) -> None:

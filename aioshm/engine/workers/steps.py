@@ -116,6 +116,15 @@ class Steps:
             raise WorkerError(what, dict(sorted(errors.items())))
         return results
 
+    async def send(self, step: Step) -> None:
+        """Send a step that nobody waits for; in this call's turn. Its answers are dropped when they have come."""
+        self._schedule.step_begins(range(self.n_workers))
+        try:
+            await self._queue.enqueue(step)
+            self.sent += 1
+        finally:
+            self._step_ends()
+
     def catch_up(self) -> None:
         """Wait for what is still to be answered of steps that nobody waits for: a worker is not idle before."""
         if (

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import worker_targets as targets
+from managed import gone
 from support import until
 from test_calls import calls_of
 
@@ -227,3 +228,45 @@ async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
         stopping = True
         await asyncio.gather(*tasks)
         await until(lambda: not any(calls_of(group, rank) for rank in range(3)))
+
+
+async def test_a_death_while_workers_are_told_to_go_is_one_like_any_other() -> None:
+    async with group_of(3) as group:
+        running = group._running
+        assert running is not None
+        pids, send = group.pids, running._queue.enqueue
+        killed = asyncio.Event()
+
+        async def die_first(step: Any) -> None:
+            running._queue.enqueue = send  # type: ignore[method-assign]
+            os.kill(pids[0], signal.SIGKILL)
+            await until(lambda: running.steps.absent == {0})
+            killed.set()
+            await send(step)
+
+        running._queue.enqueue = die_first  # type: ignore[method-assign]
+        await group.scale(1)
+        assert killed.is_set()
+        assert (group.n_workers, len(group.workers), len(group.pids)) == (1, 1, 1)
+        assert all(gone(pid) for pid in pids[1:]), "those that were to go have gone"
+        assert await group.collective_rpc("add", (5,), timeout=60) == [5]
+        assert group.pids[0] != pids[0]
+        assert group.workers[0].restarts == 1
+        await group.scale(2)
+        assert await group.call(1, "add", 1, timeout=60) == 2
+
+
+async def test_scaling_that_is_cancelled_when_workers_go_lets_them_go() -> None:
+    async with group_of(3, shutdown_timeout=600) as group:  # they are waited for no longer than they take
+        running = group._running
+        assert running is not None
+        pids = group.pids
+        scaling = asyncio.create_task(group.scale(1))
+        await until(lambda: group.n_workers == 1)
+        scaling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(scaling, 60)
+        assert group.pids == pids[:1]
+        assert all(gone(pid) for pid in pids[1:])
+        await group.scale(2)
+        assert await group.collective_rpc("add", timeout=60) == [0, 1]
