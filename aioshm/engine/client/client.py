@@ -135,7 +135,7 @@ class EngineClient(AsyncClosing):
     @property
     def deaths(self) -> Mapping[int, EngineDead]:
         """How engines have died that are not back, by rank; empty unless ``on_engine_death="continue"``."""
-        return self._link.deaths
+        return self._link.roster.deaths
 
     @property
     def late_outputs(self) -> int:
@@ -162,7 +162,7 @@ class EngineClient(AsyncClosing):
             failed=pending.failed,
             in_flight=len(pending.inboxes),
             late_outputs=pending.late_outputs,
-            deaths=link.died,
+            deaths=link.roster.died,
         )
 
     # Opened, ready, closed
@@ -212,7 +212,7 @@ class EngineClient(AsyncClosing):
                 await link.settled.wait()
         except TimeoutError:
             missing = ", ".join(map(str, link.engines.missing))
-            died = "".join(f"; {error}" for error in link.deaths.values())
+            died = "".join(f"; {error}" for error in link.roster.deaths.values())
             raise TimeoutError(f"engines {missing} have not registered after {timeout} s{died}") from None
         link.check_open()
 
@@ -269,7 +269,7 @@ class EngineClient(AsyncClosing):
             raise ValueError(f"rank must be the last one of several engines, {link.engines.ranks}, not {rank!r}")
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await link.drain(rank)
+                await link.roster.drain(rank)
         link.check_open()
         link.remove_last()
         link.tell_scale()
@@ -306,7 +306,7 @@ class EngineClient(AsyncClosing):
         request_id = request_id_of(request)
         if request_id in link.pending.inboxes:
             raise ValueError(f"request_id {request_id!r} is that of another request in flight")
-        position = link.choose(engine)
+        position = link.roster.choose(engine)
         self._stamp(request)
         frames = self._encode(request)
         while True:
@@ -316,7 +316,7 @@ class EngineClient(AsyncClosing):
             except EngineDead:
                 if engine is not None or not link.goes_on:
                     raise
-                position = link.choose(None)  # another one: this one is none of the choices any more
+                position = link.roster.choose(None)  # another one: this one is none of the choices any more
         inbox = link.pending.add(request_id, position, frames if self._resubmits else None)
         return OutputStream(request_id, inbox, link.leave)
 
@@ -356,7 +356,7 @@ class EngineClient(AsyncClosing):
         """
         link = self._link
         link.check_ready()
-        positions = link.all_positions() if engine is None else [link.choose(engine)]
+        positions = link.roster.all_positions() if engine is None else [link.roster.choose(engine)]
         calls: list[PendingCall] = []
         try:
             for position in positions:

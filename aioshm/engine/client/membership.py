@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import zmq
 
@@ -22,6 +23,15 @@ _LOG_INTERVAL_S = 10.0
 _UNBOUNDED = 0
 
 
+class EarlyRegistration(NamedTuple):
+    """The registration of an engine that this front end was not told of yet; see `ClientSockets`."""
+
+    frames: list[bytes]
+    connection: int
+    sender: str
+    user: str
+
+
 class MembershipLink:
     """Hears which engines there are, and says how far this front end is with that; on the running loop.
 
@@ -30,12 +40,18 @@ class MembershipLink:
         on_membership: Gets what it says.
         curve: The keys for the connection; None: it is not encrypted.
 
+    Attributes:
+        version: Of the membership that this front end goes by; 0: of none yet.
+        early: Who has registered before this front end was told of it, by what its socket is called.
+
     Raises:
         OSError: The address is malformed.
     """
 
     def __init__(self, address: str, on_membership: Callable[[Membership], object], curve: CurveKeys | None) -> None:
         self._on_membership = on_membership
+        self.version: int = 0
+        self.early: dict[bytes, EarlyRegistration] = {}
         self._said = Progress()
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
         self._sockets = Sockets()
@@ -55,8 +71,19 @@ class MembershipLink:
             self._sockets.close()
             raise
 
-    def say(self, progress: Progress) -> None:
-        """Say how far this front end is, if that has changed."""
+    def forget_early(self, connection: int) -> None:
+        """Forget who has registered by a connection that has ended."""
+        for name in [name for name, each in self.early.items() if each.connection == connection]:
+            del self.early[name]
+
+    def say(self, missing: list[int], busy: list[int]) -> None:
+        """Say how far this front end is with what it was told, if that has changed.
+
+        Args:
+            missing: The ranks of engines that have not registered.
+            busy: The ranks of those that leave and have not finished what they have.
+        """
+        progress = Progress(self.version, missing, busy)
         if progress != self._said:
             self._said = progress
             self._send()

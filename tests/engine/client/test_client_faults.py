@@ -179,6 +179,6 @@ async def test_an_engine_that_is_gone_before_it_is_heard_of(address: str) -> Non
             engine.send(b"")
             engine.close(linger=10_000)
         eventually(lambda: set(open_fds().values()) <= before, "the end of the connection")
-        await until(lambda: serving.client._link._dead)
+        await until(lambda: serving.client._link.dead)
         with pytest.raises(EngineDead, match=r"engine 0 .*its connection has ended"):
             serving.client.submit(ask("a"))

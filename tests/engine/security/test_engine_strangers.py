@@ -336,7 +336,7 @@ class TestInsecure:
         async with served(Engine(), n_clients=2, addresses=addresses, handshake=LOOPBACK, secure=False) as serving:
             stream = serving.client.submit(ask("r", None))
             link = serving.client._link
-            await attack("dead", addresses.inputs[0], addresses.outputs[0], until=lambda _: link._dead)
+            await attack("dead", addresses.inputs[0], addresses.outputs[0], until=lambda _: link.dead)
             with pytest.raises(EngineDead, match="an engine has said that it ends, and not which one"):
                 await collected(stream)
             assert len(await collected(serving.clients[1].submit(ask("s", 5)))) == 5
@@ -428,7 +428,7 @@ class TestOtherUsers:
             for port in ports:
                 Path(port.removeprefix("ipc://")).chmod(0o777)
             link = serving.client._link
-            await attack("dead", *ports, uid=NOBODY, until=None if secure else lambda _: link._dead)
+            await attack("dead", *ports, uid=NOBODY, until=None if secure else lambda _: link.dead)
             if secure:
                 assert len(await collected(serving.client.submit(ask("t", 5)))) == 5
                 await stream.aclose()
