@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -16,17 +15,11 @@ import msgspec
 import typer
 from rich.console import Console
 
-from aioshm.cli.event_lines import kind_of, lines_of
+from aioshm.cli.event_lines import lines_of
+from aioshm.cli.event_rates import EventMeter
 from aioshm.cli.outcome import UNUSABLE, CommandFailed, run_interruptibly
 from aioshm.errors import AioshmError
-from aioshm.events import (
-    Delivery,
-    EventSubscriber,
-    Lost,
-    Received,
-    Restarted,
-    ZmqEventPublisher,
-)
+from aioshm.events import Delivery, EventSubscriber, Lost, Received, Restarted, ZmqEventPublisher
 from aioshm.events.config import DEFAULT_MAX_QUEUE_SIZE
 from aioshm.events.protocol.decoding import BatchDecoder
 from aioshm.events.protocol.wire import WIRES, Encoding, Wire, resolve_wire
@@ -204,11 +197,11 @@ def stats(
 
     async def run() -> None:
         async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
-            meters: dict[str, _Meter] = {}
+            meters: dict[str, EventMeter] = {}
             reporting = asyncio.create_task(_report(subscriber, meters, interval, as_json))
             try:
                 async for item in _deliveries(subscriber, duration):
-                    meters.setdefault(str(item.source), _Meter()).count(item)
+                    meters.setdefault(str(item.source), EventMeter()).count(item)
             finally:
                 reporting.cancel()
                 await asyncio.gather(reporting, return_exceptions=True)
@@ -229,52 +222,13 @@ def _encoding_of(file: BinaryIO) -> Encoding:
     return decoder.encoding
 
 
-class _Meter:
-    """What one publisher did since the last report, and in all."""
-
-    def __init__(self) -> None:
-        self.batches = self.events = self.total = self.gaps = self.lost = self.restarts = 0
-        self.lag_s: float | None = None
-        self.kinds: Counter[str] = Counter()
-
-    def count(self, item: Delivery) -> None:
-        if isinstance(item, Lost):
-            self.gaps += 1
-            self.lost += item.last - item.first + 1
-        elif isinstance(item, Restarted):
-            self.restarts += 1
-        else:
-            self.batches += 1
-            self.total += 1
-            self.events += len(item.batch.events)
-            self.kinds.update(kind_of(event) for event in item.batch.events)
-            if not item.replayed:
-                lag = time.time() - item.batch.ts
-                self.lag_s = lag if self.lag_s is None else max(self.lag_s, lag)
-
-    def report(self, seconds: float) -> dict[str, Any]:
-        line = {
-            "batches_per_s": round(self.batches / seconds, 1),
-            "events_per_s": round(self.events / seconds, 1),
-            "max_lag_ms": None if self.lag_s is None else round(self.lag_s * 1000, 3),
-            "batches": self.total,
-            "gaps": self.gaps,
-            "lost": self.lost,
-            "restarts": self.restarts,
-            "types": dict(self.kinds),
-        }
-        self.batches = self.events = 0
-        self.lag_s = None
-        return line
-
-
-async def _report(subscriber: EventSubscriber, meters: dict[str, _Meter], interval: float, as_json: bool) -> None:
+async def _report(subscriber: EventSubscriber, meters: dict[str, EventMeter], interval: float, as_json: bool) -> None:
     while True:
         await asyncio.sleep(interval)
         _print_report(subscriber, meters, interval, as_json)
 
 
-def _print_report(subscriber: EventSubscriber, meters: dict[str, _Meter], interval: float, as_json: bool) -> None:
+def _print_report(subscriber: EventSubscriber, meters: dict[str, EventMeter], interval: float, as_json: bool) -> None:
     reports = {name: meter.report(interval) for name, meter in meters.items()}
     if as_json:
         totals = msgspec.to_builtins(subscriber.stats())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aioshm.config import Options
 from aioshm.engine.metering import StreamMeter
 from aioshm.engine.workers.channel import Call, Channel
+from aioshm.engine.workers.channels import Channels
 from aioshm.engine.workers.crew import Member, WorkerCrew
 from aioshm.engine.workers.envelope import CALL, FAILURE, ITEM, STREAM, Envelope, Request, Undecodable
 from aioshm.engine.workers.fate import Fate
@@ -22,8 +23,6 @@ from aioshm.errors import AioshmError, PeerDied, QueueClosed, RemoteFailure, Wor
 class Calls:
     """Calls of one worker, and streams.
 
-    A worker's queues are made when it is called alone for the first time; its successor's, as soon as it is there.
-
     Args:
         crew: The processes.
         schedule: Says when a call may be sent.
@@ -34,6 +33,9 @@ class Calls:
         catch_up: Called when a call waits for an idle worker, and some have steps to do for which nobody waits.
         on_lost: Called with a worker whose queue has ended, but not its process.
         describe_absent: Says who has died and has no successor yet.
+
+    Attributes:
+        channels: The queues to the workers.
     """
 
     def __init__(
@@ -49,19 +51,16 @@ class Calls:
         on_lost: Callable[[Member], None],
         describe_absent: Callable[[], str],
     ) -> None:
-        self._crew, self._schedule, self._sizes, self._options = crew, schedule, sizes, options
-        self._steps, self._catch_up, self._fate = steps, catch_up, fate
+        self._crew, self._schedule, self._catch_up, self._fate = crew, schedule, catch_up, fate
         self._on_lost, self._describe_absent = on_lost, describe_absent
         fate.on_end.append(self._end)
         schedule.on_turn = self._has_turn
         self._inbox = Inbox(self._received, self._ended)
-        self._bases: dict[int, int] = {}  # how many steps were sent before each worker that is there
-        self._wanted: set[int | None] = set()  # the ranks that were ever called; None: any
-        self._channels: dict[int, Channel] = {}
-        self._opening: dict[int, asyncio.Task[None]] = {}
+        self.channels: Channels = Channels(
+            crew, sizes, options, steps=steps, on_open=self._opened, on_failure=self._cannot_open
+        )
         self._asking: dict[Ticket, Call] = {}
         self._draining: dict[Waiter, list[int]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # Calling
 
@@ -137,14 +136,12 @@ class Calls:
 
     async def _turn_of(self, call: Call) -> Channel | None:
         call.ready = False
-        if call.wanted not in self._wanted:
-            self._wanted.add(call.wanted)
-            self._open_wanted()
+        self.channels.want(call.wanted)
         call.ticket = ticket = self._schedule.ask(call.wanted, stream=call.stream)
         if ticket.rank is None:
             self._asking[ticket] = call
             try:
-                self._open_wanted()
+                self.channels.open_wanted()
                 if call.wanted is None:
                     self._catch_up()
                 await self._inbox.wait(call)
@@ -153,7 +150,7 @@ class Calls:
             if call.failure is not None:
                 raise call.failure()
         assert ticket.rank is not None
-        return self._channels.get(ticket.rank) if self._schedule.holds(ticket) else None
+        return self.channels.open.get(ticket.rank) if self._schedule.holds(ticket) else None
 
     def _has_turn(self, ticket: Ticket) -> None:
         call = self._asking.get(ticket)
@@ -190,14 +187,14 @@ class Calls:
     def _waits_for(self, call: Call) -> str:
         rank = call.wanted if call.channel is None else call.channel.rank
         if rank is None:
-            return f"no idle worker: {self._crew.describe(sorted(self._bases)) or 'all are being restarted'}"
+            return f"no idle worker: {self._crew.describe(sorted(self.channels.present)) or 'all are being restarted'}"
         who = self._crew.describe([rank])
-        return f"no answer from {who}" if rank in self._bases else f"no successor of {who}"
+        return f"no answer from {who}" if rank in self.channels.present else f"no successor of {who}"
 
     # What comes from workers
 
     def _received(self, rank: int, message: Any) -> None:
-        channel = self._channels.get(rank)
+        channel = self.channels.open.get(rank)
         if channel is None:
             return
         if isinstance(message, Envelope):
@@ -235,7 +232,7 @@ class Calls:
 
     def _ended(self, rank: int) -> None:
         """Note that a worker's queue has ended; its process, which is watched, ought to exit."""
-        channel = self._channels.get(rank)
+        channel = self.channels.open.get(rank)
         if channel is not None and not channel.lost:
             channel.lost = True
             asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_lost, channel)
@@ -253,8 +250,7 @@ class Calls:
             rank: The worker's rank.
             base: How many steps were sent before the first that it has to do.
         """
-        self._bases[rank] = base
-        self._open_wanted()
+        self.channels.back(rank, base)
 
     def died(self, rank: int, failure: Callable[[], AioshmError]) -> None:
         """Fail the calls that a worker has not answered; those that wait for it wait for its successor.
@@ -263,11 +259,8 @@ class Calls:
             rank: The worker's rank.
             failure: Makes their error.
         """
-        self._bases.pop(rank, None)
         self._schedule.gone(rank)
-        if (opening := self._opening.pop(rank, None)) is not None:
-            opening.cancel()
-        channel = self._channels.pop(rank, None)
+        channel = self.channels.gone(rank)
         if channel is not None:
             self._inbox.remove(rank)
             for reply in channel.rest():  # what it has answered is answered
@@ -277,9 +270,9 @@ class Calls:
 
     def _end(self, failure: Callable[[], AioshmError]) -> None:
         """Fail all calls."""
-        for opening in self._opening.values():
-            opening.cancel()
-        for call in [*self._asking.values(), *(each for one in self._channels.values() for each in one.calls.values())]:
+        self.channels.stop_opening()
+        asked = [each for channel in self.channels.open.values() for each in channel.calls.values()]
+        for call in [*self._asking.values(), *asked]:
             self._fail(call, failure)
         for waiter in self._draining:
             waiter.ready = True
@@ -319,31 +312,14 @@ class Calls:
 
     # Queues
 
-    def _open_wanted(self) -> None:
-        """Make the queues that are wanted, of the workers that are there and have none."""
-        for rank in self._bases:
-            if not self._wanted.isdisjoint((rank, None)) and rank not in self._channels and rank not in self._opening:
-                self._opening[rank] = self._spawn(self._open(rank))
-
-    async def _open(self, rank: int) -> None:
-        member, base = self._crew.workers[rank], self._bases[rank]
-        try:
-            channel = await Channel.open(member, rank, self._sizes, self._options, lambda: self._steps() - base)
-        except (EOFError, OSError, PeerDied, QueueClosed):
-            return  # it has died; as long as that has not been noticed, it is not tried again
-        except AioshmError as error:
-            self._opening.pop(rank, None)
-            self._cannot_open(rank, error)
-            return
-        self._opening.pop(rank, None)
-        self._channels[rank] = channel
-        self._inbox.add(rank, channel.replies)
-        self._schedule.back(rank)
+    def _opened(self, channel: Channel) -> None:
+        self._inbox.add(channel.rank, channel.replies)
+        self._schedule.back(channel.rank)
 
     def _cannot_open(self, rank: int, error: AioshmError) -> None:
         """Tell those who wait for a worker that its queues cannot be made; the next call tries again."""
         for call in [*self._asking.values()]:
-            if call.wanted == rank or (call.wanted is None and not self._channels and not self._opening):
+            if call.wanted == rank or (call.wanted is None and not self.channels.open and not self.channels.opening):
                 self._fail(call, lambda: error)
 
     def _close(self, channel: Channel, failure: Callable[[], AioshmError]) -> None:
@@ -355,22 +331,13 @@ class Calls:
             else:  # its turn is to come again
                 call.ready = True
                 self._inbox.wake(call)
-        self._spawn(channel.aclose())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        self.channels.close(channel)
 
     async def aclose(self) -> None:
         """Close all queues: the workers end what they do. Idempotent."""
-        channels, self._channels = self._channels, {}
-        for channel in channels.values():
-            self._spawn(channel.aclose())
+        self.channels.close_all()
         await self._inbox.aclose()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self.channels.closed()
 
 
 def _told(error: Exception) -> RemoteFailure:

@@ -38,7 +38,7 @@ def calls_of(group: WorkerGroup, rank: int) -> list[Any]:
     """Return the calls that were sent to a worker and not answered."""
     running = group._running
     assert running is not None
-    channel = running.calls._channels.get(rank)
+    channel = running.calls.channels.open.get(rank)
     return [] if channel is None else [call for call in channel.calls.values() if call.sent]
 
 

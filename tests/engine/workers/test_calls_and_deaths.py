@@ -92,7 +92,7 @@ async def test_what_a_worker_has_sent_before_it_died_counts() -> None:
     async with group_of(1) as group:
         stream = group.stream(0, "count", prefetch=8)
         assert await anext(stream) == 0
-        channel = group._running.calls._channels[0]  # type: ignore[union-attr]
+        channel = group._running.calls.channels.open[0]  # type: ignore[union-attr]
         await until(lambda: channel.replies.stats().backlog == 7)  # nobody reads them
         pid = group.pids[0]
         os.kill(pid, signal.SIGKILL)

@@ -158,7 +158,7 @@ async def until_idle(group: WorkerGroup) -> None:
     running = group._running
     assert running is not None
     async with asyncio.timeout(30):
-        while running.calls._channels[0].calls:
+        while running.calls.channels.open[0].calls:
             await group.call(0, "add")
 
 
