@@ -6,8 +6,10 @@ as soon as the new one has a message. The newcomers are processes that wait for 
 nothing run yet. How long one takes to join is from its ``create_from_handle`` to its first message; also without the
 time that its thread waited for a CPU, or the writer's while this one slept, for there are more that run than CPUs: what
 a newcomer takes where each has one. How long the writer stands still is the time
-of each call of its event loop that admits a reader, or learns of a death, without such time. Every message that a
-reader receives is checked to be the next one.
+of the calls of its event loop that admit a reader, or learn of a death, in which the writer could not send between two
+messages: with such time, and without. Where nobody comes or goes a timer of the same loop calls as often what takes as
+long where nothing disturbs it, which is the control: how much longer that takes is no fault of readers. Every message
+that a reader receives is checked to be the next one.
 
 What places cost that nobody has is measured in one process, with both readers in turn: a CPU that other processes have
 would make more of a difference than the places do.
@@ -19,6 +21,7 @@ import asyncio
 import functools
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +30,7 @@ from statistics import median
 from typing import Any
 
 from aioshm import Handle, MessageQueue, Options, QueueClosed
+from aioshm.queue.ends.writing import WritingEnd
 from aioshm.wait.cpus import usable_cpus
 from benchmarks.framework.crew import BenchmarkError, Boss, Crew, Hand
 from benchmarks.framework.harness import Settings, main, progress
@@ -50,8 +54,19 @@ JOIN_MS = 5.0
 STILL_US = 200.0
 PLACES_RATIO = 1.03
 
-LIFELINE_CALLS = ("_accept", "read")
+LIFELINE_CALLS = ("_accept", "read", "_step")
 """The calls of a writer's loop in which readers are admitted and deaths are noticed; see `aioshm.lifeline.listener`."""
+CONTROL_CALLS = 6
+"""How many calls of the control there are in one period: about as many as there are of those."""
+
+
+@dataclass
+class Pause:
+    """How long the writer stood still between two messages, and without the time that its thread waited for a CPU."""
+
+    after: int
+    took_us: float
+    running_us: float
 
 
 @dataclass(frozen=True)
@@ -60,12 +75,12 @@ class Sent:
 
     Attributes:
         messages_per_s: As it says.
-        still_us: How long each call lasted that admitted a reader or learned of a death.
+        pauses: How long the calls lasted that admit readers, learn of deaths, or are the control.
         died: When each death was known, by pid.
     """
 
     messages_per_s: float
-    still_us: list[float]
+    pauses: list[Pause]
     died: dict[int, float]
 
 
@@ -82,7 +97,7 @@ async def run(settings: Settings, report: Report) -> None:
     """Measure with churn and without, and with many places and few."""
     messages = TURN_MESSAGES // 8 if settings.quick else TURN_MESSAGES
     joined_ms: list[Joined] = []
-    still_us: list[float] = []
+    pauses: dict[str, list[Pause]] = {CHURN: [], QUIET: []}
     with Crew(functools.partial(timed_loop, settings.loop_factory)) as crew:
         writer = crew.start("writer", write)
         handle, pid = await writer.reply()
@@ -100,7 +115,7 @@ async def run(settings: Settings, report: Report) -> None:
                 await hand.reply()
             for case in (QUIET, CHURN) if number % 2 else (CHURN, QUIET):
                 progress(f"{number + 1} of {settings.repeat}: {case}")
-                writer.order("go")
+                writer.order(case)
                 killed: dict[int, float] = {}
                 if case == CHURN:
                     joined_ms += (joins := await _churn(fresh, readers, killed))
@@ -109,9 +124,16 @@ async def run(settings: Settings, report: Report) -> None:
                 writer.order("stop")
                 sent: Sent = await writer.reply()
                 result = report.result(case, "aioshm", READERS)
-                result.add(messages_per_s=sent.messages_per_s)
+                pauses[case] += sent.pauses
+                still_us = [pause.running_us for pause in sent.pauses]
+                result.add(
+                    messages_per_s=sent.messages_per_s,
+                    still_p50_us=percentile(still_us, 50),
+                    still_p99_us=percentile(still_us, 99),
+                    still_max_us=max(still_us),
+                    still_with_waits_p99_us=percentile([pause.took_us for pause in sent.pauses], 99),
+                )
                 if case == CHURN:
-                    still_us += sent.still_us
                     noticed = [(sent.died[pid] - at) * 1e3 for pid, at in killed.items() if pid in sent.died]
                     result.add(
                         join_p50_ms=percentile([join.took_ms for join in joins], 50),
@@ -119,9 +141,6 @@ async def run(settings: Settings, report: Report) -> None:
                         join_running_p50_ms=percentile([join.running_ms for join in joins], 50),
                         join_running_p99_ms=percentile([join.running_ms for join in joins], 99),
                         join_cpu_p50_ms=percentile([join.cpu_ms for join in joins], 50),
-                        still_p50_us=percentile(sent.still_us, 50),
-                        still_p99_us=percentile(sent.still_us, 99),
-                        still_max_us=max(sent.still_us),
                         noticed_p50_ms=percentile(noticed, 50),
                         noticed_p99_ms=percentile(noticed, 99),
                     )
@@ -134,7 +153,8 @@ async def run(settings: Settings, report: Report) -> None:
     report.hold(f"joining, p99 of {len(joined_ms)}", took_ms, "ms", JOIN_MS)
     running_ms = percentile([join.running_ms for join in joined_ms], 99)
     report.hold("the same without waits for a CPU", running_ms, "ms", JOIN_MS)
-    text = f"the writer stands still for a reader that comes or goes, p99 of {len(still_us)} calls"
+    still_us = [pause.running_us for pause in pauses[CHURN]]
+    text = f"the writer stands still for a reader that comes or goes, p99 of {len(still_us)} times"
     report.hold(text, percentile(still_us, 99), "us", STILL_US)
     await _compare_places(settings, report, messages)
 
@@ -185,9 +205,12 @@ async def write(boss: Boss) -> None:
         await queue.enqueue(message)
         boss.reply("ready")
         count = 1
-        while await boss.order() is not None:
+        assert isinstance(queue.end, WritingEnd)
+        loop.sent, loop.may_send = message, queue.end.ring.free
+        while (case := await boss.order()) is not None:
             stop = asyncio.ensure_future(boss.order())
-            loop.took_us, first, began = [], count, time.monotonic()
+            loop.pauses, first, began = [], count, time.monotonic()
+            control = asyncio.ensure_future(_control()) if case == QUIET else None
             while not stop.done():
                 for _ in range(BATCH):
                     message["n"] = count
@@ -195,7 +218,9 @@ async def write(boss: Boss) -> None:
                     count += 1
             rate = (count - first) / (time.monotonic() - began)
             await asyncio.sleep(2 * PERIOD_S)  # the last death is noticed
-            boss.reply(Sent(rate, loop.took_us or [0.0], died))
+            if control is not None:
+                control.cancel()
+            boss.reply(Sent(rate, loop.pauses or [Pause(0, 0.0, 0.0)], died))
         watching.cancel()
 
 
@@ -228,30 +253,64 @@ async def read(boss: Boss, handle: Handle, writer_pid: int) -> None:
     await asyncio.Event().wait()
 
 
-class _Timed:
-    """An event loop that notes how long calls last in which readers come and go."""
+async def _control() -> None:
+    """Let the loop call as often what takes about as long as a step of a reader's, and is none."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(PERIOD_S / CONTROL_CALLS)
+        loop.call_soon(control)
 
-    took_us: list[float]
+
+def control() -> None:
+    """Pass a descriptor through a new pair of sockets."""
+    one, other = socket.socketpair()
+    with one, other:
+        socket.send_fds(one, [b"x" * 64], [one.fileno()])
+        _, fds, _, _ = socket.recv_fds(other, 64, 1)
+        os.close(fds[0])
+
+
+class _Timed:
+    """An event loop that notes how long the calls last in which readers come and go, between two messages."""
+
+    sent: dict[str, Any]  # the latest message
+    pauses: list[Pause]
+    may_send: Callable[[], bool]
+    run_queue: RunQueue | None = None
 
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> Any:
         """Watch a descriptor."""
-        if getattr(callback, "__name__", "") in LIFELINE_CALLS:
-            callback = functools.partial(self._timed, callback)
-        return super().add_reader(fd, callback, *args)  # type: ignore[misc]
+        return super().add_reader(fd, self._watched(callback), *args)  # type: ignore[misc]
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
+        """Call in the next turn."""
+        return super().call_soon(self._watched(callback), *args, context=context)  # type: ignore[misc]
+
+    def _watched(self, callback: Callable[..., object]) -> Callable[..., object]:
+        if callback is not control and getattr(callback, "__name__", "") not in LIFELINE_CALLS:
+            return callback
+        return functools.partial(self._timed, callback)
 
     def _timed(self, callback: Callable[..., object], *args: Any) -> None:
-        with RunQueue() as run_queue:
-            waited, began = run_queue.waited_s(), time.perf_counter()
-            callback(*args)
-            took = time.perf_counter() - began
-            self.took_us.append(max(0.0, took - (run_queue.waited_s() - waited)) * 1e6)
+        if self.run_queue is None:
+            self.run_queue = RunQueue().__enter__()
+        count, alone = self.sent["n"], not self.may_send()  # it waits for its readers to read, whoever comes or goes
+        waited, began = self.run_queue.waited_s(), time.perf_counter()
+        callback(*args)
+        took = time.perf_counter() - began
+        running = max(0.0, took - (self.run_queue.waited_s() - waited))
+        if alone or not self.pauses or self.pauses[-1].after != count:
+            self.pauses.append(Pause(count, 0.0, 0.0))
+        self.pauses[-1].took_us += took * 1e6
+        self.pauses[-1].running_us += running * 1e6
 
 
 def timed_loop(factory: Callable[[], asyncio.AbstractEventLoop]) -> asyncio.AbstractEventLoop:
     """Return a loop of the kind that a factory makes, which keeps that note."""
     model = factory()
     model.close()
-    loop: asyncio.AbstractEventLoop = type("TimedLoop", (_Timed, type(model)), {"took_us": []})()
+    note: dict[str, Any] = {"sent": {"n": 0}, "pauses": [], "may_send": bool}
+    loop: asyncio.AbstractEventLoop = type("TimedLoop", (_Timed, type(model)), note)()
     return loop
 
 

@@ -2,6 +2,9 @@
 
 The end of a connection is how death is noticed: at once, without a timer, and across pid namespaces, because the
 kernel closes a dead process' sockets.
+
+A writer that is busy stands still while a reader comes or goes. So either is done in steps, each short, of which a turn
+of the loop does one: the writer's calls go on in between. `LifelineListener.look` does all steps at once.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import errno
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -19,7 +23,7 @@ from aioshm.lifeline import protocol
 from aioshm.lifeline.address import peer_credentials, remove, sockaddr
 from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
 from aioshm.lifeline.peer import TOO_MANY_UNDER_WAY, Host, Peer
-from aioshm.lifeline.protocol import BYE, PING, PONG, PROVEN, WAKE, Hello, Welcome
+from aioshm.lifeline.protocol import BYE, PING, PONG, PROVEN, WAKE, Hello
 from aioshm.lifeline.quiet import QuietSocket
 from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
@@ -49,7 +53,7 @@ class LifelineListener:
     Attributes:
         bell: What readers ring, where there are eventfds.
         lacking: Why the last reader could not be admitted, if that was for want of a descriptor here.
-        hurry: Called when a connection was accepted, whose greeting is to be read soon.
+        hurry: Called when there is a step to do in the loop's next turn, which is to come soon.
 
     Raises:
         SharedMemoryError: The socket cannot be bound.
@@ -63,7 +67,9 @@ class LifelineListener:
         self._host: Host | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: dict[socket.socket, _Connection] = {}
+        self._steps: deque[_Connection] = deque()  # whose next steps are to be done, in this order
         self._resume: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None  # when the oldest stranger has to have greeted, or before
         self._spare = -1  # lets one more reader in when there are no descriptors left, to tell it so
         self.lacking: OutOfDescriptors | None = None
         self.hurry: Callable[[], None] = _nothing
@@ -98,8 +104,9 @@ class LifelineListener:
         """Say goodbye to every reader, those that wait to be admitted too, and stop listening. Idempotent."""
         for connection in list(self._connections.values()):
             connection.close(goodbye=True)
-        if self._resume is not None:
-            self._resume.cancel()
+        for timer in (self._resume, self._deadline):
+            if timer is not None:
+                timer.cancel()
         if self._sock.fileno() >= 0:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(self._sock.fileno())
@@ -174,13 +181,51 @@ class LifelineListener:
             logger.debug("refused a connection of uid %d (pid %d)", uid, pid)
             sock.close()
             return True
-        strangers = [connection for connection in self._connections.values() if connection.peer is None]
-        if len(strangers) >= MAX_STRANGERS:
+        if len(self._connections) >= MAX_STRANGERS and len(strangers := self._strangers()) >= MAX_STRANGERS:
             strangers[0].close()  # the oldest: a reader greets at once, so it is none
-        # A greeting that came with it is read by the loop's next step: the writer's calls go on between the two.
         self._connections[sock] = _Connection(self, self._loop, self._host, sock, pid)
-        self.hurry()
+        if self._deadline is None:
+            self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._drop_late)
         return True
+
+    def _strangers(self) -> list[_Connection]:
+        """Return the connections that have not greeted yet, the oldest first."""
+        return [connection for connection in self._connections.values() if connection.peer is None]
+
+    def _drop_late(self) -> None:
+        """Drop those that have not greeted in time; one timer is for all of them."""
+        assert self._loop is not None
+        self._deadline = None
+        for connection in self._strangers():
+            left = connection.since + HELLO_TIMEOUT_S - self._loop.time()
+            if left > 0:
+                self._deadline = self._loop.call_later(left, self._drop_late)
+                return
+            connection.give_up()
+
+    def put_off(self, connection: _Connection) -> None:
+        """Do a connection's next step in the loop's next turn, or in a later one if others have steps to do before."""
+        assert self._loop is not None
+        self._steps.append(connection)
+        if len(self._steps) == 1:
+            self._loop.call_soon(self._step)
+        self.hurry()
+
+    def _step(self) -> None:
+        """Do one step: more than one would keep the writer for longer."""
+        assert self._loop is not None
+        while self._steps and not self._steps[0].has_step:  # it was done meanwhile, or the connection was closed
+            self._steps.popleft()
+        if not self._steps:
+            return
+        connection = self._steps[0]  # which stays there, so that what it puts off schedules nothing
+        try:
+            connection.step()
+        finally:
+            self._steps.popleft()
+            if self._steps:
+                self._loop.call_soon(self._step)
+                self.hurry()
 
     def _refuse_one(self, error: OSError) -> bool:
         """Tell the next reader that there is no descriptor for it, by means of the one that is kept for that."""
@@ -221,14 +266,14 @@ class LifelineListener:
             if not self._accept():
                 break
         for connection in list(self._connections.values()):
-            connection.read()  # strangers, too: a greeting may have come a moment after its connection was accepted
+            connection.look()  # strangers, too: a greeting may have come a moment after its connection was accepted
 
     def look_at(self, socks: Iterable[socket.socket]) -> None:
         """Read what has come over some connections of admitted readers."""
         for sock in list(socks):
             connection = self._connections.get(sock)
             if connection is not None and connection.peer is not None:
-                connection.read()
+                connection.look()
 
     def look_at_readers(self) -> None:
         """Report now which admitted readers have gone, if the loop can still be told."""
@@ -248,7 +293,15 @@ class LifelineListener:
 
 
 class _Connection:
-    """One accepted connection: a stranger until its greeting was accepted, a peer from then on."""
+    """One accepted connection: a stranger until its greeting was accepted, a peer from then on.
+
+    Its steps: the greeting is read and checked; those who may have its place are looked at; it is admitted and told so;
+    the writer is told. And when it ends: the end is seen; the host is told; it is closed.
+
+    Attributes:
+        peer: The reader, once it is admitted.
+        since: When it was accepted, by the loop's clock.
+    """
 
     def __init__(
         self,
@@ -264,37 +317,81 @@ class _Connection:
         self._sock = sock
         self._pid = pid
         self._received = bytearray()
+        self._hello: Hello | None = None
         self._said_goodbye = False
         self._bell: Bell | None = None
+        self._watched = False  # whether the loop tells of what can be read
         self.peer: Peer | None = None
+        self.since: float = loop.time()
         self._waiting: HandleError | None = None  # what it is told unless a reader ends that has what this one wants
         self._asking: asyncio.TimerHandle | None = None
-        self._deadline = loop.call_later(HELLO_TIMEOUT_S, self._too_late)
-        loop.add_reader(sock.fileno(), self.read)
+        self._next: Callable[[], None] | None = None
+        self._put_off(self.read)  # what came with it: readers greet when they connect
+
+    # Steps
+
+    def _put_off(self, step: Callable[[], None]) -> None:
+        """Do a step in the loop's next turn; until then nothing more is read."""
+        self._next = step
+        self._listener.put_off(self)
+
+    @property
+    def has_step(self) -> bool:
+        """Whether there is something to do that was put off."""
+        return self._next is not None
+
+    def step(self) -> None:
+        """Do what was put off, if anything was."""
+        step, self._next = self._next, None
+        if step is not None:
+            step()
+
+    def look(self) -> None:
+        """Do all that there is to do, and read what there is to read."""
+        while self._sock.fileno() >= 0:
+            if self._next is None:
+                self.read()
+            if self._next is None:
+                return
+            self.step()
 
     def close(self, goodbye: bool = False) -> None:
         if self._sock.fileno() < 0:
             return
+        self._next = None
         if goodbye and self.peer is not None:
             self.peer.send(BYE)
         elif goodbye:
             self._send_all(protocol.pack(protocol.CLOSED), [])
-        self._deadline.cancel()
         if self._asking is not None:
             self._asking.cancel()
         if not self._loop.is_closed():
-            self._loop.remove_reader(self._sock.fileno())
-            self._loop.remove_writer(self._sock.fileno())
+            self._unwatch()
+            if self.peer is not None and self.peer.is_handing_over:
+                self._loop.remove_writer(self._sock.fileno())
         self._listener.forget(self._sock)
         self._sock.close()
         if self._bell is not None:
             self._bell.close()
 
+    def _watch(self) -> None:
+        if not self._watched:
+            self._watched = True
+            self._loop.add_reader(self._sock.fileno(), self.read)
+
+    def _unwatch(self) -> None:
+        if self._watched:
+            self._watched = False
+            self._loop.remove_reader(self._sock.fileno())
+
     def read(self) -> None:
         # Until nothing is left: where last words come together with a reset, uvloop calls this only once (libuv takes
         # EPOLLERR for a bad descriptor and stops).
-        while self._sock.fileno() >= 0 and self._read_some():
-            pass
+        while self._next is None and self._sock.fileno() >= 0:
+            if not self._read_some():
+                break
+        if self._next is None and self._sock.fileno() >= 0:
+            self._watch()
 
     def _read_some(self) -> bool:
         """Read once; return whether there may be more."""
@@ -307,9 +404,11 @@ class _Connection:
             if error.errno != errno.ECONNRESET:
                 logger.debug("lifeline of pid %d: %s", self._pid, error)
         if not data:
-            self.close()
-            if self.peer is not None:
-                self._host.gone(self.peer, self._said_goodbye)
+            if self.peer is None:
+                self.close()
+            else:
+                self._unwatch()  # the end stays there to be read
+                self._put_off(self._end)
             return False
         if self.peer is None:
             self._received += data
@@ -317,6 +416,16 @@ class _Connection:
         else:
             self._signals(self.peer, data)
         return True
+
+    def _end(self) -> None:
+        assert self.peer is not None
+        self._put_off(self._close_ended)  # first: whatever the host does of it
+        self._host.gone(self.peer, self._said_goodbye)
+
+    def _close_ended(self) -> None:
+        assert self.peer is not None
+        self.close()
+        self._host.announce()
 
     def _signals(self, peer: Peer, data: bytes) -> None:
         if PING in data:  # one answer to all of them
@@ -336,46 +445,66 @@ class _Connection:
             body = protocol.take_frame(self._received)
             if body is None:
                 return
-            hello = protocol.unpack_hello(body)
-            self._listener.check(hello)
+            self._hello = protocol.unpack_hello(body)
+            self._listener.check(self._hello)
         except HandleError as error:
             self._turn_down(error)
             return
-        self._admit(hello)
+        self._put_off(self._find_place)
 
-    def _admit(self, hello: Hello) -> None:
+    def _find_place(self) -> None:
+        """Notice who has gone that had what this reader wants, or whether it has gone itself; then admit it."""
+        assert self._hello is not None
         if self._has_gone():
             self.close()
-            self._host.missed(hello, self._said_goodbye)
+            self._host.missed(self._hello, self._said_goodbye)
             return
+        self._listener.look_at_rank(self._hello.rank)
+        if self._bell is None and self._listener.bell is not None:
+            try:
+                self._bell = Bell.create()
+            except OSError as error:  # nobody but this reader has to do without
+                self._refuse(self._listener.lack(self._pid, error))
+                return
+        self._put_off(self._admit)
+
+    def _admit(self) -> None:
+        hello = self._hello
+        assert hello is not None
         try:
-            self._listener.look_at_rank(hello.rank)
             welcome, fds = self._host.admit(hello)
-            if welcome.bells:
-                assert self._listener.bell is not None
-                self._bell = self._new_bell(welcome)
-                fds = [*fds, self._bell.fd, self._listener.bell.fd]
         except HandleError as error:
             if self._host.awaits_end(hello):
-                self._waiting, self._asking = error, self._loop.call_later(ASK_S, self._admit, hello)
+                self._waiting, self._asking = error, self._loop.call_later(ASK_S, self._find_place)
+                self._watch()
             else:
                 self._turn_down(error)
             return
-        except OSError as error:  # of the bell: nobody but this reader has to do without
-            self._refuse(self._listener.lack(self._pid, error))
-            return
+        bell = None
+        if welcome.bells:
+            assert self._bell is not None
+            assert self._listener.bell is not None
+            bell = self._bell
+            fds = [*fds, bell.fd, self._listener.bell.fd]
         if not self._send_all(protocol.pack(welcome), fds):  # first of all: signals that follow must come after it
             self._host.withdrawn(welcome)
             self._refuse("the system does not let its process pass on more descriptors now (unix(7), ETOOMANYREFS)")
             return
-        self._deadline.cancel()
         self._waiting = None
-        self.peer = Peer(self._loop, self._sock, hello, self._pid, self._bell)
+        self.peer = Peer(self._loop, self._sock, hello, self._pid, bell)
         self.peer.hang_up = self.close
         if welcome.rank != protocol.ANY_RANK:
             self.peer.rank = welcome.rank
         self._listener.lacking = None
         self._host.attached(self.peer)
+        if self._next is None and self._sock.fileno() >= 0:
+            self._put_off(self._announce)
+
+    def _announce(self) -> None:
+        """Let a new reader be known to those who wait for it, and listen to it."""
+        assert self.peer is not None
+        self._watch()
+        self._host.announce()
         if self._received:
             self._signals(self.peer, bytes(self._received))
             self._received.clear()
@@ -384,18 +513,12 @@ class _Connection:
         logger.debug("refused pid %d: %s", self._pid, error)
         self._refuse(str(error), full=isinstance(error, NoPlaceVacant))
 
-    def _too_late(self) -> None:
+    def give_up(self) -> None:
+        """Hang up on a stranger that has had its time."""
         if self._waiting is None:
             self.close()
         else:
             self._turn_down(self._waiting)
-
-    def _new_bell(self, welcome: Welcome) -> Bell:
-        try:
-            return Bell.create()
-        except BaseException:
-            self._host.withdrawn(welcome)
-            raise
 
     def _has_gone(self) -> bool:
         """Return whether the reader has hung up, or died, before its greeting was read."""

@@ -33,6 +33,9 @@ class Host(Protocol):
     def attached(self, peer: Peer) -> None:
         """Note that a reader was admitted and has been told so."""
 
+    def announce(self) -> None:
+        """Let those who wait for readers, or for their end, know of it; called a turn of the loop later."""
+
     def withdrawn(self, welcome: Welcome) -> None:
         """Note that a reader was admitted but could not be told so."""
 
@@ -85,12 +88,19 @@ class Peer:
         """Tell the reader that the queue goes on without it; one that has not looked for long finds the end of file."""
         try:
             self._sock.send(EVICTED)
-        except OSError:
+        except BlockingIOError:
             self.hang_up()
+        except OSError:
+            pass  # as below
 
     def call_to_subscribe(self) -> None:
         """Tell the reader that messages begin to come over ZeroMQ, too."""
         self.send(SUBSCRIBE)
+
+    @property
+    def is_handing_over(self) -> bool:
+        """Whether descriptors wait for room in the socket."""
+        return bool(self._outbox)
 
     def hand_over(self, fd: int) -> None:
         """Pass a descriptor on, in the order of the calls. It must stay open as long as this peer is connected."""

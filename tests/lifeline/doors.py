@@ -77,6 +77,8 @@ class Door:
         if self.go_once_attached:
             peer.go()
 
+    def announce(self) -> None: ...
+
     def withdrawn(self, welcome: Welcome) -> None:
         self.log.append(("withdrawn", welcome.rank))
 

@@ -158,7 +158,7 @@ class TestSecondThoughts:
                 rank = number % 300
                 sock = dial(address, hello(rank)) if rng.random() < 0.8 else None
                 attaching = asyncio.ensure_future(attach(address, hello(rank), sock))
-                await turns(1 + rng.randrange(6))
+                await turns(1 + rng.randrange(12))
                 attaching.cancel()
                 with suppress(asyncio.CancelledError):
                     lifeline = await attaching

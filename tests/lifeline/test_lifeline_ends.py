@@ -17,7 +17,7 @@ from doors import TOKEN, Door, Reader, hello, knock, listen_for_ever, opened, re
 from loops import open_fds
 from support import until
 
-from aioshm.errors import HandleError, SharedMemoryError
+from aioshm.errors import HandleError, PeerClosed, SharedMemoryError
 from aioshm.lifeline import descriptors
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.listener import LifelineListener
@@ -80,10 +80,55 @@ class TestLeaving:
                 door.log.clear()
                 door.listener._accept()
                 *_, successor = door.listener._connections.values()
-                successor.read()
+                successor.look()
                 assert door.log == [("left", 0), ("attached", 0)]
                 sock.close()
                 await until(lambda: door.log[-1] == ("died", 0), "the end")
+
+    async def test_of_many_at_once_a_turn_of_the_loop_tells_one(self, address: str) -> None:
+        """A busy writer goes on in between."""
+        async with opened(address) as door:
+            readers = [await Reader.admitted(address, rank) for rank in range(10)]
+            door.log.clear()
+            for reader in readers:
+                reader.lifeline.close()
+            told = []
+            while sum(told) < 10:
+                before = len(door.log)
+                await asyncio.sleep(0)
+                told.append(len(door.log) - before)
+            assert max(told) == 1
+            assert [what for what in door.log if what[0] == "left"] == [("left", rank) for rank in range(10)]
+
+    async def test_a_writer_that_looks_is_told_all_at_once(self, address: str) -> None:
+        async with opened(address) as door:
+            readers = [await Reader.admitted(address, rank) for rank in range(10)]
+            door.log.clear()
+            for reader in readers:
+                reader.lifeline.close()
+            newcomer = dial(address, hello(10))
+            assert newcomer is not None
+            door.listener.look()
+            assert door.log == [("left", rank) for rank in range(10)] + [("attached", 10)]
+            newcomer.close()
+            await until(lambda: door.log[-1] == ("died", 10), "its end")
+
+    async def test_a_writer_that_closes_in_between_says_goodbye(self, address: str) -> None:
+        """The newcomer is told so, whichever of the steps to its admission was the last one."""
+        for steps in range(8):
+            async with opened(address) as door:
+                attaching = asyncio.ensure_future(attach(address, hello(), dial(address, hello())))
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                door.close()
+                try:
+                    lifeline = await asyncio.wait_for(attaching, 20)
+                except PeerClosed:
+                    continue
+                reader = Reader(lifeline)
+                await reader.hears("closed")
+                assert ("attached", 0) in door.log
+                reader.lifeline.close()
 
     @pytest.mark.parametrize("last_words", [b"", PROVEN, PROVEN + BYE], ids=["", "proven", "goodbye"])
     async def test_a_reader_that_leaves_something_unread(self, address: str, last_words: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ from aioshm import (
 from aioshm.lifeline.address import sockaddr
 from aioshm.lifeline.protocol import Hello, pack
 from aioshm.queue.ends.gate import SHORT_TURN_MESSAGES, TURN_MESSAGES, Gate
+from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.membership import KEPT_CHANGES
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import VERSION
@@ -43,12 +45,12 @@ LARGE = 20_000
 
 
 async def test_a_newcomer_waits_for_a_short_turn_of_a_writer_that_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its greeting is read a few messages after its connection was accepted; and it touches nothing beforehand."""
-    accepted: list[int] = []
+    """Each step of its admission comes a few messages after the one before; and it touches nothing beforehand."""
+    steps: list[int] = []
     hurry, prefault, touched = Gate.hurry, ShmRingBuffer.prefault, []
 
     def noted(gate: Gate) -> None:
-        accepted.append(writer.stats().messages)
+        steps.append(writer.stats().messages)
         hurry(gate)
 
     def touching(*arguments: Any, **more: Any) -> None:
@@ -59,7 +61,7 @@ async def test_a_newcomer_waits_for_a_short_turn_of_a_writer_that_never_waits(mo
     async with wide_writer(1, 0, slots=1024, max_readers=2, slow_reader="skip") as writer:
         async with MessageQueue.create_from_handle(writer.export_handle(), 0):
             await writer.wait_until_ready(20)
-            accepted.clear()
+            steps.clear()
             monkeypatch.setattr(ShmRingBuffer, "prefault", touching)
             changes = writer.membership(20)
             async with MessageQueue.create_from_handle(writer.export_handle()) as newcomer:
@@ -70,9 +72,29 @@ async def test_a_newcomer_waits_for_a_short_turn_of_a_writer_that_never_waits(mo
                 await coming
                 change = await anext(changes)
     assert isinstance(change, ReaderJoined)
-    (at,) = accepted
-    assert 0 < change.first - at <= SHORT_TURN_MESSAGES, "some messages pass in between, and no more"
+    until_admitted = sorted({at for at in steps if at <= change.first})
+    assert until_admitted[-1] == change.first
+    assert len(until_admitted) == 4, "accepted, greeting read, places looked at, admitted"
+    apart = [later - earlier for earlier, later in itertools.pairwise(until_admitted)]
+    assert max(apart) <= SHORT_TURN_MESSAGES, "some messages pass in between, and no more"
     assert not touched
+
+
+async def test_changes_are_told_in_order_whatever_comes_in_between() -> None:
+    """A newcomer is told of a turn of the loop after it was admitted; who is dismissed meanwhile has come before."""
+    async with wide_writer(1, 0, max_readers=2) as writer, MessageQueue.create_from_handle(writer.export_handle(), 0):
+        await writer.wait_until_ready(20)
+        changes = writer.membership(20)
+        newcomer = MessageQueue.create_from_handle(writer.export_handle(), 1)
+        assert isinstance(writer.end, WritingEnd)
+        places = writer.end.ring.roster.peers
+        while places[1] is None:
+            await asyncio.sleep(0)
+            places = writer.end.ring.roster.peers
+        writer.dismiss(1)
+        told = [await anext(changes), await anext(changes)]
+        await newcomer.aclose()
+    assert [type(change) for change in told] == [ReaderJoined, ReaderLeft]
 
 
 @asynccontextmanager

@@ -7,7 +7,8 @@
  *     await answer   dialer.py attach
  *     attached       dialer.py Lifeline._readable, _signals; source.py RingSource._writer_gone
  *     accept         listener.py LifelineListener._accept
- *     greet          listener.py _Connection._greet, _admit, _has_gone
+ *     greet          listener.py _Connection._greet
+ *     admit          listener.py _Connection._find_place, _has_gone, _admit: later turns of the loop
  *     signals        listener.py _Connection._read_some, _signals; roster.py Roster.attached, proven, gone, missed
  *     close          listener.py LifelineListener.close, _turn_away; _Connection.close
  *
@@ -62,12 +63,12 @@ over:
 }
 
 active proctype writer() {
-    bit accepted, admitted, settled, bye;
+    bit accepted, greeted, admitted, settled, bye;
     {
     do
     :: !accepted && waiting -> accepted = 1; waiting = 0          /* accept */
-    :: accepted && !admitted && !bye && up?[HELLO] ->             /* greet */
-        up?HELLO;
+    :: accepted && !greeted && up?[HELLO] -> up?HELLO; greeted = 1    /* greet */
+    :: greeted && !admitted && !bye ->                            /* admit */
         if
         :: up?[BYE] -> up?BYE; bye = 1                            /* missed */
         :: !up?[BYE] -> admitted = 1; taken = 1; down!WELCOME

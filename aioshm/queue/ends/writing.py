@@ -198,7 +198,7 @@ class WritingEnd:
     def _changed(self) -> None:
         """Look again at the readers and at the ring."""
         gate, trouble = self.gate, self._trouble()
-        if trouble is None and self._listening and self._n_reader and self._complete() and not self._has_readers():
+        if trouble is None and not self._has_readers() and self._listening and self._n_reader and self._complete():
             trouble = functools.partial(PeerClosed, f"queue {gate.name}: every reader has left")
         if self._refused is not None and trouble is not self._refused:
             gate.accept_again(self._refused)

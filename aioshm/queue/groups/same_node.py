@@ -152,6 +152,9 @@ class _Door:
     def attached(self, peer: Peer) -> None:
         pass
 
+    def announce(self) -> None:
+        pass
+
     def withdrawn(self, welcome: Welcome) -> None:
         pass
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from msgspec.structs import asdict
@@ -80,6 +81,7 @@ class Roster:
         self._bells: tuple[tuple[int, Peer], ...] = ()  # who is attached, with the places in the order of the flags
         self._first = 0  # the number of the first message of the reader that is being admitted
         self._logs: weakref.WeakSet[ChangeLog] = weakref.WeakSet()
+        self._untold: deque[Change] = deque()  # changes that the logs are told of in a later turn of the loop
         for index, place in enumerate(self._places):
             if place.extra:
                 ring.evict(index)
@@ -184,14 +186,22 @@ class Roster:
 
     def new_log(self) -> ChangeLog:
         """Return what notes the changes from now on, as long as somebody has it."""
+        self._tell_all()  # they were before
         log = ChangeLog()
         self._logs.add(log)
         return log
 
     def tell(self, change: Change) -> None:
         """Note a change."""
-        for log in list(self._logs):
-            log.add(change)
+        self._untold.append(change)
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Note the changes, in order, that were not noted when they came about."""
+        while self._untold:
+            change = self._untold.popleft()
+            for log in list(self._logs):
+                log.add(change)
 
     # What the lifelines tell (see `lifeline.Host`)
 
@@ -267,13 +277,19 @@ class Roster:
         if place.copies:
             self.behind.lenient[index] = peer.slow == "evict"
         self.came_to(peer.rank)
-        self.tell(ReaderJoined(peer.rank, peer.pid, self._first))
+        self._untold.append(ReaderJoined(peer.rank, peer.pid, self._first))
+
+    def announce(self) -> None:
+        """Tell of the readers that have come and gone, and let those look again who wait for that."""
+        self._tell_all()
         self.changed()
 
     def proven(self, peer: Peer) -> None:
         """Note that a reader can receive everything."""
-        self._places[self._index[peer.rank]].settled = True
-        self.changed()
+        place = self._places[self._index[peer.rank]]
+        if not place.settled:  # else nobody has waited for it
+            place.settled = True
+            self.changed()
 
     def gone(self, peer: Peer, said_goodbye: bool) -> None:
         """Go on without a reader that left; one that died is a matter of policy.
@@ -284,7 +300,6 @@ class Roster:
         place = self._places[index]
         if place.leaving is peer:
             place.leaving = None
-            self.changed()
             return
         self._have(index, None)
         if not self._going:
@@ -295,13 +310,12 @@ class Roster:
             self._leave(index)
         else:
             self._die(index)
-        self.changed()
 
     def _leave(self, index: int) -> None:
         place = self._places[index]
         place.state = "left"
         self._ring.set_reader_state(index, LEFT, place.pid)
-        self.tell(ReaderLeft(place.rank, place.pid, self._ring.messages_read(index)))
+        self._untold.append(ReaderLeft(place.rank, place.pid, self._ring.messages_read(index)))
         self._give_up(index)
 
     def _die(self, index: int) -> None:
@@ -309,7 +323,7 @@ class Roster:
         held = self._policy == "hold"
         place.state = "held" if held else "died"
         self._ring.set_reader_state(index, HELD if held else DIED, place.pid)
-        self.tell(ReaderDied(place.rank, place.pid, read, held))
+        self._untold.append(ReaderDied(place.rank, place.pid, read, held))
         if self._policy == "raise":
             place.trouble = functools.partial(PeerDied, place.rank, place.pid, "reader", f"queue {self._name}")
         elif held:
