@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import struct
 import sys
 import threading
@@ -48,6 +49,9 @@ _WORD = struct.Struct("<Q")
 _OVERFLOW = 2  # the first byte of the header of a message that lies elsewhere, see codec/frames.py
 _SEQ_AT = 8
 
+STRONG_ORDER = platform.machine().lower() in {"x86_64", "amd64", "i686", "i386", "x86"}
+"""Whether stores stay in order among themselves, and loads among themselves."""
+
 _lock = threading.Lock()
 
 
@@ -55,10 +59,15 @@ def memory_fence() -> None:
     """Full memory fence: let no earlier load or store pass a later one.
 
     The twin's lock round trip holds a locked instruction, which is a full fence on x86. Elsewhere it orders as acquire
-    and release only; see `atomics.FULL_FENCE`.
+    and release only: what comes before it may still change places with what comes after it, both within. With two of
+    them that is over: AArch64 lets no acquire pass a release before it (Arm ARM, B2.3, barrier-ordered-before). Other
+    processors may; see `atomics.FULL_FENCE`.
     """
     with _lock:
         pass
+    if not STRONG_ORDER:
+        with _lock:
+            pass
 
 
 class _Core(ABC):

@@ -8,11 +8,11 @@ neither, so there the twin has fences between its steps.
 from __future__ import annotations
 
 import importlib
-import platform
 import sys
 
 from aioshm.config import native_wanted
 from aioshm.ring import _portable
+from aioshm.ring._portable import STRONG_ORDER
 
 __all__ = [
     "ELSEWHERE",
@@ -29,9 +29,6 @@ __all__ = [
     "timerfd_create",
     "timerfd_settime",
 ]
-
-STRONG_ORDER = platform.machine().lower() in {"x86_64", "amd64", "i686", "i386", "x86"}
-"""Whether stores stay in order among themselves, and loads among themselves."""
 
 HAVE_TIMERFD = sys.platform == "linux"
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 from rings import python
 
-from aioshm.ring import atomics
+from aioshm.ring import _portable, atomics
 from aioshm.ring.atomics import memory_fence
 
 CORES_ON = """
@@ -51,6 +51,26 @@ def test_a_fence_is_passed_by_many_threads_at_once() -> None:
     for thread in threads:
         thread.join(30)
     assert passed == [True] * 4
+
+
+@pytest.mark.parametrize(("strong", "round_trips"), [(True, 1), (False, 2)])
+def test_a_fence_of_the_twin_is_a_release_and_then_an_acquire_where_stores_are_reordered(
+    monkeypatch: pytest.MonkeyPatch, strong: bool, round_trips: int
+) -> None:
+    """One round trip is an acquire and then a release: what is on either side of it may change places within."""
+    steps: list[str] = []
+
+    class Lock:
+        def __enter__(self) -> None:
+            steps.append("acquire")
+
+        def __exit__(self, *_: object) -> None:
+            steps.append("release")
+
+    monkeypatch.setattr(_portable, "_lock", Lock())
+    monkeypatch.setattr(_portable, "STRONG_ORDER", strong)
+    _portable.memory_fence()
+    assert steps == ["acquire", "release"] * round_trips
 
 
 def test_the_recheck_bounds_a_wait_to_milliseconds() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from tools.simulate.bugs import BUGS
 from tools.simulate.patching import Bug, plant
 
 SEEDS = 10_000
+HUNTED_SEEDS = 1_000
+"""So many seeds look for a planted bug, after the one that is known to find it."""
 _BATCH = 50
 ROOT = Path(__file__).parents[2]
 
@@ -23,43 +25,45 @@ ROOT = Path(__file__).parents[2]
 def main() -> int:
     """Simulate; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.simulate", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"how many (default: {SEEDS})")
+    parser.add_argument("--seeds", type=int, help=f"how many (default: {SEEDS}, for a planted bug {HUNTED_SEEDS})")
     parser.add_argument("--first", type=int, default=0, help="the first one (default: 0)")
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--trace", action="store_true", help="say what happens in it")
+    parser.add_argument("--only", choices=["remote", "events", "engine", "waiting"], help="only this part of each")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--mutants", action="store_true", help="plant each bug, and say which seed finds it")
     parser.add_argument("--mutant", choices=[bug.name for bug in BUGS], action="append", help="plant this bug")
     parser.add_argument("--hunt", choices=[bug.name for bug in BUGS], help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.hunt is not None:
-        return _hunt(given.hunt, given.first, given.seeds)
+        return _hunt(next(bug for bug in BUGS if bug.name == given.hunt), given.first, given.seeds)
     if given.mutants or given.mutant:
         bugs = [bug for bug in BUGS if not given.mutant or bug.name in given.mutant]
-        return _mutants(bugs, given.first, given.seeds, given.jobs)
+        return _mutants(bugs, given.first, HUNTED_SEEDS if given.seeds is None else given.seeds, given.jobs)
     if given.seed is not None:
-        return _one(given.seed, traced=given.trace)
-    return _all(given.first, given.seeds, given.jobs)
+        return _one(given.seed, traced=given.trace, only=given.only)
+    return _all(given.first, SEEDS if given.seeds is None else given.seeds, given.jobs, given.only)
 
 
-def _one(seed: int, *, traced: bool) -> int:
+def _one(seed: int, *, traced: bool, only: str | None) -> int:
     from tools.simulate.one import prepare, run_seed
 
     prepare()
-    world, figures, violation = run_seed(seed, traced=traced)
+    world, figures, violation = run_seed(seed, traced=traced, only=only)
     for line in world.trace:
         print(line)
     print(f"seed {seed}: {violation or 'all holds'}; {figures}")
     return 1 if violation else 0
 
 
-def _all(first: int, seeds: int, jobs: int) -> int:
+def _all(first: int, seeds: int, jobs: int, only: str | None) -> int:
     began = time.monotonic()
     figures: Counter[str] = Counter()
     bad: dict[int, str] = {}
     with ProcessPoolExecutor(jobs) as pool:
         starts = range(first, first + seeds, _BATCH)
-        for found, violations in pool.map(_some, starts, [min(_BATCH, first + seeds - start) for start in starts]):
+        counts = [min(_BATCH, first + seeds - start) for start in starts]
+        for found, violations in pool.map(_some, starts, counts, [only] * len(counts)):
             figures.update(found)
             bad |= violations
     for seed, text in sorted(bad.items()):
@@ -73,14 +77,14 @@ def _all(first: int, seeds: int, jobs: int) -> int:
     return 1 if bad else 0
 
 
-def _some(first: int, count: int) -> tuple[Counter[str], dict[int, str]]:
+def _some(first: int, count: int, only: str | None = None) -> tuple[Counter[str], dict[int, str]]:
     from tools.simulate.one import prepare, run_seed
 
     prepare()
     figures: Counter[str] = Counter()
     bad = {}
     for seed in range(first, first + count):
-        _, found, violation = run_seed(seed)
+        _, found, violation = run_seed(seed, only=only)
         figures.update(found)
         if violation is not None:
             bad[seed] = str(violation)
@@ -109,22 +113,19 @@ def _hunted(bug: Bug, first: int, seeds: int) -> tuple[int | None, str]:
     return int(seed), text.strip()
 
 
-def _hunt(name: str, first: int, seeds: int) -> int:
-    plant(next(bug for bug in BUGS if bug.name == name))
-    for seed, text in _violations(first, seeds):
-        print(seed, text)
-        return 0
-    return 1
-
-
-def _violations(first: int, seeds: int) -> Iterator[tuple[int, str]]:
+def _hunt(bug: Bug, first: int, seeds: int) -> int:
+    """Plant a bug, and say which seed finds it: only the part that runs its module is run, the same as in the whole."""
+    plant(bug)
     from tools.simulate.one import prepare, run_seed
 
     prepare()
-    for seed in range(first, first + seeds):
-        _, _, violation = run_seed(seed)
+    known = [] if bug.seed is None or not seeds else [bug.seed]
+    for seed in itertools.chain(known, range(first, first + seeds)):
+        _, _, violation = run_seed(seed, only=bug.part)
         if violation is not None:
-            yield seed, str(violation)
+            print(seed, violation)
+            return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -72,6 +72,13 @@ BUGS = (
         "a newcomer is promised history that is not kept",
     ),
     Bug(
+        "copies",
+        _WINDOW,
+        "        if seq < self.next or seq in self._early:\n            return False\n",
+        "        if seq < self.next:\n            self.ready.append((message, nbytes))\n            return True\n",
+        "what comes again is delivered again",
+    ),
+    Bug(
         "room",
         _WINDOW,
         "len(self._kept) + messages <= self._max_messages and",
@@ -84,6 +91,13 @@ BUGS = (
         "last = message.last + 1 if isinstance(message, Missing) else last + 1",
         "last = last + 1",
         "a reader that skips counts what it has lost wrong",
+    ),
+    Bug(
+        "last-one",
+        _WINDOW,
+        "self.end is not None and self.next >= self.end",
+        "self.end is not None and self.next >= self.end - 1",
+        "a reader goes without the last message",
     ),
     Bug(
         "heirs",
@@ -175,6 +189,7 @@ BUGS = (
         "            if self.writer.proven:  #",
         "            if False:  #",
         "a writer that has forgotten a reader meanwhile does not learn that data reaches it",
+        seed=1788,
     ),
     Bug(
         "fingerprints",
@@ -182,6 +197,13 @@ BUGS = (
         "        age = self.expected - seq\n",
         "        age = self.expected - seq + 1\n",
         "a copy is taken for another publisher's",
+    ),
+    Bug(
+        "holes",
+        _NUMBERING,
+        "        self._fingerprints.clear()  # older",
+        "        pass  # older",
+        "fingerprints belong to other numbers after a loss",
     ),
     Bug(
         "last-hole",
@@ -281,6 +303,27 @@ BUGS = (
         "            stream.doubted = True\n        stream.numbers.accept(",
         "            pass\n        stream.numbers.accept(",
         "what comes after a replay is taken for its publisher's",
+    ),
+    Bug(
+        "whom-to-ask",
+        _TRACKER,
+        "return numbers.last[0]",
+        "return numbers.expected",
+        "a replay does not tell a publisher from the one before it",
+    ),
+    Bug(
+        "trust",
+        _TRACKER,
+        "stream.doubted = self._can_replay",
+        "stream.doubted = False",
+        "a publisher that came while the connection was down is taken for the old one",
+    ),
+    Bug(
+        "half-answers",
+        _TRACKER,
+        "verdict is Verdict.COPY or (job.answered and verdict is Verdict.UNSURE)",
+        "verdict is Verdict.COPY",
+        "an old copy is taken for a restart where a replay was cut off",
     ),
     Bug(
         "forgotten",

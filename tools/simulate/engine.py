@@ -99,8 +99,9 @@ class Watch:
         self._exits.append(ProcessExit(process.name, process.pid, process.exitcode, managed=True))
         self._on_exit()
 
-    def exited(self) -> list[ProcessExit]:
-        return self._exits
+    def take(self) -> list[ProcessExit]:
+        new, self._exits = self._exits, []
+        return new
 
     def close(self) -> None:
         """Do nothing."""

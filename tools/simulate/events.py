@@ -89,6 +89,13 @@ class Subscriber:
     def __init__(self, publisher: Publisher, *, can_replay: bool) -> None:
         self.world, self.publisher, self.can_replay = publisher.world, publisher, can_replay
         self.tracker = SourceTracker("tcp://p", None, can_replay=can_replay)
+        chance = self.world.chance
+        self._cut_off = chance.choice([0, 0.15, 0.15, 0.5])  # so many answers, before they have ended
+        self._unheard = chance.choice([0, 0.5])  # so many questions, of those to a publisher that is gone meanwhile
+        self._patience = chance.choice([1, 3])  # so often it asks
+        self._slowest_s = chance.choice([0.05, 0.05, 0.2])
+        self._attempts = 0
+        self.restarts = 0
         self.up = True
         self._epoch = 0
         self._last = 0.0
@@ -148,35 +155,47 @@ class Subscriber:
         world.check(self.can_replay, "a replay is wanted, and there is none")
         world.check(start >= 0, f"a replay from {start} on is wanted")
         self._answering = True
-        fails = world.likely(0.15)
-        delay = world.between(0.001, 0.1)
-        incarnation = self.publisher.incarnation
+        asked = self.publisher.incarnation
+        world.loop.call_later(world.between(0.0005, self._slowest_s), self._answer, start, asked)
 
-        def answer() -> None:
-            if incarnation != self.publisher.incarnation and world.likely(0.5):
-                self.blind = True
-                self._end(failed=True)
-                return
-            entries = list(self.publisher.replay.since(start))
-            numbers = [number for number, _ in entries]
-            world.check(numbers == sorted(set(numbers)), "the replay buffer is out of order")
-            kept = list(self.publisher.sent[self.publisher.incarnation])[-self.publisher.buffer :]
-            world.check(numbers == [number for number in kept if number >= start], "the replay buffer lacks something")
-            if fails:
-                entries = entries[: world.chance.randint(0, len(entries))]
-                self.blind = self.blind or not entries or self.publisher.incarnation > 0
-            for number, payload in entries:
+    def _answer(self, start: int, asked: int) -> None:
+        """Let the publisher answer, if the question has come so far; what it sends takes a while."""
+        world, publisher = self.world, self.publisher
+        if asked != publisher.incarnation and world.likely(self._unheard):
+            self._end(failed=True, blind=True)
+            return
+        entries = list(publisher.replay.since(start))
+        numbers = [number for number, _ in entries]
+        world.check(numbers == sorted(set(numbers)), "the replay buffer is out of order")
+        kept = list(publisher.sent[publisher.incarnation])[-publisher.buffer :]
+        world.check(numbers == [number for number in kept if number >= start], "the replay buffer lacks something")
+        answered = publisher.incarnation
+
+        def arrives() -> None:
+            # What a publisher has sent may come whole after it is gone.
+            fails = world.likely(0.5 if answered != publisher.incarnation else self._cut_off)
+            come = entries[: world.chance.randint(0, len(entries))] if fails else entries
+            what = f"{len(come)} of {len(entries)} of {answered}"
+            world.note(f"a subscriber is answered from {start} on: {what}, cut off: {fails}")
+            for number, payload in come:
                 self.tracker.replayed(Message(TOPIC, number, KVEventBatch(0.0, [], 0), payload))
-            self._end(failed=fails)
+            if not (fails or start or entries):  # of none that has said anything: what waits may be anybody's
+                self.blind = True
+            self._end(failed=fails, blind=not come or publisher.incarnation > 0)
 
-        world.loop.call_later(delay, answer)
+        world.loop.call_later(world.between(0.0005, self._slowest_s), arrives)
 
-    def _end(self, *, failed: bool) -> None:
-        if failed:
+    def _end(self, *, failed: bool, blind: bool = False) -> None:
+        if not failed:
+            self._attempts = 0
+            self.tracker.replay_ended()
+        elif self._attempts + 1 < self._patience:
+            self._attempts += 1
+        else:
+            self._attempts = 0
+            self.blind = self.blind or blind
             self.failed += 1
             self.tracker.replay_failed("it was cut off")
-        else:
-            self.tracker.replay_ended()
         self._answering = False
         self._work()
 
@@ -191,6 +210,10 @@ class Subscriber:
                 check(each.expected == self.next, f"a restart after {each.expected} instead of {self.next}")
                 self.next = 0
                 self.incarnation = -1
+                self.restarts += 1
+                began = self.publisher.incarnation
+                if self.can_replay and not self.blind and (self.publisher.complete or not began):
+                    check(self.restarts <= began, f"restart {self.restarts} of {began} is told")
             elif isinstance(each, Lost):
                 check(
                     each.first == self.next <= each.last, f"lost are {each.first} to {each.last}, {self.next} is next"
@@ -225,7 +248,7 @@ async def run(world: World) -> dict[str, int]:
         subscribers.append(Subscriber(publisher, can_replay=False))
     end = world.now + 2.5
     pause = chance.choice([0.01, 0.03])
-    restarts, cuts = chance.choice([0, 0.005, 0.02]), chance.choice([0, 0.01, 0.05])
+    restarts, cuts = chance.choice([0, 0.005, 0.02, 0.15]), chance.choice([0, 0.01, 0.05])
     while world.now < end:
         await asyncio.sleep(world.between(0, 2 * pause))
         for _ in range(chance.choice([1, 1, 1, 8])):
@@ -236,6 +259,9 @@ async def run(world: World) -> dict[str, int]:
             if world.likely(cuts):
                 world.note("a subscriber loses its connection")
                 subscriber.cut()
+        if len(subscribers) < 3 and world.likely(0.01):
+            world.note("a subscriber comes later")
+            subscribers.append(Subscriber(publisher, can_replay=True))
     await asyncio.sleep(2)
     quiet = publisher.outbox
     world.check(quiet.last_sent == quiet.published - 1, "the sender sleeps, and nobody is told of the last batches")
@@ -257,7 +283,7 @@ async def run(world: World) -> dict[str, int]:
 async def _settled(world: World, subscriber: Subscriber) -> None:
     publisher, tracker = subscriber.publisher, subscriber.tracker
     for _ in range(30):
-        await world.until(lambda: not subscriber._answering, 120, "a replay comes to an end")
+        await world.until(lambda: not subscriber._answering, 500, "a replay comes to an end")
         last = publisher.outbox.last_sent
         if not subscriber.can_replay or (subscriber.incarnation, subscriber.next) == (publisher.incarnation, last + 1):
             break

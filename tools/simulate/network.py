@@ -30,7 +30,7 @@ class Network:
         self.writers: dict[str, WriterSockets] = {}
         self.readers: list[ReaderSockets] = []
         self.process: Process
-        self.quick_s = world.between(0.0005, 0.02)
+        self.quick_s = world.between(0.0005, 0.02) if world.likely(0.9) else world.between(0.02, 0.1)
         self.notice_s = 0.3
         Network.current = self
 
@@ -178,7 +178,7 @@ class ReaderSockets:
         self.process: Process = loop.process
         self.identity = b"\x01%015d" % next(_numbers)
         self.closed = False
-        self.apart = False  # no connection can be made for now
+        self.apart: set[str] = set()  # connections that cannot be made for now
         self._on_data, self._on_message, self._on_change = on_data, on_message, on_change
         self._addresses = {"data": data, "control": control}
         now = self.network.world.now
@@ -201,7 +201,7 @@ class ReaderSockets:
             return
         writer = self.network.writers.get(self._addresses[kind])
         able = writer is not None and writer.listening and writer.process.alive and not writer.process.stopped
-        if writer is None or not able or self.apart:
+        if writer is None or not able or kind in self.apart:
             self._connect_later(kind)
             return
         connection = self.connection(kind)

@@ -18,14 +18,17 @@ def prepare() -> None:
     engine.stand_in()
 
 
-def run_seed(seed: int, *, traced: bool = False) -> tuple[World, dict[str, int], Violation | None]:
-    """Run a seed; return its world, what there was in it, and what does not hold."""
+def run_seed(
+    seed: int, *, traced: bool = False, only: str | None = None
+) -> tuple[World, dict[str, int], Violation | None]:
+    """Run a seed, or only one part of it; return its world, what there was in it, and what does not hold."""
     world = World(seed, traced=traced)
     figures: dict[str, int] = {}
     violation: Violation | None = None
 
     async def main() -> None:
-        for found in await asyncio.gather(*(part(world) for part in PARTS.values())):
+        parts = PARTS if only is None else {only: PARTS[only]}
+        for found in await asyncio.gather(*(run(world.part(name)) for name, run in parts.items())):
             figures.update(found)
 
     try:

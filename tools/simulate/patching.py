@@ -19,6 +19,7 @@ class Bug(NamedTuple):
         old: A piece of its source, which is there once.
         new: What stands there instead.
         breaks: What it breaks.
+        seed: One that is known to find it, if the first ones may not: it is tried first.
     """
 
     name: str
@@ -26,6 +27,13 @@ class Bug(NamedTuple):
     old: str
     new: str
     breaks: str
+    seed: int | None = None
+
+    @property
+    def part(self) -> str:
+        """The part of the simulation in which that module runs."""
+        parts = {"queue": "remote", "events": "events", "engine": "engine", "process": "engine", "wait": "waiting"}
+        return parts[self.module.split(".")[1]]
 
     def source(self) -> str:
         """Return the module's source with the bug in it.

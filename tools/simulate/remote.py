@@ -99,6 +99,11 @@ class Reader:
         """Whether it is there, as far as it knows."""
         return self.process.alive and not self.left and self.link.gone is None and self.link.writer.welcome is not None
 
+    @property
+    def at(self) -> int:
+        """The message that it takes next."""
+        return self.link.writer.welcome.first if self.taken is None else self.taken  # type: ignore[union-attr]
+
     def _interrupted(self) -> None:
         if self.link.gone is not None and self.link.writer.welcome is None and not self.refused:
             self.refused = True
@@ -210,8 +215,12 @@ class Queue:
         self.joins = 0
         self.audience.places.tell = self._changed
         self.audience.start(self.process.loop, lambda: None)
+        late = world.likely(0.3)  # before all are ready a reader may make way, and come back
         for rank in self.ranks:
-            self.come(rank)
+            if late and rank == self.ranks[-1]:
+                world.loop.call_later(world.between(0.5, 2.5), self.come, rank)
+            else:
+                self.come(rank)
 
     # Who comes, and goes
 
@@ -344,13 +353,14 @@ class Queue:
 
     def _part(self, reader: Reader) -> None:
         seconds = self.world.between(0, 2 * self.timeout)
-        self.world.note(f"{reader.process.name} is cut off for {seconds:.2f} s")
+        kinds = self.world.chance.choice([["data"], ["control"], ["data", "control"], ["data", "control"]])
+        self.world.note(f"{reader.process.name} is cut off for {seconds:.2f} s: {kinds}")
         reader.troubled = reader.troubled or seconds > _CALM_S
-        reader.sockets.apart = True
-        reader.sockets.cut()
+        reader.sockets.apart.update(kinds)
+        reader.sockets.cut(kinds)
 
         def heal() -> None:
-            reader.sockets.apart = False
+            reader.sockets.apart.difference_update(kinds)
 
         self.world.loop.call_later(seconds, heal)
 
@@ -426,15 +436,25 @@ class Queue:
             "what was published arrives",
         )
         for reader in reading:
-            first = reader.link.writer.welcome.first  # type: ignore[union-attr]
-            at = first if reader.taken is None else reader.taken
+            at = reader.at
             world.check(not reader.reads or at == self.seq, f"{reader.process.name} is at {at} of {self.seq}")
+        if world.likely(0.7):  # it closes while its last messages are on their way
+            for _ in range(world.chance.randint(1, 6)):
+                self._publish()
+            for reader in reading:
+                if reader.reads and world.likely(0.3):
+                    self._cut(reader)
         writer.say_goodbye()
         await world.until(lambda: not writer.delivering, 4 * self.timeout, "the writer is closed")
         for reader in reading:
             error: AioshmError | None = None if reader.link.gone is None else reader.link.gone()
             known = isinstance(error, PeerClosed) or (reader.troubled and error is not None)
             world.check(known or reader.slow == "evict", f"{reader.process.name} ends with {error!r}")
+            if isinstance(error, PeerClosed) and not reader.link.left_behind:
+                name = reader.process.name
+                await world.until(lambda r=reader: not r.link.window.ready, 100, f"{name} takes what it has")  # type: ignore[misc]
+                told = f"{name} is told that the queue is closed, and is at {reader.at} of {self.seq}"
+                world.check(reader.at == self.seq, told)
         for reader in self.readers:
             reader.link.close()
             reader.sockets.close()

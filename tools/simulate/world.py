@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import selectors
 from collections.abc import Callable, Mapping
 from random import Random
@@ -62,7 +63,7 @@ class World:
         traced: Whether to note what happens.
 
     Attributes:
-        chance: What is random in it.
+        chance: What is random in it, or in a part of it.
         loop: Its clock.
         trace: What has happened, if that is noted.
     """
@@ -74,13 +75,24 @@ class World:
         self.trace: list[str] = []
         self._traced = traced
         self._began = self.now
-        self.violation: Violation | None = None
+        self._violations: list[Violation] = []  # of all parts
         self.loop.set_exception_handler(self._failed)
+
+    def part(self, name: str) -> World:
+        """Return this world with a chance of its own: what one part draws changes nothing for the others."""
+        part = copy.copy(self)
+        part.chance = Random(f"{self.seed}/{name}")
+        return part
 
     @property
     def now(self) -> float:
         """The time, in seconds."""
         return self.loop.clock.now
+
+    @property
+    def violation(self) -> Violation | None:
+        """What was found first that does not hold, also where the code under test has caught it."""
+        return self._violations[0] if self._violations else None
 
     def note(self, text: str) -> None:
         """Note what happens."""
@@ -91,7 +103,8 @@ class World:
         """Raise unless something holds."""
         if not holds:
             self.note(f"VIOLATION: {text}")
-            raise Violation(text)
+            self._violations.append(Violation(text))
+            raise self._violations[-1]
 
     def between(self, low: float, high: float) -> float:
         """Return a time between two."""
@@ -113,11 +126,12 @@ class World:
         error = context.get("exception")
         if self.violation is None:
             text = f"{type(error).__name__}: {error}" if error is not None else str(context.get("message"))
-            self.violation = error if isinstance(error, Violation) else Violation(f"a callback raised {text}")
-            self.violation.__cause__ = error if error is not self.violation else None
-            self.note(f"VIOLATION: {self.violation}")
-            for task in asyncio.all_tasks(self.loop):
-                task.cancel()
+            violation = Violation(f"a callback raised {text}")
+            violation.__cause__ = error
+            self._violations.append(violation)
+            self.note(f"VIOLATION: {violation}")
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
 
 
 class Process:

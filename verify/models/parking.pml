@@ -1,10 +1,17 @@
 /* Parking and waking, with a store buffer per process: no wake-up is lost, and nobody sleeps for the dead.
  *
  * Stores go into the buffer of their process and reach memory later: in their order (x86-TSO, Intel SDM vol. 3, 9.2), or
- * with -DARM in any order but that of stores to the same place, while two loads without a fence between them may change
- * places. A full fence waits for the buffer to be empty. A ring of a bell does, too: write(2) to an eventfd takes the
- * kernel's lock, which whoever is woken takes after it. With -DTWIN, a fence is what the Python twin has on Arm: it keeps
- * stores in order and loads in order, but lets a load pass a store; then a sleep ends by itself (RECHECK_S).
+ * with -DARM in any order but that of stores to the same place. With -DARM a load may also have been satisfied early: it
+ * has any value that its place had since the last fence, but none older than what the same process has seen or stored
+ * there (`seen`, which catches up with memory one place at a time, whenever it likes; as the invalidate queues of
+ * McKenney, Memory Barriers: a Hardware View for Software Hackers, 2010). No load is taken for an acquire. Stores are not
+ * satisfied before earlier loads: each of them comes after a branch on what was loaded before it, which Arm keeps in order
+ * (Arm ARM, B2.3, control dependency).
+ *
+ * A full fence waits for the buffer to be empty, and catches up. A ring of a bell does, too: write(2) to an eventfd takes
+ * the kernel's lock, which whoever is woken takes after it. With -DTWIN, a fence is what the Python twin has on Arm: it
+ * keeps stores in order and loads in order, but lets a load pass a store; then a sleep ends by itself (RECHECK_S). No load
+ * is satisfied early where the twin's writer sleeps: that search does not end within five minutes.
  *
  *     step here       C (ring/_native.c)                  Python
  *     publish, tell   publish, readers_parked             ring/_portable.py WriterCore.commit, put_many; memory_fence
@@ -47,9 +54,18 @@ bit dead[3];
 bit kill;
 
 inline store(p, a, v) { atomic { held[p] < B; place[(p) * B + held[p]] = a; value[(p) * B + held[p]] = v; after[(p) * B + held[p]] = (held[p] > 0 && fenced[p]); fenced[p] = 0; held[p]++ } }
+#if defined(ARM) && (defined(READERS_SLEEP) || !defined(TWIN))
+#define EARLY
+byte seen[18];             /* what a process may still load from each place */
+#define SEEN(p, a) seen[(p) * 6 + a]
+inline catch_up(p) { d_step { SEEN(p, 0) = mem[0]; SEEN(p, 1) = mem[1]; SEEN(p, 2) = mem[2]; SEEN(p, 3) = mem[3]; SEEN(p, 4) = mem[4]; SEEN(p, 5) = mem[5] } }
+#else
+#define SEEN(p, a) mem[a]
+inline catch_up(p) { skip }
+#endif
 inline load(p, a, x) {
     d_step {
-        x = mem[a]; j = 0;
+        x = SEEN(p, a); j = 0;
         do
         :: j < held[p] && place[(p) * B + j] == a -> x = value[(p) * B + j]; j++
         :: j < held[p] && place[(p) * B + j] != a -> j++
@@ -59,16 +75,21 @@ inline load(p, a, x) {
     }
 }
 #ifdef TWIN
-inline fence(p) { fenced[p] = 1 }
-#else
+inline fence(p) { atomic { fenced[p] = 1; catch_up(p) } }
+#elif defined(STORES_ONLY)
 inline fence(p) { held[p] == 0 }
+#else
+inline fence(p) { atomic { held[p] == 0; catch_up(p) } }
 #endif
-inline ring(p, b) { atomic { held[p] == 0; bell[b] = 1 } }
+inline ring(p, b) { atomic { held[p] == 0; bell[b] = 1; catch_up(p) } }
 
 /* Memory: takes what is in the buffers, sooner or later. */
 inline take_out(p, k) {
     d_step {
         mem[place[(p) * B + k]] = value[(p) * B + k];
+#ifdef EARLY
+        SEEN(p, place[(p) * B + k]) = value[(p) * B + k];
+#endif
         j = k;
         do
         :: j + 1 < held[p] -> place[(p) * B + j] = place[(p) * B + j + 1]; value[(p) * B + j] = value[(p) * B + j + 1]; 
@@ -79,6 +100,12 @@ inline take_out(p, k) {
         after[(p) * B] = 0
     }
 }
+#ifdef ARM
+/* Store k may go out before those ahead of it: to other places, with no fence between. */
+#define AHEAD(p, k, i) (place[(p) * B + i] != place[(p) * B + k] && !after[(p) * B + i + 1])
+#define MAY_PASS(p, k) held[p] > k && AHEAD(p, k, 0) && (k < 2 || AHEAD(p, k, 1))
+#define LATE(p, a) :: SEEN(p, a) != mem[a] -> SEEN(p, a) = mem[a]
+#endif
 active proctype memory() {
     byte j;
 end: do
@@ -86,9 +113,19 @@ end: do
     :: held[1] > 0 -> take_out(1, 0)
     :: held[2] > 0 -> take_out(2, 0)
 #ifdef ARM
-    :: held[0] > 1 && place[0] != place[1] && !after[1] -> take_out(0, 1)
-    :: held[1] > 1 && place[B] != place[B + 1] && !after[B + 1] -> take_out(1, 1)
-    :: held[2] > 1 && place[2 * B] != place[2 * B + 1] && !after[2 * B + 1] -> take_out(2, 1)
+    :: MAY_PASS(0, 1) -> take_out(0, 1)
+    :: MAY_PASS(1, 1) -> take_out(1, 1)
+    :: MAY_PASS(2, 1) -> take_out(2, 1)
+    :: MAY_PASS(0, 2) -> take_out(0, 2)
+    :: MAY_PASS(1, 2) -> take_out(1, 2)
+    :: MAY_PASS(2, 2) -> take_out(2, 2)
+#if defined(EARLY) && defined(READERS_SLEEP)
+    LATE(0, R_PARKED) LATE(1, PUBLISHED)
+#elif defined(EARLY)
+    LATE(0, FLAG) LATE(0, FLAG + 1)
+    LATE(1, W_PARKED) LATE(1, WANTED) LATE(1, FLAG) LATE(1, FLAG + 1)
+    LATE(2, W_PARKED) LATE(2, WANTED) LATE(2, FLAG) LATE(2, FLAG + 1)
+#endif
 #endif
     od
 }
@@ -155,9 +192,9 @@ active proctype reader() {
                 bell[0] = 0;
 #endif
                 if
-                :: bell[0] == 1 -> bell[0] = 0
+                :: atomic { bell[0] == 1 -> bell[0] = 0; catch_up(1) }
 #ifndef NO_END_OF_FILE
-                :: dead[0] -> end_of_file = 1; break
+                :: atomic { dead[0] -> end_of_file = 1; catch_up(1) } break
 #endif
 #ifdef TWIN
 #ifndef NO_RECHECK
@@ -181,7 +218,12 @@ bit read_killed;
 
 active proctype writer() {
     byte mine, other, j;
-    d_step { mem[WANTED] = 2 };                      /* from a wait that was given up */
+    d_step {
+        mem[WANTED] = 2;                             /* from a wait that was given up */
+#ifdef EARLY
+        SEEN(0, WANTED) = 2; SEEN(1, WANTED) = 2; SEEN(2, WANTED) = 2;
+#endif
+    };
     store(0, WANTED, 1);                             /* want */
 #ifndef NO_FENCE_AFTER_WANTING
     fence(0);
@@ -197,9 +239,10 @@ active proctype writer() {
         if :: mine && (other || read_killed) -> break :: else fi;
 #endif
         if
-        :: bell[1] == 1 -> bell[1] = 0
+        :: atomic { bell[1] == 1 -> bell[1] = 0; catch_up(0) }
 #ifndef NO_END_OF_FILE
-        :: dead[2] && !read_killed -> read_killed = 1; store(0, FLAG + 1, 1)   /* gone: evicted, its flags are set */
+        :: atomic { dead[2] && !read_killed -> read_killed = 1; catch_up(0) }
+            store(0, FLAG + 1, 1)                    /* gone: evicted, its flags are set */
 #endif
 #ifdef TWIN
 #ifndef NO_RECHECK
@@ -226,13 +269,11 @@ proctype reader(byte r) {
     load(1 + r, W_PARKED, parked);
     if
     :: parked ->
-#if defined(ARM) && defined(NO_FENCE_IN_CAN_GO_ON)
-        load(1 + r, WANTED, wanted);                 /* can_go_on: the two loads have changed places */
-        load(1 + r, W_PARKED, parked);
-#else
         load(1 + r, W_PARKED, parked);               /* can_go_on */
-        load(1 + r, WANTED, wanted);
+#ifndef NO_FENCE_IN_CAN_GO_ON
+        fence(1 + r);
 #endif
+        load(1 + r, WANTED, wanted);
         load(1 + r, FLAG, mine);
         load(1 + r, FLAG + 1, other);
         if
