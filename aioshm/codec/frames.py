@@ -56,9 +56,9 @@ PLACED = 1
 """In the header's third field: the body has a table that says where its parts are."""
 
 
-def plain(code: int) -> int:
-    """Return the first word of the header of an inline message of this codec that has no out-of-band buffers."""
-    return INLINE | code << 8
+def plain(code: int, kind: int = INLINE) -> int:
+    """Return the first word of the header of a message of this codec that has no out-of-band buffers."""
+    return kind | code << 8
 
 
 MAX_BUFFERS = 65_536

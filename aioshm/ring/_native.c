@@ -27,6 +27,7 @@
 #include <unistd.h>
 
 #if defined(__linux__)
+#include <sys/ioctl.h>
 #include <sys/timerfd.h>
 #endif
 
@@ -42,6 +43,10 @@
 #define CHUNK 32
 #define SIZE 40
 #define OVERFLOW_SIZE 52
+#define MARKER 32             /* queue/local/overflow.py: secret, number, size, checksum */
+#define MARKER_BYTES 32
+#define SECRET_BYTES 16
+#define BY_ZEROMQ (UINT32_C(1) << 31)
 #define CHUNK_HEADER_BYTES 64
 #define SPINNING 9
 #define BYTES 40
@@ -53,6 +58,7 @@
 #define TRACE_BYTES 26
 #define TRAIL 1024            /* trace contexts of the latest messages, which a reader keeps */
 
+#define INLINE 1              /* codec/frames.py: the first byte of the header of a message that lies in the ring */
 #define OVERFLOW 2            /* codec/frames.py: the first byte of the header of a message that lies elsewhere */
 
 #define PLACED (UINT64_C(1) << 16)  /* the same: in the first word of such a header */
@@ -82,10 +88,11 @@ typedef struct {
     size_t n_free, oldest, n_used;
 } Pool;
 
-/* What a lease shows where it lies, or has kept: its chunk and slot, how much of it, and how many page faults the process had
- * before. */
+/* What a lease shows where it lies, or has kept: its chunk, or a negative number, which stands for an overflow segment, and
+ * its slot, how much of it, and how many page faults the process had before. */
 typedef struct {
-    size_t chunk, index, nbytes;
+    Py_ssize_t chunk;
+    size_t index, nbytes;
     uint64_t faults, kept_ns;
 } Seen;
 
@@ -117,7 +124,9 @@ typedef struct {
     PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *await_next, *whose, *fail;
     PyObject *block;          /* that was opened slowly, where calls block */
     char leased, shown, kept;
-    PyObject *windows, *arrays;  /* see bind_arrays */
+    PyObject *windows, *arrays, *secret;  /* see bind_arrays */
+    int pagemap;              /* a descriptor by which it can be asked which pages were written to; -1: there is none */
+    unsigned long long overflows;  /* messages in overflow segments that were shown here */
     char shows, keeps;        /* whether what is shown, or kept, is known here, and not to Python */
     char timed;               /* whether somebody looks in time at what is kept */
     Seen seen, keeping;
@@ -151,7 +160,9 @@ typedef struct {
     unsigned long long garbled;
 } Core;
 
-enum name { MEMORY, QUIET, SHAPE, DTYPE, STRIDES, SETFLAGS, F_LOCALS, CO_FLAGS, NAMES };
+enum name { MEMORY, QUIET, SHAPE, DTYPE, STRIDES, SETFLAGS, F_LOCALS, CO_FLAGS, SEQ, USED, NAMES };
+
+enum reserved { WINDOW, SEGMENT, USES, THE_MARKER, NUMBER, RESERVED };  /* queue/local/loans.py: Reserved */
 
 typedef struct {
     PyObject *nothing, *elsewhere;
@@ -1469,14 +1480,19 @@ static PyObject *whose(Core *self)
 
 static PyObject *reader_bind_arrays(Core *self, PyObject *args)
 {
-    PyObject *windows, *arrays;
-    if (!PyArg_ParseTuple(args, "O!O!:bind_arrays", &PyDict_Type, &windows, &PyDict_Type, &arrays))
+    PyObject *found[3], **own[3] = {&self->windows, &self->arrays, &self->secret};
+    if (!PyArg_ParseTuple(args, "O!O!O!:bind_arrays", &PyDict_Type, &found[0], &PyDict_Type, &found[1], &PyBytes_Type,
+                          &found[2]))
         return NULL;
-    PyObject *old_windows = self->windows, *old_arrays = self->arrays;
-    self->windows = Py_NewRef(windows);
-    self->arrays = Py_NewRef(arrays);
-    Py_XDECREF(old_windows);
-    Py_XDECREF(old_arrays);
+    if (PyBytes_Size(found[2]) != SECRET_BYTES) {
+        PyErr_Format(PyExc_ValueError, "a secret has %d bytes", SECRET_BYTES);
+        return NULL;
+    }
+    for (int n = 0; n < 3; n++) {
+        PyObject *old = *own[n];
+        *own[n] = Py_NewRef(found[n]);
+        Py_XDECREF(old);
+    }
     Py_RETURN_NONE;
 }
 
@@ -1486,14 +1502,119 @@ static inline uint64_t page_faults(void)
     return getrusage(RUSAGE_SELF, &usage) < 0 ? 0 : (uint64_t)usage.ru_minflt + (uint64_t)usage.ru_majflt;
 }
 
-/* The window of a chunk, borrowed; NULL without an error if there is none. */
-static PyObject *window_of(Core *self, size_t chunk)
+/* The window of a chunk or segment, borrowed; NULL without an error if there is none. */
+static PyObject *window_of(Core *self, Py_ssize_t chunk)
 {
-    PyObject *key = self->windows == NULL ? NULL : PyLong_FromSize_t(chunk), *window = NULL;
+    PyObject *key = self->windows == NULL ? NULL : PyLong_FromSsize_t(chunk), *window = NULL;
     if (key != NULL)
         window = PyDict_GetItemWithError(self->windows, key);
     Py_XDECREF(key);
     return window;
+}
+
+/* Where a mapping is, and how long; NULL with an error if it is closed. What holds the object keeps it there. */
+static uint8_t *mapped_at(PyObject *mapping, size_t *length)
+{
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(mapping, &buffer, PyBUF_SIMPLE) < 0)
+        return NULL;
+    uint8_t *at = buffer.buf;
+    *length = (size_t)buffer.len;
+    PyBuffer_Release(&buffer);
+    return at;
+}
+
+/* Whether a window was written to, or may have been; as ring/pagemap.py. */
+static bool may_be_written(Core *self, PyObject *window, size_t nbytes)
+{
+#if defined(__linux__)
+    struct {  /* linux/fs.h: pm_scan_arg, page_region */
+        uint64_t size, flags, start, end, walk_end, found, found_length, most, inverted, all, any, told;
+    } scan;
+    uint64_t region[3];
+    size_t length, page = (size_t)sysconf(_SC_PAGESIZE);
+    uint8_t *at = self->pagemap < 0 ? NULL : mapped_at(window, &length);
+    if (at == NULL)
+        return true;
+    if (nbytes < length - page)  /* it begins somewhere in the first page */
+        length = (nbytes + 2 * page - 1) / page * page;
+    scan.size = sizeof scan;
+    scan.flags = 0;
+    scan.start = (uint64_t)(uintptr_t)at;
+    scan.end = scan.start + length;
+    scan.walk_end = 0;
+    scan.found = (uint64_t)(uintptr_t)region;
+    scan.found_length = scan.most = 1;
+    scan.inverted = scan.all = 1 << 2;  /* not a page of the file */
+    scan.any = 1 << 3 | 1 << 4;         /* but one that is there, or swapped out */
+    scan.told = 0;
+    return ioctl(self->pagemap, 0xC0606610UL, &scan) != 0;
+#else
+    (void)self, (void)window, (void)nbytes;
+    return true;
+#endif
+}
+
+/* The CRC-32 of zlib, of a few bytes. */
+static uint32_t checksum(const uint8_t *bytes, size_t length, uint32_t before)
+{
+    static const uint32_t halves[16] = {
+        0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac, 0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
+        0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c, 0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c,
+    };
+    uint32_t crc = ~before;
+    for (size_t n = 0; n < length; n++) {
+        crc ^= bytes[n];
+        crc = crc >> 4 ^ halves[crc & 15];
+        crc = crc >> 4 ^ halves[crc & 15];
+    }
+    return ~crc;
+}
+
+/* Where the body of a message lies. */
+typedef struct {
+    const uint8_t *body;
+    Py_ssize_t chunk;         /* as in Seen */
+    size_t room, begin;       /* of the body; and where it begins in its window */
+    PyObject *window;         /* borrowed; NULL: not looked up yet */
+} Place;
+
+/* Find the next message in the chunk that its slot names; return whether it may be there. */
+static bool find_in_chunk(const Core *self, const uint8_t *slot, uint64_t seq, Place *place)
+{
+    const uint64_t number = load_word(slot + CHUNK);
+    place->body = number == 0 ? NULL : chunk_body(self, number - 1, seq, ARRAY_TABLE);
+    const Pool *pool = place->body == NULL ? NULL : pool_of((Core *)self, number - 1);
+    if (pool == NULL)
+        return false;
+    place->chunk = (Py_ssize_t)(number - 1);
+    place->room = pool->room;
+    place->begin = (size_t)(place->body - self->base) % (size_t)sysconf(_SC_PAGESIZE);
+    return true;
+}
+
+/* The same for the segment that its marker names, if that was shown before, and has not grown. */
+static bool find_in_segment(Core *self, const uint8_t *slot, uint64_t seq, Place *place)
+{
+    uint8_t marker[MARKER_BYTES];
+    uint32_t number, sum;
+    uint64_t size;
+    size_t length;
+    for (size_t n = 0; n < MARKER_BYTES; n += 8) {
+        const uint64_t word = load_word(slot + MARKER + n);
+        memcpy(marker + n, &word, sizeof word);
+    }
+    memcpy(&number, marker + SECRET_BYTES, sizeof number);
+    memcpy(&size, marker + SECRET_BYTES + 4, sizeof size);
+    memcpy(&sum, marker + MARKER_BYTES - 4, sizeof sum);
+    if (memcmp(marker, PyBytes_AsString(self->secret), SECRET_BYTES) != 0 || number & BY_ZEROMQ
+        || sum != checksum(marker, MARKER_BYTES - 4, (uint32_t)seq))
+        return false;
+    place->chunk = -1 - (Py_ssize_t)number;
+    place->window = window_of(self, place->chunk);
+    place->body = place->window == NULL ? NULL : mapped_at(place->window, &length);
+    place->room = (size_t)size;
+    return place->body != NULL && size <= length;
 }
 
 /* Return the array that the next message is; NULL without an error if Python has to look at it. */
@@ -1501,15 +1622,18 @@ static PyObject *show_array(Core *self)
 {
     const uint8_t *slot = slot_of(self, self->index);
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
-    const uint64_t number = load_word(slot + CHUNK);
-    if (self->arrays == NULL || words[0] != (self->what | PLACED | ONE_BUFFER) || words[1] != self->seq || number == 0)
+    const uint64_t here = self->what | PLACED | ONE_BUFFER, beside = here ^ INLINE ^ OVERFLOW;
+    Place place = {NULL, 0, 0, 0, NULL};
+    if (self->arrays == NULL || words[1] != self->seq)
         return NULL;
-    const uint8_t *body = chunk_body(self, number - 1, words[1], ARRAY_TABLE);
-    Pool *pool = body == NULL ? NULL : pool_of(self, number - 1);
-    if (pool == NULL)
+    bool elsewhere = words[0] == beside;
+    if (elsewhere ? !find_in_segment(self, slot, words[1], &place)
+                  : words[0] != here || !find_in_chunk(self, slot, words[1], &place))
         return NULL;
-    const uint64_t room = pool->room, table = load_word(body), length = words[3];
-    if (table % 8 != 0 || room < ARRAY_TABLE || table > room - ARRAY_TABLE || length > ARRAY_MAIN_MAX)
+    const uint8_t *body = place.body;
+    const uint64_t room = place.room, length = words[3];
+    const uint64_t table = room < ARRAY_TABLE ? 1 : load_word(body);
+    if (table % 8 != 0 || table > room - ARRAY_TABLE || length > ARRAY_MAIN_MAX)
         return NULL;
     const uint64_t main = load_word(body + table), start = load_word(body + table + 8), size = load_word(body + table + 16);
     uint64_t end = table + ARRAY_TABLE;
@@ -1522,13 +1646,12 @@ static PyObject *show_array(Core *self)
     PyObject *key = PyBytes_FromStringAndSize((const char *)body + main, (Py_ssize_t)length);
     PyObject *array = key == NULL ? NULL : PyDict_GetItemWithError(self->arrays, key);
     Py_XDECREF(key);
-    PyObject *window = array == NULL ? NULL : window_of(self, number - 1);
+    PyObject *window = array == NULL ? NULL : place.window != NULL ? place.window : window_of(self, place.chunk);
     if (window == NULL || !PyTuple_CheckExact(array) || PyTuple_Size(array) != 4
         || PyLong_AsUnsignedLongLong(PyTuple_GetItem(array, 3)) != size)
         return NULL;
-    Seen seen = {number - 1, self->index, end, page_faults(), 0};
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), at = (size_t)(body - self->base) % page;
-    PyObject *offset = PyLong_FromSize_t(at + start), *shown = NULL;
+    Seen seen = {place.chunk, self->index, end, page_faults(), 0};
+    PyObject *offset = PyLong_FromSize_t(place.begin + start), *shown = NULL;
     Py_INCREF(array);
     Py_INCREF(window);
     self->in_use++;
@@ -1543,6 +1666,7 @@ static PyObject *show_array(Core *self)
         self->published_ns = words[2];
         self->seen = seen;
         self->shown = self->shows = 1;
+        self->overflows += elsewhere;
     }
     return shown;
 }
@@ -1553,11 +1677,13 @@ static bool may_end_array(Core *self, bool *held)
     PyObject *window = self->shown && self->shows ? window_of(self, self->seen.chunk) : NULL;
     uint64_t faults = window == NULL ? 0 : page_faults();
     *held = window != NULL && Py_REFCNT(window) > 1;
-    if (window != NULL && (*held ? !self->timed : faults != self->seen.faults))
+    if (window != NULL
+        && (*held ? !self->timed : faults != self->seen.faults && may_be_written(self, window, self->seen.nbytes)))
         window = NULL;
     if (window != NULL && self->kept) {  /* nor is anything left to be done with that one */
         PyObject *kept = self->keeps ? window_of(self, self->keeping.chunk) : NULL;
-        if (kept == NULL || Py_REFCNT(kept) > 1 || faults != self->keeping.faults)
+        if (kept == NULL || Py_REFCNT(kept) > 1
+            || (faults != self->keeping.faults && may_be_written(self, kept, self->keeping.nbytes)))
             window = NULL;
     }
     PyErr_Clear();
@@ -1591,7 +1717,7 @@ static void end_array(Core *self, bool held)
 
 static PyObject *seen_tuple(const Seen *seen)
 {
-    return Py_BuildValue("nnnKK", (Py_ssize_t)seen->chunk, (Py_ssize_t)seen->index, (Py_ssize_t)seen->nbytes,
+    return Py_BuildValue("nnnKK", seen->chunk, (Py_ssize_t)seen->index, (Py_ssize_t)seen->nbytes,
                          (unsigned long long)seen->faults, (unsigned long long)seen->kept_ns);
 }
 
@@ -1601,8 +1727,8 @@ static PyObject *reader_keep(Core *self, PyObject *args)
     unsigned long long faults;
     if (!PyArg_ParseTuple(args, "nnnK:keep", &chunk, &index, &nbytes, &faults) || check_unused(self) < 0)
         return NULL;
-    bool known = self->windows != NULL && chunk >= 0 && nbytes >= 0 && (size_t)index == self->index;
-    self->keeping = (Seen){(size_t)chunk, self->index, (size_t)nbytes, faults, now_ns()};
+    bool known = self->windows != NULL && nbytes >= 0 && (size_t)index == self->index;
+    self->keeping = (Seen){chunk, self->index, (size_t)nbytes, faults, now_ns()};
     note(self);
     advance(self);
     store_count(self->own, self->seq);
@@ -2475,6 +2601,7 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
         return -1;
     }
     self->awaited = NONE;
+    self->pagemap = -1;
     self->slots = Py_NewRef(slots);
     self->nothing = Py_NewRef(state->nothing);
     self->elsewhere = Py_NewRef(state->elsewhere);
@@ -2583,6 +2710,7 @@ static int core_clear(Core *self)
     Py_CLEAR(self->fail);
     Py_CLEAR(self->windows);
     Py_CLEAR(self->arrays);
+    Py_CLEAR(self->secret);
     Py_CLEAR(self->given);
     Py_CLEAR(self->block);
     Py_CLEAR(self->runs);
@@ -2617,7 +2745,8 @@ typedef struct {
     PyObject *new_array, *shape, *dtype, *strides;
     PyObject *tail;           /* what stands behind the array: table and main part, which depend on nothing else */
     PyObject *open_slowly;    /* returns a block of Python's */
-    PyObject *hand_over;      /* the same, of one that was entered here: takes a list with the array */
+    PyObject *hand_over;      /* the same, of one that was entered here: takes a list with the array, and `reserved` */
+    PyObject *reserve;        /* for what lies in overflow segments: returns one, see `Reserved`; NULL: chunks */
     size_t room, table, copied, main_bytes, page;
     uint64_t what;            /* the first word of the slot's header */
     PyTypeObject *block;
@@ -2628,6 +2757,7 @@ typedef struct {
     PyObject_HEAD
     LoanKind *kind;
     PyObject *lent;           /* the array, from the block's beginning to its end */
+    PyObject *reserved;       /* what segment it lies in: see enum reserved; NULL: a chunk */
     PyObject *slow;           /* the block of Python's that this one is, if it is */
 } LoanBlock;
 
@@ -2635,7 +2765,7 @@ static int make_names(State *state)
 {
     static const char *const texts[NAMES] = {
         [MEMORY] = "memory", [QUIET] = "quiet", [SHAPE] = "shape", [DTYPE] = "dtype", [STRIDES] = "strides",
-        [SETFLAGS] = "setflags", [F_LOCALS] = "f_locals", [CO_FLAGS] = "co_flags",
+        [SETFLAGS] = "setflags", [F_LOCALS] = "f_locals", [CO_FLAGS] = "co_flags", [SEQ] = "seq", [USED] = "used",
     };
     for (int n = 0; n < NAMES; n++)
         if ((state->names[n] = PyUnicode_InternFromString(texts[n])) == NULL)
@@ -2645,14 +2775,14 @@ static int make_names(State *state)
 
 static int kind_init(LoanKind *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *core, *windows, *new_array, *shape, *dtype, *strides, *tail, *open_slowly, *hand_over;
+    PyObject *core, *windows, *new_array, *shape, *dtype, *strides, *tail, *open_slowly, *hand_over, *reserve;
     unsigned long long what;
     Py_ssize_t room, table, copied, main_bytes, page;
     State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
     if (state == NULL || no_keywords(kwargs) < 0
-        || !PyArg_ParseTuple(args, "O!O!(OOOO)O!(nnnnnK)OO:LoanKind", state->writer, &core, &PyDict_Type, &windows,
+        || !PyArg_ParseTuple(args, "O!O!(OOOO)O!(nnnnnK)OOO:LoanKind", state->writer, &core, &PyDict_Type, &windows,
                              &new_array, &shape, &dtype, &strides, &PyBytes_Type, &tail, &room, &table, &copied,
-                             &main_bytes, &page, &what, &open_slowly, &hand_over))
+                             &main_bytes, &page, &what, &open_slowly, &hand_over, &reserve))
         return -1;
     if (self->core != NULL) {
         PyErr_SetString(PyExc_RuntimeError, "this was made already");
@@ -2671,6 +2801,7 @@ static int kind_init(LoanKind *self, PyObject *args, PyObject *kwargs)
     self->tail = Py_NewRef(tail);
     self->open_slowly = Py_NewRef(open_slowly);
     self->hand_over = Py_NewRef(hand_over);
+    self->reserve = reserve == Py_None ? NULL : Py_NewRef(reserve);
     self->room = (size_t)room;
     self->table = (size_t)table;
     self->copied = (size_t)copied;
@@ -2693,6 +2824,7 @@ static int kind_traverse(LoanKind *self, visitproc visit, void *arg)
     Py_VISIT(self->strides);
     Py_VISIT(self->open_slowly);
     Py_VISIT(self->hand_over);
+    Py_VISIT(self->reserve);
     Py_VISIT(self->block);
     return 0;
 }
@@ -2702,6 +2834,7 @@ static int kind_clear(LoanKind *self)
     /* Not the rest: blocks that are left may still ask for it, and what they call is looked at first. */
     Py_CLEAR(self->open_slowly);
     Py_CLEAR(self->hand_over);
+    Py_CLEAR(self->reserve);
     return 0;
 }
 
@@ -2733,7 +2866,7 @@ static PyObject *kind_block(LoanKind *self, PyObject *Py_UNUSED(ignored))
     if (block == NULL)
         return NULL;
     block->kind = (LoanKind *)Py_NewRef((PyObject *)self);
-    block->lent = block->slow = NULL;
+    block->lent = block->slow = block->reserved = NULL;
     PyObject_GC_Track(block);
     return (PyObject *)block;
 }
@@ -2755,11 +2888,14 @@ static int loan_clear(LoanBlock *self)
 /* Let Python's block have the array and the slot; return whether it has. */
 static int hand_over(LoanBlock *self)
 {
-    PyObject *lent = PyList_New(1);
+    PyObject *reserved = self->reserved;
+    PyObject *lent = PyList_New(reserved == NULL ? 1 : 2);
     if (lent == NULL)
         return -1;
     PyList_SetItem(lent, 0, self->lent);
-    self->lent = NULL;
+    if (reserved != NULL)
+        PyList_SetItem(lent, 1, reserved);
+    self->lent = self->reserved = NULL;
     PyObject *old = self->slow;
     self->slow = call(self->kind->hand_over, lent);
     Py_XDECREF(old);
@@ -2779,6 +2915,7 @@ static void loan_dealloc(LoanBlock *self)
         PyErr_Restore(error_type, error, traceback);
     }
     loan_clear(self);
+    Py_CLEAR(self->reserved);
     Py_CLEAR(self->kind);
     PyObject_GC_Del(self);
     Py_DECREF(type);
@@ -2800,13 +2937,41 @@ static PyObject *claimed_window(LoanKind *self, size_t *start)
     return window;
 }
 
-/* Return an array over the chunk of a claimed slot; NULL without an error if there is none to be had so. */
-static PyObject *lend(LoanKind *self)
+/* Whether a slot is claimed for a message of this kind, and can be filled by this thread. */
+static bool is_claimed(const LoanKind *self)
 {
-    size_t start;
+    const Core *core = self->core;
+    return core->leased == 1 && core->base != NULL && core->claimed != NULL && core->claimed_bytes == self->room;
+}
+
+/* Have an overflow segment for the claimed slot; return its window, borrowed, NULL without an error if there is none. */
+static PyObject *reserved_window(LoanBlock *self)
+{
+    LoanKind *kind = self->kind;
+    PyObject *reserved = call(kind->reserve, NULL);
+    if (reserved == NULL)
+        return NULL;
+    if (!PyTuple_Check(reserved) || PyTuple_Size(reserved) != RESERVED || !is_claimed(kind)
+        || !PyBytes_Check(PyTuple_GetItem(reserved, THE_MARKER))
+        || PyBytes_Size(PyTuple_GetItem(reserved, THE_MARKER)) != MARKER_BYTES) {
+        Py_DECREF(reserved);
+        return NULL;
+    }
+    PyObject *old = self->reserved;
+    self->reserved = reserved;
+    Py_XDECREF(old);
+    return PyTuple_GetItem(reserved, WINDOW);
+}
+
+/* Return an array over the chunk of a claimed slot, or over an overflow segment; NULL without an error if there is none to
+ * be had so. */
+static PyObject *lend(LoanBlock *block)
+{
+    LoanKind *self = block->kind;
+    size_t start = 0;
     if (claim(self->core, self->room) == NULL)
         return NULL;
-    PyObject *window = claimed_window(self, &start);
+    PyObject *window = self->reserve == NULL ? claimed_window(self, &start) : reserved_window(block);
     if (window == NULL)
         return NULL;
     PyObject *memory = PyObject_GetAttr(window, self->names[MEMORY]), *array = NULL;
@@ -2833,12 +2998,13 @@ static PyObject *loan_enter(LoanBlock *self, PyObject *Py_UNUSED(ignored))
         if (check_unused(core) < 0)
             return NULL;
         core->leased = 1;  /* from here on, so that what else runs, if only a destructor, claims no slot */
-        PyObject *array = lend(self->kind), *awaitable = array == NULL ? NULL : at_once(core, Py_NewRef(array));
+        PyObject *array = lend(self), *awaitable = array == NULL ? NULL : at_once(core, Py_NewRef(array));
         if (awaitable != NULL) {
             self->lent = array;
             return awaitable;
         }
         Py_XDECREF(array);
+        Py_CLEAR(self->reserved);
         if (core->leased == 1)
             core->leased = 0;
         if (PyErr_Occurred())
@@ -2939,22 +3105,36 @@ static int is_lone(LoanBlock *self, PyObject *memory, PyObject *quiet)
     return names == 0 ? 1 : is_variable(array, kind->names);
 }
 
+/* Note in which message a segment is used. */
+static int note_use(PyObject *reserved, PyObject *const *names, uint64_t seq)
+{
+    PyObject *segment = PyTuple_GetItem(reserved, SEGMENT), *number = PyLong_FromUnsignedLongLong(seq);
+    int failed = number == NULL ? -1 : PyObject_SetAttr(segment, names[SEQ], number);
+    Py_XDECREF(number);
+    return failed < 0 ? -1 : PyObject_SetAttr(segment, names[USED], PyTuple_GetItem(reserved, USES));
+}
+
 /* Take the array back, and publish: 1, 0 if that is not to be done so, or -1 with an error. */
 static int send_lent(LoanBlock *self)
 {
     LoanKind *kind = self->kind;
     Core *core = kind->core;
-    size_t start;
-    if (core->leased != 1 || !core->open || core->in_use || core->base == NULL
-        || core->thread != PyThread_get_thread_ident() || core->claimed == NULL || core->claimed_bytes != kind->room)
+    size_t start = 0, room = 0;
+    uint8_t *body = NULL;
+    if (!is_claimed(kind) || !core->open || core->in_use || core->thread != PyThread_get_thread_ident())
         return 0;
-    PyObject *window = claimed_window(kind, &start), *memory, *quiet, *reference = NULL, *done = NULL;
+    PyObject *window = self->reserved == NULL ? claimed_window(kind, &start) : PyTuple_GetItem(self->reserved, WINDOW);
+    PyObject *memory, *quiet, *reference = NULL, *done = NULL;
     if (window == NULL)
         return PyErr_Occurred() ? -1 : 0;
     Py_INCREF(window);
     memory = PyObject_GetAttr(window, kind->names[MEMORY]);
     quiet = memory == NULL ? NULL : PyObject_GetAttr(window, kind->names[QUIET]);
     int lone = quiet == NULL ? -1 : is_lone(self, memory, quiet);
+    if (lone > 0 && self->reserved != NULL) {
+        body = mapped_at(memory, &room);
+        lone = body == NULL ? -1 : room >= kind->room && note_use(self->reserved, kind->names, core->seq) == 0;
+    }
     if (lone > 0) {
         done = PyObject_CallMethodObjArgs(self->lent, kind->names[SETFLAGS], Py_False, NULL);
         reference = done == NULL ? NULL : PyWeakref_NewRef(self->lent, NULL);
@@ -2968,10 +3148,14 @@ static int send_lent(LoanBlock *self)
     Py_DECREF(window);
     if (lone <= 0)
         return lone;
-    if (core->leased != 1 || core->base == NULL || core->claimed == NULL)
+    if (!is_claimed(kind))
         return 0;
     Py_CLEAR(self->lent);
-    uint8_t *body = core->base + start;
+    if (self->reserved == NULL)
+        body = core->base + start;
+    else  /* where the chunk's number is of no use */
+        memcpy(slot_of(core, core->index) + MARKER, PyBytes_AsString(PyTuple_GetItem(self->reserved, THE_MARKER)),
+               MARKER_BYTES);
     uint64_t table = kind->table, now = now_ns(), words[4] = {kind->what, core->seq, now, kind->main_bytes};
     size_t length = (size_t)PyBytes_Size(kind->tail);
     memcpy(body, &table, sizeof table);
@@ -2985,6 +3169,7 @@ static int send_lent(LoanBlock *self)
     count_turn(core, 1, now);
     if (readers_parked(core))
         notify(core);
+    Py_CLEAR(self->reserved);
     return 1;
 }
 
@@ -3155,6 +3340,8 @@ static PyMemberDef members[] = {
     {"leased", T_BOOL, offsetof(Core, leased), READONLY, "Whether a block has the next message."},
     {"holder", T_ULONGLONG, offsetof(Core, holder), READONLY, "The id of the task that leased it."},
     {"shown", T_BOOL, offsetof(Core, shown), 0, "Whether it is seen where it lies."},
+    {"pagemap", T_INT, offsetof(Core, pagemap), 0, "Tells which pages were written to; -1: there is no such descriptor."},
+    {"overflows", T_ULONGLONG, offsetof(Core, overflows), 0, "Messages in overflow segments."},
     {"timed", T_BOOL, offsetof(Core, timed), 0, "Whether what is kept is looked at in time."},
     {"kept", T_BOOL, offsetof(Core, kept), READONLY, "Whether a slot was skipped and not given back."},
     {"spin_ns", T_LONGLONG, offsetof(Core, spin_ns), 0, "How long send and receive spin where they cannot go on."},

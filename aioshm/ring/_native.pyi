@@ -22,6 +22,7 @@ class LoanKind:
         numbers: tuple[int, int, int, int, int, int],
         open_slowly: Any,
         hand_over: Any,
+        reserve: Any,
         /,
     ) -> None: ...
     def block(self) -> AbstractAsyncContextManager[Any]: ...

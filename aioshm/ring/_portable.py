@@ -707,6 +707,8 @@ class ReaderCore(_Core):
     leased: bool
     kept: bool
     timed: bool = False
+    pagemap: int = -1
+    overflows: int = 0
     published_ns: int
     copied: int
     garbled: int
@@ -880,8 +882,11 @@ class ReaderCore(_Core):
 
     # Leases: a reader is the block of the leases that need not wait, for `async with` and `with` alike
 
-    def bind_arrays(self, windows: dict[int, Any], arrays: dict[bytes, Any]) -> None:
-        """Say through what arrays are seen, and which are known; this core shows and keeps none by itself."""
+    def bind_arrays(self, windows: dict[int, Any], arrays: dict[bytes, Any], secret: bytes, /) -> None:
+        """Say through what arrays are seen, which are known, and what markers of overflow segments repeat.
+
+        This core shows and keeps none by itself.
+        """
 
     def keep(self, chunk: int, index: int, nbytes: int, faults: int, /) -> bool:
         """Go on to the next message, but keep the slot; return whether the core looks after what is shown of it.

@@ -52,6 +52,10 @@ class _Cursor:
         """Return how many bytes the bodies of the messages have that the writer has published."""
         return self._words[(at.WRITER_LINE + at.BYTES) // 8]
 
+    def overflows_written(self) -> int:
+        """Return how many of the messages that the writer has published did not fit a chunk."""
+        return self._words[(at.WRITER_LINE + at.OVERFLOWS) // 8]
+
     def bytes_read(self, reader: int) -> int:
         """Return how many bytes the bodies of the messages have that a reader has finished with."""
         return self._words[(self.layout.reader_line(reader) + at.BYTES) // 8]

@@ -32,6 +32,7 @@ from typing import Final
 from aioshm.errors import HandleError, SharedMemoryError
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, Layout, chunk_at, round_up
 from aioshm.ring.mapping import MAP_NORESERVE, address_of, map_memory, move_memory, unmap_memory
+from aioshm.ring.pagemap import Pagemap
 
 MAX_WINDOWS = 1024
 """Windows kept for reuse; each is one of the mappings of which a process may have 65530 (vm.max_map_count)."""
@@ -53,6 +54,7 @@ class Windows:
 
     Attributes:
         windows: The mappings, by chunk; nobody else may keep one.
+        pagemap: Says whether one was written to.
 
     Raises:
         HandleError: The segment is smaller than its layout.
@@ -63,7 +65,7 @@ class Windows:
         self._fd = -1
         self.windows: dict[int, mmap.mmap] = {}
         self._faults: dict[int, int] = {}  # of this process, before a window was last shown
-        self._pagemap = -1
+        self.pagemap: Pagemap = Pagemap()
         self._files: dict[int, tuple[int, int]] = {}  # descriptor and size of others, by negative numbers
         self._places: dict[int, tuple[int, int]] = {}
         self._pools = layout.pools
@@ -161,9 +163,7 @@ class Windows:
         for chunk in list(self.windows):
             self.settle(chunk, self._place(chunk)[1])
         self.windows.clear()
-        if self._pagemap >= 0:
-            os.close(self._pagemap)
-            self._pagemap = -1
+        self.pagemap.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -206,15 +206,7 @@ class Windows:
         """Return whether a window was written to since it was last shown, or may have been."""
         if not _COPY_ON_WRITE or self._faults.get(chunk) == _faults():  # every first write to a page is a fault
             return False
-        first = address_of(self.windows[chunk]) // _PAGE
-        pages = round_up((self._place(chunk)[0] & _IN_PAGE) + nbytes, _PAGE) // _PAGE
-        try:
-            if self._pagemap < 0:
-                self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            entries = os.pread(self._pagemap, pages * _ENTRY, first * _ENTRY)
-        except OSError:
-            return True
-        return len(entries) < pages * _ENTRY or bool(entries[_ENTRY - 1 :: _ENTRY].translate(None, _NOT_OWN))
+        return self.pagemap.written(address_of(self.windows[chunk]), (self._place(chunk)[0] & _IN_PAGE) + nbytes)
 
     def _drop_one(self) -> None:
         """Unmap the oldest window that is not held."""
@@ -259,12 +251,6 @@ _COPY_ON_WRITE: Final = sys.platform == "linux"
 leaves that open."""
 
 _WINDOW = (_READ_WRITE, mmap.MAP_PRIVATE | MAP_NORESERVE) if _COPY_ON_WRITE else (mmap.PROT_READ, mmap.MAP_SHARED)
-
-_ENTRY: Final = 8  # bytes for a page in pagemap, see Documentation/admin-guide/mm/pagemap.rst
-_PRESENT_OR_SWAPPED: Final = 0xC0  # bits 63 and 62, in the last byte of an entry
-_OF_FILE: Final = 0x20  # bit 61
-_NOT_OWN: Final = bytes(byte for byte in range(256) if not byte & _PRESENT_OR_SWAPPED or byte & _OF_FILE)
-"""Last bytes of the entries of pages that are not a private copy."""
 
 
 def _move_over(address: int, length: int, start: int, nbytes: int) -> None:

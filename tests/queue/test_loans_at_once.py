@@ -1,10 +1,14 @@
-"""Loans and leases that the native core gives and ends by itself: as those that Python gives, whatever happens."""
+"""Loans and leases that the native core gives and ends by itself: as those that Python gives, whatever happens.
+
+Those in overflow segments have more tests in ``test_loans_in_segments.py``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import struct
+import sys
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -19,12 +23,21 @@ from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at
 
 CHUNK = 1 << 20
 SIZE = 600_000
+"""Of what is lent: it fits a chunk, or lies in an overflow segment; see `where`."""
+
+SIZES = {"chunk": 600_000, "segment": 1_300_000}
 ROUNDS = 12
 """Several laps of a pool of 3 chunks: the first loan of a kind, and the first lease, are Python's."""
 
 
-async def _lend(writer: MessageQueue, number: int, size: int = SIZE) -> None:
-    async with writer.loan(size, "uint8") as array:
+@pytest.fixture(params=SIZES, autouse=True)
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys.modules[__name__], "SIZE", SIZES[request.param])
+    return str(request.param)
+
+
+async def _lend(writer: MessageQueue, number: int) -> None:
+    async with writer.loan(SIZE, "uint8") as array:
         array[:] = number
 
 
@@ -282,20 +295,30 @@ async def test_other_messages_in_between() -> None:
 
 @pytest.mark.parametrize("word", [0, 1, 2])
 @pytest.mark.parametrize("value", [1, 7, SIZE, CHUNK, 1 << 40, (1 << 64) - 8, (1 << 64) - 1])
-async def test_a_damaged_table(word: int, value: int) -> None:
+async def test_a_damaged_table(word: int, value: int, where: str) -> None:
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
         await _warm(writer, reader)
         await _lend(writer, 1)
-        ring = writer.end.ring.ring
-        slots = ring.slots
-        chunk = slots.chunk(slots.begin((ring.seq - 1) % len(slots)))
-        start = chunk_at(ring.layout.pools, chunk)[0] + CHUNK_HEADER_BYTES
-        view = slots.view
+        view, start = _body(writer) if where == "chunk" else _segment(writer)
         (table,) = struct.unpack_from("<Q", view, start)
         struct.pack_into("<Q", view, start if word == 0 else start + table + 8 * (word - 1), value)
         with suppress(CodecError):
             async with reader.lease(5) as array:
-                assert array.nbytes <= CHUNK
+                assert array.nbytes <= 2 * CHUNK
         await _lend(writer, 2)
         async with reader.lease(5) as array:
             assert (array == 2).all()
+
+
+def _body(writer: MessageQueue) -> tuple[memoryview, int]:
+    """Return the ring's memory, and where the chunk's begins that has the latest message."""
+    ring = writer.end.ring.ring
+    chunk = ring.slots.chunk(ring.slots.begin((ring.seq - 1) % len(ring.slots)))
+    return ring.slots.view, chunk_at(ring.layout.pools, chunk)[0] + CHUNK_HEADER_BYTES
+
+
+def _segment(writer: MessageQueue) -> tuple[memoryview, int]:
+    """The same for an overflow segment."""
+    ring = writer.end.ring
+    (written,) = [each for each in ring.overflow.segments if each.seq == ring.ring.seq - 1]
+    return written.segment.view, 0

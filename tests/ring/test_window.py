@@ -155,7 +155,7 @@ class TestLeaks:
                 kept.pop(0)
             del view
             windows.settle(index, 64)
-        assert len(fds()) == len(before) + 1
+        assert len(before) < len(fds()) <= len(before) + 2, "one more where a page fault made it ask for the pagemap"
         assert mappings(ring) <= 41
         assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 60
         kept.clear()

@@ -15,13 +15,22 @@ from weakref import WeakMethod, ref
 
 from aioshm.arguments import check_int, check_timeout
 from aioshm.codec import Codec, Encoded, MsgpackCodec, PickleCodec, RawCodec
-from aioshm.codec.frames import ALIGNMENT, PLACED, plain
+from aioshm.codec.frames import ALIGNMENT, INLINE, OVERFLOW, PLACED, plain
 from aioshm.errors import EndClosed, MessageTooLarge, RoleError, SharedMemoryError
 from aioshm.queue.ends.gate import Gate, current_task_of
 from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.local.audience import RingAudience
-from aioshm.queue.local.loans import IN_PLACE_BYTES, MAIN_BYTES, ArraySpec, Extent, Like, Placed
+from aioshm.queue.local.loans import (
+    IN_PLACE_BYTES,
+    MAIN_BYTES,
+    ArraySpec,
+    Extent,
+    Like,
+    Loans,
+    Placed,
+    Reserved,
+)
 from aioshm.ring.atomics import native_core
 from aioshm.ring.slot import Slot
 
@@ -164,33 +173,39 @@ class Lender:
                 self._kinds.clear()
             self._known[spec] = placed
             # Blocking ends are asked now: they are made as the others are. They know the frame of the block better.
-            if self._quick and not self.gate.blocks and prepare is not None and extent.segment is None:
-                self._kinds[spec] = self._new_kind(prepare, spec, placed)
+            if self._quick and not self.gate.blocks and prepare is not None:
+                self._kinds[spec] = self._new_kind(prepare, spec, placed, beside=extent.segment is not None)
         return None
 
-    def _new_kind(self, prepare: Prepare, spec: ArraySpec, placed: Placed) -> LoanKind:
+    def _new_kind(self, prepare: Prepare, spec: ArraySpec, placed: Placed, *, beside: bool) -> LoanKind:
         """Return what has the core lend arrays like one that was sent.
 
         What that calls knows nothing of the queue, as what the core calls for others (see `Sender`).
         """
         core = self._ring.ring.core
         core.bind_whose(current_task_of(self.gate.loop))
-        what = plain(self._code) | PLACED << 16 | placed.n_buffers << 32
-        numbers = self._room_for(spec.nbytes), placed.table, placed.copied, placed.main_bytes, mmap.PAGESIZE, what
+        what = plain(self._code, OVERFLOW if beside else INLINE) | PLACED << 16 | placed.n_buffers << 32
+        room = self._room_for(spec.nbytes)
+        numbers = room, placed.table, placed.copied, placed.main_bytes, mmap.PAGESIZE, what
         calls = partial(_opened, ref(self), WeakMethod(cast(Any, prepare)), spec), partial(_taken_over, ref(self), spec)
         array = spec.new, spec.shape, spec.dtype, spec.strides
-        return LoanKind(core, self._ring.loans.chunk_windows, array, placed.tail, numbers, *calls)
+        reserve = partial(_reserved, ref(self._ring.loans), room, placed.end) if beside else None
+        return LoanKind(core, self._ring.loans.chunk_windows, array, placed.tail, numbers, *calls, reserve)
 
     def take_over(self, spec: ArraySpec, lent: list[Any]) -> Loan[Any]:
         """Return the block of a loan that the core has given, which is to end as any other.
 
         Args:
             spec: What array it is.
-            lent: Has the array; emptied.
+            lent: Has the array, and what was reserved for it, if it lies in no chunk; emptied.
         """
         self.gate.take_loan()
         slot = self._ring.ring.claimed()
-        extent = self._ring.loans.extent(slot, self._room_for(spec.nbytes))
+        if len(lent) > 1:
+            reserved: Reserved = lent.pop()
+            extent = Extent(reserved.window, reserved.number)
+        else:
+            extent = self._ring.loans.extent(slot, self._room_for(spec.nbytes))
         loan: Loan[Any] = Loan(self, None, 0, _itself, _itself, None, spec)
         loan.resume(slot, extent, lent)
         return loan
@@ -406,6 +421,12 @@ def _opened(lender: ref[Lender], prepare: WeakMethod[Any], spec: ArraySpec) -> L
         raise EndClosed("the queue of this loan is gone")
     room = there._room_for(spec.nbytes)
     return Loan(there, prepares, room, lambda extent: extent.lend(spec), _itself, None, spec)
+
+
+def _reserved(loans: ref[Loans], room: int, size: int) -> Reserved | None:
+    """Return an overflow segment for a loan that the core gives; None: there is none."""
+    there = loans()
+    return None if there is None else there.reserve(room, size)
 
 
 def _taken_over(lender: ref[Lender], spec: ArraySpec, lent: list[Any]) -> Loan[Any]:

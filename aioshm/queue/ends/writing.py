@@ -424,7 +424,7 @@ class WritingEnd:
             messages=ring.ring.seq,
             max_chunks=ring.ring.layout.max_chunks,
             slots=ring.ring.layout.slots,
-            overflows=ring.overflows,
+            overflows=ring.ring.overflows_written(),
             backlog=max(audience.backlog() for audience in self._audiences),
             readers=self._alive(),
             nbytes=ring.ring.bytes_written() + self._sender.bytes_beside,

@@ -51,7 +51,6 @@ class RingAudience:
         roster: Who reads.
         listener: Where readers attach.
         overflow: How what does not fit a chunk is sent.
-        overflows: How many messages were sent so.
         loans: The memory that is lent.
         queue_id: The queue's.
         token: What a reader must know.
@@ -94,7 +93,6 @@ class RingAudience:
         self.roster: Roster = Roster(
             self.queue_id.hex()[:8], ranks, extra, self.ring, options.on_reader_death, self._welcome
         )
-        self.overflows: int = 0
         self._options = options
         segments = OverflowSegments(self.ring, self.queue_id, self.secret, self.roster.hand_over, self._second_way)
         self.overflow: Overflow = segments
@@ -265,7 +263,6 @@ class RingAudience:
         else:
             kind = OVERFLOW
             self.overflow.put(slot.header, parts, buffers, size)
-            self.overflows += 1
         self.ring.core.copied += size
         pack_header(slot.header, 0, kind, code, 0, len(buffers), self.ring.seq, monotonic_ns(), sum(map(len, parts)))
         self._commit()
@@ -295,7 +292,6 @@ class RingAudience:
             assert isinstance(self.overflow, OverflowSegments)
             kind = OVERFLOW
             self.overflow.mark(slot.header, extent.segment, placed.end)
-            self.overflows += 1
         ring.core.copied += placed.copied
         ring.core.claimed_bytes = placed.end
         header = kind, code, PLACED, placed.n_buffers, ring.seq, monotonic_ns(), placed.main_bytes

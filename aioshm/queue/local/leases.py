@@ -47,6 +47,7 @@ class Leases:
         loop: Calls back when a respite is over.
         writer_waits: Called when a slot went back and the writer is parked.
         may_keep: Returns whether a call waits for a message, and the writer does not wait for room.
+        secret: What the markers of overflow segments repeat.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Leases:
         loop: asyncio.AbstractEventLoop,
         writer_waits: Callable[[], object],
         may_keep: Callable[[], bool],
+        secret: bytes,
     ) -> None:
         self._windows = Windows(fd, layout)
         self._respites = layout.max_chunks > 2
@@ -70,7 +72,7 @@ class Leases:
         self._timer: asyncio.TimerHandle | None = None
         self._arrays: dict[bytes, tuple[Any, ...] | None] = {}
         if self._respites:
-            core.bind_arrays(self._windows.windows, self._arrays)
+            core.bind_arrays(self._windows.windows, self._arrays, secret)
 
     def know(self, main: bytes, array: Any) -> None:
         """Let the core show the next array of this kind.
@@ -184,6 +186,7 @@ class Leases:
         """Let nothing that is still held show the chunk any more."""
         if self._windows.settle(chunk, nbytes):
             self._core.copied += nbytes
+        self._core.pagemap = self._windows.pagemap.fd
 
     def close(self) -> None:
         """Leave a copy behind under every view that is still held. Idempotent."""
@@ -191,4 +194,5 @@ class Leases:
             self._timer.cancel()
             self._timer = None
         self._kept = None
+        self._core.pagemap = -1
         self._windows.close()

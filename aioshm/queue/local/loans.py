@@ -21,7 +21,7 @@ from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import ALIGNMENT, pack_table, placed_bytes
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.queue.encoded import parts_of
-from aioshm.queue.local.overflow import OverflowSegments
+from aioshm.queue.local.overflow import OverflowSegments, WrittenSegment
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at, round_up
 from aioshm.ring.lent import LentWindow
@@ -57,6 +57,24 @@ class Placed(NamedTuple):
     def end(self) -> int:
         """Where the body ends."""
         return self.table + len(self.tail)
+
+
+class Reserved(NamedTuple):
+    """An overflow segment for the next message, which the core lends and publishes; its order is known there.
+
+    Attributes:
+        window: What it is seen through.
+        written: The segment; it gets the message's number, and `uses`, when that is published.
+        uses: See `OverflowSegments.announce`.
+        marker: What goes into the slot.
+        number: The segment's.
+    """
+
+    window: LentWindow
+    written: WrittenSegment
+    uses: int
+    marker: bytes
+    number: int
 
 
 class ArraySpec:
@@ -298,6 +316,15 @@ class Loans:
                 number = self._segments.reserve(nbytes)
                 return Extent(self._segment_window(number), number)
         return Extent()
+
+    def reserve(self, nbytes: int, size: int) -> Reserved | None:
+        """Return an overflow segment of so many bytes, for a message that takes ``size`` of them, if there is one."""
+        with suppress(SharedMemoryError, OutOfDescriptors):
+            if self._segments is not None:
+                number = self._segments.reserve(nbytes)
+                window = self._segment_window(number)
+                return Reserved(window, *self._segments.announce(number, size), number)
+        return None
 
     def take_back(self, extent: Extent) -> bool:
         """Let nothing that was lent of an extent reach the message any more; return whether that took a copy.

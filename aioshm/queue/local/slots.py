@@ -50,8 +50,6 @@ class SlotReader:
         waker: Told when a slot went back and the writer is parked.
         make_leases: Makes what leased messages are seen through, which takes a descriptor.
 
-    Attributes:
-        overflows: How many messages did not fit a chunk.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class SlotReader:
         self._make_leases = make_leases
         self._leases: Leases | None = None
         self._shown: tuple[int, int, int] | None = None  # chunk, slot and bytes of what a lease sees where it lies
-        self.overflows: int = 0
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
         self._core.bind_beside(self._decode_beside)
 
@@ -160,6 +157,11 @@ class SlotReader:
     # Looking into slots
 
     @property
+    def overflows(self) -> int:
+        """How many messages did not fit a chunk."""
+        return self._core.overflows
+
+    @property
     def seq(self) -> int:
         """Sequence number of the next message."""
         return self._core.seq
@@ -179,7 +181,7 @@ class SlotReader:
         """Return what did not fit a slot's chunk, as `OverflowReader.body`."""
         body = self._overflow.body(slot.header, self.seq)
         if body is not None:
-            self.overflows += 1
+            self._core.overflows += 1
         return body
 
     def inline_body(self, slot: Slot) -> memoryview:
@@ -307,8 +309,10 @@ class SlotReader:
             main, buffers = (split_placed if how else split_body)(body, n_buffers, size)
             del body  # as the others: what an error's frames kept would be taken for a holder
             obj = self._view(main, buffers)
+            if how and n_buffers == 1 and size <= MOST_MAIN_BYTES:
+                self._learn(bytes(main), obj)
             self._note_shown(-1 - number, begin, nbytes)
-            self.overflows += 1
+            self._core.overflows += 1
             return obj
         return ELSEWHERE
 

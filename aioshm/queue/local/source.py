@@ -128,7 +128,8 @@ class RingSource:
 
         def make_leases() -> Leases:
             fd, layout = attachment.segment_fd, ring.layout
-            return Leases(fd, layout, ring.core, loop, waker.slot_is_free, self._may_keep)
+            secret = lifeline.welcome.secret
+            return Leases(fd, layout, ring.core, loop, waker.slot_is_free, self._may_keep, secret)
 
         slots: SlotReader | CopyingSlots
         if isinstance(core := ring.core, CopyingCore):

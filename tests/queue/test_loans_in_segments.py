@@ -1,0 +1,150 @@
+"""Loans and leases in overflow segments, given, found and ended by the core: what only segments can do."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from pairs import attached
+
+from aioshm import CorruptSlot, MessageQueue, native_core
+from aioshm.errors import SharedMemoryError
+from aioshm.queue.local.overflow import PassedSegments
+from aioshm.ring.segment import Segment
+
+CHUNK = 1 << 20
+SIZE = 1_300_000
+ROUNDS = 8
+MARKER_AT = 32
+
+native = pytest.mark.skipif(not native_core, reason="Python's blocks show and mark each")
+
+
+async def _lend(writer: MessageQueue, number: int, size: int = SIZE) -> None:
+    async with writer.loan(size, "uint8") as array:
+        array[:] = number
+
+
+async def _see(reader: MessageQueue, number: int, size: int = SIZE) -> None:
+    async with reader.lease(5) as array:
+        assert len(array) == size
+        assert (array == number).all()
+
+
+async def _warm(writer: MessageQueue, reader: MessageQueue, size: int = SIZE) -> None:
+    for number in range(ROUNDS):
+        await _lend(writer, number, size)
+        await _see(reader, number, size)
+
+
+def _segments(writer: MessageQueue) -> list[Any]:
+    segments: list[Any] = writer.end.ring.overflow.segments
+    return segments
+
+
+@native
+async def test_the_core_asks_nobody_where_a_segment_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        asked: list[int] = []
+        usual = PassedSegments.where
+        monkeypatch.setattr(PassedSegments, "where", lambda *args: asked.append(1) or usual(*args))
+        before = writer.stats(), reader.stats()
+        await _warm(writer, reader)
+        assert not asked
+        for end, then in zip((writer, reader), before, strict=True):
+            assert end.stats().overflows - then.overflows == ROUNDS
+            assert end.stats().copied_bytes - then.copied_bytes < 200 * ROUNDS
+            assert ROUNDS * SIZE < end.stats().bytes - then.bytes < ROUNDS * (SIZE + 512)
+
+
+async def test_segments_grow_and_are_used_for_other_sizes() -> None:
+    sizes = [SIZE, 2 * SIZE, 5 * SIZE, SIZE + 1]
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        for number in range(10 * len(sizes)):
+            size = sizes[number % len(sizes)] if number % 3 else SIZE
+            await _lend(writer, number, size)
+            await _see(reader, number, size)
+        assert len(_segments(writer)) <= 3
+        assert reader.stats().overflows == 10 * len(sizes)
+
+
+async def test_a_segment_that_becomes_free_during_a_block_is_not_taken_for_its_own() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        for number in range(ROUNDS):
+            await _lend(writer, 100 + number)
+            async with writer.loan(SIZE, "uint8") as array:
+                assert (await reader.dequeue(5) == 100 + number).all()
+                array[:] = number
+                held = array[7:]
+            with suppress(ValueError):
+                held[:] = 255
+            assert (await reader.dequeue(5) == number).all()
+            del held, array
+
+
+async def test_blocks_that_send_nothing_keep_no_segment() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        there = len(_segments(writer))
+
+        async def raising(number: int) -> None:
+            async with writer.loan(SIZE, "uint8") as array:
+                array[:] = 99
+                raise (ValueError("no") if number % 2 else asyncio.CancelledError)
+
+        for number in range(ROUNDS):
+            with pytest.raises(ValueError if number % 2 else asyncio.CancelledError):
+                await raising(number)
+        await writer.enqueue("between")
+        assert await reader.dequeue(5) == "between"
+        await _warm(writer, reader)
+        assert len(_segments(writer)) == there
+
+
+@pytest.mark.parametrize("offset", [0, 15, 16, 19, 20, 27, 28, 31])
+async def test_a_damaged_marker(offset: int) -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+        await _lend(writer, 1)
+        ring = writer.end.ring.ring
+        at = ring.slots.begin((ring.seq - 1) % len(ring.slots)) + MARKER_AT + offset
+        ring.slots.view[at] ^= 0x40
+        with pytest.raises(CorruptSlot):
+            async with reader.lease(5):
+                pytest.fail("it was shown")
+        await _lend(writer, 2)
+        await _see(reader, 2)
+
+
+async def test_where_no_segment_can_be_had_any_more_it_is_sent_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        await _warm(writer, reader)
+
+        def refuse(*_: Any, **__: Any) -> Segment:
+            raise SharedMemoryError(12, "no segment")
+
+        monkeypatch.setattr(Segment, "create", refuse)
+        for number in (1, 2, 3):  # more than there are segments
+            await _lend(writer, number)
+        for number in (1, 2, 3):
+            assert (await reader.dequeue(20) == number).all()
+
+
+async def test_a_named_loan_is_read_by_two_in_turn() -> None:
+    async with attached(2, chunk=CHUNK, chunks=3) as (writer, readers):
+        kept: list[Any] = []
+        for number in range(3 * ROUNDS):
+            await _lend(writer, number)
+            for reader in readers:
+                async with reader.lease(5) as array:
+                    assert (array == number).all()
+                    if number % 4 == 0:
+                        kept.append((number, array))
+        assert len(kept) == 2 * len(range(0, 3 * ROUNDS, 4))
+        for number, array in kept:
+            assert np.all(array == number)
