@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -22,7 +21,6 @@ from aioshm.engine.workers.envelope import (
     CANCEL,
     CREDIT,
     FAILURE,
-    ITEM,
     RESULT,
     STREAM,
     Envelope,
@@ -30,36 +28,14 @@ from aioshm.engine.workers.envelope import (
     Undecodable,
 )
 from aioshm.engine.workers.performing import Leave, Performer, failed, failure_of, hide_frames
+from aioshm.engine.workers.streaming import Streams, items_of
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, PeerDied, QueueClosed, QueueEmpty
 from aioshm.queue import Handle, MessageQueue, merge
 from aioshm.queue.ends.reading import ReadingEnd
 
-logger: logging.Logger = logging.getLogger("aioshm.engine")
-
 hide_frames(__file__)
 
 REQUESTS, STEPS = 0, 1
-
-
-class _Stream:
-    """A stream: its generator's items, as far as they may be made."""
-
-    def __init__(self, credit: int) -> None:
-        self.credit = credit
-        self.task: asyncio.Task[None]
-        self._more = asyncio.Event()
-
-    def give(self, credit: int) -> None:
-        """Let so many items more be made."""
-        self.credit += credit
-        self._more.set()
-
-    async def spend(self) -> None:
-        """Wait until an item may be made."""
-        while not self.credit:
-            self._more.clear()
-            await self._more.wait()
-        self.credit -= 1
 
 
 class _Work(NamedTuple):
@@ -109,7 +85,7 @@ class Serving:
         self._line: deque[_Work] = deque()
         self._early: deque[tuple[int, _Work]] = deque()  # requests that were sent after a step which has not come yet
         self._dropped: set[int] = set()  # requests in line that were cancelled
-        self._streams: dict[int, _Stream] = {}
+        self._streams = Streams(replies, self._reply, self._spawn)
         self._working: asyncio.Task[None] | None = None  # awaits what a call has returned, and goes on with the line
         self._awaited: int | None = None  # the number of the request whose method is awaited just now
         self._main: asyncio.Task[Any] | None = None
@@ -168,8 +144,7 @@ class Serving:
         if kind == CANCEL:
             self._cancel(call)
         elif kind == CREDIT:
-            if (stream := self._streams.get(call)) is not None:
-                stream.give(value)
+            self._streams.give(call, value)
         else:
             what = value.error if isinstance(value, Undecodable) else value
             work = _Work(call, what, kind == STREAM)
@@ -210,8 +185,8 @@ class Serving:
         if call == self._awaited:
             assert self._working is not None
             self._working.cancel()
-        elif (stream := self._streams.get(call)) is not None:
-            stream.task.cancel()
+        else:
+            self._streams.cancel(call)
 
     # Doing what is in line
 
@@ -268,13 +243,11 @@ class Serving:
             await self._reply(work.call, RESULT, result)
         else:
             try:
-                items = _items_of(result)
+                items = items_of(result)
             except Exception as error:
                 await self._fail(work, error)
                 return
-            stream = _Stream(work.what.items)
-            self._streams[work.call] = stream
-            stream.task = self._spawn(self._stream(work.call, stream, items))
+            self._streams.begin(work.call, items, work.what.items)
 
     async def _fail(self, work: _Work, error: BaseException) -> None:
         if work.call is None:
@@ -288,34 +261,6 @@ class Serving:
     async def _reply(self, call: int, kind: int, value: Any) -> None:
         reply = Envelope(kind, call, 0, value)
         await send_or_say_why(self._replies, reply, lambda error: Envelope(FAILURE, call, 0, failure_of(error)))
-
-    # Streams
-
-    async def _stream(self, call: int, stream: _Stream, items: Iterator[Any] | AsyncIterator[Any]) -> None:
-        """Send the items of a stream, and then how it has ended."""
-        kind, value = RESULT, None
-        try:
-            while (made := await self._next_item(stream, items)) is not None:
-                await self._replies.enqueue(Envelope(ITEM, call, 0, made[0]))
-                if isinstance(items, Iterator):
-                    await asyncio.sleep(0)  # calls have their turn
-        except (Exception, asyncio.CancelledError) as error:
-            kind, value = FAILURE, failure_of(error)
-        try:
-            await _close(items)
-        except (Exception, asyncio.CancelledError) as error:
-            if not self._stopping:
-                logger.warning("a stream's generator has raised while it was closed: %s", failure_of(error))
-        del self._streams[call]
-        if not self._stopping:
-            await self._reply(call, kind, value)
-
-    async def _next_item(self, stream: _Stream, items: Iterator[Any] | AsyncIterator[Any]) -> tuple[Any] | None:
-        await stream.spend()
-        try:
-            return (next(items) if isinstance(items, Iterator) else await anext(items),)
-        except (StopIteration, StopAsyncIteration):
-            return None
 
     # Tasks
 
@@ -335,7 +280,7 @@ class Serving:
 
     async def _stop(self) -> None:
         self._stopping = True
-        tasks = [stream.task for stream in self._streams.values()]
+        tasks = self._streams.stop()
         if self._working is not None:
             tasks.append(self._working)
         for task in tasks:
@@ -360,19 +305,3 @@ async def send_or_say_why(queue: MessageQueue, message: Any, failure: Callable[[
         raise
     except AioshmError as error:  # it cannot be encoded, is too large, or there is no memory for it
         await queue.enqueue(failure(error))
-
-
-def _items_of(result: Any) -> Iterator[Any] | AsyncIterator[Any]:
-    if hasattr(result, "__aiter__"):
-        return cast(AsyncIterator[Any], aiter(result))
-    if hasattr(result, "__iter__"):
-        return cast(Iterator[Any], iter(result))
-    raise TypeError(f"what is streamed must be a generator, or iterable otherwise, not {type(result).__qualname__}")
-
-
-async def _close(items: Iterator[Any] | AsyncIterator[Any]) -> None:
-    close = getattr(items, "aclose" if isinstance(items, AsyncIterator) else "close", None)
-    if callable(close):
-        closing = close()
-        if inspect.isawaitable(closing):
-            await closing
