@@ -17,9 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
+from _pytest.assertion import rewrite
 from _pytest.config import create_terminal_writer
 from hypothesis import settings
 
@@ -30,6 +32,7 @@ pytest_plugins = ["aioshm.testing.plugin"]  # also where what is installed is ol
 
 SLOW_COLLECTION_S = 0.01
 MAX_WORKERS = 6
+SAYS_NO_BYTECODE = sys.dont_write_bytecode
 
 # A deadline for each example would measure what else the machine does. What stands already, in CI, is kept.
 settings.register_profile("unhurried", settings(), deadline=None)
@@ -40,6 +43,8 @@ settings.load_profile("unhurried")
 def pytest_configure(config: pytest.Config) -> None:
     """Hear Ctrl-C, which a shell has had ignored by what it runs in the background, and by its children."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.dont_write_bytecode = False
+    _rewrite_share(config)
     if hasattr(config, "workerinput"):  # of pytest-xdist; the stacks of what hangs would go nowhere
         writer = create_terminal_writer(config, sys.__stderr__)
         config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
@@ -82,7 +87,24 @@ def nothing_left_behind() -> Iterator[None]:
     assert not left
 
 
+def _rewrite_share(config: pytest.Config) -> None:
+    """Rewrite the assertions of a share of the tests for every process: each would do it for all tests of its own.
+
+    It is more than half of what collecting tests takes. What pytest has rewritten once is on disk, like bytecode.
+    """
+    worker: dict[str, Any] = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    if worker["workercount"] == 1:
+        return  # alone, or the one that only hands out the tests: there is nobody to share with
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker["workerid"][2:]) :: worker["workercount"]]:
+        folder = rewrite.get_cache_dir(path)
+        rewritten = folder / (path.stem + rewrite.PYC_TAIL)
+        if rewrite.try_makedirs(folder) and rewrite._read_pyc(path, rewritten) is None:
+            stat, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, rewritten)
+
+
 def pytest_collection_finish() -> None:
+    sys.dont_write_bytecode = SAYS_NO_BYTECODE  # for the tests all is as it was
     gc.collect()
     gc.freeze()  # what the imports made, so that looking for garbage after each test is quick
 

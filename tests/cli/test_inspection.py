@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import os
 import pty
@@ -30,6 +31,17 @@ from aioshm.cli.inspection.top import KEYS, ordered
 from aioshm.observe import proc
 
 NAME = "inspected"
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name the queue of each test differently.
+
+    Commands see the queues of all processes, others may run these tests, and who has just looked at a queue that has
+    ended keeps it listed for a moment.
+    """
+    monkeypatch.setitem(globals(), "NAME", f"inspected-{os.getpid()}-{next(_numbers)}")
 
 
 @asynccontextmanager
@@ -224,15 +236,16 @@ class TestTop:
     async def test_orders(self) -> None:
         from aioshm.observe import Watch
 
-        async with MessageQueue(0, 0, name="b") as busy, MessageQueue(0, 0, name="a"):
+        a, b = f"a-{os.getpid()}", f"b-{os.getpid()}"
+        async with MessageQueue(0, 0, name=b) as busy, MessageQueue(0, 0, name=a):
             with Watch() as watch:
                 watch.look()
                 for _ in range(10):
                     await busy.enqueue(b"x")
-                both = [each for each in watch.look() if each.queue.label in "ab"]
-                assert [each.queue.label for each in ordered(both, "name")] == ["a", "b"]
-                assert [each.queue.label for each in ordered(both, "rate")] == ["b", "a"]
-                assert [each.queue.label for each in ordered(both, "age")] == ["b", "a"]
+                both = [each for each in watch.look() if each.queue.label in (a, b)]
+                assert [each.queue.label for each in ordered(both, "name")] == [a, b]
+                assert [each.queue.label for each in ordered(both, "rate")] == [b, a]
+                assert [each.queue.label for each in ordered(both, "age")] == [b, a]
                 for key in KEYS:
                     assert len(ordered(both, key)) == 2
 

@@ -141,7 +141,7 @@ def test_four_processes_receive_10_000_random_arrays() -> None:
 @pytest.mark.slow
 def test_a_reader_a_hundred_times_as_slow_as_the_writer() -> None:
     """It gets everything once and in order, and the writer, which has sent thirty windows in the end, does not grow."""
-    window, size, warm_up, count = 512 << 10, 32 << 10, 300, 500
+    window, size, warm_up, count = 512 << 10, 64 << 10, 300, 250
 
     async def read() -> None:
         arguments = [str(number) for number in (window, size, warm_up, count)]
