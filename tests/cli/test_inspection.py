@@ -236,7 +236,7 @@ class TestTop:
     async def test_orders(self) -> None:
         from aioshm.observe import Watch
 
-        a, b = f"a-{os.getpid()}", f"b-{os.getpid()}"
+        a, b = f"a-{NAME}", f"b-{NAME}"
         async with MessageQueue(0, 0, name=b) as busy, MessageQueue(0, 0, name=a):
             with Watch() as watch:
                 watch.look()
