@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,9 @@ def _rewrite_share(config: pytest.Config) -> None:
         folder = rewrite.get_cache_dir(path)
         rewritten = folder / (path.stem + rewrite.PYC_TAIL)
         if rewrite.try_makedirs(folder) and rewrite._read_pyc(path, rewritten) is None:
-            stat, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, rewritten)
+            with suppress(SyntaxError):  # told where it is collected
+                stat, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, rewritten)
 
 
 def pytest_collection_finish() -> None:
