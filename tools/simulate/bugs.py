@@ -42,6 +42,7 @@ BUGS = (
         "        self._asked = self.next\n",
         "        pass\n",
         "what was asked for in vain is not asked for again",
+        seed=17,
     ),
     Bug(
         "marks",
@@ -77,6 +78,7 @@ BUGS = (
         "        if seq < self.next or seq in self._early:\n            return False\n",
         "        if seq < self.next:\n            self.ready.append((message, nbytes))\n            return True\n",
         "what comes again is delivered again",
+        seed=29,
     ),
     Bug(
         "room",
@@ -91,6 +93,7 @@ BUGS = (
         "last = message.last + 1 if isinstance(message, Missing) else last + 1",
         "last = last + 1",
         "a reader that skips counts what it has lost wrong",
+        seed=18,
     ),
     Bug(
         "last-one",
@@ -98,6 +101,7 @@ BUGS = (
         "self.end is not None and self.next >= self.end",
         "self.end is not None and self.next >= self.end - 1",
         "a reader goes without the last message",
+        seed=26,
     ),
     Bug(
         "heirs",
@@ -105,6 +109,7 @@ BUGS = (
         "first = window.readers[rank] if heir else window.join(rank, hello.history)",
         "first = window.join(rank, hello.history)",
         "what was held for a replacement is not given to it",
+        seed=38,
     ),
     Bug(
         "leavers",
@@ -147,6 +152,7 @@ BUGS = (
         "        if self._timer is None:\n            self._tick()\n",
         "",
         "nobody looks whether readers live",
+        seed=49,
     ),
     Bug(
         "finished",
@@ -168,6 +174,7 @@ BUGS = (
         "        self.window.ask_again()\n",
         "",
         "what was asked for over a connection that broke is never asked for again",
+        seed=29,
     ),
     Bug(
         "wake-up",
@@ -175,6 +182,7 @@ BUGS = (
         "        if self.window.ready:\n            self._gate.wake()",
         "        if len(self.window.ready) == 1:\n            self._gate.wake()",
         "a reader is not woken where several messages come at once",
+        seed=85,
     ),
     Bug(
         "proof",
@@ -204,6 +212,7 @@ BUGS = (
         "        self._fingerprints.clear()  # older",
         "        pass  # older",
         "fingerprints belong to other numbers after a loss",
+        seed=11,
     ),
     Bug(
         "last-hole",
@@ -253,6 +262,7 @@ BUGS = (
         "return min(policy.backoff_s * 2.0**doublings, policy.backoff_max_s)",
         "return 0.0",
         "a crash loop takes all of a CPU",
+        seed=15,
     ),
     Bug(
         "expected",
@@ -282,6 +292,7 @@ BUGS = (
         "                self._kill_processes()  # the others may wait for it\n",
         "                pass\n",
         "an engine that dies while others of its group start stays dead",
+        seed=79,
     ),
     Bug(
         "late-lives",
@@ -289,6 +300,7 @@ BUGS = (
         "elif job.answered and ended and verdict in (Verdict.GAP, Verdict.NEXT):",
         "elif job.answered and ended and verdict is Verdict.GAP:",
         "what a dead publisher had sent is taken for its successor's",
+        seed=471,
     ),
     Bug(
         "old-lives",
@@ -296,6 +308,7 @@ BUGS = (
         "elif job.same and verdict is Verdict.BACK:",
         "elif False:",
         "what a dead publisher had sent is taken for another restart",
+        seed=80,
     ),
     Bug(
         "first-lives",
@@ -303,6 +316,7 @@ BUGS = (
         "            stream.doubted = True\n        stream.numbers.accept(",
         "            pass\n        stream.numbers.accept(",
         "what comes after a replay is taken for its publisher's",
+        seed=23,
     ),
     Bug(
         "whom-to-ask",
@@ -317,6 +331,7 @@ BUGS = (
         "stream.doubted = self._can_replay",
         "stream.doubted = False",
         "a publisher that came while the connection was down is taken for the old one",
+        seed=35,
     ),
     Bug(
         "half-answers",
@@ -345,6 +360,7 @@ BUGS = (
         "wave < self.wave or (wave == self.wave and self.running):",
         "wave <= self.wave:",
         "engines are not woken for a new wave",
+        seed=31,
     ),
     Bug(
         "silent-start",
@@ -352,6 +368,7 @@ BUGS = (
         "        self.running = True\n        return self.wave",
         "        self.running = True\n        return None",
         "an engine runs alone, and waits for the others",
+        seed=18,
     ),
     Bug(
         "woken",
@@ -359,6 +376,7 @@ BUGS = (
         "start.wave >= self.wave",
         "start.wave > self.wave",
         "an engine does not join the wave that begins",
+        seed=20,
     ),
     Bug(
         "paused",
@@ -366,6 +384,7 @@ BUGS = (
         "        self.wave += 1\n",
         "",
         "a wave that is over has the number of the next one",
+        seed=18,
     ),
     Bug(
         "balance",
