@@ -19,6 +19,9 @@ LOOK_AGAIN_S = 10.0
 BLOCK = 512
 """Bytes, in st_blocks; see stat(2)."""
 
+LOOKING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""How a ring is opened to be looked at. Memory never blocks: O_NONBLOCK only tells that this is none of its ends."""
+
 _OURS = re.compile(rf"/memfd:aioshm|/dev/shm/{NAME_PREFIX}")
 
 
@@ -114,10 +117,21 @@ def _look_at(pid: int, key: tuple[int, int] | None, now: float) -> _Seen:
         path = f"{folder}/{name}"
         with suppress(OSError):  # it was closed meanwhile
             link = os.readlink(path)
-            if _OURS.match(link):
+            if _OURS.match(link) and not _is_looked_at(folder, name):
                 status = os.stat(path)
                 links[path], identities[path] = link, (status.st_dev, status.st_ino)
     return _Seen(key, now, links, identities)
+
+
+def _is_looked_at(folder: str, name: str) -> bool:
+    """Return whether a descriptor is that of somebody who only looks: a queue that nobody else has open has ended.
+
+    Raises:
+        OSError: It was closed meanwhile.
+    """
+    with open(f"{folder}info/{name}") as info:
+        flags = next(line for line in info if line.startswith("flags:"))
+    return int(flags.split()[1], 8) & (os.O_ACCMODE | os.O_NONBLOCK) == LOOKING & ~os.O_CLOEXEC
 
 
 def _note(pid: int, seen: _Seen, found: dict[tuple[int, int], Segment]) -> bool:

@@ -95,6 +95,17 @@ def test_other_processes(planted: Planted) -> None:
     eventually(lambda: find_queue(planted.name).writer.state in ("zombie", "gone"))
 
 
+def test_a_queue_that_has_ended_is_not_kept_by_who_looks_at_it(planted: Planted) -> None:
+    with Watch(rescan_s=60) as looker:
+        processes = planted.queue("write", "read")
+        assert planted.name in [each.queue.label for each in looker.look()]
+        for process in processes:
+            process.kill()
+            process.wait()
+        with pytest.raises(QueueNotFound):
+            find_queue(planted.name)
+
+
 class TestChoosing:
     @staticmethod
     def queue(name: str, queue_id: str, pid: int) -> Any:
