@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
 from benchmarks.compare.cases import CADENCES_MS, CASES, Case
 from benchmarks.contestants import CONTESTANTS
+from benchmarks.contestants.contestant import Contestant
 from benchmarks.framework.contest import available
 from benchmarks.framework.harness import loop_factory
 from benchmarks.framework.loops import Order, answer, ask, listen, read, read_leased, send, tick
@@ -38,11 +39,10 @@ Slice: TypeAlias = Callable[[int], Awaitable[float]]
 async def main(name: str, seconds: float, loop: str, contestants: list[str]) -> None:
     """Play the part."""
     case = next(case for case in CASES if case.name == name)
-    wanted = [one for one in CONTESTANTS if one.name in contestants]
     slices: list[Slice] = []
     async with AsyncExitStack() as everybody:
         parts = []
-        for contestant in available(wanted, [case.workload]):
+        for contestant in playing(case, contestants):
             both_ways = case.kind == "round trips"
             staging = on_stage(
                 contestant, [case.workload], case.n_reader, loop_factory(loop), both_ways=both_ways, pinned=True
@@ -55,6 +55,12 @@ async def main(name: str, seconds: float, loop: str, contestants: list[str]) -> 
         while line := await asyncio.to_thread(sys.stdin.readline):
             number, count = map(int, line.split())
             say(await slices[number](count))
+
+
+def playing(case: Case, names: Collection[str]) -> list[Contestant]:
+    """Return who of these takes part in a case, here as in the comparison."""
+    wanted = [one for one in CONTESTANTS if one.name in names and one.name in case.contestants]
+    return available(wanted, [case.workload])
 
 
 def say(what: Any) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.before_after import estimate, judge
+from benchmarks.before_after import NAMES, USUAL, estimate, judge
+from benchmarks.compare.cases import CASES, Case
+from benchmarks.framework.slices import playing
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +48,13 @@ def test_one_round_that_was_disturbed_changes_little() -> None:
 )
 def test_what_an_interval_tells(low: float, high: float, verdict: str) -> None:
     assert judge(low, high, 3) == verdict
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_measured_of_who_takes_part_in_the_comparison(case: Case) -> None:
+    names = [one.name for one in playing(case, USUAL)]
+    assert names
+    assert set(names) <= set(case.contestants) & set(NAMES)
 
 
 @pytest.mark.slow

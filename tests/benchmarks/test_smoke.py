@@ -197,6 +197,17 @@ def test_churn(report: Any) -> None:
     assert len(report["promises"]) == 5
 
 
+@pytest.mark.slow
+def test_defaults() -> None:
+    report = run_json("defaults", "--only", "4k", "fanout-2")
+    kept = {promise["promise"]: promise for promise in report["promises"]}
+    assert [line for line in kept if "against the best sized ring" in line]
+    blocking = next(promise for line, promise in kept.items() if "aioshm blocking against aioshm" in line)
+    assert blocking["at_least"]
+    assert blocking["kept"] == (blocking["measured"] >= blocking["bound"])
+    assert any("control" in remark for remark in report["remarks"])
+
+
 @on("fanout", "uvloop")
 def test_fanout(report: Any) -> None:
     assert measured(report) == {(size, rival, n) for size in SIZES for rival in RIVALS for n in (1, 2)}
