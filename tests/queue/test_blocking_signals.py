@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+import psutil
 import pytest
 from faces import Thread, child, make_writer
 from support import eventually
@@ -231,6 +232,7 @@ def test_the_reader_is_killed_while_the_writer_waits() -> None:
         writer.wait_until_ready(20)
         reader.says("ready")
         os.kill(reader.pid, signal.SIGSTOP)
+        eventually(lambda: psutil.Process(reader.pid).status() == psutil.STATUS_STOPPED)  # not before: it would read on
         with pytest.raises(QueueFull):
             for number in range(10):
                 writer.enqueue_nowait((number, b""))
