@@ -59,6 +59,8 @@ async def run(settings: Settings, report: Report) -> None:
                         times = await _steps(step, method, n_workers, settings.seconds)
                         case = f"{method}, {n_workers} worker{'s' if n_workers > 1 else ''}"
                         report.result(case, name, n_workers).add(**latencies(times, slowest=False))
+    ratio = report.ratio("step, 2 workers", "aioshm", "mp.Pipe", "p50_us", n_reader=2)
+    report.hold("a step of a WorkerGroup with 2 workers: p50 against pipes that block their caller", ratio, "x", 1)
 
 
 async def _steps(step: Step, method: str, n_workers: int, seconds: float) -> list[float]:

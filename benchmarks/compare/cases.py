@@ -12,6 +12,8 @@ Kind = Literal["stream", "round trips", "cadence"]
 
 CADENCES_MS = [1, 2, 5, 10, 20, 50]
 QUICK_CADENCES_MS = [5, 20]
+CPU_BOUNDS = {1: 15, 5: 8, 20: 4}
+"""Of a core, in per cent, that a reader at a cadence of so many milliseconds takes at most."""
 
 AIOSHM = ["aioshm", "aioshm blocking"]
 SIZED = ["aioshm, sized", "aioshm, 256 slots", "aioshm, 1024 slots", "aioshm, 16384 slots"]

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.compare.cases import LOANED, MSGPACK, PING_PONG, RAW, SIZED, SMALL, T_1M, T_4K, T_16M, T_64K, T_64M
+from benchmarks.compare.cases import (
+    CPU_BOUNDS,
+    LOANED,
+    MSGPACK,
+    PING_PONG,
+    RAW,
+    SIZED,
+    SMALL,
+    T_1M,
+    T_4K,
+    T_16M,
+    T_64K,
+    T_64M,
+)
 from benchmarks.compare.measure import cadence_title
 from benchmarks.compare.memcpy import NAME as MEMCPY
 from benchmarks.framework.report import Report, bounded
@@ -80,7 +93,7 @@ def _all() -> Iterator[Bound]:
     for ours in ("aioshm", "aioshm blocking"):
         yield Bound(PING_PONG, ours, P50, 1 / 4, "iceoryx2 polling")
         yield Bound(PING_PONG, ours, P50, 1 / 50, "zmq.asyncio")
-    for period_ms, percent in ((1, 15), (5, 8), (20, 4)):
+    for period_ms, percent in CPU_BOUNDS.items():
         yield Bound(cadence_title(period_ms), "aioshm", P50, 1, "vLLM")
         yield Bound(cadence_title(period_ms), "aioshm", CPU, percent)
     for size in (T_1M, T_16M):

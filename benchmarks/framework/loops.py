@@ -190,10 +190,17 @@ class Heard:
     cpu_percent: float
 
 
-async def tick(ports: Ports, count: int, period_s: float) -> None:
-    """Send so many messages at a cadence, each with the time at which it was sent in place of its number."""
+async def tick(ports: Ports, count: int, period_s: float, seed: int = 0) -> None:
+    """Send so many messages at a cadence, each with the time at which it was sent in place of its number.
+
+    Args:
+        ports: What there is.
+        count: How many.
+        period_s: The mean of their gaps.
+        seed: Which gaps: the same again for the same number.
+    """
     send, turn, message, key = ports.send, ports.turn, ports.work.make(), ports.work.key
-    rng, due = random.Random(count), time.perf_counter() + 0.05
+    rng, due = random.Random(seed), time.perf_counter() + 0.05
     for _ in range(count):
         due += max(0.0, rng.gauss(period_s, JITTER * period_s))
         await turn()  # whatever its loop has still to do for the last message

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from benchmarks.compare.cases import SMALL
+from benchmarks.compare.cases import CPU_BOUNDS, SMALL
 from benchmarks.compare.install_vllm import DEVICES, extract, pinned
+from benchmarks.compare.measure import cadences
 from benchmarks.compare.promises import PROMISES, hold
+from benchmarks.framework.loops import Heard, Order
 from benchmarks.framework.report import Report
+from benchmarks.framework.stage import Stage
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60
@@ -77,6 +81,34 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(tmp_path: Path) -> None:
     done = run("--only", "dict", "--plot", str(tmp_path / "plot.svg"), code=2)
     assert "make bench-rivals" in done.stderr
     assert not done.stdout
+
+
+class Listening:
+    """What a stage does at a cadence, without its processes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.orders: list[tuple[int, int, int, int]] = []
+
+    async def perform(self, write: Order, read: Order) -> tuple[None, list[Heard]]:
+        sent, period_s, seed = write.args
+        warm_up, count = read.args
+        assert sent == warm_up + count
+        self.orders.append((round(period_s * 1e3), warm_up, count, seed))
+        return None, [Heard([1.0] * count, 1.0)]
+
+
+def test_bounded_cadences_are_listened_to_for_long_and_with_other_gaps_each_time() -> None:
+    report, stages = Report("compare", {}, {}), [Listening("aioshm"), Listening("vLLM")]
+    for _ in range(3):
+        for stage in stages:
+            asyncio.run(cadences(report, quick=False, stage=cast("Stage", stage)))
+    assert stages[0].orders == stages[1].orders, "the same for everybody"
+    counts = {period_ms: count for period_ms, _, count, _ in stages[0].orders}
+    assert min(counts[period_ms] for period_ms in CPU_BOUNDS) >= 300
+    assert counts[50] < 50, "where nothing is promised, a repetition stays short"
+    assert all(4 * warm_up >= count - 3 for _, warm_up, count, _ in stages[0].orders)
+    assert [seed for period_ms, *_, seed in stages[0].orders if period_ms == 20] == [0, 1, 2]
 
 
 def test_a_missed_promise_is_an_exit_code() -> None:

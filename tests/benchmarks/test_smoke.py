@@ -116,6 +116,15 @@ def test_startup(report: Any) -> None:
 def test_workers(report: Any) -> None:
     cases = {(f"{what}, {n} worker{'s' * (n > 1)}", n) for what in ("step", "megabyte") for n in (1, 2)}
     assert measured(report) == {(case, name, n) for case, n in cases for name in ("aioshm", "aioshm call", "mp.Pipe")}
+    p50 = {
+        found["contestant"]: found["figures"]["p50_us"]["median"]
+        for found in report["results"]
+        if "step, 2" in found["case"]
+    }
+    [promise] = report["promises"]
+    assert promise["promise"].startswith("a step of a WorkerGroup with 2 workers")
+    assert promise["bound"] == 1
+    assert promise["measured"] == pytest.approx(p50["aioshm"] / p50["mp.Pipe"])
 
 
 @on("events_publish", "asyncio")
