@@ -7,7 +7,7 @@ SIDE_BY_SIDE := -n auto --dist worksteal
 FAST_LANE := $(SIDE_BY_SIDE) -m "not slow" --hypothesis-profile fast
 NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
-.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals vllm sanitize fuzz simulate campaign verify litmus clean
+.PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals bench-defaults vllm sanitize fuzz simulate campaign verify litmus clean
 
 demo: .venv/.demo         ## a writer and two readers on real input, every message checked
 	$(BIN)/aioshm demo $(ARGS)
@@ -90,6 +90,9 @@ bench: .venv/.ready       ## every benchmark against its rivals, one after the o
 
 bench-rivals: .venv-rivals/.ready   ## aioshm against its rivals, in an environment of their own; fetches a wheel of 340 MB
 	.venv-rivals/bin/python -m benchmarks.compare $(ARGS)
+
+bench-defaults: .venv-rivals/.ready ## what rings promise that nobody sized, in one run, in the same environment
+	.venv-rivals/bin/python -m benchmarks.defaults $(ARGS)
 
 vllm: .venv-vllm/.ready   ## vLLM's executor on its own queue and on this one; fetches the same wheel, and what it imports
 	.venv-vllm/bin/python -m benchmarks.vllm_executor $(ARGS)

@@ -11,8 +11,8 @@ before; what drifts meanwhile does so for both. After some rounds all processes 
 
 A case's speed is the second tree's as a ratio to the first: of each life the median of its rounds, of the lives the
 mean; above 1 the second is faster. The interval has 95% of what comes of drawing lives and rounds again at random. A
-case is slower if all of its interval is by more than ``--within`` percent, and not slower if none of it is; else these
-rounds did not tell.
+case is slower if all of its interval is by more than ``--within`` percent and the control's interval reaches no further
+than that either way; it is not slower if none of its interval is. Else these rounds did not tell.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from math import exp, log
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import IO, Any, Self, TypeAlias
 
 from benchmarks.compare.cases import CASES
 from benchmarks.contestants import CONTESTANTS
@@ -42,6 +43,12 @@ USUAL = NAMES[:4]
 WITHIN = 3.0  # percent
 ROUNDS, QUICK_ROUNDS = 8, 1
 DRAWS = 2000
+
+ANSWER_S = 300.0
+"""How long an answer may take: the longest waits until every contestant of a case is on stage and was probed."""
+
+END_S = 30.0
+TAIL_BYTES = 8192
 
 Part: TypeAlias = tuple[str, str]
 """What is measured, and of which contestant."""
@@ -57,16 +64,26 @@ class Player:
         fitting: What they can measure, once they are ready, and how many messages make a slice.
     """
 
-    def __init__(self, tree: Tree, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, tree: Tree, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         self._tree = tree
         self._process = process
+        self._errors = errors
         self.fitting: dict[Part, int] = {}
 
     @classmethod
     async def start(cls, tree: Tree, case: str, settings: Settings) -> Self:
         """Start them."""
         command = ["-m", "benchmarks.framework.slices", case, str(settings.seconds), settings.more.loop]
-        return cls(tree, await tree.start(*command, *settings.names))
+        return await cls.of(tree, *command, *settings.names)
+
+    @classmethod
+    async def of(cls, tree: Tree, *command: str) -> Self:
+        """Start a tree's Python with these arguments."""
+        with ExitStack() as stack:  # a pipe for stderr that nobody reads would be full some day, and block who writes
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            process = await tree.start(*command, errors=errors)
+            stack.pop_all()
+            return cls(tree, process, errors)
 
     async def ready(self) -> None:
         """Wait until they are."""
@@ -80,18 +97,32 @@ class Player:
 
     async def _answer(self) -> Any:
         assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        line = await self._process.stdout.readline()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise BenchmarkError(f"{self._tree.path}: no answer within {ANSWER_S:g} s\n{self._said()}") from None
         if not line:
-            errors = (await self._process.stderr.read()).decode()
-            raise BenchmarkError(f"{self._tree.path}: {errors}")
+            raise BenchmarkError(f"{self._tree.path}: {self._said()}")
         return json.loads(line)
 
+    def _said(self) -> str:
+        """Return the end of what they wrote to stderr."""
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return self._errors.read().decode(errors="replace")
+
     async def end(self) -> None:
-        """End them."""
+        """End them; those that do not end by themselves are killed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        await self._process.communicate()
+        try:
+            async with asyncio.timeout(END_S):
+                await self._process.communicate()
+        except TimeoutError:
+            self._process.kill()  # who plays for it ends with it
+            await self._process.wait()
+        finally:
+            self._errors.close()
 
 
 async def run(settings: Settings, report: Report) -> None:
@@ -115,8 +146,9 @@ async def run(settings: Settings, report: Report) -> None:
             result = report.result(what, name, case.n_reader)
             result.add(speed=speed, lowest=low, highest=high)
             result.add(control=again, control_lowest=again_low, control_highest=again_high)
-            verdict = judge(low, high, settings.more.within)
-            speeds = f"{speed:.3f}x ({low:.3f} to {high:.3f}; control {again:.3f}x)"
+            verdict = judge(low, high, settings.more.within, (again_low, again_high))
+            controlled = f"control {again:.3f}x, {again_low:.3f} to {again_high:.3f}"
+            speeds = f"{speed:.3f}x ({low:.3f} to {high:.3f}; {controlled})"
             text = f"{verdict.upper()}: {what}, {name}, {case.n_reader} readers: {speeds}"
             progress(text)
             if verdict in verdicts:
@@ -166,11 +198,14 @@ def _mean(lives: Lives) -> float:
     return statistics.fmean(map(statistics.median, lives))
 
 
-def judge(low: float, high: float, within: float) -> str:
-    """Return what an interval of speeds tells: "slower", "not slower" or "not told"."""
+def judge(low: float, high: float, within: float, control: tuple[float, float]) -> str:
+    """Return what an interval of speeds tells beside its control's: "slower", "not slower" or "not told".
+
+    Where the control's interval reaches further than ``within``, so may chance: nothing is called slower there.
+    """
     bound = 1 - within / 100
     if high < bound:
-        return "slower"
+        return "slower" if bound <= control[0] and control[1] <= 1 / bound else "not told"
     return "not slower" if low >= bound else "not told"
 
 

@@ -5,8 +5,7 @@ that block against those that are awaited. Each ratio is the median of the repet
 the largest of them; "aioshm again" is the default ring a second time, whose ratio to the first is chance. The best of
 several rings is the one with the highest median, which is a little above what any of them does on average.
 
-    make bench-rivals                             builds .venv-rivals with every rival in its pinned version
-    .venv-rivals/bin/python -m benchmarks.defaults --check
+    make bench-defaults ARGS=--check     in .venv-rivals, which has every rival in its pinned version
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from benchmarks.framework.crew import BenchmarkError
 from benchmarks.framework.harness import Settings, main, progress
@@ -55,12 +55,14 @@ class Tree:
     path: Path
     folder: Path
 
-    async def start(self, *command: str) -> asyncio.subprocess.Process:
-        """Start its Python, with pipes to talk to it."""
+    async def start(
+        self, *command: str, errors: int | IO[bytes] = asyncio.subprocess.PIPE
+    ) -> asyncio.subprocess.Process:
+        """Start its Python, with pipes to talk to it; its stderr goes to a file, if one is given."""
         pipe = asyncio.subprocess.PIPE
         python = self.path / ".venv/bin/python"
         return await asyncio.create_subprocess_exec(
-            python, *command, cwd=self.folder, stdin=pipe, stdout=pipe, stderr=pipe
+            python, *command, cwd=self.folder, stdin=pipe, stdout=pipe, stderr=errors
         )
 
     async def run(self, *command: str) -> tuple[int | None, bytes, bytes]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aioshm
 from benchmarks.framework.crew import BenchmarkError
@@ -108,10 +108,12 @@ def main(
         describe(args.loop, packages),
         {"repeat": settings.repeat, "seconds": settings.seconds, "quick": settings.quick},
     )
-    before = signal.signal(signal.SIGTERM, _exit)
+    before = signal.getsignal(signal.SIGTERM)
     try:
         with asyncio.Runner(loop_factory=settings.loop_factory) as runner:
-            runner.run(run(settings, report))
+            runner.run(_until_terminated(run(settings, report)))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     except BenchmarkError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -184,8 +186,20 @@ def _publish(report: Report, json: str | None, results: Path | None) -> None:
         progress(f"all figures: {path.resolve()}")
 
 
-def _exit(number: int, _frame: object) -> NoReturn:
-    sys.exit(128 + number)  # unlike the default action, this ends the other processes first
+async def _until_terminated(measuring: Coroutine[Any, Any, None]) -> None:
+    """Measure; SIGTERM cancels that, so that the other processes are ended first.
+
+    What a plain handler raised could come up where nobody hears of it, as in what is run at a fork. Only the first
+    signal counts: `timeout` sends two, and another one would break off what the first one began.
+    """
+    task = asyncio.create_task(measuring)
+
+    def end() -> None:
+        if not task.cancelling():
+            task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+    await task
 
 
 def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
