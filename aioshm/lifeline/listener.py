@@ -182,7 +182,7 @@ class LifelineListener:
             sock.close()
             return True
         if len(self._connections) >= MAX_STRANGERS and len(strangers := self._strangers()) >= MAX_STRANGERS:
-            strangers[0].close()  # the oldest: a reader greets at once, so it is none
+            strangers[0].give_up()  # the oldest
         self._connections[sock] = _Connection(self, self._loop, self._host, sock, pid)
         if self._deadline is None:
             self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._drop_late)
@@ -268,21 +268,24 @@ class LifelineListener:
         for connection in list(self._connections.values()):
             connection.look()  # strangers, too: a greeting may have come a moment after its connection was accepted
 
-    def look_at(self, socks: Iterable[socket.socket]) -> None:
-        """Read what has come over some connections of admitted readers."""
+    def look_at(self, socks: Iterable[socket.socket]) -> bool:
+        """Read what has come over some connections of admitted readers; return whether any of them has ended."""
+        ended = False
         for sock in list(socks):
             connection = self._connections.get(sock)
             if connection is not None and connection.peer is not None:
                 connection.look()
+                ended |= sock not in self._connections
+        return ended
 
     def look_at_readers(self) -> None:
         """Report now which admitted readers have gone, if the loop can still be told."""
         if self._loop is not None and not self._loop.is_closed():
             self.look_at(self._connections)
 
-    def look_at_rank(self, rank: int) -> None:
-        """Notice now if the reader of this rank has gone: its successor may be heard of before that."""
-        self.look_at(
+    def look_at_rank(self, rank: int) -> bool:
+        """Notice now, and return, if a reader of this rank has gone: its successor may be heard of before that."""
+        return self.look_at(
             sock
             for sock, other in self._connections.items()
             if other.peer is not None and rank in (other.peer.rank, protocol.ANY_RANK)
@@ -460,6 +463,8 @@ class _Connection:
             self._host.missed(self._hello, self._said_goodbye)
             return
         self._listener.look_at_rank(self._hello.rank)
+        if self._sock.fileno() < 0:  # what the host did of that has closed this connection, too
+            return
         if self._bell is None and self._listener.bell is not None:
             try:
                 self._bell = Bell.create()
@@ -477,6 +482,8 @@ class _Connection:
             if self._host.awaits_end(hello):
                 self._waiting, self._asking = error, self._loop.call_later(ASK_S, self._find_place)
                 self._watch()
+            elif self._listener.look_at_rank(hello.rank):  # one has ended after it was asked for
+                self._put_off(self._find_place)
             else:
                 self._turn_down(error)
             return
@@ -492,7 +499,6 @@ class _Connection:
             return
         self._waiting = None
         self.peer = Peer(self._loop, self._sock, hello, self._pid, bell)
-        self.peer.hang_up = self.close
         if welcome.rank != protocol.ANY_RANK:
             self.peer.rank = welcome.rank
         self._listener.lacking = None
@@ -514,7 +520,10 @@ class _Connection:
         self._refuse(str(error), full=isinstance(error, NoPlaceVacant))
 
     def give_up(self) -> None:
-        """Hang up on a stranger that has had its time."""
+        """Hang up on a stranger that has had its time, unless its greeting only was not read, or answered, yet."""
+        self.look()
+        if self.peer is not None:
+            return
         if self._waiting is None:
             self.close()
         else:

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import socket
 from collections import deque
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from aioshm.lifeline.bell import Bell
@@ -57,7 +57,6 @@ class Peer:
         pid: Its process id as it saw itself.
         slow: What becomes of it when it is too slow.
         seen_pid: Its process id in this process' pid namespace, or 0 where it cannot be seen.
-        hang_up: Ends the connection, without a goodbye, and without news of it to the host.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Peer:
         self.pid: int = hello.pid
         self.slow: str = hello.slow
         self.seen_pid = seen_pid
-        self.hang_up: Callable[[], None] = sock.close
 
     def ring(self) -> None:
         """Wake the reader."""
@@ -89,7 +87,9 @@ class Peer:
         try:
             self._sock.send(EVICTED)
         except BlockingIOError:
-            self.hang_up()
+            # Not closed: only its own end of file tells that it writes to the ring no more, and its place is free.
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
         except OSError:
             pass  # as below
 

@@ -14,14 +14,15 @@ from multiprocessing.context import SpawnProcess
 import psutil
 import pytest
 from doors import TOKEN, Door, Reader, hello, knock, listen_for_ever, opened, read_for_ever, until_hung_up
-from loops import open_fds
+from loops import open_fds, turns
 from support import until
 
-from aioshm.errors import HandleError, PeerClosed, SharedMemoryError
+from aioshm.errors import HandleError, NoPlaceVacant, PeerClosed, SharedMemoryError
 from aioshm.lifeline import descriptors
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.listener import LifelineListener
-from aioshm.lifeline.protocol import BYE, GO, PROVEN, Welcome, pack, take_frame, unpack_answer
+from aioshm.lifeline.peer import Peer
+from aioshm.lifeline.protocol import BYE, GO, PROVEN, Hello, Welcome, pack, take_frame, unpack_answer
 
 spawn = get_context("spawn")
 
@@ -129,6 +130,85 @@ class TestLeaving:
                 await reader.hears("closed")
                 assert ("attached", 0) in door.log
                 reader.lifeline.close()
+
+    @pytest.mark.parametrize("said_goodbye", [False, True], ids=["dead", "left"])
+    async def test_one_that_is_evicted_while_its_socket_is_full_is_told_of_when_it_ends(
+        self, address: str, said_goodbye: bool
+    ) -> None:
+        """Else nobody could ever have its place. It finds the end of file after what it has not read yet."""
+        async with opened(address) as door:
+            sock = knock(address)
+            sock.send(pack(hello()))
+            await until(lambda: door.log, "the admission")
+            peer = door.peers[0]
+            with pytest.raises(BlockingIOError):
+                while True:
+                    peer._sock.send(GO * 65536)
+            peer.evict()
+            await turns(10)
+            assert door.log == [("attached", 0)], "its end is open, so it may still write to the ring"
+            peer.hand_over(door.segment)  # which comes to nothing, and turns in no circles
+            assert (await until_hung_up(sock)).endswith(GO)
+            if said_goodbye:
+                sock.send(BYE)
+            sock.close()
+            await until(lambda: door.log == [("attached", 0), ("left" if said_goodbye else "died", 0)], "its end")
+
+    async def test_a_reader_whose_end_is_seen_before_the_refusal_of_its_successor(
+        self, address: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its process was being ended when it was looked at, and has ended when it was asked for that."""
+        async with opened(address) as door:
+            first = await Reader.admitted(address)
+            admit = door.admit
+
+            def admit_one(greeting: Hello) -> tuple[Welcome, list[int]]:
+                if len(door.log) == 1:
+                    first.lifeline.close()
+                    raise NoPlaceVacant("no place is vacant")
+                return admit(greeting)
+
+            monkeypatch.setattr(door, "admit", admit_one)
+            second = await Reader.admitted(address)
+            assert door.log == [("attached", 0), ("left", 0), ("attached", 0)]
+            second.lifeline.close()
+
+    async def test_a_newcomer_that_is_closed_by_what_its_predecessor_s_end_brings_about(
+        self, address: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = open_fds()
+        async with opened(address) as door:
+            first = await Reader.admitted(address)
+            newcomer = dial(address, hello())
+            assert newcomer is not None
+            monkeypatch.setattr(door, "gone", lambda *_: door.close())
+            first.lifeline.close()
+            door.listener.look()
+            await turns(10)
+            assert door.log == [("attached", 0)]
+            newcomer.close()
+        assert open_fds() == before
+
+    async def test_what_is_looked_at_amid_the_news_of_an_end_is_told_once(
+        self, address: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with opened(address) as door:
+            readers = [await Reader.admitted(address, rank) for rank in range(5)]
+            door.log.clear()
+            gone = door.gone
+
+            def gone_and_looked(peer: Peer, said_goodbye: bool) -> None:
+                gone(peer, said_goodbye)
+                door.listener.look()
+
+            monkeypatch.setattr(door, "gone", gone_and_looked)
+            for reader in readers:
+                reader.lifeline.close()
+            await until(lambda: len(door.log) == 5, "the ends")
+            await turns(10)
+            assert sorted(door.log) == [("left", rank) for rank in range(5)]
+            last = await Reader.admitted(address)  # steps go on
+            last.lifeline.close()
 
     @pytest.mark.parametrize("last_words", [b"", PROVEN, PROVEN + BYE], ids=["", "proven", "goodbye"])
     async def test_a_reader_that_leaves_something_unread(self, address: str, last_words: bytes) -> None:

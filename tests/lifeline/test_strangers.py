@@ -161,6 +161,31 @@ class TestMany:
                 await reader.hears("go")
                 reader.lifeline.close()
 
+    async def test_readers_of_whom_many_come_at_once_are_no_strangers(self, address: str) -> None:
+        """They have greeted; that it was not read yet is the writer's own affair."""
+        async with opened(address) as door:
+            socks = [knock(address) for _ in range(250)]
+            for rank, sock in enumerate(socks):
+                sock.send(pack(hello(rank)))
+            await until(lambda: len(door.log) >= 250, "the admission of all")
+            assert sorted(door.log) == [("attached", rank) for rank in range(250)]
+            for sock in socks:
+                sock.close()
+            await until(lambda: len(door.log) == 500, "their ends")
+
+    async def test_a_reader_that_a_busy_writer_kept_waiting_is_no_stranger(
+        self, address: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with opened(address) as door:
+            sock = knock(address)
+            sock.send(pack(hello()))
+            monkeypatch.setattr(listening, "HELLO_TIMEOUT_S", 0.0)
+            door.listener._accept()
+            door.listener._drop_late()
+            assert door.log == [("attached", 0)]
+            sock.close()
+            await until(lambda: door.log[-1] == ("died", 0), "its end")
+
     @pytest.mark.usefixtures("impatient")
     async def test_do_not_keep_one_out_who_tries_again(self, address: str) -> None:
         async with opened(address):
