@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -104,6 +104,22 @@ async def test_a_killed_reader_is_named_to_a_waiting_writer(role: tuple[str, ...
             await writer.enqueue("and again")
         with pytest.raises(PeerDied):
             writer.enqueue_nowait("and again")
+
+
+async def test_no_call_goes_on_in_the_room_that_a_death_makes() -> None:
+    async with _writer() as writer, child("idle", writer.export_handle().to_json(), "0") as reader:
+        await writer.wait_until_ready(20)
+        await reader.says("ready")
+        with pytest.raises(QueueFull):
+            for _ in range(10):
+                writer.enqueue_nowait("fill")
+        reader.signal(signal.SIGKILL)
+        with pytest.raises(PeerDied):  # QueueFull until then
+            while True:
+                with suppress(QueueFull):
+                    writer.enqueue_nowait("and again")
+                    pytest.fail("it was sent to nobody")
+                await asyncio.sleep(0)
 
 
 async def _enqueue_until_error(writer: MessageQueue, reader: Child) -> None:

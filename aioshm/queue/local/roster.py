@@ -310,6 +310,8 @@ class Roster:
             self._leave(index)
         else:
             self._die(index)
+        if place.trouble is not None or not self._bells:
+            self.announce()  # now: else a call would go on in the room that this makes, as if all were well
 
     def _leave(self, index: int) -> None:
         place = self._places[index]
