@@ -71,6 +71,26 @@ def test_what_a_reader_must_not_see(tmp_path: Path, first: list[Note], second: l
     assert word in queue(tmp_path, first, second)
 
 
+@pytest.mark.parametrize(("last", "words"), [(9, {"lost"}), (10, set()), (13, set())])
+def test_a_writer_that_fails_closes_without_noting_all_that_it_sent(tmp_path: Path, last: int, words: set[str]) -> None:
+    names = ["SharedMemoryError", "AioshmError", "OSError", "Exception", "BaseException", "object"]
+    writer: list[Note] = [
+        ("epoch", EPOCH),
+        ("joined", 0, 3, 0),
+        ("sent", 10),
+        ("error", names, "[Errno 28] 0.0 MiB are needed", 28),
+    ]
+    reader: list[Note] = [("got", EPOCH, 0, last), ("end", "closed")]
+    assert set(judge(tmp_path, comers_writer_1=writer, comers_reader_0_3=reader)) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("x.so: cannot open shared object file: Too many open files", set()), ("x", {"nameless"})]
+)
+def test_a_module_that_cannot_be_imported_names_what_was_short(tmp_path: Path, text: str, words: set[str]) -> None:
+    assert set(judge(tmp_path, comers_writer_1=[("error", ["ImportError", "Exception"], text, None)])) == words
+
+
 def test_a_place_that_is_held_goes_on_where_it_was(tmp_path: Path) -> None:
     def wrong(name: str, first: int) -> set[str]:
         writer = [("epoch", EPOCH), ("died", 1, 2, 5, True), ("joined", 1, 3, first), ("sent", 9)]

@@ -13,7 +13,12 @@ from tools.campaign.queues import MOST_AT_ONCE, QUEUES
 
 NAMED = {"AioshmError", "MemoryError"}
 SHORTAGES = {23, 24, 11, 12, 28}  # ENFILE, EMFILE, EAGAIN, ENOMEM, ENOSPC
-NO_ROOM = ("can't start new thread", "failed to map segment", "cannot allocate memory")
+NO_ROOM = (
+    "can't start new thread",
+    "failed to map segment",
+    "cannot allocate memory",
+    "shared object file: Too many open files",
+)
 """What Python and the linker say where the part itself, not the library, finds no room for something."""
 UNCAUGHT = ("Exception in callback", "Task exception was never retrieved", "Exception ignored in", "Fatal Python error")
 GROWTH_MIB, GROWTH_AFTER_S, MORE_DESCRIPTORS = 48, 15.0, 64
@@ -195,9 +200,10 @@ class _Queue:
     def _judge_end(self, reader: Life, writer: Life, following: int, end: str, *, last: bool) -> None:
         sent = max((record.rest[0] for record in writer.of("sent")), default=0)
         closed = any(True for _ in writer.of("closing"))
+        failed = any(True for _ in writer.of("error"))  # then it has closed the queue, and not noted all that it sent
         if following > sent + MOST_AT_ONCE:
             self._complain("wrong", reader, f"read up to {following}, and {sent} were sent")
-        if end == "closed" and (not closed or following != sent):
+        if end == "closed" and (following < sent or (not failed and (not closed or following != sent))):
             self._complain("lost", reader, f"was told of the end at {following}, after {sent}; closed: {closed}")
         elif end == "PeerDied" and not self._remote and following < sent:
             self._complain("lost", reader, f"was told of the writer's death at {following}, after {sent}")
