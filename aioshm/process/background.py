@@ -7,13 +7,12 @@ stuck would keep the whole process. These are daemons, one for each call.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from aioshm.errors import OutOfThreads
-from aioshm.process.limits import naming_limits
+from aioshm.process.threads import start_thread
 
 T = TypeVar("T")
 
@@ -36,12 +35,13 @@ async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | 
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
+    outcome: Future[T] = Future()
 
     def unclaimed(value: T) -> None:
         if discard is not None:
             discard(value)
 
-    def deliver(outcome: Future[T]) -> None:
+    def deliver() -> None:
         error = outcome.exception()
         if done.done():
             if error is None:
@@ -52,20 +52,23 @@ async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | 
             done.set_exception(error)
 
     def work() -> None:
-        outcome: Future[T] = Future()
         _settle(outcome, function)
         try:
-            loop.call_soon_threadsafe(deliver, outcome)
+            loop.call_soon_threadsafe(deliver)
         except RuntimeError:  # the loop is closed: they have left
             if outcome.exception() is None:
                 unclaimed(outcome.result())
 
-    with naming_limits("work apart from the event loop"):
-        threading.Thread(target=work, name="aioshm-background", daemon=True).start()
+    thread = start_thread(work, name="aioshm-background", what="work apart from the event loop")
     try:
         while not done.done():
+            ended = not thread.is_alive()
             # A forked child that has closed its copy of the loop leaves asyncio's deaf to other threads: see epoll(7).
-            await asyncio.wait({done}, timeout=LOOK_S)
+            await asyncio.wait({done}, timeout=0 if ended else LOOK_S)
+            if ended and not done.done():  # it had no memory left to tell
+                if not outcome.done():
+                    raise MemoryError("a thread ended for want of memory, before its work was done")
+                deliver()
         return done.result()
     except asyncio.CancelledError:
         if done.done() and not done.cancelled() and done.exception() is None:  # it came together with the cancellation
@@ -96,8 +99,7 @@ def run_apart(function: Callable[[], T], within_s: float, overdue: Exception) ->
         OutOfThreads: None can be started; nothing was run.
     """
     outcome: Future[T] = Future()
-    with naming_limits("a call with a timeout"):
-        threading.Thread(target=_settle, args=(outcome, function), name="aioshm-apart", daemon=True).start()
+    start_thread(_settle, outcome, function, name="aioshm-apart", what="a call with a timeout")
     if not wait([outcome], within_s).done:
         raise overdue
     return outcome.result()
@@ -119,8 +121,8 @@ def _settle(outcome: Future[T], function: Callable[[], T]) -> None:
 def _discard_apart(discard: Callable[[T], object], value: T) -> None:
     # No daemon: it takes no time, and what it gives back may outlive the process.
     try:
-        threading.Thread(target=discard, args=(value,), name="aioshm-discard").start()
-    except RuntimeError:  # none can be started
+        start_thread(discard, value, name="aioshm-discard", what="giving back what nobody takes", daemon=False)
+    except OutOfThreads:
         discard(value)
 
 

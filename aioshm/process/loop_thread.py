@@ -8,10 +8,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from aioshm.errors import EndClosed, QueueClosed, RoleError
+from aioshm.process.threads import start_thread
 
+LOOK_S = 1.0
+"""How late it may be noticed that the thread has ended."""
 END_S = 10.0
 """How long the thread may take to end; more, and a callback is stuck in it."""
 
@@ -37,9 +41,8 @@ class LoopThread:
         self._gate = threading.RLock()  # a signal handler or the garbage collector may call while this thread does
         self._ended = False
         self.loop: asyncio.AbstractEventLoop = (loop_factory or asyncio.new_event_loop)()
-        self._thread = threading.Thread(target=_host, args=(self.loop,), name="aioshm-engine-client", daemon=True)
         try:
-            self._thread.start()
+            self._thread = start_thread(_host, self.loop, name="aioshm-engine-client", what=owner)
         except BaseException:
             self.loop.close()
             raise
@@ -76,7 +79,7 @@ class LoopThread:
         errand: _Errand[T] = _Errand()
         try:
             self._post(lambda: errand.run(function))
-            errand.wait()
+            self._wait_for(errand)
         except BaseException:
             self.post(errand.drop)
             raise
@@ -95,12 +98,12 @@ class LoopThread:
         errand: _Errand[T] = _Errand()
         try:
             self._post(lambda: errand.start(work))
-            errand.wait()
+            self._wait_for(errand)
         except (QueueClosed, RoleError):
             raise
         except BaseException:
             if self.post(errand.cancel):
-                errand.wait()
+                self._wait_for(errand)
             raise
         return errand.outcome()
 
@@ -124,7 +127,7 @@ class LoopThread:
         with self._gate:
             if not self._ended:
                 self._ended = True
-                self.loop.call_soon_threadsafe(self.loop.stop)
+                self._tell(self.loop.stop)
         if threading.get_ident() != self._thread.ident:
             self._thread.join(END_S)
         _running.discard(self)
@@ -134,12 +137,21 @@ class LoopThread:
         with self._gate:
             if not self._ended:
                 self._ended = True
-                self.loop.call_soon_threadsafe(lambda: self.loop.create_task(last()))
+                self._tell(lambda: self.loop.create_task(last()))
+
+    def _tell(self, function: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the thread has ended by itself, and closed the loop
+            self.loop.call_soon_threadsafe(function)
+
+    def _wait_for(self, errand: _Errand[Any]) -> None:
+        while not errand.wait(LOOK_S):
+            if not self._thread.is_alive() and not errand.wait(0):
+                raise EndClosed(f"the thread of {self._owner} has ended; its traceback is on the standard error")
 
     def _post(self, function: Callable[[], object]) -> None:
         self.check()
         with self._gate:  # what is posted before `end` is run before the loop stops
-            if self._ended:
+            if self._ended or self.loop.is_closed():
                 raise EndClosed(f"{self._owner} was closed")
             self.loop.call_soon_threadsafe(function)
 
@@ -157,9 +169,11 @@ class _Errand(Generic[T]):
         self._task: asyncio.Task[T] | None = None
         self._dropped = False
 
-    def wait(self) -> None:
-        self._done.acquire()
+    def wait(self, timeout: float) -> bool:
+        if not self._done.acquire(timeout=timeout):
+            return False
         self._done.release()
+        return True
 
     def outcome(self) -> T:
         if self._error is not None:

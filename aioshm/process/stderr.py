@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from aioshm.process.threads import start_thread
+
 KEPT_BYTES = 16 << 10
 """How much of the end of each stream is kept."""
 WAITING_BYTES = 1 << 20
@@ -79,9 +81,7 @@ class StderrRelay:
             self._streams[name] = _Stream(reader)
         try:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="aioshm-stderr", daemon=True)
-                thread.start()
-                self._thread = thread
+                self._thread = start_thread(self._run, name="aioshm-stderr", what="passing on what processes write")
             self._call()
             yield writer
         finally:

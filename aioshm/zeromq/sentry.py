@@ -16,7 +16,8 @@ from typing import Protocol
 
 import zmq
 
-from aioshm.process.limits import out_of_threads
+from aioshm.errors import OutOfThreads
+from aioshm.process.threads import start_thread
 
 # How long the thread lets data gather before it looks again: what a peer can send in between is its head start.
 _TURN_S = 0.0005
@@ -76,11 +77,11 @@ class Sentry:
     def _start(cls) -> Sentry:
         cls._current = sentry = cls()
         try:
-            threading.Thread(target=sentry._work, name="aioshm-guard", daemon=True).start()
-        except RuntimeError:
+            start_thread(sentry._work, name="aioshm-guard", what="what guards sockets against strangers")
+        except OutOfThreads:
             cls._current = None
             sentry._end()
-            raise out_of_threads("what guards sockets against strangers") from None
+            raise
         return sentry
 
     @classmethod

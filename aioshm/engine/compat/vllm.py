@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from aioshm.config import Options, vllm_options
 from aioshm.engine.compat.vllm_handle import Handle, as_queue_handle
 from aioshm.errors import AioshmError, QueueCancelled, QueueClosed
+from aioshm.process.threads import start_thread
 from aioshm.queue import api, blocking
 from aioshm.queue.ends.reading import ReadingEnd
 
@@ -283,9 +284,7 @@ def _close(queue: blocking.MessageQueue, pid: int) -> None:
         queue.close()
         return
     # This thread's loop may belong to other code; it waits no longer than it would without.
-    closing = threading.Thread(target=queue.close, name="aioshm-shutdown")
-    closing.start()
-    closing.join()
+    start_thread(queue.close, name="aioshm-shutdown", what="closing a queue apart from the event loop").join()
 
 
 def _adopted(made: api.MessageQueue) -> MessageQueue:

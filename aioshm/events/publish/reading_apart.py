@@ -11,12 +11,13 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import zmq
 
+from aioshm.errors import OutOfThreads
 from aioshm.events.publish.subscriptions import Subscriptions
+from aioshm.process.threads import start_thread
 from aioshm.zeromq.pump import Pump
 
 # For so long at a time: batches wait meanwhile.
@@ -38,7 +39,6 @@ class ReadingApart:
         self._socket = socket
         self._poll = select.poll()
         self._poll.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
-        self._pool: ThreadPoolExecutor | None = None
         self._pump: Pump | None = None
         self._lock = threading.Lock()  # held while the thread reads
         self._busy = self._awaited = self._closed = False
@@ -76,10 +76,9 @@ class ReadingApart:
         if self._busy or self._closed or self._pump is None:
             return
         try:
-            self._pool = self._pool or ThreadPoolExecutor(1, "aioshm-events-subscriptions")
             self._busy = True
-            self._pool.submit(self._work).add_done_callback(self._tell)
-        except RuntimeError:  # no thread can be had
+            start_thread(self._work, name="aioshm-events-subscriptions", what="reading many subscriptions")
+        except OutOfThreads:
             self._busy = False
             self._subscriptions.read()
         else:
@@ -90,30 +89,28 @@ class ReadingApart:
         self._closed = True
         if self._pump is not None:
             self._pump.pause()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
         with self._lock:
             return
 
-    def _work(self) -> bool:
-        with self._lock:
-            until = time.monotonic() + _TURN_S
-            more = not self._closed
-            while more and time.monotonic() < until:
-                more = not self._closed and self._subscriptions.read()
-            return more
+    def _work(self) -> None:
+        more = False
+        try:
+            with self._lock:
+                until = time.monotonic() + _TURN_S
+                more = not self._closed
+                while more and time.monotonic() < until:
+                    more = not self._closed and self._subscriptions.read()
+        finally:
+            with suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._done, more)
 
-    def _tell(self, done: Future[bool]) -> None:
-        with suppress(RuntimeError):  # the loop was closed
-            self._loop.call_soon_threadsafe(self._done, done)
-
-    def _done(self, done: Future[bool]) -> None:
+    def _done(self, more: bool) -> None:
         self._busy = False
         if self._closed:
             return
         assert self._pump is not None
         self._pump.resume()
-        if done.result():
+        if more:
             self._loop.call_soon(self._read)
         if self._awaited:
             self._awaited = False

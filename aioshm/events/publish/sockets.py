@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 import zmq
 
+from aioshm.errors import OutOfThreads
 from aioshm.events.endpoints import check_endpoint, for_rank, is_wildcard, publisher_binds
 from aioshm.events.publish.admission import Admission
 from aioshm.events.publish.reading_apart import ReadingApart
@@ -17,6 +17,7 @@ from aioshm.events.publish.replay_server import CLIENT_BUFFER_BYTES, CLIENT_HWM,
 from aioshm.events.publish.subscriptions import Subscriptions
 from aioshm.lifeline.address import is_own_address
 from aioshm.logs import LogLimiter
+from aioshm.process.threads import start_thread
 from aioshm.zeromq.context import context_for
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
@@ -285,10 +286,9 @@ def _terminate(context: zmq.Context[zmq.Socket[bytes]]) -> asyncio.Future[None] 
         except RuntimeError:  # the loop was closed meanwhile: nobody waits any more
             logger.debug("an event loop was closed before its publisher's context ended")
 
-    thread = threading.Thread(target=work, name="aioshm-events-close", daemon=True)
     try:
-        thread.start()
-    except RuntimeError:  # none can be started; what is left may take its time all the same
+        thread = start_thread(work, name="aioshm-events-close", what="closing a publisher of events")
+    except OutOfThreads:  # what is left may take its time all the same
         context.term()
         return None
     return done

@@ -23,6 +23,7 @@ from aioshm.events.publish.base import EventPublisher
 from aioshm.events.publish.publisher import ZmqEventPublisher
 from aioshm.events.stats import PublisherStats
 from aioshm.process.limits import check_descriptors, naming_limits
+from aioshm.process.threads import start_thread
 
 _T = TypeVar("_T")
 
@@ -94,9 +95,8 @@ class ThreadedEventPublisher(EventPublisher):
         with naming_limits(what):
             self._loop = asyncio.new_event_loop()
             # The thread must not know this object, or it could never be collected.
-            self._thread = threading.Thread(target=_host, args=(self._loop,), name="aioshm-events", daemon=True)
             try:
-                self._thread.start()
+                self._thread = start_thread(_host, self._loop, name="aioshm-events", what=what)
             except BaseException:
                 self._loop.close()
                 raise

@@ -7,7 +7,6 @@ import hmac
 import logging
 import os
 import secrets
-import threading
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -20,6 +19,7 @@ from aioshm.lifeline.peer import Peer
 from aioshm.lifeline.protocol import Hello, Welcome
 from aioshm.process.background import run_apart
 from aioshm.process.limits import check_descriptors, naming_limits
+from aioshm.process.threads import start_thread
 from aioshm.queue.groups.process_group import ObjectGroup, as_group, check_rank, gather, tell
 from aioshm.ring.layout import VERSION
 from aioshm.ring.segment import Segment
@@ -103,19 +103,19 @@ class _Door:
     def __init__(self, options: Options, world_size: int) -> None:
         queue_id, token, secret = secrets.token_bytes(16), secrets.token_bytes(32), secrets.token_bytes(_SECRET_BYTES)
         self._world_size = world_size
-        with naming_limits("finding out who shares memory"), ExitStack() as undo:
+        what = "finding out who shares memory"
+        with naming_limits(what), ExitStack() as undo:
             self._segment = Segment.create(_SECRET_BYTES + world_size * _MARK_BYTES, options.backing)
             undo.callback(self._segment.close)
             self._segment.view[:_SECRET_BYTES] = secret
             address = new_address(options, queue_id, "probe")
             self._listener = LifelineListener(address, queue_id, token, backlog=max(64, world_size))
             undo.callback(self._listener.close)
-            check_descriptors("finding out who shares memory", _LOOP_DESCRIPTORS)
+            check_descriptors(what, _LOOP_DESCRIPTORS)
             self._loop = asyncio.SelectorEventLoop()
             undo.callback(self._loop.close)
             self._listener.start(self._loop, self)
-            self._thread = threading.Thread(target=self._loop.run_forever, name="aioshm-probe", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._loop.run_forever, name="aioshm-probe", what=what)
             undo.pop_all()
         self.invitation = _Invitation(address, queue_id, token, secret, self._segment.name, self._segment.size)
 

@@ -32,6 +32,7 @@ from aioshm.errors import CorruptSlot, SharedMemoryError
 from aioshm.lifeline.address import new_address
 from aioshm.lifeline.peer import Peer
 from aioshm.process.limits import Reserve, naming_limits
+from aioshm.process.threads import start_thread
 from aioshm.queue.local.overflow import BY_ZEROMQ, pack_marker
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.outgoing import Outbox, Outgoing
@@ -111,8 +112,7 @@ class OverflowPublisher:
             self._woken, self._wake = os.pipe()
             undo.callback(os.close, self._woken)
             undo.callback(os.close, self._wake)
-            self._thread = threading.Thread(target=self._serve, name="aioshm-overflow", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._serve, name="aioshm-overflow", what=what)
             undo.pop_all()
         sockets.close_first(self._stop)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import threading
 from collections.abc import Callable
 from functools import partial
 from time import monotonic, sleep
@@ -16,6 +15,7 @@ from aioshm.config import Options
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline.address import own_address
 from aioshm.process.limits import naming_limits
+from aioshm.process.threads import start_thread
 from aioshm.queue.names.identity import Identity
 from aioshm.queue.remote import wire
 from aioshm.zeromq.curve import CurveKeys
@@ -143,7 +143,7 @@ class WriterSockets:
             try:
                 zap.setsockopt(zmq.LINGER, 0)
                 zap.bind(_ZAP)
-                threading.Thread(target=_answer, args=(zap, z85.decode(key)), name="aioshm-zap", daemon=True).start()
+                start_thread(_answer, zap, z85.decode(key), name="aioshm-zap", what="a writer with remote readers")
             except BaseException:
                 zap.close()  # it is the thread's, which is not there
                 raise
