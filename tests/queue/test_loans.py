@@ -144,6 +144,7 @@ async def test_a_name_that_was_bound_to_something_over_the_array(like: Any, deri
         assert _is(await reader.dequeue(5), 7, 100_000)
 
 
+@pytest.mark.usefixtures("long_respite")
 @pytest.mark.parametrize("size", [100_000, 2_000_000], ids=["chunk", "segment"])
 async def test_one_name_alone_costs_no_copy(size: int) -> None:
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
@@ -486,6 +487,7 @@ def test_pyarrow_and_dlpack() -> None:
             del column
 
 
+@pytest.mark.usefixtures("long_respite")
 def test_blocking_ends_copy_nothing_however_often() -> None:
     with (
         make_writer(chunk=CHUNK) as writer,
@@ -645,6 +647,7 @@ def test_a_queue_of_either_core() -> None:
     code = (
         "import asyncio, aioshm, test_loans\n"
         "assert not aioshm.native_core\n"
+        "aioshm.queue.local.leases.RESPITE_S = 60.0\n"
         "asyncio.run(test_loans.test_one_name_alone_costs_no_copy(100_000))\n"
         "asyncio.run(test_loans.test_one_name_alone_costs_no_copy(2_000_000))\n"
     )

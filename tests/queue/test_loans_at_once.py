@@ -56,6 +56,7 @@ def _scribble(array: Any) -> None:
         array[:] = 255
 
 
+@pytest.mark.usefixtures("long_respite")
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
 async def test_arrays_of_several_kinds(codec: str) -> None:
     kinds = [(SIZE, "uint8"), ((300, 500), "<i4"), ((70_000, 1), "float64"), ((2, 40_000, 3), ">i2")]
