@@ -444,6 +444,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
                 was sent.
         """
         writer = self._writer or self._wrong_end("loan", "writer")
+        if timeout is None and (kind := writer.lender.kind_of(shape, dtype, like)) is not None:
+            return kind.block()
         return writer.lender.loan(writer.prepare, ArraySpec.of(shape, dtype, like), timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
