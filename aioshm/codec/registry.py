@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NewType, get_origin
 
 from aioshm.arguments import shown
-from aioshm.codec.base import Codec, Loads, Typed, Views
+from aioshm.codec.base import Codec, Typed
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.codec.raw import RawCodec
@@ -100,8 +100,9 @@ def typed_codec(codec: str | Codec, type: Any) -> Codec:  # noqa: A002  # what M
 
 def loads_of(codec: Codec) -> Callable[[bytes], Any]:
     """Return the function that decodes a message without buffers: ``loads``, or ``decode`` in that form."""
-    if isinstance(codec, Loads):
-        return codec.loads
+    own: Callable[[bytes], Any] | None = getattr(codec, "loads", None)  # `isinstance` takes 40 us for a protocol
+    if own is not None:
+        return own
     decode = codec.decode
 
     def loads(data: bytes) -> Any:
@@ -112,7 +113,8 @@ def loads_of(codec: Codec) -> Callable[[bytes], Any]:
 
 def view_of(codec: Codec) -> Callable[[memoryview, Sequence[memoryview]], Any]:
     """Return the function that decodes a message in place: the codec's ``view``, or its ``decode``, which copies."""
-    return codec.view if isinstance(codec, Views) else codec.decode
+    own: Callable[[memoryview, Sequence[memoryview]], Any] = getattr(codec, "view", codec.decode)
+    return own
 
 
 def _check_parts(codec: Codec) -> None:

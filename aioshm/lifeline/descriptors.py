@@ -11,7 +11,8 @@ from aioshm.lifeline.protocol import MAX_GREETING_BYTES, OVERFLOW
 
 _MAX_FDS = 3
 _CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux; macOS tells the end of a Unix socket by the other one
-_RECV_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # SCM_RIGHTS does not keep the flag by itself
+_RECV_FLAGS = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # SCM_RIGHTS does not keep the flag by itself
+_PEEK, _CUT = int(socket.MSG_PEEK), int(socket.MSG_CTRUNC)  # as the enumeration they are, `|` and `&` take 10 us
 _PEEKS = sys.platform == "linux"  # whether MSG_PEEK hands out descriptors, too, and leaves them where they are
 
 
@@ -24,7 +25,7 @@ def receive_next(sock: socket.socket) -> tuple[bytes, list[int], bool]:
     if not _PEEKS:
         data, fds, _ = receive(sock)
         return data, fds, False
-    data, fds, cut = receive(sock, socket.MSG_PEEK)
+    data, fds, cut = receive(sock, _PEEK)
     cut = cut and OVERFLOW in data
     if cut:
         data = data[: data.index(OVERFLOW)]
@@ -43,7 +44,7 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, list(fds), bool(flags & socket.MSG_CTRUNC)
+    return data, list(fds), bool(flags & _CUT)
 
 
 def has_hung_up(sock: socket.socket) -> bool:

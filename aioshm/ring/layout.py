@@ -146,9 +146,9 @@ class Pool(NamedTuple):
         return self.start + self.chunks * self.stride
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
-    """Offsets, all in bytes from the start of the segment.
+    """Offsets, all in bytes from the start of the segment; each is reckoned once.
 
     Attributes:
         n_reader: Readers of the ring.
@@ -186,11 +186,11 @@ class Layout:
             traced,
         )
 
-    @property
+    @functools.cached_property
     def reader_lines(self) -> int:
         return READERS_PARKED + round_up(self.n_reader, LINE)
 
-    @property
+    @functools.cached_property
     def header_bytes(self) -> int:
         return round_up(self.name_at + NAME_BYTES, PAGE)
 
@@ -199,7 +199,7 @@ class Layout:
         """Where the queue's name is."""
         return self.histogram(self.n_reader)
 
-    @property
+    @functools.cached_property
     def slot_bytes(self) -> int:
         return SLOT_HEADER_BYTES + round_up(self.inline_bytes, LINE) + (LINE if self.traced else 0)
 
@@ -212,12 +212,17 @@ class Layout:
     def slots_end(self) -> int:
         return self.header_bytes + self.slots * self.slot_bytes
 
-    @property
+    @functools.cached_property
     def pools(self) -> tuple[Pool, ...]:
         """The chunks by size, the largest first."""
-        return _pools(self)
+        pools = [_pool(self.slots_end, self.max_chunk_bytes, self.max_chunks, 0)]
+        for room, count in SMALL_CHUNKS:
+            if self.inline_bytes < room <= self.max_chunk_bytes // 2:
+                last = pools[-1]
+                pools.append(_pool(last.end, room, min(count, self.slots), last.first + last.chunks))
+        return tuple(pools)
 
-    @property
+    @functools.cached_property
     def metadata_offset(self) -> int:
         return round_up(self.pools[-1].end, PAGE)
 
@@ -225,7 +230,7 @@ class Layout:
     def flag_bytes(self) -> int:
         return 1 + self.n_reader
 
-    @property
+    @functools.cached_property
     def total_bytes(self) -> int:
         return round_up(self.metadata_offset + self.slots * self.flag_bytes, PAGE)
 
@@ -257,16 +262,6 @@ class Layout:
         """Return the bytes that open the segment."""
         sizes = (self.n_reader, self.max_chunk_bytes, self.max_chunks, self.slots, self.inline_bytes, self.traced)
         return PREAMBLE.pack(MAGIC, VERSION, *sizes, queue_id)
-
-
-@functools.lru_cache
-def _pools(layout: Layout) -> tuple[Pool, ...]:
-    pools = [_pool(layout.slots_end, layout.max_chunk_bytes, layout.max_chunks, 0)]
-    for room, count in SMALL_CHUNKS:
-        if layout.inline_bytes < room <= layout.max_chunk_bytes // 2:
-            last = pools[-1]
-            pools.append(_pool(last.end, room, min(count, layout.slots), last.first + last.chunks))
-    return tuple(pools)
 
 
 def _pool(behind: int, room: int, count: int, first: int) -> Pool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from time import monotonic
 
@@ -54,10 +54,10 @@ def _quotas(cgroup: Path, places: Path) -> Iterator[float]:
     In a container's cgroup namespace, or its mount of the v1 hierarchies, the own one is the root. Elsewhere, as under
     systemd, it lies below, and any level may have a quota (cgroups(7)).
     """
-    for root, place in _own_cgroups(str(cgroup), str(places)):
+    for root, place, quota_of in _own_cgroups(str(cgroup), str(places)):
         folder = f"{root}/{place}" if place else root
         while True:
-            quota = _quota_v2(folder) or _quota_v1(folder)
+            quota = quota_of(folder)
             if quota is not None:
                 yield quota
             if folder == root:
@@ -65,8 +65,8 @@ def _quotas(cgroup: Path, places: Path) -> Iterator[float]:
             folder = os.path.dirname(folder)
 
 
-def _own_cgroups(cgroup: str, places: str) -> Iterator[tuple[str, str]]:
-    """Yield the root of each hierarchy that may have quotas, and where this process is below it."""
+def _own_cgroups(cgroup: str, places: str) -> Iterator[tuple[str, str, Callable[[str], float | None]]]:
+    """Yield the root of each hierarchy that may have quotas, where this process is below it, and what reads them."""
     below: dict[str, str] = {}  # by controller; "" is v2
     try:
         for line in _read(places).splitlines():
@@ -75,15 +75,15 @@ def _own_cgroups(cgroup: str, places: str) -> Iterator[tuple[str, str]]:
                 below[controller] = place.strip("/")
     except (OSError, ValueError):
         pass  # no /proc, or no cgroups: only what is at the roots counts
-    for root, controller in (
-        (cgroup, ""),
-        (f"{cgroup}/unified", ""),
-        (f"{cgroup}/cpu", "cpu"),
-        (f"{cgroup}/cpu,cpuacct", "cpu"),
+    for root, controller, quota_of in (
+        (cgroup, "", _quota_v2),
+        (f"{cgroup}/unified", "", _quota_v2),
+        (f"{cgroup}/cpu", "cpu", _quota_v1),
+        (f"{cgroup}/cpu,cpuacct", "cpu", _quota_v1),
     ):
         place = below.get(controller, "")
         # A path that leads out of this namespace, or that a container does not see, is of no use here.
-        yield root, place if place and ".." not in place and os.path.isdir(f"{root}/{place}") else ""
+        yield root, place if place and ".." not in place and os.path.isdir(f"{root}/{place}") else "", quota_of
 
 
 def _quota_v2(folder: str) -> float | None:
@@ -115,7 +115,7 @@ def _share(granted: str, period: str) -> float | None:
 
 
 def _read(path: str) -> str:
-    """Return what a small file has. A reader that attaches waits for ten of them, and `pathlib` takes 60 us each."""
+    """Return what a small file has. A reader that attaches waits for six of them, and `pathlib` takes 60 us each."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, _MAX_BYTES).decode()

@@ -240,4 +240,4 @@ def _codec_for(handle: Handle, codec: str | Codec | None, message: Any) -> Codec
         raise
     if own.name != handle.codec:
         raise ValueError(f"codec must be {handle.codec!r}, as the handle says, not {own.name!r}")
-    return typed_codec(own, message)
+    return own if message is None else typed_codec(own, message)
