@@ -41,8 +41,11 @@ class TestLatency:
         backdate(pair, 0, age_ns)
         assert pair.reader.take() == b"x"
         [row] = header_of(pair).readers
+        told_ns = row.latency.sum_ns
+        assert age_ns <= told_ns < age_ns + 60e9
+        if told_ns.bit_length() > age_ns.bit_length():  # this process waited that long for a CPU
+            bucket = min(bucket + told_ns.bit_length() - age_ns.bit_length(), at.LATENCY_BUCKETS - 1)
         assert row.latency.counts[bucket] == row.latency.samples == 1
-        assert age_ns <= row.latency.sum_ns < age_ns + 60e9
 
     def test_of_what_was_published_in_the_future(self, new_pair: NewPair) -> None:
         pair = new_pair()
