@@ -46,12 +46,15 @@ async def have(name: str) -> None:
 async def have_and_fork(name: str) -> None:
     """Have a name, and a child that has nothing to do with it and lives on."""
     writer = MessageQueue(1, 1, name=name)
+    forked, tells = os.pipe()
     pid = os.fork()
     if not pid:
-        for fd in range(3):
+        for fd in (0, 1, 2, forked, tells):  # the last one tells that it has let go of the rest
             os.close(fd)
         while True:
             signal.pause()
+    os.close(tells)
+    os.read(forked, 1)
     say(f"child {pid}")
     await asyncio.sleep(1000)
     await writer.aclose()

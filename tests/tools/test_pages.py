@@ -40,16 +40,21 @@ def _blocks(page: Path) -> list[object]:
         if _blocks(page)
     ],
 )
-def test_blocks_run(page: Path, tmp_path: Path) -> None:
+def test_blocks_run(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    runtime = tmp_path_factory.mktemp("r")  # short, as paths of sockets have to be
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those that a new user has are enough, and start sooner
     env["PYTEST_PLUGINS"] = "anyio.pytest_plugin,aioshm.testing.plugin"
+    env["XDG_RUNTIME_DIR"] = str(runtime)
     with socket.create_server(("127.0.0.1", 0)) as free:
         env["PORT"] = str(free.getsockname()[1])
     runner = [sys.executable, ROOT / "tests/tools/page_blocks.py", ROOT / page]
     done = subprocess.run(runner, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    left = [path for path in runtime.rglob("*") if not path.is_dir()]
+    # What a page leaves running is ended by SIGTERM; the next writer with a name removes what that leaves.
+    assert [path for path in left if path.suffix != ".queue"] == []
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
