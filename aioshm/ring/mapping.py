@@ -37,8 +37,9 @@ def map_shared(fd: int, size: int) -> mmap.mmap:
     Raises:
         OSError: It cannot be mapped.
     """
-    # Only a range of addresses at first, which the object will unmap; nothing is reserved for it.
-    mapped = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, _READ_WRITE)
+    # Only a range of addresses at first, which the object will unmap; nothing is reserved for it. Shared already:
+    # what is private and writable counts for RLIMIT_DATA (getrlimit(2)).
+    mapped = mmap.mmap(-1, size, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE, _READ_WRITE)
     map_memory(address_of(mapped), size, _READ_WRITE, mmap.MAP_SHARED, fd)
     return mapped
 

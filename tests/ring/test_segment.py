@@ -298,3 +298,13 @@ class TestTooLarge:
         ).communicate()
         assert f"{Layout.of(1, 2 << 20, 1, 1).total_bytes / 2**20:.1f} MiB" in out, err
         assert backing not in out, "what failed is no remedy"
+
+    def test_memory_that_is_shared_is_no_data(self) -> None:
+        out, err = python(
+            "import resource\n"
+            "from aioshm.ring import ShmRingBuffer\n"
+            "resource.setrlimit(resource.RLIMIT_DATA, (128 << 20, 128 << 20))\n"
+            "ring = ShmRingBuffer(1, 256 << 20, 1, slots=1)\n"
+            "print('made')",
+        ).communicate()
+        assert out == "made\n", err
