@@ -59,6 +59,8 @@ verify: .venv/.ready      ## the models of the protocols, every state of them, a
 	$(BIN)/python -m verify $(ARGS)
 
 litmus: .venv/.ready      ## the fences as litmus tests, each with and without them; the core's atomics for AArch64 under qemu
+	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get \
+		>/dev/null && apt-get install --yes --quiet qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross; } || true # told below
 	$(BIN)/python -m verify.litmus $(ARGS)
 	$(BIN)/python -m verify.aarch64
 
