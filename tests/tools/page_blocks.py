@@ -28,9 +28,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import yaml
 
-COMMAND_TIMEOUT_S = 100
+COMMAND_TIMEOUT_S = 80
+STOP_TIMEOUT_S = 20
 PLAIN = {"text", "mermaid"}
 """Languages of blocks that are no code."""
 
@@ -192,6 +194,16 @@ def _stop_all() -> None:
     for group in _GROUPS:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGTERM)
+    _, left = psutil.wait_procs([each for group in _GROUPS for each in _members(group)], STOP_TIMEOUT_S)
+    if left:
+        raise BlockError(f"after {STOP_TIMEOUT_S} s SIGTERM has not ended {left}")
+
+
+def _members(group: int) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
 
 
 def main(path: str) -> None:
