@@ -14,6 +14,9 @@ from aioshm.ring.slot import Slot, Slots
 if TYPE_CHECKING:
     from aioshm.ring.header import ReaderRow, RingHeader
 
+GIVE_WAY_NS = 5_000_000
+"""For how long ends hand their CPUs on for a newcomer's sake: some two times what it takes to its first message."""
+
 _COSTS = (at.WRITER_LINE + at.COSTS) // 8  # the first of these words of the header
 
 
@@ -35,6 +38,11 @@ class _Cursor:
     def messages_read(self, reader: int) -> int:
         """Return how many messages a reader has finished with."""
         return self._words[(self.layout.reader_line(reader) + at.COUNT) // 8]
+
+    def gives_way(self) -> bool:
+        """Return whether a reader has just been admitted, which may need the CPU that this end keeps busy."""
+        until = self._words[at.GIVE_WAY_UNTIL // 8]
+        return until != 0 and monotonic_ns() < until
 
     def snapshot(self) -> RingHeader:
         """Return what the header says of both ends; what inspection from outside sees of this ring."""
@@ -145,6 +153,10 @@ class RingWriter(_Cursor):
         self.readers_parked[reader] = 0
         self._words[(self.layout.reader_line(reader) + at.COUNT) // 8] = first
         return first
+
+    def give_way(self) -> None:
+        """Have every end hand its CPU on for a while, for the sake of a reader that is being admitted."""
+        self._words[at.GIVE_WAY_UNTIL // 8] = monotonic_ns() + GIVE_WAY_NS
 
     def finished(self, seq: int) -> bool:
         """Return whether every reader has released a message."""

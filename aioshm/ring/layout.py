@@ -33,6 +33,9 @@ the queue up or end it, but the message numbers, which are in the slots and with
 What waiting costs on this machine, as the writer knows it, stands in its line for readers that have not measured it
 (`COSTS`). Zeros: the writer does not know either.
 
+Where every CPU is busy a reader that attaches would wait for one until a timer's tick, milliseconds: until the time in
+`GIVE_WAY_UNTIL`, which the writer sets when it admits one, every end hands its CPU on once in a turn (``Gate``).
+
 Who inspects a queue from outside finds more (``header.py``), which each end keeps in lines that are its own anyway:
 bytes and overflows in the writer's, and in a reader's histogram (`LATENCY_BUCKETS`) how long messages took from
 publishing until they were taken. That is a sample: every message that comes by itself, and one in `LATENCY_EVERY` of
@@ -80,6 +83,7 @@ PREAMBLE = struct.Struct("<8sIIQQQII16s")
 WRITER_LINE = LINE
 WRITER_PARKED = 2 * LINE
 WRITER_WANTS = WRITER_PARKED + 8  # u64
+GIVE_WAY_UNTIL = WRITER_PARKED + 16  # u64, by the same clock as the times of publishing
 READERS_PARKED = 3 * LINE
 
 # Inside the writer's and each reader's line.

@@ -7,6 +7,7 @@ healthy and nobody waits in line. Whatever is wrong shuts it, and the slow path 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -80,6 +81,7 @@ class Gate:
         self._in_line = 0
         self._yielding = 0  # calls that let the other tasks run before they enter
         self._hurried = False
+        self._gives_way: Callable[[], bool] = bool  # False, until there is a ring
         self.poller: Poller | None = None
         self.shut_while: Callable[[], object] | None = None
         self.on_interrupt: Callable[[], object] | None = None
@@ -128,6 +130,7 @@ class Gate:
         if self.poller is not None:
             self.poller.close()
             self.poller = None
+        self._gives_way = bool
         self.use(NoRing())
         self.shut_while = shut_while
 
@@ -204,12 +207,21 @@ class Gate:
         """Let the other tasks run, if this end has had its turn."""
         if self.core.turn <= 0 or monotonic_ns() >= self.core.turn_ends_ns:
             self._yielding += 1
+            self.give_way()
             try:
                 await asyncio.sleep(0)
             finally:
                 self._yielding -= 1
             self.new_turn()
         self.reopen()
+
+    def give_way(self) -> None:
+        """Hand the CPU on, at the end of a turn, if a reader has just been admitted, which may be waiting for it.
+
+        It has had to do so much that the kernel lets it wait until the next tick of its timer, where no CPU is idle.
+        """
+        if not self.dismantled and self._gives_way():
+            os.sched_yield()
 
     @property
     def in_line(self) -> int:
@@ -332,6 +344,7 @@ class Gate:
         assert self.loop is not None
         self.poller = new_poller(self, self.loop, self.options, cursor, others, self.core.spin, bell)
         self.core.spin_yields = self.poller.crowded
+        self._gives_way = cursor.gives_way
 
     def wake(self) -> None:
         """Let a call that waits for messages, or for slots, look again."""

@@ -229,6 +229,7 @@ class Roster:
             self._first = self._ring.admit(index, min(max(0, hello.history), self._ring.seq), self.body_gone)
         else:
             self._first = 0
+        self._ring.give_way()
         return self._welcome(place.rank, self._first, self._going)
 
     def awaits_end(self, hello: Hello) -> bool:

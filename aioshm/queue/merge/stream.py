@@ -223,6 +223,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     async def _yield_turn(self) -> None:
         """Let the loop's other tasks run, if this one has had its turn."""
         if self._turn <= 0 or monotonic_ns() >= self._turn_ends_ns:
+            for place in self._round.running:
+                place.reader.gate.give_way()
             await asyncio.sleep(0)
             self._new_turn()
 
