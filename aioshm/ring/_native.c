@@ -72,6 +72,10 @@
 #define LOOKS 16              /* between two readings of the clock */
 #define BATCH_LOOKS 8         /* messages of a batch between two readings of the clock */
 #define RUSH_NS 20000         /* between two messages: they come in quick succession */
+#define WRITER_AHEAD 16       /* slots: so far ahead a writer fetches lines, which readers on other CPUs have had last */
+#define READER_AHEAD 4        /* the same for a reader */
+#define ROOM_AHEAD 64         /* slots that a writer spins for, if it has none: looking at those that its readers are at
+                               * holds them up, and they have hundreds of messages to go on with */
 
 /* A chunk that is in use: which one, and the message in it. */
 typedef struct {
@@ -114,6 +118,7 @@ typedef struct {
     uint8_t *unread;          /* what a writer sets the reader flags to: 1 for those that were evicted */
     uint64_t seq;
     size_t index;
+    uint64_t full_seq;        /* the latest message for which there was no room at once */
     uint64_t awaited;         /* the message that a writer's spin wants read by all; NONE: what the next slot has */
     /* How messages are coded */
     uint64_t what;
@@ -261,6 +266,42 @@ static inline bool is_ready(const Core *self, size_t index)
     uint8_t *flags = flags_of(self, index);
     /* In this order: what is cleared already and written still, from the lap before, is just being published. */
     return !load_acquire(flags + self->reader) && load_acquire(flags);
+}
+
+/* The slot so many further on, of a ring that has more. */
+static inline size_t index_ahead(const Core *self, size_t slots)
+{
+    size_t index = self->index + slots;
+    return index < self->n_slots ? index : index - self->n_slots;
+}
+
+/* Have the first lines of a slot on their way to this CPU, as its own, by the time that the writer is there: stores to
+ * lines that others have wait, one after the other, at the fence that follows each message. Not after it has had to wait
+ * for room: then what lies ahead are messages that are about to be read. */
+static inline void fetch_to_write(const Core *self)
+{
+    if (self->n_slots <= WRITER_AHEAD || self->seq - self->full_seq <= ROOM_AHEAD)
+        return;
+    const uint8_t *slot = slot_of(self, index_ahead(self, WRITER_AHEAD));
+    for (int line = 0; line < 2; line++, slot += SLOT_HEADER_BYTES) {
+#if defined(__x86_64__)
+        __asm__ volatile("prefetchw %0" : : "m"(*slot));  /* compilers make a load's of it, unless told of the CPU */
+#else
+        __builtin_prefetch(slot, 1);
+#endif
+    }
+}
+
+/* The same for the next message but a few; only if it is there, for else the writer is about to write to those lines. */
+static inline void fetch_to_read(const Core *self)
+{
+    if (self->n_slots <= READER_AHEAD)
+        return;
+    size_t index = index_ahead(self, READER_AHEAD);
+    if (is_ready(self, index)) {
+        __builtin_prefetch(slot_of(self, index));
+        __builtin_prefetch(slot_of(self, index) + SLOT_HEADER_BYTES);
+    }
 }
 
 #define NONE UINT64_MAX
@@ -725,9 +766,12 @@ static PyObject *writer_commit(Core *self, PyObject *Py_UNUSED(ignored))
 static bool put_bytes(Core *self, const char *bytes, size_t size, uint64_t now)
 {
     uint8_t *body = claim(self, size);
-    if (body == NULL)
+    if (body == NULL) {
+        self->full_seq = self->seq;
         return false;
+    }
     uint64_t words[4] = {self->what, self->seq, now, size};
+    fetch_to_write(self);
     memcpy(slot_of(self, self->index), words, sizeof words);
     memcpy(body, bytes, size);
     self->copied += size;
@@ -743,9 +787,11 @@ static bool spin_for_room(Core *self, size_t size)
     Pool *pool = size > self->inline_bytes ? pool_for(self, size) : NULL;
     if (pool != NULL && pool->n_free == 0 && pool->n_used > 0)
         self->awaited = pool->used[pool->oldest].seq;  /* the slot is free by then if it is not now: it is an older one's */
+    else if (pool == NULL && self->n_slots >= 8 * ROOM_AHEAD)
+        self->awaited = self->seq - self->n_slots + ROOM_AHEAD - 1;
     bool may = spin_unless(self, self->spin_ns);
     self->awaited = NONE;
-    return may;
+    return may || may_go_on(self);
 }
 
 static bool put(Core *self, const char *bytes, size_t size)
@@ -1199,6 +1245,7 @@ static const uint8_t *chunk_body(const Core *self, uint64_t number, uint64_t seq
 /* Copy the next message, which is there, or return NULL without an error if it is not an ordinary one. */
 static PyObject *copy_plain(Core *self)
 {
+    fetch_to_read(self);
     const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
     const uint64_t chunk = load_word(slot + CHUNK), size = words[3];
@@ -2601,6 +2648,7 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
         return -1;
     }
     self->awaited = NONE;
+    self->full_seq = (uint64_t)0 - ROOM_AHEAD - 1;
     self->pagemap = -1;
     self->slots = Py_NewRef(slots);
     self->nothing = Py_NewRef(state->nothing);

@@ -323,19 +323,43 @@ class MessageQueue(QueueBase[T], Closing):
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> T:
         """Receive the next message; ``cancel``, a `threading.Event`, ends the wait within `CANCEL_POLL_S`."""
+        held = self.held
+        kept = held.kept
+        if kept:
+            obj = kept[0]
+            del kept[0]
+            return obj  # type: ignore[no-any-return]  # what the codec has decoded
+        core = held.reading
+        try:
+            obj = core.next
+        except Exception as error:
+            self._reading_end("dequeue").fail(error)
+        if obj is NOTHING or obj is ELSEWHERE:
+            return self._dequeue_slowly(obj, timeout, cancel, indefinite)
+        if core.owes:
+            held.kept = [obj]  # no call until it is: a handler could run in it
+            obj = None
+            held.tell()
+            return self.dequeue(timeout, cancel, indefinite)
+        return obj  # type: ignore[no-any-return]
+
+    def _dequeue_slowly(self, obj: Any, timeout: float | None, cancel: threading.Event | None, indefinite: bool) -> T:
+        """Receive the next message: the core has just answered that there is none, or none that it can decode."""
         held, gate = self.held, self.held.gate
-        looked = False  # once more
+        answered, looked = True, False  # once more
         while True:
-            kept = held.kept
-            if kept:
-                obj = kept[0]
-                del kept[0]
-                return obj  # type: ignore[no-any-return]  # what the codec has decoded
             core = held.reading
-            try:
-                obj = core.next
-            except Exception as error:
-                self._reading_end("dequeue").fail(error)
+            if not answered:
+                kept = held.kept
+                if kept:
+                    obj = kept[0]
+                    del kept[0]
+                    return obj  # type: ignore[no-any-return]
+                try:
+                    obj = core.next
+                except Exception as error:
+                    self._reading_end("dequeue").fail(error)
+            answered = False
             if obj is NOTHING and not looked and timeout != 0:
                 looked = True
                 if core is not gate.core or not self._reading_end("dequeue").linger_ns:
@@ -354,7 +378,7 @@ class MessageQueue(QueueBase[T], Closing):
                         timeout = max(0.0, timeout - (monotonic() - began))
                     watch(self._reading_end("dequeue"), timeout)
             elif core.owes:
-                held.kept = [obj]  # no call until it is: a handler could run in it
+                held.kept = [obj]
                 obj = None
                 held.tell()
             else:
