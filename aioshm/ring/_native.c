@@ -118,7 +118,7 @@ typedef struct {
     uint8_t *unread;          /* what a writer sets the reader flags to: 1 for those that were evicted */
     uint64_t seq;
     size_t index;
-    uint64_t full_seq;        /* the latest message for which there was no room at once */
+    uint64_t unfetched, n_unfetched;  /* from which message on a writer fetches nothing ahead, and for how many */
     uint64_t awaited;         /* the message that a writer's spin wants read by all; NONE: what the next slot has */
     /* How messages are coded */
     uint64_t what;
@@ -276,11 +276,11 @@ static inline size_t index_ahead(const Core *self, size_t slots)
 }
 
 /* Have the first lines of a slot on their way to this CPU, as its own, by the time that the writer is there: stores to
- * lines that others have wait, one after the other, at the fence that follows each message. Not after it has had to wait
- * for room: then what lies ahead are messages that are about to be read. */
+ * lines that others have wait, one after the other, at the fence that follows each message. Not those of slots that were
+ * not free just now: in them are messages that are about to be read. */
 static inline void fetch_to_write(const Core *self)
 {
-    if (self->n_slots <= WRITER_AHEAD || self->seq - self->full_seq <= ROOM_AHEAD)
+    if (self->n_slots <= WRITER_AHEAD || self->seq - self->unfetched < self->n_unfetched)
         return;
     const uint8_t *slot = slot_of(self, index_ahead(self, WRITER_AHEAD));
     for (int line = 0; line < 2; line++, slot += SLOT_HEADER_BYTES) {
@@ -292,7 +292,13 @@ static inline void fetch_to_write(const Core *self)
     }
 }
 
-/* The same for the next message but a few; only if it is there, for else the writer is about to write to those lines. */
+static inline void fetch_nothing(Core *self, uint64_t first, uint64_t amount)
+{
+    self->unfetched = first;
+    self->n_unfetched = amount;
+}
+
+/* The same as `fetch_to_write` for the next message but a few; only if it is there, for else the writer is about to write to those lines. */
 static inline void fetch_to_read(const Core *self)
 {
     if (self->n_slots <= READER_AHEAD)
@@ -767,7 +773,7 @@ static bool put_bytes(Core *self, const char *bytes, size_t size, uint64_t now)
 {
     uint8_t *body = claim(self, size);
     if (body == NULL) {
-        self->full_seq = self->seq;
+        fetch_nothing(self, self->seq, ROOM_AHEAD);
         return false;
     }
     uint64_t words[4] = {self->what, self->seq, now, size};
@@ -790,6 +796,8 @@ static bool spin_for_room(Core *self, size_t size)
     else if (pool == NULL && self->n_slots >= 8 * ROOM_AHEAD)
         self->awaited = self->seq - self->n_slots + ROOM_AHEAD - 1;
     bool may = spin_unless(self, self->spin_ns);
+    if (may && pool == NULL && self->awaited != NONE)
+        fetch_nothing(self, self->seq + ROOM_AHEAD - WRITER_AHEAD, WRITER_AHEAD);
     self->awaited = NONE;
     return may || may_go_on(self);
 }
@@ -2648,7 +2656,6 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
         return -1;
     }
     self->awaited = NONE;
-    self->full_seq = (uint64_t)0 - ROOM_AHEAD - 1;
     self->pagemap = -1;
     self->slots = Py_NewRef(slots);
     self->nothing = Py_NewRef(state->nothing);
