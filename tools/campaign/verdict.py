@@ -20,6 +20,10 @@ NO_ROOM = (
     "shared object file: Too many open files",
 )
 """What Python and the linker say where the part itself, not the library, finds no room for something."""
+NO_FRAME = "error return without exception set"
+"""What CPython 3.11 says, as a `SystemError`, where there is no memory for the frame of a function."""
+OVER_ZEROMQ = "there is no overflow segment to be had"
+"""What a writer logs when large messages wait in its own memory for their readers, and would die with it."""
 UNCAUGHT = ("Exception in callback", "Task exception was never retrieved", "Exception ignored in", "Fatal Python error")
 GROWTH_MIB, GROWTH_AFTER_S, MORE_DESCRIPTORS = 48, 15.0, 64
 
@@ -77,29 +81,33 @@ def judge(journals: Path, limited: set[int]) -> Verdict:
     verdict, found = Verdict(), lives(journals)
     verdict.figures["processes"] = len(found)
     for life in found:
-        _judge_life(verdict, life)
-        _judge_log(verdict, life, journals.with_name("logs") / f"{life.actor}.{life.start}", life.pid in limited)
+        _judge_life(verdict, life, life.pid in limited)
+        _judge_log(verdict, life, _log_of(life, journals), life.pid in limited)
     for name, spec in QUEUES.items():
         members = [life for life in found if life.actor.startswith(f"{name}.")]
-        _Queue(verdict, name, spec, members).judge()
+        _Queue(verdict, name, spec, members, journals).judge()
     for life in found:
         if "subscriber" in life.actor:
             _judge_subscriber(verdict, life, found)
     return verdict
 
 
-def _judge_log(verdict: Verdict, life: Life, log: Path, limited: bool) -> None:
+def _log_of(life: Life, journals: Path) -> str:
+    log = journals.with_name("logs") / f"{life.actor}.{life.start}"
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+def _judge_log(verdict: Verdict, life: Life, log: str, limited: bool) -> None:
     """Look for what nobody has caught: an event loop goes on after it, and maybe waits for ever."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    for line in lines:
+    for line in log.splitlines():
         if line.startswith(UNCAUGHT):
             if limited:
                 verdict.figures["uncaught under a limit"] += 1
             else:
-                verdict.wrong["odd"].append(f"{life.actor} ({life.pid}), in {log.name}: {line[:200]}")
+                verdict.wrong["odd"].append(f"{life.actor} ({life.pid}), in {life.actor}.{life.start}: {line[:200]}")
 
 
-def _judge_life(verdict: Verdict, life: Life) -> None:
+def _judge_life(verdict: Verdict, life: Life, limited: bool) -> None:
     for record in life.of("wrong", "hung", "nameless", "odd"):
         verdict.wrong[record.kind].append(f"{life.actor} ({life.pid}): {record.rest[0]}")
     for record in life.of("error"):
@@ -107,6 +115,8 @@ def _judge_life(verdict: Verdict, life: Life) -> None:
         verdict.figures[f"error {kinds[0]}"] += 1
         if kinds[0] == "TimeoutError":
             verdict.wrong["hung"].append(f"{life.actor} ({life.pid}): {kinds[0]}: {text}")
+        elif limited and kinds[0] == "SystemError" and text == NO_FRAME:
+            verdict.figures["no memory for a frame"] += 1
         elif not NAMED & set(kinds) and number not in SHORTAGES and not any(each in text for each in NO_ROOM):
             verdict.wrong["nameless"].append(f"{life.actor} ({life.pid}): {kinds[0]}: {text}")
     for kind in ("strangers", "links"):
@@ -125,8 +135,8 @@ def _judge_life(verdict: Verdict, life: Life) -> None:
 class _Queue:
     """One queue: its writers one after the other, and all its readers."""
 
-    def __init__(self, verdict: Verdict, name: str, spec: dict[str, Any], members: list[Life]) -> None:
-        self._verdict, self._name, self._spec = verdict, name, spec
+    def __init__(self, verdict: Verdict, name: str, spec: dict[str, Any], members: list[Life], journals: Path) -> None:
+        self._verdict, self._name, self._spec, self._journals = verdict, name, spec, journals
         self._remote = bool(spec.get("remote"))
         self._held = spec["options"]["on_reader_death"] == "hold"
         self._readers = [life for life in members if ".reader." in life.actor]
@@ -205,6 +215,8 @@ class _Queue:
             self._complain("wrong", reader, f"read up to {following}, and {sent} were sent")
         if end == "closed" and (following < sent or (not failed and (not closed or following != sent))):
             self._complain("lost", reader, f"was told of the end at {following}, after {sent}; closed: {closed}")
+        elif end == "PeerDied" and self._died_with_a_body(reader, writer, following):
+            self._verdict.figures["died with their writer, told by name"] += max(0, sent - following)
         elif end == "PeerDied" and not self._remote and following < sent:
             self._complain("lost", reader, f"was told of the writer's death at {following}, after {sent}")
         elif not last and not self._remote and following < sent:
@@ -215,6 +227,12 @@ class _Queue:
             if its and not following <= read <= following + MOST_AT_ONCE:
                 word = "lost" if read > following else "doubled"
                 self._complain(word, reader, f"read up to {following}; {record.kind} at {read} of rank {rank}")
+
+    def _died_with_a_body(self, reader: Life, writer: Life, following: int) -> bool:
+        """Return whether the reader was told that its next message was in the memory of a writer that said why."""
+        texts = [record.rest[1] for record in reader.of("error")]
+        told = any(text.endswith(f"died: with the body of message {following}") for text in texts)
+        return told and OVER_ZEROMQ in _log_of(writer, self._journals)
 
     def _judge_heirs(self, writer: Life) -> None:
         kept: dict[int, int] = {}
