@@ -46,9 +46,10 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         self._reader = end if isinstance(end, ReadingEnd) else None
         # What is called for every message is the end's own, unless a subclass has another: a coroutine that need not
         # wait takes about as long to make as a small message takes to pass.
-        name = "enqueue" if self._reader is None else "dequeue"
-        if getattr(type(self), name) is getattr(MessageQueue, name) and (calls := end.own_calls()) is not None:
-            vars(self)[name] = getattr(calls, name)
+        calls = end.own_calls()
+        for name in ("enqueue",) if self._reader is None else ("dequeue", "lease"):
+            if calls is not None and getattr(type(self), name) is getattr(MessageQueue, name):
+                vars(self)[name] = getattr(calls, name)
 
     if TYPE_CHECKING:  # the type of what it returns depends on the face; what it does does not
 
@@ -522,9 +523,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             SharedMemoryError: At the end: something is still held and there is no memory for its copy.
         """
         reader = self._reader or self._wrong_end("lease", "reader")
-        if timeout is None and cancel is None and not indefinite and (leasing := reader.leasing) is not None:
-            return leasing  # type: ignore[no-any-return]
-        return reader.lease(timeout, cancel, indefinite)
+        return reader.calls.lease(timeout, cancel, indefinite)
 
     async def broadcast_object(self, obj: T | None = None) -> T:
         """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""

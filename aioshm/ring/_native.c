@@ -65,9 +65,13 @@
 #define ONE_BUFFER (UINT64_C(1) << 32)
 #define ARRAY_TABLE 24        /* of a placed body with one buffer: three words */
 #define ARRAY_MAIN_MAX 1024
+#define ALIGNMENT 64          /* of the parts of a body with buffers that was not placed; the first is their lengths */
 
 #define MAX_POOLS 4
 #define COPY_MAX 65536        /* larger messages are decoded in place, by the caller */
+#define TAKE_MAX 4194304      /* codec/buffers.py: HUGE_PAGE_BYTES; larger arrays are copied by Python */
+#define LEASE_MAX 524288      /* queue/local/leases.py: VIEW_BYTES; larger arrays are leased where they lie */
+#define LEASE_PLACED_MAX 65536  /* the same: PLACED_VIEW_BYTES */
 #define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
 #define LOOKS 16              /* between two readings of the clock */
 #define BATCH_LOOKS 8         /* messages of a batch between two readings of the clock */
@@ -129,7 +133,10 @@ typedef struct {
     PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *await_next, *whose, *fail;
     PyObject *block;          /* that was opened slowly, where calls block */
     char leased, shown, kept;
-    PyObject *windows, *arrays, *secret;  /* see bind_arrays */
+    PyObject *arrays;         /* those that are known, by their main parts; see bind_arrays */
+    PyObject *missed;         /* the main part of the last one with a buffer that was not */
+    char unknown;             /* whether the message that `beside` is called for has that main part for a second time */
+    PyObject *windows, *secret;  /* see bind_windows */
     int pagemap;              /* a descriptor by which it can be asked which pages were written to; -1: there is none */
     unsigned long long overflows;  /* messages in overflow segments that were shown here */
     char shows, keeps;        /* whether what is shown, or kept, is known here, and not to Python */
@@ -1269,6 +1276,102 @@ static PyObject *copy_plain(Core *self)
     return PyBytes_FromStringAndSize((const char *)body, (Py_ssize_t)size);
 }
 
+/* Arrays: those whose main parts Python has seen before are made without it */
+
+/* The parts of a body with one buffer: from its beginning on, in bytes. */
+typedef struct {
+    uint64_t main, length, start, size, end;
+} Parts;
+
+/* Find the parts of a body with one buffer, of which no number is trusted; return whether they all lie in it. */
+static bool find_parts(const uint8_t *body, uint64_t room, uint64_t length, bool placed, Parts *parts)
+{
+    const uint64_t table = !placed || room < ARRAY_TABLE ? 0 : load_word(body);
+    if (room < ARRAY_TABLE || length > room || length > ARRAY_MAIN_MAX)
+        return false;
+    parts->length = length;
+    if (!placed) {
+        parts->main = ALIGNMENT;
+        parts->size = load_word(body);
+        parts->start = (ALIGNMENT + length + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    } else {
+        if (table % 8 != 0 || table > room - ARRAY_TABLE)
+            return false;
+        parts->main = load_word(body + table);
+        parts->start = load_word(body + table + 8);
+        parts->size = load_word(body + table + 16);
+    }
+    if (parts->main > room - length || parts->size > room || parts->start > room - parts->size)
+        return false;
+    parts->end = placed ? table + ARRAY_TABLE : 0;
+    if (parts->main + length > parts->end)
+        parts->end = parts->main + length;
+    if (parts->start + parts->size > parts->end)
+        parts->end = parts->start + parts->size;
+    return true;
+}
+
+/* Return what is known of arrays with such a main part, borrowed, if this is one of them; NULL, perhaps with an error. */
+static PyObject *known_array(Core *self, const uint8_t *body, const Parts *parts)
+{
+    PyObject *main = PyBytes_FromStringAndSize((const char *)body + parts->main, (Py_ssize_t)parts->length);
+    PyObject *array = main == NULL ? NULL : PyDict_GetItemWithError(self->arrays, main);
+    if (array == NULL && main != NULL && !PyErr_Occurred()) {
+        self->unknown = self->missed != NULL && PyObject_RichCompareBool(self->missed, main, Py_EQ) == 1;
+        PyObject *old = self->missed;
+        self->missed = Py_NewRef(main);
+        Py_XDECREF(old);
+    }
+    Py_XDECREF(main);
+    if (array == NULL || !PyTuple_CheckExact(array) || PyTuple_Size(array) != 4
+        || PyLong_AsUnsignedLongLong(PyTuple_GetItem(array, 3)) != parts->size)
+        return NULL;
+    return array;
+}
+
+/* Copy the array that the next message is, if it is of a known kind, in the ring, and not worth a view, or to be taken; NULL
+ * without an error if not. */
+static PyObject *copy_array(Core *self, bool leases)
+{
+    self->unknown = 0;
+    const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
+    const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
+    const uint64_t plain = self->what | ONE_BUFFER, chunk = load_word(slot + CHUNK);
+    const bool placed = words[0] == (plain | PLACED);
+    if (self->arrays == NULL || words[1] != self->seq || !(placed || words[0] == plain))
+        return NULL;
+    size_t room = self->inline_bytes;
+    if (chunk != 0) {
+        body = chunk_body(self, chunk - 1, words[1], ARRAY_TABLE);
+        const Pool *pool = body == NULL ? NULL : pool_of(self, chunk - 1);
+        if (pool == NULL)
+            return NULL;
+        room = pool->room;
+    }
+    Parts parts;
+    if (!find_parts(body, room, words[3], placed, &parts))
+        return NULL;
+    const uint64_t whole = placed ? parts.end : parts.length + parts.size;
+    if (whole >= (!leases ? TAKE_MAX : placed ? LEASE_PLACED_MAX : LEASE_MAX))
+        return NULL;
+    PyObject *array = known_array(self, body, &parts), *obj = NULL;
+    if (array == NULL)
+        return NULL;
+    Py_INCREF(array);
+    PyObject *memory = PyByteArray_FromStringAndSize((const char *)body + parts.start, (Py_ssize_t)parts.size);
+    self->in_use++;
+    if (memory != NULL)
+        obj = PyObject_CallFunctionObjArgs(PyTuple_GetItem(array, 0), PyTuple_GetItem(array, 1), PyTuple_GetItem(array, 2),
+                                           memory, NULL);
+    self->in_use--;
+    Py_XDECREF(memory);
+    Py_DECREF(array);
+    self->published_ns = words[2];
+    if (leases)
+        self->copied += whole;
+    return obj;
+}
+
 /* Whether the error that decoding ended in says nothing about the message: a signal's handler raised it. */
 static bool interrupted(void)
 {
@@ -1291,18 +1394,20 @@ static bool interrupted(void)
 }
 
 /* Decode the next message, which is there and stays where it is; `elsewhere` if it is no ordinary one. */
-static PyObject *decode(Core *self, PyObject *beside)
+static PyObject *decode(Core *self, bool leases)
 {
     PyObject *obj = copy_plain(self), *arg = obj, *callable = self->code;
     if (obj == NULL) {
-        if (PyErr_Occurred())
-            return NULL;
-        if (beside == NULL || beside == Py_None)
+        if (!PyErr_Occurred())
+            obj = copy_array(self, leases);
+        if (obj != NULL || PyErr_Occurred())
+            return obj;
+        callable = leases ? self->show_beside : self->beside;
+        if (callable == NULL || callable == Py_None)
             return Py_NewRef(self->elsewhere);
         arg = begin_at(self);
         if (arg == NULL)
             return NULL;
-        callable = beside;
     } else if (self->raw) {
         return obj;
     }
@@ -1348,7 +1453,7 @@ static PyObject *dropped(Core *self, PyObject *obj)
 
 static PyObject *take(Core *self)
 {
-    PyObject *obj = decode(self, self->beside);
+    PyObject *obj = decode(self, false);
     if (obj == self->elsewhere || (obj == NULL && interrupted()))
         return obj;  /* interrupted: the next call returns the same message */
     if (was_evicted(self))
@@ -1533,17 +1638,28 @@ static PyObject *whose(Core *self)
 
 /* Arrays that were loaned: shown and taken back here, where Python has shown one like it, in the same chunk, before */
 
-static PyObject *reader_bind_arrays(Core *self, PyObject *args)
+static PyObject *reader_bind_arrays(Core *self, PyObject *arrays)
 {
-    PyObject *found[3], **own[3] = {&self->windows, &self->arrays, &self->secret};
-    if (!PyArg_ParseTuple(args, "O!O!O!:bind_arrays", &PyDict_Type, &found[0], &PyDict_Type, &found[1], &PyBytes_Type,
-                          &found[2]))
+    if (!PyDict_Check(arrays)) {
+        PyErr_SetString(PyExc_TypeError, "arrays are known by a dict");
         return NULL;
-    if (PyBytes_Size(found[2]) != SECRET_BYTES) {
+    }
+    PyObject *old = self->arrays;
+    self->arrays = Py_NewRef(arrays);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reader_bind_windows(Core *self, PyObject *args)
+{
+    PyObject *found[2], **own[2] = {&self->windows, &self->secret};
+    if (!PyArg_ParseTuple(args, "O!O!:bind_windows", &PyDict_Type, &found[0], &PyBytes_Type, &found[1]))
+        return NULL;
+    if (PyBytes_Size(found[1]) != SECRET_BYTES) {
         PyErr_Format(PyExc_ValueError, "a secret has %d bytes", SECRET_BYTES);
         return NULL;
     }
-    for (int n = 0; n < 3; n++) {
+    for (int n = 0; n < 2; n++) {
         PyObject *old = *own[n];
         *own[n] = Py_NewRef(found[n]);
         Py_XDECREF(old);
@@ -1679,34 +1795,21 @@ static PyObject *show_array(Core *self)
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
     const uint64_t here = self->what | PLACED | ONE_BUFFER, beside = here ^ INLINE ^ OVERFLOW;
     Place place = {NULL, 0, 0, 0, NULL};
-    if (self->arrays == NULL || words[1] != self->seq)
+    if (self->arrays == NULL || self->windows == NULL || words[1] != self->seq)
         return NULL;
     bool elsewhere = words[0] == beside;
     if (elsewhere ? !find_in_segment(self, slot, words[1], &place)
                   : words[0] != here || !find_in_chunk(self, slot, words[1], &place))
         return NULL;
-    const uint8_t *body = place.body;
-    const uint64_t room = place.room, length = words[3];
-    const uint64_t table = room < ARRAY_TABLE ? 1 : load_word(body);
-    if (table % 8 != 0 || table > room - ARRAY_TABLE || length > ARRAY_MAIN_MAX)
+    Parts parts;
+    if (!find_parts(place.body, place.room, words[3], true, &parts) || (!elsewhere && parts.end < LEASE_PLACED_MAX))
         return NULL;
-    const uint64_t main = load_word(body + table), start = load_word(body + table + 8), size = load_word(body + table + 16);
-    uint64_t end = table + ARRAY_TABLE;
-    if (length > room || main > room - length || size > room || start > room - size)
-        return NULL;
-    if (main + length > end)
-        end = main + length;
-    if (start + size > end)
-        return NULL;
-    PyObject *key = PyBytes_FromStringAndSize((const char *)body + main, (Py_ssize_t)length);
-    PyObject *array = key == NULL ? NULL : PyDict_GetItemWithError(self->arrays, key);
-    Py_XDECREF(key);
+    PyObject *array = known_array(self, place.body, &parts);
     PyObject *window = array == NULL ? NULL : place.window != NULL ? place.window : window_of(self, place.chunk);
-    if (window == NULL || !PyTuple_CheckExact(array) || PyTuple_Size(array) != 4
-        || PyLong_AsUnsignedLongLong(PyTuple_GetItem(array, 3)) != size)
+    if (window == NULL)
         return NULL;
-    Seen seen = {place.chunk, self->index, end, page_faults(), 0};
-    PyObject *offset = PyLong_FromSize_t(place.begin + start), *shown = NULL;
+    Seen seen = {place.chunk, self->index, parts.end, page_faults(), 0};
+    PyObject *offset = PyLong_FromSize_t(place.begin + parts.start), *shown = NULL;
     Py_INCREF(array);
     Py_INCREF(window);
     self->in_use++;
@@ -1829,7 +1932,7 @@ static PyObject *lease(Core *self)
     self->shows = 0;
     PyObject *obj = there > 0 ? show_array(self) : there < 0 ? NULL : Py_NewRef(self->nothing);
     if (obj == NULL && there > 0 && !PyErr_Occurred())
-        obj = decode(self, self->show_beside);
+        obj = decode(self, true);
     if (there > 0 && obj != self->elsewhere && !(obj == NULL && interrupted()) && was_evicted(self))
         obj = dropped(self, obj);
     if (obj == NULL && there > 0 && !interrupted()) {
@@ -2005,9 +2108,10 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
     self->in_use++;
     while (n < most && is_ready(self, self->index)) {
         PyObject *obj = copy_plain(self);
+        bool made = obj == NULL && !PyErr_Occurred() && (obj = copy_array(self, false)) != NULL;
         if (obj == NULL)
             break;
-        if (!self->raw) {
+        if (!self->raw && !made) {
             PyObject *message = obj;
             obj = call(self->code, message);
             Py_DECREF(message);
@@ -2064,7 +2168,8 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
 typedef struct {
     PyObject_HEAD
     PyObject *core;           /* that is asked first, or NULL */
-    PyObject *rest, *whole, *fail;
+    PyObject *leasing;        /* the block of each lease that may wait as long as it takes, or NULL */
+    PyObject *rest, *whole, *fail, *lease;
     void *spare;              /* the memory of a call that has ended */
     PyTypeObject *writer, *reader, *call;
 } Calls;
@@ -2146,6 +2251,22 @@ static PyObject *calls_dequeue(Calls *self, PyObject *const *args, Py_ssize_t na
     if (find_arguments("dequeue", DEQUEUE, 3, args, nargs, kwnames, found) < 0)
         return NULL;
     return new_call(self, false, found);
+}
+
+static PyObject *calls_lease(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *found[3] = {NULL};
+    if ((nargs > 0 || kwnames != NULL) && find_arguments("lease", DEQUEUE, 3, args, nargs, kwnames, found) < 0)
+        return NULL;
+    PyObject *timeout = found[0] == NULL ? Py_None : found[0], *cancel = found[1] == NULL ? Py_None : found[1];
+    PyObject *indefinite = found[2] == NULL ? Py_False : found[2];
+    if (self->leasing != NULL && timeout == Py_None && cancel == Py_None && indefinite == Py_False)
+        return Py_NewRef(self->leasing);
+    if (self->lease == Py_None) {
+        PyErr_SetString(PyExc_TypeError, "these calls lease nothing");
+        return NULL;
+    }
+    return PyObject_CallFunctionObjArgs(self->lease, timeout, cancel, indefinite, NULL);
 }
 
 /* Let go of everything but the memory. */
@@ -2438,8 +2559,8 @@ static int no_keywords(PyObject *kwargs);
 
 static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *rest, *whole = Py_None, *fail = Py_None;
-    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "O|OO:Calls", &rest, &whole, &fail))
+    PyObject *rest, *whole = Py_None, *fail = Py_None, *lease = Py_None;
+    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "O|OOO:Calls", &rest, &whole, &fail, &lease))
         return -1;
     State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
     if (state == NULL)
@@ -2451,6 +2572,7 @@ static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
     self->rest = Py_NewRef(rest);
     self->whole = Py_NewRef(whole);
     self->fail = Py_NewRef(fail);
+    self->lease = Py_NewRef(lease);
     self->writer = (PyTypeObject *)Py_NewRef((PyObject *)state->writer);
     self->reader = (PyTypeObject *)Py_NewRef((PyObject *)state->reader);
     self->call = (PyTypeObject *)Py_NewRef((PyObject *)state->call);
@@ -2461,18 +2583,22 @@ static int calls_traverse(Calls *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)self));
     Py_VISIT(self->core);
+    Py_VISIT(self->leasing);
     Py_VISIT(self->rest);
     Py_VISIT(self->whole);
     Py_VISIT(self->fail);
+    Py_VISIT(self->lease);
     return 0;
 }
 
 static int calls_clear(Calls *self)
 {
     Py_CLEAR(self->core);
+    Py_CLEAR(self->leasing);
     Py_CLEAR(self->rest);
     Py_CLEAR(self->whole);
     Py_CLEAR(self->fail);
+    Py_CLEAR(self->lease);
     return 0;
 }
 
@@ -2505,6 +2631,19 @@ static int calls_set_core(Calls *self, PyObject *core, void *Py_UNUSED(closure))
     }
     PyObject *old = self->core;
     self->core = core == Py_None ? NULL : Py_NewRef(core);
+    Py_XDECREF(old);
+    return 0;
+}
+
+static PyObject *calls_leasing(Calls *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(self->leasing == NULL ? Py_None : self->leasing);
+}
+
+static int calls_set_leasing(Calls *self, PyObject *leasing, void *Py_UNUSED(closure))
+{
+    PyObject *old = self->leasing;
+    self->leasing = leasing == Py_None ? NULL : Py_XNewRef(leasing);
     Py_XDECREF(old);
     return 0;
 }
@@ -2765,6 +2904,7 @@ static int core_clear(Core *self)
     Py_CLEAR(self->fail);
     Py_CLEAR(self->windows);
     Py_CLEAR(self->arrays);
+    Py_CLEAR(self->missed);
     Py_CLEAR(self->secret);
     Py_CLEAR(self->given);
     Py_CLEAR(self->block);
@@ -3349,7 +3489,8 @@ static PyMethodDef reader_methods[] = {
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
     {"bind_leases", CALL reader_bind_leases, METH_VARARGS, "Say how messages are leased."},
-    {"bind_arrays", CALL reader_bind_arrays, METH_VARARGS, "Say through what arrays are seen, and which are known."},
+    {"bind_arrays", CALL reader_bind_arrays, METH_O, "Say which arrays are known."},
+    {"bind_windows", CALL reader_bind_windows, METH_VARARGS, "Say through what arrays are seen."},
     {"keep", CALL reader_keep, METH_VARARGS, "Go on, but keep the slot; return whether the core looks after it."},
     {"tell_shown", CALL reader_tell_shown, METH_NOARGS, "Return what is shown, once, if the core knows it: see `Leases`."},
     {"tell_kept", CALL reader_tell_kept, METH_NOARGS, "Return what is kept, once, if the core knows it: see `Leases`."},
@@ -3395,6 +3536,7 @@ static PyMemberDef members[] = {
     {"leased", T_BOOL, offsetof(Core, leased), READONLY, "Whether a block has the next message."},
     {"holder", T_ULONGLONG, offsetof(Core, holder), READONLY, "The id of the task that leased it."},
     {"shown", T_BOOL, offsetof(Core, shown), 0, "Whether it is seen where it lies."},
+    {"unknown", T_BOOL, offsetof(Core, unknown), READONLY, "Whether it is like the last one that was not known."},
     {"pagemap", T_INT, offsetof(Core, pagemap), 0, "Tells which pages were written to; -1: there is no such descriptor."},
     {"overflows", T_ULONGLONG, offsetof(Core, overflows), 0, "Messages in overflow segments."},
     {"timed", T_BOOL, offsetof(Core, timed), 0, "Whether what is kept is looked at in time."},
@@ -3444,11 +3586,15 @@ static PyMethodDef calls_methods[] = {
     {"dequeue", FAST calls_dequeue, METH_FASTCALL | METH_KEYWORDS,
      "dequeue($self, timeout=None, cancel=None, indefinite=False)\n--\n\n"
      "Receive the next message; see `aioshm.MessageQueue.dequeue`."},
+    {"lease", FAST calls_lease, METH_FASTCALL | METH_KEYWORDS,
+     "lease($self, timeout=None, cancel=None, indefinite=False)\n--\n\n"
+     "Give the next message to the block, decoded where it lies; see `aioshm.MessageQueue.lease`."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef calls_attributes[] = {
     {"core", (getter)calls_core, (setter)calls_set_core, "The core that is asked first, or None.", NULL},
+    {"leasing", (getter)calls_leasing, (setter)calls_set_leasing, "The block of each lease, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

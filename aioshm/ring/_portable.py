@@ -20,6 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import AbstractAsyncContextManager
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any, ClassVar, Final, NoReturn
@@ -720,6 +721,7 @@ class ReaderCore(_Core):
         self._flag = 1 + reader
         self._copy_max = min(COPY_MAX, layout.max_chunk_bytes)
         self.shown: bool = False
+        self.unknown: bool = False
         self._adopted = False
         self.holder: int = 0
         self._open_slowly: Callable[[], Any] | None = None
@@ -882,8 +884,11 @@ class ReaderCore(_Core):
 
     # Leases: a reader is the block of the leases that need not wait, for `async with` and `with` alike
 
-    def bind_arrays(self, windows: dict[int, Any], arrays: dict[bytes, Any], secret: bytes, /) -> None:
-        """Say through what arrays are seen, which are known, and what markers of overflow segments repeat.
+    def bind_arrays(self, arrays: dict[bytes, Any], /) -> None:
+        """Say which arrays are known, see `aioshm.queue.local.arrays`; this core makes none by itself."""
+
+    def bind_windows(self, windows: dict[int, Any], secret: bytes, /) -> None:
+        """Say through what arrays are seen, and what markers of overflow segments repeat.
 
         This core shows and keeps none by itself.
         """
@@ -1165,9 +1170,11 @@ class Calls:
             answered (False without a core), and the timeout; or of what `dequeue` was called with.
         whole: Makes the coroutine of a `dequeue` that has no core to ask; None: ``rest`` does.
         fail: Raises the error that `ReaderCore.receive` has raised, as callers are to see it; None: as it is.
+        lease: Makes the block of a lease that `leasing` is not for, of what `lease` was called with.
 
     Attributes:
         core: The core that is asked first; None: there is none, or it is of another make.
+        leasing: The block of each lease that may wait as long as it takes; None: there is none, yet.
     """
 
     def __init__(
@@ -1175,12 +1182,15 @@ class Calls:
         rest: Callable[..., Coroutine[Any, Any, Any]],
         whole: Callable[..., Coroutine[Any, Any, Any]] | None = None,
         fail: Callable[[Exception], NoReturn] | None = None,
+        lease: Callable[..., AbstractAsyncContextManager[Any]] | None = None,
         /,
     ) -> None:
         self._rest = rest
         self._whole = whole or rest
         self._fail = fail
+        self._lease = lease
         self.core: WriterCore | ReaderCore | None = None
+        self.leasing: AbstractAsyncContextManager[Any] | None = None
 
     async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Send an object to every reader; see `aioshm.MessageQueue.enqueue`."""
@@ -1199,6 +1209,16 @@ class Calls:
                 raise
             self._fail(error)
         return await self._rest(timeout, cancel, indefinite) if obj is NOTHING or obj is ELSEWHERE else obj
+
+    def lease(
+        self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False
+    ) -> AbstractAsyncContextManager[Any]:
+        """Give the next message to the block, decoded where it lies; see `aioshm.MessageQueue.lease`."""
+        if self.leasing is not None and timeout is None and cancel is None and not indefinite:
+            return self.leasing
+        if self._lease is None:
+            raise TypeError("these calls lease nothing")
+        return self._lease(timeout, cancel, indefinite)
 
 
 class OrderedWriterCore(WriterCore):

@@ -44,8 +44,7 @@ class ReadingEnd:
         gate, source, handle, rank: As above.
         receive: What is `Source.receive`, once a call has found the end ready.
         linger_ns: How long a blocking call that finds nothing should go on looking before it waits.
-        calls: Calls that are awaited, if they are the end's own; they ask the ring's core first, once there is one.
-        leasing: What is the block of a lease without a timeout, once a call has found the end ready, if it has a ring.
+        calls: What callers of the awaited face call; asks the ring's core first, once a call has found the end ready.
         leaves: Whether the call that waits leaves the loop when a message is due (see `WindowBegins`).
         undo: Whether a block that is being left is to leave the message where it is.
     """
@@ -69,11 +68,10 @@ class ReadingEnd:
         assert source is not None
         self.source: Source = source
         self.receive: Callable[[], Any] = _nothing
-        self.calls: Calls | None = None
+        self.calls = Calls(self.dequeue, self.receive_or_wait, self.fail, self.lease)
         self.linger_ns: int = 0
         self.leaves: bool = False
         self.undo = False
-        self.leasing: Any = None
         self._block: AbstractAsyncContextManager[Any] | None = None  # of a lease that was not to be had at once
         self._stall: Stall | None = None
         self._stalled_at = -1
@@ -82,9 +80,8 @@ class ReadingEnd:
     def _use(self, source: Source, handle: Handle | None, codec: Codec | None) -> None:
         """Receive from another source from now on."""
         self.source, self.handle, self._codec = source, handle, codec
-        self.receive, self.leasing, self.linger_ns, self._stall = _nothing, None, 0, None
-        if self.calls is not None:
-            self.calls.core = None
+        self.receive, self.linger_ns, self._stall = _nothing, 0, None
+        self.calls.core = self.calls.leasing = None
 
     # Attaching
 
@@ -160,8 +157,7 @@ class ReadingEnd:
     # Receiving
 
     def own_calls(self) -> Calls:
-        """Return what has a `dequeue` as `aioshm.MessageQueue.dequeue`."""
-        self.calls = Calls(self.dequeue, self.receive_or_wait, self.fail)
+        """Return what has a `dequeue` and a `lease` as `aioshm.MessageQueue` has them."""
         return self.calls
 
     async def receive_or_wait(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
@@ -257,7 +253,7 @@ class ReadingEnd:
         self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool
     ) -> AbstractAsyncContextManager[Any]:
         """Give the next message to the block, decoded where it lies, as `aioshm.MessageQueue.lease`."""
-        if self.leasing is None:
+        if self.calls.leasing is None:
             return self.open_block(timeout, cancel, indefinite, decoded=True)
         return _PatientLease(self.gate.core, functools.partial(self._open_lease, timeout, cancel, indefinite))
 
@@ -344,10 +340,11 @@ class ReadingEnd:
             await self.wait_until_ready(deadline, cancel)
         gate.check_usable()
         self.receive = self.source.receive
-        if self.calls is not None and type(gate.core) is ReaderCore:
-            self.calls.core = gate.core
-        if self.leasing is None and not gate.blocks and self.source.ring is not None:
-            self.leasing = self.bind_leases(self._open_lease, self._close_lease, None, current_task_of(gate.loop))
+        calls = self.calls
+        if type(gate.core) is ReaderCore:
+            calls.core = gate.core
+        if calls.leasing is None and not gate.blocks and self.source.ring is not None:
+            calls.leasing = self.bind_leases(self._open_lease, self._close_lease, None, current_task_of(gate.loop))
         await gate.yield_turn()
         await gate.enter(deadline, cancel)
         if not leasing:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import monotonic_ns
-from typing import Any
 
 from aioshm.ring.atomics import ReaderCore
 from aioshm.ring.layout import Layout
@@ -27,9 +26,6 @@ from aioshm.ring.window import Windows
 
 RESPITE_S = 0.010
 LONGEST_RESPITE_S = 0.16
-MAX_KNOWN = 64
-"""Kinds of arrays that the core shows by itself."""
-
 VIEW_BYTES = 512 * 1024
 """Smaller messages are leased as a copy: views, and finding out whether one is still held, cost more than that."""
 
@@ -70,24 +66,8 @@ class Leases:
         self._kept_at = 0.0
         self._respite_s = RESPITE_S
         self._timer: asyncio.TimerHandle | None = None
-        self._arrays: dict[bytes, tuple[Any, ...] | None] = {}
         if self._respites:
-            core.bind_arrays(self._windows.windows, self._arrays, secret)
-
-    def know(self, main: bytes, array: Any) -> None:
-        """Let the core show the next array of this kind.
-
-        Args:
-            main: The main part of its message, which with one buffer always makes such an array.
-            array: The array; None: it makes none, or not always.
-        """
-        if len(self._arrays) >= MAX_KNOWN:
-            self._arrays.clear()
-        self._arrays[main] = None if array is None else (type(array), array.shape, array.dtype, array.nbytes)
-
-    def knows(self, main: bytes) -> bool:
-        """Return whether the core was told of such messages."""
-        return main in self._arrays
+            core.bind_windows(self._windows.windows, secret)
 
     def view(self, chunk: int, nbytes: int) -> memoryview:
         """Return a read-only view of the beginning of a chunk.

@@ -23,9 +23,9 @@ from aioshm.codec.frames import (
 )
 from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, SharedMemoryError
-from aioshm.queue.encoded import parts_of
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock
+from aioshm.queue.local.arrays import MOST_MAIN_BYTES, KnownArrays
 from aioshm.queue.local.copying import eviction
 from aioshm.queue.local.leases import PLACED_VIEW_BYTES, VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
@@ -34,9 +34,6 @@ from aioshm.ring import RingReader
 from aioshm.ring.atomics import ELSEWHERE, NOTHING, ReaderCore, memory_fence
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 from aioshm.ring.slot import Slot
-
-MOST_MAIN_BYTES = 1024
-"""The longest main part of a message that the core is taught to show."""
 
 
 class SlotReader:
@@ -75,6 +72,8 @@ class SlotReader:
         self._shown: tuple[int, int, int] | None = None  # chunk, slot and bytes of what a lease sees where it lies
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
         self._core.bind_beside(self._decode_beside)
+        self._arrays = KnownArrays(codec)
+        self._core.bind_arrays(self._arrays.by_main)
 
     def take(self) -> Any:
         """Return the next message, as `Source.take`."""
@@ -114,6 +113,8 @@ class SlotReader:
             return ELSEWHERE
         main, buffers = (split_placed if how else split_body)(self._slots.body(begin), n_buffers, size)
         obj = self._codec.decode(main, buffers)
+        if self._core.unknown:
+            self._arrays.learn(bytes(main), obj)
         self._core.published_ns = at
         return obj
 
@@ -237,6 +238,8 @@ class SlotReader:
             else:  # nothing that lies there can be worth a view; counting its bytes would take 2% of the time
                 main, buffers = split_body(body, n_buffers, size)
                 obj = self._codec.decode(main, buffers)
+                if self._core.unknown:
+                    self._arrays.learn(bytes(main), obj)
         else:
             return ELSEWHERE
         if obj is not ELSEWHERE:
@@ -268,7 +271,7 @@ class SlotReader:
                     main, buffers = split_placed(self._window().view(chunk, nbytes).toreadonly(), n_buffers, size)
                     obj = self._view(main, buffers)
                     if n_buffers == 1 and size <= MOST_MAIN_BYTES:
-                        self._learn(bytes(main), obj)
+                        self._arrays.learn(bytes(main), obj)
                     self._note_shown(chunk, begin, nbytes)
                     return obj
             self._core.copied += nbytes
@@ -285,19 +288,6 @@ class SlotReader:
         self._core.copied += whole
         return bytearray(main) if kind == RAW else self._codec.decode(main, buffers)
 
-    def _learn(self, main: bytes, obj: Any) -> None:
-        """Let the core show what is encoded like this, if it is an array, and no more than that."""
-        leases, numpy = self._window(), sys.modules.get("numpy")
-        if leases.knows(main):
-            return
-        array = None
-        if numpy is not None and type(obj) is numpy.ndarray and obj.flags.c_contiguous:
-            array = obj
-            parts, buffers = parts_of(self._codec.encode(numpy.empty(array.shape, array.dtype)))
-            if len(buffers) != 1 or b"".join(parts) != main:
-                array = None
-        leases.know(main, array)
-
     def _show_overflow(self, begin: int, how: int, n_buffers: int, size: int) -> Any:
         """Decode a leased message where it lies in its overflow segment; `ELSEWHERE` if it cannot be seen there."""
         found = self._overflow.where(self._slots.bodies[begin : begin + SLOT_HEADER_BYTES], self._core.seq)
@@ -310,7 +300,7 @@ class SlotReader:
             del body  # as the others: what an error's frames kept would be taken for a holder
             obj = self._view(main, buffers)
             if how and n_buffers == 1 and size <= MOST_MAIN_BYTES:
-                self._learn(bytes(main), obj)
+                self._arrays.learn(bytes(main), obj)
             self._note_shown(-1 - number, begin, nbytes)
             self._core.overflows += 1
             return obj
