@@ -133,9 +133,12 @@ typedef struct {
     PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *await_next, *whose, *fail;
     PyObject *block;          /* that was opened slowly, where calls block */
     char leased, shown, kept;
-    PyObject *arrays;         /* those that are known, by their main parts; see bind_arrays */
-    PyObject *missed;         /* the main part of the last one with a buffer that was not */
-    char unknown;             /* whether the message that `beside` is called for has that main part for a second time */
+    PyObject *arrays;         /* kinds of arrays that are known: a reader's by main parts, a writer's by dtype and shape */
+    bool copies;              /* whether a reader may copy those that were not placed */
+    PyObject *learn, *array;  /* a writer's: what is told of arrays of others, and their type, once anybody knows it */
+    PyObject *missed;         /* by what the last one was looked for that was not known */
+    char unknown;             /* whether the message that is handled now is like that one */
+    PyObject *const *names;   /* of attributes: the module's, which outlasts its types */
     PyObject *windows, *secret;  /* see bind_windows */
     int pagemap;              /* a descriptor by which it can be asked which pages were written to; -1: there is none */
     unsigned long long overflows;  /* messages in overflow segments that were shown here */
@@ -854,8 +857,114 @@ static int send_memory(Core *self, PyObject *obj)
     return sent;
 }
 
+/* Return what is known of arrays of such a kind, borrowed; NULL, perhaps with an error, if they are unknown. */
+static PyObject *look_up_array(Core *self, PyObject *key)
+{
+    PyObject *kind = PyDict_GetItemWithError(self->arrays, key);
+    if (kind == NULL && !PyErr_Occurred()) {
+        int same = self->missed == NULL ? 0 : PyObject_RichCompareBool(self->missed, key, Py_EQ);
+        if (same < 0)
+            return NULL;
+        self->unknown = same > 0;
+        PyObject *old = self->missed;
+        self->missed = Py_NewRef(key);
+        Py_XDECREF(old);
+    }
+    return kind;
+}
+
+/* Whether there is a slot for a body of so many bytes, spun for if need be, and if that is worth it; it is claimed. */
+static uint8_t *claim_or_spin(Core *self, size_t nbytes)
+{
+    uint8_t *body = claim(self, nbytes);
+    return body == NULL && spin_for_room(self, nbytes) ? claim(self, nbytes) : body;
+}
+
+/* The slot that was claimed has been filled, with a body of so many bytes. */
+static void publish_filled(Core *self, size_t nbytes)
+{
+    self->copied += nbytes;
+    publish(self);
+    count_turn(self, 1, now_ns());
+    if (readers_parked(self))
+        notify(self);
+}
+
+/* Return what is known of such arrays, borrowed; NULL, perhaps with an error, if nothing is. */
+static PyObject *kind_of_array(Core *self, PyObject *array)
+{
+    PyObject *dtype = PyObject_GetAttr(array, self->names[DTYPE]);
+    PyObject *shape = dtype == NULL ? NULL : PyObject_GetAttr(array, self->names[SHAPE]);
+    PyObject *key = shape == NULL ? NULL : PyTuple_Pack(2, dtype, shape);
+    PyObject *kind = key == NULL ? NULL : look_up_array(self, key);
+    if (kind != NULL && (!PyTuple_CheckExact(kind) || PyTuple_Size(kind) != 4 || PyTuple_GetItem(kind, 0) != dtype))
+        kind = NULL;  /* types that are equal may be written in other ways */
+    Py_XDECREF(key);
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return kind;
+}
+
+/* Send an array of a known kind: 1; -1 with an error; 0 without one if it is of none, or, having spun for it, has no slot. */
+static int send_array(Core *self, PyObject *array, bool *spun)
+{
+    self->unknown = 0;
+    if (self->array == NULL || (PyObject *)Py_TYPE(array) != self->array)
+        return 0;
+    PyObject *kind = kind_of_array(self, array);
+    if (kind == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    Py_buffer memory;
+    if (PyObject_GetBuffer(array, &memory, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
+        PyErr_Clear();
+        return 0;
+    }
+    PyObject *main = Py_NewRef(PyTuple_GetItem(kind, 1));
+    const size_t nbytes = PyLong_AsSize_t(PyTuple_GetItem(kind, 2)), size = PyLong_AsSize_t(PyTuple_GetItem(kind, 3));
+    const size_t length = (size_t)PyBytes_Size(main), start = (ALIGNMENT + length + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    int sent = 0;
+    if (!PyErr_Occurred() && nbytes <= self->room && start + size == nbytes && (size_t)memory.len == size) {
+        uint8_t *body = check_unused(self) < 0 ? NULL : claim_or_spin(self, nbytes);
+        *spun = true;
+        if (body != NULL) {
+            const uint64_t now = now_ns(), words[4] = {self->what | ONE_BUFFER, self->seq, now, length}, buffer = size;
+            memcpy(slot_of(self, self->index), words, sizeof words);
+            memcpy(body, &buffer, sizeof buffer);
+            memcpy(body + ALIGNMENT, PyBytes_AsString(main), length);
+            memcpy(body + start, memory.buf, size);
+            self->published_ns = now;
+            publish_filled(self, nbytes);
+            sent = 1;
+        }
+    }
+    PyBuffer_Release(&memory);
+    Py_DECREF(main);
+    return PyErr_Occurred() ? -1 : sent;
+}
+
+/* Let arrays of a kind be learned that has come twice. */
+static int learn_array(Core *self, PyObject *obj, PyObject *message)
+{
+    if (self->learn == NULL || self->learn == Py_None || (self->array != NULL && !self->unknown))
+        return 0;
+    PyObject *learn = Py_NewRef(self->learn), *type = PyObject_CallFunctionObjArgs(learn, obj, message, NULL);
+    Py_DECREF(learn);
+    if (type == NULL)
+        return -1;
+    if (type == Py_None) {
+        Py_DECREF(type);
+    } else {
+        PyObject *old = self->array;
+        self->array = type;
+        Py_XDECREF(old);
+    }
+    return 0;
+}
+
 /* Send a message that is not bytes; return None, or the message if it is no ordinary one, or has no slot. */
-static PyObject *send_beside(Core *self, PyObject *message)
+static PyObject *send_beside(Core *self, PyObject *message, bool spun)
 {
     if (self->beside == NULL || self->beside == Py_None)
         return Py_NewRef(message);
@@ -866,7 +975,7 @@ static PyObject *send_beside(Core *self, PyObject *message)
     Py_DECREF(size);
     if ((nbytes == (size_t)-1 && PyErr_Occurred()) || check_unused(self) < 0)  /* that, and encoding, run any code */
         return NULL;
-    if (nbytes > self->room || (claim(self, nbytes) == NULL && !(spin_for_room(self, nbytes) && claim(self, nbytes) != NULL)))
+    if (nbytes > self->room || (spun ? claim(self, nbytes) : claim_or_spin(self, nbytes)) == NULL)
         return Py_NewRef(message);
     PyObject *fill = Py_NewRef(self->beside), *begin = begin_at(self);
     PyObject *seq = PyLong_FromUnsignedLongLong(self->seq), *filled = NULL;
@@ -883,11 +992,7 @@ static PyObject *send_beside(Core *self, PyObject *message)
     if (filled != Py_True)  /* which is never freed, nor is False */
         return Py_NewRef(message);
     self->published_ns = load_word(slot_of(self, self->index) + 16);
-    self->copied += nbytes;
-    publish(self);
-    count_turn(self, 1, now_ns());
-    if (readers_parked(self))
-        notify(self);
+    publish_filled(self, nbytes);
     Py_RETURN_NONE;
 }
 
@@ -897,16 +1002,15 @@ static PyObject *send_passed(Core *self, PyObject *obj)
     if (self->raw && PyBytes_CheckExact(obj)) {
         message = Py_NewRef(obj);
     } else {
-        if (self->raw) {
-            int sent = send_memory(self, obj);
-            if (sent != 0)
-                return sent < 0 ? NULL : Py_NewRef(Py_None);
-        }
+        bool spun = false;
+        int sent = self->raw ? send_memory(self, obj) : self->arrays == NULL ? 0 : send_array(self, obj, &spun);
+        if (sent != 0)
+            return sent < 0 ? NULL : Py_NewRef(Py_None);
         message = call(self->code, obj);
         if (message == NULL)
             return NULL;
         if (!PyBytes_CheckExact(message)) {
-            PyObject *answer = send_beside(self, message);
+            PyObject *answer = learn_array(self, obj, message) < 0 ? NULL : send_beside(self, message, spun);
             Py_DECREF(message);
             return answer;
         }
@@ -930,6 +1034,19 @@ static PyObject *writer_send(Core *self, PyObject *obj)
     PyObject *answer = send_passed(self, obj);
     end_use(self, before);
     return answer;
+}
+
+static PyObject *writer_bind_arrays(Core *self, PyObject *args)
+{
+    PyObject *found[2], **own[2] = {&self->arrays, &self->learn};
+    if (!PyArg_ParseTuple(args, "O!O:bind_arrays", &PyDict_Type, &found[0], &found[1]))
+        return NULL;
+    for (int n = 0; n < 2; n++) {
+        PyObject *old = *own[n];
+        *own[n] = Py_NewRef(found[n]);
+        Py_XDECREF(old);
+    }
+    Py_RETURN_NONE;
 }
 
 static PyObject *writer_put_many(Core *self, PyObject *const *args, Py_ssize_t nargs)
@@ -1315,13 +1432,7 @@ static bool find_parts(const uint8_t *body, uint64_t room, uint64_t length, bool
 static PyObject *known_array(Core *self, const uint8_t *body, const Parts *parts)
 {
     PyObject *main = PyBytes_FromStringAndSize((const char *)body + parts->main, (Py_ssize_t)parts->length);
-    PyObject *array = main == NULL ? NULL : PyDict_GetItemWithError(self->arrays, main);
-    if (array == NULL && main != NULL && !PyErr_Occurred()) {
-        self->unknown = self->missed != NULL && PyObject_RichCompareBool(self->missed, main, Py_EQ) == 1;
-        PyObject *old = self->missed;
-        self->missed = Py_NewRef(main);
-        Py_XDECREF(old);
-    }
+    PyObject *array = main == NULL ? NULL : look_up_array(self, main);
     Py_XDECREF(main);
     if (array == NULL || !PyTuple_CheckExact(array) || PyTuple_Size(array) != 4
         || PyLong_AsUnsignedLongLong(PyTuple_GetItem(array, 3)) != parts->size)
@@ -1338,7 +1449,7 @@ static PyObject *copy_array(Core *self, bool leases)
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
     const uint64_t plain = self->what | ONE_BUFFER, chunk = load_word(slot + CHUNK);
     const bool placed = words[0] == (plain | PLACED);
-    if (self->arrays == NULL || words[1] != self->seq || !(placed || words[0] == plain))
+    if (self->arrays == NULL || words[1] != self->seq || !(placed || (self->copies && words[0] == plain)))
         return NULL;
     size_t room = self->inline_bytes;
     if (chunk != 0) {
@@ -1638,14 +1749,15 @@ static PyObject *whose(Core *self)
 
 /* Arrays that were loaned: shown and taken back here, where Python has shown one like it, in the same chunk, before */
 
-static PyObject *reader_bind_arrays(Core *self, PyObject *arrays)
+static PyObject *reader_bind_arrays(Core *self, PyObject *args)
 {
-    if (!PyDict_Check(arrays)) {
-        PyErr_SetString(PyExc_TypeError, "arrays are known by a dict");
+    PyObject *arrays;
+    int copies;
+    if (!PyArg_ParseTuple(args, "O!p:bind_arrays", &PyDict_Type, &arrays, &copies))
         return NULL;
-    }
     PyObject *old = self->arrays;
     self->arrays = Py_NewRef(arrays);
+    self->copies = copies;
     Py_XDECREF(old);
     Py_RETURN_NONE;
 }
@@ -2805,6 +2917,7 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
     self->measure = Py_NewRef(Py_None);
     self->runs = Py_NewRef((PyObject *)&PyBool_Type);  /* bool() is False */
     self->at_once = (PyTypeObject *)Py_NewRef((PyObject *)state->at_once);
+    self->names = state->names;
     self->base = self->buffer.buf;
     self->own = self->base + line;
     return 0;
@@ -2881,6 +2994,9 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->fail);
     Py_VISIT(self->windows);
     Py_VISIT(self->arrays);
+    Py_VISIT(self->missed);
+    Py_VISIT(self->learn);
+    Py_VISIT(self->array);
     Py_VISIT(self->given);
     Py_VISIT(self->block);
     Py_VISIT(self->runs);
@@ -2905,6 +3021,8 @@ static int core_clear(Core *self)
     Py_CLEAR(self->windows);
     Py_CLEAR(self->arrays);
     Py_CLEAR(self->missed);
+    Py_CLEAR(self->learn);
+    Py_CLEAR(self->array);
     Py_CLEAR(self->secret);
     Py_CLEAR(self->given);
     Py_CLEAR(self->block);
@@ -3471,6 +3589,7 @@ static PyMethodDef writer_methods[] = {
     {"send", CALL writer_send, METH_O, "Encode and publish: None, or False if shut, or what was encoded."},
     {"adopt", CALL writer_adopt, METH_NOARGS, "Let the end of the loan be the gate's; return whether there is one."},
     {"disown", CALL writer_disown, METH_NOARGS, "Leave the loan's slot to a call that has entered."},
+    {"bind_arrays", CALL writer_bind_arrays, METH_VARARGS, "Say which arrays are known, and what is told of others."},
     {"bind_whose", CALL writer_bind_whose, METH_O, "Say how the task is found that has a loan, as `bind_leases`."},
     {"evict", CALL writer_evict, METH_O, "Count a reader as having read everything, now and from now on."},
     {"admit", CALL writer_admit, METH_VARARGS, "Admit a reader in the place of one that was evicted; return its first message."},
@@ -3489,7 +3608,7 @@ static PyMethodDef reader_methods[] = {
     {"take", CALL reader_take, METH_NOARGS, "Return the next message, NOTHING or ELSEWHERE."},
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
     {"bind_leases", CALL reader_bind_leases, METH_VARARGS, "Say how messages are leased."},
-    {"bind_arrays", CALL reader_bind_arrays, METH_O, "Say which arrays are known."},
+    {"bind_arrays", CALL reader_bind_arrays, METH_VARARGS, "Say which arrays are known."},
     {"bind_windows", CALL reader_bind_windows, METH_VARARGS, "Say through what arrays are seen."},
     {"keep", CALL reader_keep, METH_VARARGS, "Go on, but keep the slot; return whether the core looks after it."},
     {"tell_shown", CALL reader_tell_shown, METH_NOARGS, "Return what is shown, once, if the core knows it: see `Leases`."},

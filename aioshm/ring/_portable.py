@@ -496,6 +496,15 @@ class WriterCore(_Core):
             self._notify()
         return True
 
+    def bind_arrays(self, arrays: dict[tuple[Any, ...], Any], learn: Callable[[Any, Any], type[Any] | None], /) -> None:
+        """Say which arrays are known, see `aioshm.queue.local.arrays`; this core sends none by itself.
+
+        Args:
+            arrays: The dtype of arrays, the main part and size of their bodies, and their own, by dtype and shape.
+            learn: Is called with what was sent, and encoded, with buffers, if it is an array, and one like it was sent
+                before; returns the type of arrays, or None.
+        """
+
     def bind_whose(self, whose: Any) -> None:
         """Say how the task is found that has a loan, as `ReaderCore.bind_leases`; this core gives none."""
 
@@ -884,8 +893,13 @@ class ReaderCore(_Core):
 
     # Leases: a reader is the block of the leases that need not wait, for `async with` and `with` alike
 
-    def bind_arrays(self, arrays: dict[bytes, Any], /) -> None:
-        """Say which arrays are known, see `aioshm.queue.local.arrays`; this core makes none by itself."""
+    def bind_arrays(self, arrays: dict[bytes, Any], copies: bool, /) -> None:
+        """Say which arrays are known, see `aioshm.queue.local.arrays`; this core makes none by itself.
+
+        Args:
+            arrays: What arrays main parts make.
+            copies: Whether those count that were not placed, too.
+        """
 
     def bind_windows(self, windows: dict[int, Any], secret: bytes, /) -> None:
         """Say through what arrays are seen, and what markers of overflow segments repeat.

@@ -25,7 +25,7 @@ from aioshm.codec.raw import RawCodec
 from aioshm.errors import CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock
-from aioshm.queue.local.arrays import MOST_MAIN_BYTES, KnownArrays
+from aioshm.queue.local.arrays import MOST_MAIN_BYTES, ReceivedArrays, writes_arrays_alike
 from aioshm.queue.local.copying import eviction
 from aioshm.queue.local.leases import PLACED_VIEW_BYTES, VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
@@ -72,8 +72,8 @@ class SlotReader:
         self._shown: tuple[int, int, int] | None = None  # chunk, slot and bytes of what a lease sees where it lies
         self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), waker.slot_is_free)
         self._core.bind_beside(self._decode_beside)
-        self._arrays = KnownArrays(codec)
-        self._core.bind_arrays(self._arrays.by_main)
+        self._arrays = ReceivedArrays(codec)
+        self._core.bind_arrays(self._arrays.by_main, writes_arrays_alike(codec))
 
     def take(self) -> Any:
         """Return the next message, as `Source.take`."""
