@@ -135,7 +135,7 @@ typedef struct {
     char leased, shown, kept;
     PyObject *arrays;         /* kinds of arrays that are known: a reader's by main parts, a writer's by dtype and shape */
     bool copies;              /* whether a reader may copy those that were not placed */
-    PyObject *learn, *array;  /* a writer's: what is told of arrays of others, and their type, once anybody knows it */
+    PyObject *learn, *array;  /* a writer's: what is told of others, and the type of arrays, None as long as nobody knows it */
     PyObject *missed;         /* by what the last one was looked for that was not known */
     char unknown;             /* whether the message that is handled now is like that one */
     PyObject *const *names;   /* of attributes: the module's, which outlasts its types */
@@ -890,13 +890,28 @@ static void publish_filled(Core *self, size_t nbytes)
         notify(self);
 }
 
-/* Return what is known of such arrays, borrowed; NULL, perhaps with an error, if nothing is. */
+/* Let what is known of arrays be extended by this one, and their type be told. */
+static int learn_array(Core *self, PyObject *obj)
+{
+    PyObject *type = call(self->learn, obj);
+    if (type == NULL)
+        return -1;
+    PyObject *old = self->array;
+    self->array = type;
+    Py_XDECREF(old);
+    return 0;
+}
+
+/* Return what is known of such arrays, borrowed; NULL, perhaps with an error, if nothing is. One that has come twice is
+ * learned. */
 static PyObject *kind_of_array(Core *self, PyObject *array)
 {
     PyObject *dtype = PyObject_GetAttr(array, self->names[DTYPE]);
     PyObject *shape = dtype == NULL ? NULL : PyObject_GetAttr(array, self->names[SHAPE]);
     PyObject *key = shape == NULL ? NULL : PyTuple_Pack(2, dtype, shape);
     PyObject *kind = key == NULL ? NULL : look_up_array(self, key);
+    if (kind == NULL && self->unknown && learn_array(self, array) == 0)
+        kind = PyDict_GetItemWithError(self->arrays, key);
     if (kind != NULL && (!PyTuple_CheckExact(kind) || PyTuple_Size(kind) != 4 || PyTuple_GetItem(kind, 0) != dtype))
         kind = NULL;  /* types that are equal may be written in other ways */
     Py_XDECREF(key);
@@ -909,7 +924,7 @@ static PyObject *kind_of_array(Core *self, PyObject *array)
 static int send_array(Core *self, PyObject *array, bool *spun)
 {
     self->unknown = 0;
-    if (self->array == NULL || (PyObject *)Py_TYPE(array) != self->array)
+    if ((PyObject *)Py_TYPE(array) != self->array)
         return 0;
     PyObject *kind = kind_of_array(self, array);
     if (kind == NULL)
@@ -942,25 +957,6 @@ static int send_array(Core *self, PyObject *array, bool *spun)
     PyBuffer_Release(&memory);
     Py_DECREF(main);
     return PyErr_Occurred() ? -1 : sent;
-}
-
-/* Let arrays of a kind be learned that has come twice. */
-static int learn_array(Core *self, PyObject *obj, PyObject *message)
-{
-    if (self->learn == NULL || self->learn == Py_None || (self->array != NULL && !self->unknown))
-        return 0;
-    PyObject *learn = Py_NewRef(self->learn), *type = PyObject_CallFunctionObjArgs(learn, obj, message, NULL);
-    Py_DECREF(learn);
-    if (type == NULL)
-        return -1;
-    if (type == Py_None) {
-        Py_DECREF(type);
-    } else {
-        PyObject *old = self->array;
-        self->array = type;
-        Py_XDECREF(old);
-    }
-    return 0;
 }
 
 /* Send a message that is not bytes; return None, or the message if it is no ordinary one, or has no slot. */
@@ -1010,7 +1006,8 @@ static PyObject *send_passed(Core *self, PyObject *obj)
         if (message == NULL)
             return NULL;
         if (!PyBytes_CheckExact(message)) {
-            PyObject *answer = learn_array(self, obj, message) < 0 ? NULL : send_beside(self, message, spun);
+            bool learns = self->array == Py_None && self->arrays != NULL;  /* for NumPy may have been imported by now */
+            PyObject *answer = learns && learn_array(self, obj) < 0 ? NULL : send_beside(self, message, spun);
             Py_DECREF(message);
             return answer;
         }
@@ -1038,10 +1035,10 @@ static PyObject *writer_send(Core *self, PyObject *obj)
 
 static PyObject *writer_bind_arrays(Core *self, PyObject *args)
 {
-    PyObject *found[2], **own[2] = {&self->arrays, &self->learn};
-    if (!PyArg_ParseTuple(args, "O!O:bind_arrays", &PyDict_Type, &found[0], &found[1]))
+    PyObject *found[3], **own[3] = {&self->arrays, &self->learn, &self->array};
+    if (!PyArg_ParseTuple(args, "O!OO:bind_arrays", &PyDict_Type, &found[0], &found[1], &found[2]))
         return NULL;
-    for (int n = 0; n < 2; n++) {
+    for (int n = 0; n < 3; n++) {
         PyObject *old = *own[n];
         *own[n] = Py_NewRef(found[n]);
         Py_XDECREF(old);

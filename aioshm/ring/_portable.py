@@ -496,13 +496,16 @@ class WriterCore(_Core):
             self._notify()
         return True
 
-    def bind_arrays(self, arrays: dict[tuple[Any, ...], Any], learn: Callable[[Any, Any], type[Any] | None], /) -> None:
+    def bind_arrays(
+        self, arrays: dict[tuple[Any, ...], Any], learn: Callable[[Any], Any], array_type: type[Any] | None, /
+    ) -> None:
         """Say which arrays are known, see `aioshm.queue.local.arrays`; this core sends none by itself.
 
         Args:
             arrays: The dtype of arrays, the main part and size of their bodies, and their own, by dtype and shape.
-            learn: Is called with what was sent, and encoded, with buffers, if it is an array, and one like it was sent
-                before; returns the type of arrays, or None.
+            learn: Is called with an array like which one was sent before; or, as long as their type is not known, with
+                what was encoded with a buffer beside it. Returns the type.
+            array_type: The type; None: nobody has imported NumPy.
         """
 
     def bind_whose(self, whose: Any) -> None:

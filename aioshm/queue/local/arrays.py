@@ -8,10 +8,10 @@ on the core does both.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from aioshm.codec import Codec, Encoded
+from aioshm.codec import Codec
+from aioshm.codec.buffers import OUT_OF_BAND_BYTES, is_loaded
 from aioshm.codec.frames import body_bytes_of_one
 from aioshm.codec.pickle5 import PickleCodec
 from aioshm.queue.encoded import parts_of
@@ -24,8 +24,17 @@ MOST_MAIN_BYTES = 1024
 
 
 def writes_arrays_alike(codec: Codec) -> bool:
-    """Return whether the codec's main parts say all of an array but its numbers; of other people's nobody knows that."""
+    """Return whether main parts say all of an array but its numbers; of other people's codecs nobody knows that."""
     return type(codec) is PickleCodec
+
+
+def array_type() -> type[Any] | None:
+    """Return the type of arrays; None: the program has not imported NumPy."""
+    if not is_loaded("numpy"):
+        return None
+    import numpy
+
+    return numpy.ndarray
 
 
 class SentArrays:
@@ -43,31 +52,24 @@ class SentArrays:
         self._max_bytes = max_bytes
         self.by_kind: dict[tuple[Any, ...], tuple[Any, bytes, int, int] | None] = {}
 
-    def learn(self, obj: Any, message: Encoded) -> type[Any] | None:
-        """Note what is written of such arrays.
+    def learn(self, obj: Any) -> type[Any] | None:
+        """Note what is written of such arrays, if this is one; return their type, as `array_type`."""
+        found = array_type()
+        if found is None or type(obj) is not found:
+            return found
+        from aioshm.codec.arrays import main_part
 
-        Args:
-            obj: What is being sent.
-            message: What encoding has made of it.
-
-        Returns:
-            The type of arrays; None as long as nobody has imported NumPy.
-        """
-        numpy = sys.modules.get("numpy")
-        array_type: type[Any] | None = getattr(numpy, "ndarray", None)
-        if array_type is None or type(obj) is not array_type:
-            return array_type
-        parts, buffers = parts_of(message)
-        flags, dtype, main = obj.flags, obj.dtype, b"".join(parts)
+        flags, dtype = obj.flags, obj.dtype
         kind = None
-        if flags.c_contiguous and flags.writeable and dtype.isbuiltin == 1 and len(buffers) == 1:
+        if flags.c_contiguous and flags.writeable and dtype.isbuiltin == 1 and obj.nbytes:
+            main = main_part(obj)
             nbytes = body_bytes_of_one(len(main), obj.nbytes)
-            if len(buffers[0]) == obj.nbytes and nbytes <= self._max_bytes:
+            if nbytes <= self._max_bytes:
                 kind = dtype, main, nbytes, obj.nbytes
         if len(self.by_kind) >= MAX_KNOWN:
             self.by_kind.clear()
         self.by_kind[dtype, obj.shape] = kind
-        return array_type
+        return found
 
 
 class ReceivedArrays:
@@ -92,15 +94,22 @@ class ReceivedArrays:
             main: The main part of a message that has one buffer.
             obj: What was decoded of both.
         """
-        numpy = sys.modules.get("numpy")
         if main in self.by_main or len(main) > MOST_MAIN_BYTES:
             return
-        array = None
-        if numpy is not None and type(obj) is numpy.ndarray and obj.flags.c_contiguous:
-            array = obj
-            parts, buffers = parts_of(self._codec.encode(numpy.empty(array.shape, array.dtype)))
-            if len(buffers) != 1 or b"".join(parts) != main:
-                array = None
         if len(self.by_main) >= MAX_KNOWN:
             self.by_main.clear()
-        self.by_main[main] = None if array is None else (type(array), array.shape, array.dtype, array.nbytes)
+        is_array = is_loaded("numpy") and self._makes_this(main, obj)
+        self.by_main[main] = (type(obj), obj.shape, obj.dtype, obj.nbytes) if is_array else None
+
+    def _makes_this(self, main: bytes, obj: Any) -> bool:
+        """Return whether this main part makes plain arrays, all as this one."""
+        import numpy
+
+        from aioshm.codec.arrays import main_part
+
+        if type(obj) is not numpy.ndarray or not obj.flags.c_contiguous:
+            return False
+        if obj.nbytes < OUT_OF_BAND_BYTES:  # from `SentArrays`; encoded, it would go in band
+            return writes_arrays_alike(self._codec) and obj.dtype.isbuiltin == 1 and main == main_part(obj)
+        parts, buffers = parts_of(self._codec.encode(numpy.empty(obj.shape, obj.dtype)))
+        return len(buffers) == 1 and b"".join(parts) == main

@@ -1,0 +1,288 @@
+"""Arrays that come again: the core writes and makes them by itself, and nobody can tell them from encoded ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from pairs import attached
+
+from aioshm import MessageQueue, native_core
+from aioshm.codec.arrays import main_part
+from aioshm.codec.frames import plain as encoded_plainly
+from aioshm.codec.pickle5 import PickleCodec
+from aioshm.errors import MessageTooLarge
+from aioshm.queue.encoded import parts_of
+from aioshm.queue.local import arrays as known
+from aioshm.queue.local import leases
+
+pytestmark = pytest.mark.skipif(not native_core, reason="the twin encodes and decodes each array")
+
+FIELDS = np.dtype([("a", "i4"), ("b", "f8")])
+
+
+class Matrix(np.ndarray[Any, Any]):
+    """An array of somebody else's type."""
+
+
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+def plain(size: int) -> list[Any]:
+    """Return arrays of as many elements as rows of 8, in all ways in which memory may lie."""
+    numbers = np.arange(8 * size)
+    rows = numbers.reshape(size, 8)
+    return [
+        *[
+            numbers.astype(dtype)
+            for dtype in ("f4", "f8", "i1", "u8", "?", "c16", "M8[s]", "m8[us]", ">f4", "U3", "S5", "q")
+        ],
+        rows.astype("f4"),
+        rows.astype("f4").reshape(size, 2, 4),
+        rows.astype("f4").T,
+        rows.astype("f4")[:, ::2],
+        rows.astype("f4")[::-1],
+        read_only(rows.astype("f4")),
+        rows.astype("f4").view(Matrix),
+        np.zeros(size, FIELDS),
+        numbers.astype(object),
+        numbers.astype(np.dtype("f4", metadata={"unit": "m"})),
+    ]
+
+
+ARRAYS = [np.float32(2.5), np.array(7), np.zeros(0, "f4"), np.zeros((3, 0, 2)), *plain(1), *plain(100), *plain(2000)]
+
+
+def same(received: Any, sent: Any) -> None:
+    """Assert that one array arrived as the other was."""
+    assert (type(received), received.shape, received.dtype) == (type(sent), sent.shape, sent.dtype)
+    assert received.dtype.str == sent.dtype.str
+    np.testing.assert_array_equal(received, sent)
+    alone = PickleCodec()
+    parts, buffers = parts_of(alone.encode(sent))
+    encoded = alone.decode(b"".join(parts), buffers)
+    if isinstance(sent, np.ndarray):
+        for flag in ("writeable", "c_contiguous", "f_contiguous", "aligned"):
+            assert getattr(received.flags, flag) == getattr(encoded.flags, flag), flag
+
+
+def numbered(array: Any, n: int) -> Any:
+    """Return an array like this one with other numbers, if it has any."""
+    return array if array.dtype.kind not in "fiuc" or not array.flags.writeable else array + array.dtype.type(n)
+
+
+async def send(writer: MessageQueue, arrays: Sequence[Any]) -> None:
+    for each in arrays:
+        await writer.enqueue(each, 5)
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}-{array.shape}-{array.strides}")
+@pytest.mark.parametrize("how", ["dequeue", "lease", "many"])
+async def test_each_arrives_as_it_was(array: Any, how: str) -> None:
+    sent = [numbered(array, n) for n in range(6)]
+    async with attached(chunk=2**20) as (writer, (reader,)), asyncio.TaskGroup() as tasks:
+        tasks.create_task(send(writer, sent))
+        received: list[Any] = []
+        while len(received) < len(sent):
+            if how == "dequeue":
+                received.append(await reader.dequeue(5))
+            elif how == "many":
+                received += await reader.dequeue_many(3, 5)
+            else:
+                async with reader.lease(5) as obj:
+                    received.append(obj)
+        for one, other in zip(received, sent, strict=True):
+            same(one, other)
+
+
+@pytest.mark.parametrize("nbytes", [64, 4096, 100_000])
+async def test_the_core_does_it_once_it_knows_them(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(nbytes // 4, dtype="f4")
+    async with attached(chunk=2**20) as (writer, (reader,)):
+        sender: Any = writer.end
+        for n in range(5):
+            await writer.enqueue(array + n, 5)
+            same(await reader.dequeue(5), array + n)
+
+        def encode(_: Any) -> Any:
+            raise AssertionError("it was encoded")
+
+        def decode(*_: Any) -> Any:
+            raise AssertionError("it was decoded")
+
+        core, end = sender.ring.ring.core, reader.end
+        core.bind(encode, encoded_plainly(PickleCodec.code), False, lambda: None)
+        monkeypatch.setattr(PickleCodec, "decode", decode)
+        copied = core.copied
+        for n in range(3):
+            await writer.enqueue(array + n, 5)
+            async with reader.lease() as leased:
+                same_numbers = np.array_equal(leased, array + n)
+            assert same_numbers
+        assert core.copied - copied > 3 * nbytes
+        assert end.gate.core.seq == 8
+
+
+async def test_kinds_take_turns_and_are_forgotten() -> None:
+    kinds = [np.arange(n + 1, dtype=dtype) for n in range(known.MAX_KNOWN) for dtype in ("f4", "i8")]
+    async with attached(chunk=2**20) as (writer, (reader,)):
+        for _ in range(3):
+            for kind in kinds:
+                for n in range(3):
+                    await writer.enqueue(numbered(kind, n), 5)
+                    same(await reader.dequeue(5), numbered(kind, n))
+        assert len(_sent(writer)) <= known.MAX_KNOWN
+        for kind in kinds[:4] * 3:
+            await writer.enqueue(kind, 5)
+            same(await reader.dequeue(5), kind)
+
+
+def _sent(writer: MessageQueue) -> dict[Any, Any]:
+    learn: Any = next(each for each in _referents(writer) if isinstance(each, known.SentArrays))
+    kinds: dict[Any, Any] = learn.by_kind
+    return kinds
+
+
+def _referents(writer: MessageQueue) -> Sequence[Any]:
+    import gc
+
+    end: Any = writer.end
+    return [getattr(each, "__self__", None) for each in gc.get_referents(end.ring.ring.core)]
+
+
+async def test_what_looks_alike_is_told_apart() -> None:
+    """Types that are equal, but not the same, and arrays of one type and shape that lie differently."""
+    plain_floats = np.arange(2000, dtype="f4")
+    alike = [
+        plain_floats,
+        plain_floats.astype(np.dtype("f4", metadata={"unit": "m"})),
+        np.arange(4000, dtype="f4")[::2],
+        read_only(np.arange(2000, dtype="f4")),
+        plain_floats.view(Matrix),
+        plain_floats.astype(">f4"),
+        np.arange(2000, dtype="q"),
+        np.arange(2000, dtype="l"),
+    ]
+    async with attached(chunk=2**20) as (writer, (reader,)):
+        for each in [*alike, *alike, *[one for one in alike for _ in range(3)], *reversed(alike)]:
+            await writer.enqueue(each, 5)
+            same(await reader.dequeue(5), each)
+
+
+async def test_what_arrives_is_memory_of_its_own() -> None:
+    array = np.zeros(1500, "f4")
+    async with attached(2, chunk=2**20) as (writer, readers):
+        for n in range(5):
+            array[:] = n
+            await writer.enqueue(array, 5)
+            array[:] = -1  # changes nothing
+            one, other = [await reader.dequeue(5) for reader in readers]
+            one += 10
+            assert set(one) == {n + 10}
+            assert set(other) == {n}
+
+
+async def test_the_bound_of_messages_holds() -> None:
+    small, large = np.zeros(4200, "u1"), np.zeros(8000, "u1")
+    async with attached(chunk=2**20, max_message_bytes=6000) as (writer, (reader,)):
+        for _ in range(4):
+            await writer.enqueue(small, 5)
+            assert (await reader.dequeue(5)).shape == (4200,)
+            with pytest.raises(MessageTooLarge):
+                await writer.enqueue(large, 5)
+
+
+async def test_a_full_ring_takes_them_when_there_is_room() -> None:
+    array = np.arange(1200, dtype="f4")
+    async with attached(chunk=8192, chunks=3, slots=4) as (writer, (reader,)):
+        sent, received = 0, 0
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                while True:
+                    await writer.enqueue(array + sent, 0.01)
+                    sent += 1
+            one = asyncio.ensure_future(writer.enqueue(array + sent, 5))
+            await asyncio.sleep(0)
+            while received < sent:
+                same(await reader.dequeue(5), array + received)
+                received += 1
+            await one
+            sent += 1
+        assert sent >= 40
+
+
+async def test_other_peoples_codecs_see_every_array() -> None:
+    class Negated(PickleCodec):
+        """Sends the complement of each byte."""
+
+        def decode(self, main: Any, buffers: Any) -> Any:
+            return super().decode(main, [memoryview(bytes(255 - byte for byte in each)) for each in buffers])
+
+    array = np.arange(5000, dtype="u1")
+    async with attached(chunk=2**20, codec=Negated()) as (writer, (reader,)):
+        for _ in range(5):
+            await writer.enqueue(array, 5)
+            assert np.array_equal(await reader.dequeue(5), ~array)
+
+
+TWIN = """
+import asyncio, sys
+from aioshm import MessageQueue, native_core
+
+async def main():
+    async with MessageQueue.create_from_handle(sys.argv[1], 0) as reader:
+        await reader.wait_until_ready(20)
+        for n in range(int(sys.argv[2])):
+            array = await reader.dequeue(20)
+            assert array.flags.writeable and (array == n).all(), array
+        print(native_core, array.dtype, array.shape)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("size", [4, 3000])
+async def test_the_twin_understands_them(size: int) -> None:
+    async with MessageQueue(1, 1) as writer:
+        command = [sys.executable, "-c", TWIN, writer.export_handle().to_json(), "6"]
+        child = subprocess.Popen(command, env={**os.environ, "AIOSHM_NATIVE": "0"}, stdout=subprocess.PIPE, text=True)
+        try:
+            for n in range(6):
+                await writer.enqueue(np.full((2, size), n, "f8"), 30)
+            told = await asyncio.to_thread(child.communicate)
+        finally:
+            child.kill()
+            child.wait()
+    assert told[0] == f"False float64 (2, {size})\n"
+
+
+async def test_trace_contexts_go_with_them() -> None:
+    async with attached(chunk=2**20, trace_context=True) as (writer, (reader,)):
+        for n in range(5):
+            await writer.enqueue(np.full(2000, n, "f4"), 5)
+            assert (await reader.dequeue(5))[0] == n
+
+
+@pytest.mark.parametrize("dtype", ["f4", "i8", "?", "c16", "u2"])
+def test_their_main_part_is_what_encoding_makes(dtype: str) -> None:
+    for shape in [(5000,), (100, 60), (5000, 1, 1)]:
+        array = np.zeros(shape, dtype)
+        parts, buffers = parts_of(PickleCodec().encode(array))
+        assert (b"".join(parts), len(buffers)) == (main_part(array), 1)
+
+
+def test_the_core_and_the_queue_agree_on_the_bounds() -> None:
+    source = (known.__file__ or "").replace("queue/local/arrays.py", "ring/_native.c")
+    with open(source) as file:
+        defined = dict(line.split()[1:3] for line in file if line.startswith("#define ") and len(line.split()) > 2)
+    assert int(defined["LEASE_MAX"]) == leases.VIEW_BYTES
+    assert int(defined["LEASE_PLACED_MAX"]) == leases.PLACED_VIEW_BYTES
+    assert int(defined["ARRAY_MAIN_MAX"]) == known.MOST_MAIN_BYTES
