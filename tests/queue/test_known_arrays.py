@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -128,7 +128,7 @@ async def test_the_core_does_it_once_it_knows_them(nbytes: int, monkeypatch: pyt
                 same_numbers = np.array_equal(leased, array + n)
             assert same_numbers
         assert core.copied - copied > 3 * nbytes
-        assert end.gate.core.seq == 8
+        assert cast(Any, end.gate.core).seq == 8
 
 
 async def test_kinds_take_turns_and_are_forgotten() -> None:
