@@ -131,6 +131,7 @@ typedef struct {
     PyObject *beside, *measure;  /* what handles messages that have buffers beside them; see bind_beside */
     /* Leases, of a reader: see bind_leases */
     PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *await_next, *whose, *fail;
+    PyObject *tasks, *of_loop;  /* where `whose` is a dict and its key: these, which it holds */
     PyObject *block;          /* that was opened slowly, where calls block */
     char leased, shown, kept;
     PyObject *arrays;         /* kinds of arrays that are known: a reader's by main parts, a writer's by dtype and shape */
@@ -1700,6 +1701,14 @@ static PyType_Spec at_once_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, at_once_slots,
 };
 
+/* Note what `whose` consists of: taking it apart each time would take longer than the look into the dict. */
+static void look_into_whose(Core *self)
+{
+    bool parted = PyTuple_Check(self->whose) && PyTuple_Size(self->whose) == 2;
+    self->tasks = parted ? PyTuple_GetItem(self->whose, 0) : NULL;
+    self->of_loop = parted ? PyTuple_GetItem(self->whose, 1) : NULL;
+}
+
 static PyObject *reader_bind_leases(Core *self, PyObject *args)
 {
     PyObject *found[7];
@@ -1713,6 +1722,7 @@ static PyObject *reader_bind_leases(Core *self, PyObject *args)
         *own[n] = Py_NewRef(found[n]);
         Py_XDECREF(old);
     }
+    look_into_whose(self);
     Py_RETURN_NONE;
 }
 
@@ -1738,9 +1748,9 @@ static void fail(Core *self)
 /* Return the task that leases, by a look into a dict of tasks, or by a call. */
 static PyObject *whose(Core *self)
 {
-    if (!PyTuple_Check(self->whose) || PyTuple_Size(self->whose) != 2)
+    if (self->tasks == NULL)
         return call(self->whose, NULL);
-    PyObject *task = PyDict_GetItemWithError(PyTuple_GetItem(self->whose, 0), PyTuple_GetItem(self->whose, 1));
+    PyObject *task = PyDict_GetItemWithError(self->tasks, self->of_loop);
     return task != NULL ? Py_NewRef(task) : PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
@@ -3013,6 +3023,7 @@ static int core_clear(Core *self)
     Py_CLEAR(self->open_slowly);
     Py_CLEAR(self->close_slowly);
     Py_CLEAR(self->await_next);
+    self->tasks = self->of_loop = NULL;
     Py_CLEAR(self->whose);
     Py_CLEAR(self->fail);
     Py_CLEAR(self->windows);
@@ -3520,6 +3531,7 @@ static PyObject *writer_bind_whose(Core *self, PyObject *arg)
 {
     PyObject *old = self->whose;
     self->whose = Py_NewRef(arg);
+    look_into_whose(self);
     Py_XDECREF(old);
     Py_RETURN_NONE;
 }
