@@ -50,6 +50,7 @@ class LentWindow:
         memory: The mapping, which begins up to a page before the range; what is made over it holds a reference to it.
         begin: Where the range begins in it.
         address: Where the range is in this process.
+        template: A shape, a dtype, and such an array over the range, which the core lends views of; or None.
         quiet: Arrays over it that were taken back, and are read-only by now.
 
     Raises:
@@ -69,6 +70,7 @@ class LentWindow:
         self.begin: int = start - page
         self.memory: mmap.mmap = memory
         self.address: int = address_of(memory) + self.begin
+        self.template: tuple[Any, Any, Any] | None = None
         self.quiet: list[weakref.ref[Any]] = []
 
     def offset_of(self, part: memoryview) -> int:
@@ -93,10 +95,8 @@ class LentWindow:
         Raises:
             SharedMemoryError: There is no memory for a private copy: what is still held reads as zeros now.
         """
-        held = _UNHELD
         if self.quiet:
             self.quiet = [reader for reader in self.quiet if reader() is not None]
-            held += len(self.quiet)
         lone, quiet, named = True, [], []
         for i in range(len(lent)):
             count = getrefcount(lent[i])
@@ -114,7 +114,7 @@ class LentWindow:
                 lone = _emptied(each)
             del each
         lent.clear()
-        if lone and getrefcount(self.memory) <= held + len(quiet):
+        if lone and self._holders() <= len(self.quiet) + len(quiet):
             self.quiet += quiet
             return True
         for reader in quiet:
@@ -127,9 +127,16 @@ class LentWindow:
 
     def close(self) -> None:
         """Leave a private copy behind if the window is held."""
-        if getrefcount(self.memory) > _UNHELD:
+        if self._holders():
             with suppress(SharedMemoryError):  # zeros, then
                 self._make_private(self.room)
+
+    def _holders(self) -> int:
+        """Return how much there is over the memory, but for the template: arrays, and what else refers to either."""
+        holders = getrefcount(self.memory) - _UNHELD
+        if self.template is not None:
+            holders += getrefcount(self.template[2]) - _UNHELD - 1  # which has a reference to the memory itself
+        return holders
 
     def _make_private(self, nbytes: int) -> None:
         address, length = address_of(self.memory), len(self.memory)
