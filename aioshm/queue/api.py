@@ -19,7 +19,7 @@ from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle, refuse_to_pickle
-from aioshm.queue.local.loans import ArraySpec, Like
+from aioshm.queue.local.loans import Like
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
@@ -47,7 +47,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         # What is called for every message is the end's own, unless a subclass has another: a coroutine that need not
         # wait takes about as long to make as a small message takes to pass.
         calls = end.own_calls()
-        for name in ("enqueue",) if self._reader is None else ("dequeue", "lease"):
+        for name in ("enqueue", "loan") if self._reader is None else ("dequeue", "lease"):
             if calls is not None and getattr(type(self), name) is getattr(MessageQueue, name):
                 vars(self)[name] = getattr(calls, name)
 
@@ -445,9 +445,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
                 was sent.
         """
         writer = self._writer or self._wrong_end("loan", "writer")
-        if timeout is None and (kind := writer.lender.kind_of(shape, dtype, like)) is not None:
-            return kind.block()
-        return writer.lender.loan(writer.prepare, ArraySpec.of(shape, dtype, like), timeout)
+        return writer.loan(shape, dtype, like, timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
         """Lend so many writable bytes to the block, as `loan` does an array.

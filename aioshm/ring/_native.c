@@ -2288,9 +2288,11 @@ typedef struct {
     PyObject_HEAD
     PyObject *core;           /* that is asked first, or NULL */
     PyObject *leasing;        /* the block of each lease that may wait as long as it takes, or NULL */
-    PyObject *rest, *whole, *fail, *lease;
+    PyObject *rest, *whole, *fail, *block;
+    PyObject *asked[3], *kind;  /* the arguments of the latest loan that the core gives, and what it gives; or NULL */
+    PyObject *dtype, *like;   /* what they are by default */
     void *spare;              /* the memory of a call that has ended */
-    PyTypeObject *writer, *reader, *call;
+    PyTypeObject *writer, *reader, *call, *loan;
 } Calls;
 
 typedef enum { NEW, RUNNING, WAITING, ENDED } Stage;
@@ -2305,6 +2307,7 @@ typedef struct {
 } Call;
 
 static const char *const ENQUEUE[] = {"obj", "timeout"}, *const DEQUEUE[] = {"timeout", "cancel", "indefinite"};
+static const char *const LOAN[] = {"shape", "dtype", "like", "timeout"};
 
 /* Find the arguments by place or name; those that are not there stay NULL. */
 static int find_arguments(const char *name, const char *const *names, Py_ssize_t most, PyObject *const *args,
@@ -2372,6 +2375,20 @@ static PyObject *calls_dequeue(Calls *self, PyObject *const *args, Py_ssize_t na
     return new_call(self, false, found);
 }
 
+/* Return what makes the blocks that the core does not give, called with these arguments, which this takes. */
+static PyObject *call_block(Calls *self, PyObject *args)
+{
+    PyObject *made = NULL;
+    if (args != NULL && self->block == Py_None)
+        PyErr_SetString(PyExc_TypeError, "these calls give nothing to a block");
+    else if (args != NULL)
+        made = PyObject_CallObject(self->block, args);
+    Py_XDECREF(args);
+    return made;
+}
+
+static void note_asked(Calls *self, PyObject *const *asked, PyObject *block);
+
 static PyObject *calls_lease(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     PyObject *found[3] = {NULL};
@@ -2381,11 +2398,29 @@ static PyObject *calls_lease(Calls *self, PyObject *const *args, Py_ssize_t narg
     PyObject *indefinite = found[2] == NULL ? Py_False : found[2];
     if (self->leasing != NULL && timeout == Py_None && cancel == Py_None && indefinite == Py_False)
         return Py_NewRef(self->leasing);
-    if (self->lease == Py_None) {
-        PyErr_SetString(PyExc_TypeError, "these calls lease nothing");
+    return call_block(self, PyTuple_Pack(3, timeout, cancel, indefinite));
+}
+
+static PyObject *new_loan(PyObject *kind);
+
+static PyObject *calls_loan(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    PyObject *found[4] = {NULL};
+    if (find_arguments("loan", LOAN, 4, args, nargs, kwnames, found) < 0)
+        return NULL;
+    if (found[0] == NULL) {
+        PyErr_SetString(PyExc_TypeError, "loan() missing 1 required positional argument: 'shape'");
         return NULL;
     }
-    return PyObject_CallFunctionObjArgs(self->lease, timeout, cancel, indefinite, NULL);
+    PyObject *shape = found[0], *dtype = found[1] == NULL ? self->dtype : found[1];
+    PyObject *like = found[2] == NULL ? self->like : found[2], *timeout = found[3] == NULL ? Py_None : found[3];
+    if (timeout == Py_None && shape == self->asked[0] && dtype == self->asked[1] && like == self->asked[2])
+        return new_loan(self->kind);
+    PyObject *block = call_block(self, PyTuple_Pack(4, shape, dtype, like, timeout));
+    if (block != NULL && timeout == Py_None && Py_TYPE(block) == self->loan
+        && (PyLong_CheckExact(shape) || PyTuple_CheckExact(shape)))  /* what cannot change */
+        note_asked(self, (PyObject *const[]){shape, dtype, like}, block);
+    return block;
 }
 
 /* Let go of everything but the memory. */
@@ -2678,8 +2713,8 @@ static int no_keywords(PyObject *kwargs);
 
 static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *rest, *whole = Py_None, *fail = Py_None, *lease = Py_None;
-    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "O|OOO:Calls", &rest, &whole, &fail, &lease))
+    PyObject *rest, *whole = Py_None, *fail = Py_None, *block = Py_None;
+    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "O|OOO:Calls", &rest, &whole, &fail, &block))
         return -1;
     State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
     if (state == NULL)
@@ -2691,7 +2726,10 @@ static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
     self->rest = Py_NewRef(rest);
     self->whole = Py_NewRef(whole);
     self->fail = Py_NewRef(fail);
-    self->lease = Py_NewRef(lease);
+    self->block = Py_NewRef(block);
+    if ((self->dtype = PyUnicode_InternFromString("float32")) == NULL || (self->like = PyUnicode_InternFromString("numpy")) == NULL)
+        return -1;
+    self->loan = (PyTypeObject *)Py_NewRef((PyObject *)state->loan);
     self->writer = (PyTypeObject *)Py_NewRef((PyObject *)state->writer);
     self->reader = (PyTypeObject *)Py_NewRef((PyObject *)state->reader);
     self->call = (PyTypeObject *)Py_NewRef((PyObject *)state->call);
@@ -2706,7 +2744,10 @@ static int calls_traverse(Calls *self, visitproc visit, void *arg)
     Py_VISIT(self->rest);
     Py_VISIT(self->whole);
     Py_VISIT(self->fail);
-    Py_VISIT(self->lease);
+    Py_VISIT(self->block);
+    for (int n = 0; n < 3; n++)
+        Py_VISIT(self->asked[n]);
+    Py_VISIT(self->kind);
     return 0;
 }
 
@@ -2717,7 +2758,12 @@ static int calls_clear(Calls *self)
     Py_CLEAR(self->rest);
     Py_CLEAR(self->whole);
     Py_CLEAR(self->fail);
-    Py_CLEAR(self->lease);
+    Py_CLEAR(self->block);
+    for (int n = 0; n < 3; n++)
+        Py_CLEAR(self->asked[n]);
+    Py_CLEAR(self->kind);
+    Py_CLEAR(self->dtype);
+    Py_CLEAR(self->like);
     return 0;
 }
 
@@ -2728,6 +2774,7 @@ static void calls_dealloc(Calls *self)
     calls_clear(self);
     if (self->spare != NULL)
         PyObject_GC_Del(self->spare);
+    Py_CLEAR(self->loan);
     Py_CLEAR(self->writer);
     Py_CLEAR(self->reader);
     Py_CLEAR(self->call);
@@ -3190,6 +3237,24 @@ static PyObject *kind_block(LoanKind *self, PyObject *Py_UNUSED(ignored))
     block->lent = block->slow = block->reserved = NULL;
     PyObject_GC_Track(block);
     return (PyObject *)block;
+}
+
+static PyObject *new_loan(PyObject *kind)
+{
+    return kind_block((LoanKind *)kind, NULL);
+}
+
+/* Note with which arguments a loan was asked for that the core gives. */
+static void note_asked(Calls *self, PyObject *const *asked, PyObject *block)
+{
+    PyObject *old = self->kind;
+    self->kind = Py_NewRef((PyObject *)((LoanBlock *)block)->kind);
+    Py_XDECREF(old);
+    for (int n = 0; n < 3; n++) {
+        old = self->asked[n];
+        self->asked[n] = Py_NewRef(asked[n]);
+        Py_XDECREF(old);
+    }
 }
 
 static int loan_traverse(LoanBlock *self, visitproc visit, void *arg)
@@ -3748,6 +3813,9 @@ static PyMethodDef calls_methods[] = {
     {"lease", FAST calls_lease, METH_FASTCALL | METH_KEYWORDS,
      "lease($self, timeout=None, cancel=None, indefinite=False)\n--\n\n"
      "Give the next message to the block, decoded where it lies; see `aioshm.MessageQueue.lease`."},
+    {"loan", FAST calls_loan, METH_FASTCALL | METH_KEYWORDS,
+     "loan($self, shape, dtype='float32', like='numpy', timeout=None)\n--\n\n"
+     "Lend an array to the block, to be filled and sent; see `aioshm.MessageQueue.loan`."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1187,7 +1187,7 @@ class Calls:
             answered (False without a core), and the timeout; or of what `dequeue` was called with.
         whole: Makes the coroutine of a `dequeue` that has no core to ask; None: ``rest`` does.
         fail: Raises the error that `ReaderCore.receive` has raised, as callers are to see it; None: as it is.
-        lease: Makes the block of a lease that `leasing` is not for, of what `lease` was called with.
+        block: Makes the block of a lease that `leasing` is not for, or of a loan, of what was asked for.
 
     Attributes:
         core: The core that is asked first; None: there is none, or it is of another make.
@@ -1199,13 +1199,13 @@ class Calls:
         rest: Callable[..., Coroutine[Any, Any, Any]],
         whole: Callable[..., Coroutine[Any, Any, Any]] | None = None,
         fail: Callable[[Exception], NoReturn] | None = None,
-        lease: Callable[..., AbstractAsyncContextManager[Any]] | None = None,
+        block: Callable[..., AbstractAsyncContextManager[Any]] | None = None,
         /,
     ) -> None:
         self._rest = rest
         self._whole = whole or rest
         self._fail = fail
-        self._lease = lease
+        self._block = block
         self.core: WriterCore | ReaderCore | None = None
         self.leasing: AbstractAsyncContextManager[Any] | None = None
 
@@ -1233,9 +1233,18 @@ class Calls:
         """Give the next message to the block, decoded where it lies; see `aioshm.MessageQueue.lease`."""
         if self.leasing is not None and timeout is None and cancel is None and not indefinite:
             return self.leasing
-        if self._lease is None:
-            raise TypeError("these calls lease nothing")
-        return self._lease(timeout, cancel, indefinite)
+        return self._new_block(timeout, cancel, indefinite)
+
+    def loan(
+        self, shape: Any, dtype: Any = "float32", like: Any = "numpy", timeout: float | None = None
+    ) -> AbstractAsyncContextManager[Any]:
+        """Lend an array to the block, to be filled and sent; see `aioshm.MessageQueue.loan`."""
+        return self._new_block(shape, dtype, like, timeout)
+
+    def _new_block(self, *asked: Any) -> AbstractAsyncContextManager[Any]:
+        if self._block is None:
+            raise TypeError("these calls give nothing to a block")
+        return self._block(*asked)
 
 
 class OrderedWriterCore(WriterCore):

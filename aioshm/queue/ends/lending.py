@@ -69,20 +69,9 @@ class Lender:
         self._knows = self.is_local and isinstance(codec, PickleCodec | MsgpackCodec | RawCodec)
         self._code = codec.code
         self._kinds: dict[ArraySpec, LoanKind] = {}  # of those, what the core lends without any help
-        self._latest: tuple[Any, Any, Any, LoanKind | None] = None, None, None, None  # of the arguments of `kind_of`
         self._quick = native_core and not sender.traces
         self._largest = ring.ring.layout.max_chunk_bytes
         self._most = gate.options.max_message_bytes
-
-    def kind_of(self, shape: Any, dtype: Any, like: Any) -> LoanKind | None:
-        """Return what has the core lend an array, if it was asked for with the same objects the last time, too."""
-        latest = self._latest
-        if latest[0] is shape and latest[1] is dtype and latest[2] is like:
-            return latest[3]
-        kind = self._kinds.get(ArraySpec.of(shape, dtype, like))
-        if kind is not None and (type(shape) is int or type(shape) is tuple):  # what cannot change
-            self._latest = shape, dtype, like, kind
-        return kind
 
     def loan(self, prepare: Prepare, spec: ArraySpec, timeout: float | None) -> AbstractAsyncContextManager[Any]:
         """Lend an array, as `aioshm.MessageQueue.loan`; ``prepare`` does what comes before anything that sends."""
