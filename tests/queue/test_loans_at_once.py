@@ -93,6 +93,32 @@ async def test_what_a_lender_keeps_reaches_nobody() -> None:
                 assert (leased == number).all()
 
 
+@pytest.mark.parametrize("when", ["in", "after"])
+async def test_what_lies_beneath_a_loan_reaches_nobody_who_comes_later(when: str) -> None:
+    """What an array is a view of, which the core keeps: whoever has that can write to it for ever."""
+    kinds = [(SIZE, "uint8"), ((SIZE // 4,), "<i4")]
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        for shape, dtype in kinds * ROUNDS:
+            async with writer.loan(shape, dtype) as array:
+                array[:] = 1
+            await reader.dequeue(5)
+        kept: list[Any] = []
+        for number in range(2 * ROUNDS):
+            shape, dtype = kinds[number % 3 // 2]
+            async with writer.loan(shape, dtype) as array:
+                array[:] = number
+                beneath = array.base if isinstance(array.base, np.ndarray) else array
+                if when == "in":
+                    kept.append(beneath)
+            if when == "after":
+                kept.append(beneath)
+            del array, beneath
+            for each in kept[:-1] if when == "after" else kept:  # the latest may still be the message's own
+                _scribble(each)
+            async with reader.lease(5) as leased:
+                assert (leased == number).all()
+
+
 async def test_a_tensor_alone_over_a_loan_reaches_nobody() -> None:
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
         await _warm(writer, reader)
