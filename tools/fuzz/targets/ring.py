@@ -72,7 +72,7 @@ class _Side:
         known = _ARRAYS.get(bytes(main))
         if known is None or len(buffer) != known[3]:
             return self.module.ELSEWHERE
-        return _made(*known[1:3], bytearray(buffer))
+        return _made(known[1], known[2], bytearray(buffer))
 
     def call(self, core: Any, name: str, *arguments: Any) -> object:
         try:
