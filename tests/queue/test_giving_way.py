@@ -76,7 +76,7 @@ async def test_so_does_a_merge(handed_on: list[str], clock: Callable[[int], None
     async with attached(1, **ONE_MORE_PLACE) as (writer, (reader,)):
         async with merge({0: reader}) as merged:
             clock(GIVE_WAY_NS)
-            for expected in (0, 1):
+            for someone_attaches in (False, True):
                 handed_on.clear()
                 doing[0] = "writer"
                 for number in range(TURN_MESSAGES + 1):
@@ -84,8 +84,8 @@ async def test_so_does_a_merge(handed_on: list[str], clock: Callable[[int], None
                 doing[0] = "merge"
                 for number in range(TURN_MESSAGES + 1):
                     assert await anext(merged) == (0, number)
-                assert handed_on.count("merge") == expected
-                if expected == 0:
+                assert ("merge" in handed_on) is someone_attaches  # more than once where turns end by the clock
+                if not someone_attaches:
                     newcomer = MessageQueue.create_from_handle(writer.export_handle())
                     await newcomer.wait_until_ready(20)
         await newcomer.aclose()
