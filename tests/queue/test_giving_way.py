@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Set what time it is for who gives way, in nanoseconds from now."""
     now = time.monotonic_ns()
     monkeypatch.setattr("aioshm.ring.cursors.monotonic_ns", lambda: now + passed[0])
-    passed = [0]
+    passed: list[int] = [0]
     return lambda ns: passed.__setitem__(0, ns)
 
 
