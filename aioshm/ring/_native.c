@@ -289,18 +289,22 @@ static inline size_t index_ahead(const Core *self, size_t slots)
 /* Have the first lines of a slot on their way to this CPU, as its own, by the time that the writer is there: stores to
  * lines that others have wait, one after the other, at the fence that follows each message. Not those of slots that were
  * not free just now: in them are messages that are about to be read. */
+static inline void fetch_line(const uint8_t *at)
+{
+#if defined(__x86_64__)
+    __asm__ volatile("prefetchw %0" : : "m"(*at));  /* compilers make a load's of it, unless told of the CPU */
+#else
+    __builtin_prefetch(at, 1);
+#endif
+}
+
 static inline void fetch_to_write(const Core *self)
 {
     if (self->n_slots <= WRITER_AHEAD || self->seq - self->unfetched < self->n_unfetched)
         return;
     const uint8_t *slot = slot_of(self, index_ahead(self, WRITER_AHEAD));
-    for (int line = 0; line < 2; line++, slot += SLOT_HEADER_BYTES) {
-#if defined(__x86_64__)
-        __asm__ volatile("prefetchw %0" : : "m"(*slot));  /* compilers make a load's of it, unless told of the CPU */
-#else
-        __builtin_prefetch(slot, 1);
-#endif
-    }
+    fetch_line(slot);
+    fetch_line(slot + SLOT_HEADER_BYTES);
 }
 
 static inline void fetch_nothing(Core *self, uint64_t first, uint64_t amount)
@@ -3118,6 +3122,7 @@ typedef struct {
     size_t room, table, copied, main_bytes, page;
     uint64_t what;            /* the first word of the slot's header */
     PyTypeObject *block;
+    void *spare;              /* the memory of a block that has ended */
     PyObject *const *names;   /* the module's, which outlasts its types */
 } LoanKind;
 
@@ -3218,6 +3223,8 @@ static void kind_dealloc(LoanKind *self)
     Py_CLEAR(self->dtype);
     Py_CLEAR(self->strides);
     Py_CLEAR(self->tail);
+    if (self->spare != NULL)
+        PyObject_GC_Del(self->spare);
     Py_CLEAR(self->block);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(self);
@@ -3230,9 +3237,13 @@ static PyObject *kind_block(LoanKind *self, PyObject *Py_UNUSED(ignored))
         PyErr_SetString(PyExc_RuntimeError, "this was not made yet");
         return NULL;
     }
-    LoanBlock *block = PyObject_GC_New(LoanBlock, self->block);
-    if (block == NULL)
+    LoanBlock *block = self->spare;
+    if (block != NULL) {
+        self->spare = NULL;
+        PyObject_Init((PyObject *)block, self->block);
+    } else if ((block = PyObject_GC_New(LoanBlock, self->block)) == NULL) {
         return NULL;
+    }
     block->kind = (LoanKind *)Py_NewRef((PyObject *)self);
     block->lent = block->slow = block->reserved = NULL;
     PyObject_GC_Track(block);
@@ -3302,8 +3313,13 @@ static void loan_dealloc(LoanBlock *self)
     }
     loan_clear(self);
     Py_CLEAR(self->reserved);
-    Py_CLEAR(self->kind);
-    PyObject_GC_Del(self);
+    LoanKind *kind = self->kind;
+    self->kind = NULL;
+    if (kind != NULL && kind->spare == NULL)
+        kind->spare = self;
+    else
+        PyObject_GC_Del(self);
+    Py_XDECREF((PyObject *)kind);
     Py_DECREF(type);
 }
 
@@ -3393,6 +3409,11 @@ static PyObject *lend(LoanBlock *block)
     if (claim(self->core, self->room) == NULL)
         return NULL;
     PyObject *window = self->reserve == NULL ? claimed_window(self, &start) : reserved_window(block);
+    if (window != NULL && self->reserve == NULL) {  /* what its reader has had last: its two ends, and what goes around it */
+        const uint8_t *body = self->core->base + start, *ends[] = {body, body + SLOT_HEADER_BYTES, body + self->table - 1, body + self->table};
+        for (int n = 0; n < 4; n++)
+            fetch_line(ends[n]);
+    }
     return window == NULL ? NULL : array_over(self, window, start % self->page + SLOT_HEADER_BYTES);
 }
 

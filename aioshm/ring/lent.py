@@ -57,6 +57,8 @@ class LentWindow:
         SharedMemoryError: The process has too many mappings.
     """
 
+    __slots__ = ("address", "begin", "memory", "quiet", "room", "template")  # the core looks at them for each loan
+
     def __init__(self, fd: int, start: int, room: int) -> None:
         page = start // _PAGE * _PAGE
         length = round_up(start + room, _PAGE) - page

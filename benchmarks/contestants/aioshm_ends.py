@@ -12,7 +12,7 @@ from typing import Any, Literal
 from aioshm import MessageQueue, Options
 from aioshm.codec import get_codec
 from benchmarks.contestants.contestant import ALL_CODECS, Contestant, Opened, Port, hand, handed
-from benchmarks.framework.workload import Codec, Workload
+from benchmarks.framework.workload import Codec, Marks, Workload
 
 READY_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
@@ -65,8 +65,10 @@ def open_writer(face: Face, links: Sequence[Connection], workload: Workload) -> 
 
 
 def _lending(loan: Callable[..., Any], nbytes: int) -> Callable[..., Any]:
+    marks_of = Marks().of
+
     async def send(message: Any) -> None:
-        first, last = int(message[0]), int(message[-1])
+        _, first, last = marks_of(message)
         async with loan(nbytes, "uint8") as array:
             array[0], array[-1] = first, last
 
@@ -74,8 +76,10 @@ def _lending(loan: Callable[..., Any], nbytes: int) -> Callable[..., Any]:
 
 
 def _lending_blocks(loan: Callable[..., Any], nbytes: int) -> Callable[..., Any]:
+    marks_of = Marks().of
+
     def send(message: Any) -> None:
-        first, last = int(message[0]), int(message[-1])
+        _, first, last = marks_of(message)
         with loan(nbytes, "uint8") as array:
             array[0], array[-1] = first, last
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.contestants.codecs import decoder, encoder
 from benchmarks.contestants.contestant import SMALL_CODECS, Contestant, Port, hand, handed
-from benchmarks.framework.workload import Workload
+from benchmarks.framework.workload import Marks, Workload
 
 LARGEST_BYTES = 4096
 """What a slice has room for at first; the messages here are smaller."""
@@ -140,13 +140,14 @@ def open_lender(links: Sequence[Connection], workload: Workload) -> Port:
     _until(lambda: service.dynamic_config.number_of_subscribers >= n_reader)
     publisher.update_connections()
     bytes_at: Any = ctypes.c_uint8 * nbytes
-    loan, last = publisher.loan_slice_uninit, nbytes - 1
+    loan, end, marks_of = publisher.loan_slice_uninit, nbytes - 1, Marks().of
     loan(1).assume_init().send()
 
     def send(message: Any) -> None:
         sample = loan(nbytes)
         payload = frombuffer(bytes_at.from_address(sample.payload_ptr), uint8)
-        payload[0], payload[last] = int(message[0]), int(message[-1])
+        _, first, last = marks_of(message)
+        payload[0], payload[end] = first, last
         sample.assume_init().send()
 
     return Port(send, _held(node, service, publisher))
