@@ -10,7 +10,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.contestants.aioshm_ends import BLOCKING, READY_TIMEOUT_S, Face, open_reader
+from benchmarks.contestants.aioshm_ends import BLOCKING, READY_TIMEOUT_S, Face, copied_bytes, open_reader
 from benchmarks.contestants.contestant import Contestant, Opened, Port, hand
 from benchmarks.framework.contest import Contest
 from benchmarks.framework.harness import Settings, main
@@ -45,12 +45,12 @@ def open_writer(face: Face, links: Sequence[Connection], _workload: Workload) ->
     if not face.blocking:
         return _ready_awaited(queue)
     queue.wait_until_ready(READY_TIMEOUT_S)
-    return Port(queue.loan, queue.close)
+    return Port(queue.loan, queue.close, copied=partial(copied_bytes, queue))
 
 
 async def _ready_awaited(queue: Any) -> Port:
     await queue.wait_until_ready(READY_TIMEOUT_S)
-    return Port(queue.loan, queue.aclose)
+    return Port(queue.loan, queue.aclose, copied=partial(copied_bytes, queue))
 
 
 def _contestant(name: str, face: Face) -> Contestant:
@@ -67,30 +67,30 @@ FACES = [_contestant("aioshm", Face()), _contestant("aioshm blocking", Face(bloc
 async def lend(ports: Ports, count: int, period_s: float) -> int:
     """Lend arrays at a cadence, each with the time at which its block ends; return how many bytes were copied."""
     loan: Any = ports.send
-    queue, turn, nbytes, clock = loan.__self__, ports.turn, ports.work.nbytes, time.monotonic_ns
-    before, due = queue.stats().copied_bytes, time.perf_counter() + READER_BEGINS_S
+    copied, turn, nbytes, clock = ports.copied, ports.turn, ports.work.nbytes, time.monotonic_ns
+    before, due = copied(), time.perf_counter() + READER_BEGINS_S
     for _ in range(count):
         due += period_s
         await turn()
         sleep_until(due)
         async with loan(nbytes // 8, "uint64") as array:
             array[0] = clock()
-    return int(queue.stats().copied_bytes - before)
+    return int(copied() - before)
 
 
 async def look(ports: Ports, count: int) -> tuple[list[float], int]:
     """Return how long after its loan's end each array was seen, in microseconds, and what was copied of them."""
     lease: Any = ports.lease
-    queue, clock, length = lease.__self__, time.monotonic_ns, ports.work.nbytes // 8
+    copied, clock, length = ports.copied, time.monotonic_ns, ports.work.nbytes // 8
     late = []
-    before = queue.stats().copied_bytes
+    before = copied()
     for _ in range(count):
         async with lease() as array:
             now = clock()
             late.append((now - int(array[0])) / 1e3)
             if len(array) != length:
                 raise ports.work.wrong(array, length)
-    return late, int(queue.stats().copied_bytes - before)
+    return late, copied() - before
 
 
 async def run(settings: Settings, report: Report) -> None:

@@ -68,9 +68,9 @@
 #define ALIGNMENT 64          /* of the parts of a body with buffers that was not placed; the first is their lengths */
 
 #define MAX_POOLS 4
-#define COPY_MAX 65536        /* larger messages are decoded in place, by the caller */
-#define TAKE_MAX 4194304      /* codec/buffers.py: HUGE_PAGE_BYTES; larger arrays are copied by Python */
-#define LEASE_MAX 524288      /* queue/local/leases.py: VIEW_BYTES; larger arrays are leased where they lie */
+#define COPY_MAX 65536        /* larger messages are decoded in place, by the caller, if they are decoded at all */
+#define TAKE_MAX 4194304      /* codec/buffers.py: HUGE_PAGE_BYTES; larger arrays are copied by Python, and what is not decoded */
+#define LEASE_MAX 524288      /* queue/local/leases.py: VIEW_BYTES; from there on they are leased where they lie */
 #define LEASE_PLACED_MAX 65536  /* the same: PLACED_VIEW_BYTES */
 #define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
 #define LOOKS 16              /* between two readings of the clock */
@@ -1377,13 +1377,14 @@ static const uint8_t *chunk_body(const Core *self, uint64_t number, uint64_t seq
 }
 
 /* Copy the next message, which is there, or return NULL without an error if it is not an ordinary one. */
-static PyObject *copy_plain(Core *self)
+static PyObject *copy_plain(Core *self, bool leases)
 {
+    const uint64_t most = !self->raw ? COPY_MAX : leases ? LEASE_MAX - 1 : TAKE_MAX;
     fetch_to_read(self);
     const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
     const uint64_t chunk = load_word(slot + CHUNK), size = words[3];
-    if (words[0] != self->what || words[1] != self->seq || size > COPY_MAX)
+    if (words[0] != self->what || words[1] != self->seq || size > most)
         return NULL;
     if (chunk != 0)
         body = chunk_body(self, chunk - 1, words[1], size);
@@ -1509,7 +1510,7 @@ static bool interrupted(void)
 /* Decode the next message, which is there and stays where it is; `elsewhere` if it is no ordinary one. */
 static PyObject *decode(Core *self, bool leases)
 {
-    PyObject *obj = copy_plain(self), *arg = obj, *callable = self->code;
+    PyObject *obj = copy_plain(self, leases), *arg = obj, *callable = self->code;
     if (obj == NULL) {
         if (!PyErr_Occurred())
             obj = copy_array(self, leases);
@@ -2230,7 +2231,7 @@ static PyObject *reader_take_many(Core *self, PyObject *arg)
     }
     self->in_use++;
     while (n < most && is_ready(self, self->index)) {
-        PyObject *obj = copy_plain(self);
+        PyObject *obj = copy_plain(self, false);
         bool made = obj == NULL && !PyErr_Occurred() && (obj = copy_array(self, false)) != NULL;
         if (obj == NULL)
             break;

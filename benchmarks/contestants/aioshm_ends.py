@@ -96,7 +96,12 @@ def _ready(queue: Any, face: Face, call: Callable[..., Any], lease: Callable[[],
     if not face.blocking:
         return _ready_awaited(queue, call, lease)
     queue.wait_until_ready(READY_TIMEOUT_S)
-    return Port(call, queue.close, lambda: int(queue.stats().parks), lease)
+    return Port(call, queue.close, lambda: int(queue.stats().parks), lease, partial(copied_bytes, queue))
+
+
+def copied_bytes(queue: Any) -> int:
+    """Return how many bytes of messages an end has copied so far."""
+    return int(queue.stats().copied_bytes)
 
 
 async def _ready_awaited(queue: Any, call: Callable[..., Any], lease: Callable[[], Any] | None) -> Port:
@@ -105,7 +110,7 @@ async def _ready_awaited(queue: Any, call: Callable[..., Any], lease: Callable[[
     except BaseException:
         await queue.aclose()
         raise
-    return Port(call, queue.aclose, lambda: int(queue.stats().parks), lease)
+    return Port(call, queue.aclose, lambda: int(queue.stats().parks), lease, partial(copied_bytes, queue))
 
 
 def _queue_class(face: Face) -> Any:

@@ -24,12 +24,14 @@ class Port:
         close: Closes it; awaited if the contestant is and it returns an awaitable.
         parks: Returns how often this end has gone to sleep, if it knows.
         lease: Returns a block that has the next message, if there is such a thing.
+        copied: Returns how many bytes of messages it has copied, if it knows.
     """
 
     call: Callable[..., Any]
     close: Callable[[], Awaitable[None] | None]
     parks: Callable[[], int] | None = None
     lease: Callable[[], Any] | None = None
+    copied: Callable[[], int] | None = None
 
 
 Opened: TypeAlias = Port | Coroutine[Any, Any, Port]

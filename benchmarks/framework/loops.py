@@ -41,6 +41,7 @@ class Ports:
         lease: Returns a block that has the next message, in a process whose end has such.
         parks: Returns how often the receiving end has gone to sleep; None if it does not know.
         turn: Lets the event loop run once; does nothing where there is none.
+        copied: Returns how many bytes of messages the end has copied; None if it does not know.
     """
 
     work: Workload
@@ -49,6 +50,7 @@ class Ports:
     lease: Callable[[], Any]
     parks: Callable[[], int] | None
     turn: Callable[[], Any]
+    copied: Any = None
 
 
 Loop: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
@@ -79,6 +81,7 @@ def ports_for(work: Workload, out: Port | None, back: Port | None, awaited: bool
         (back.lease if back else None) or _missing,
         back.parks if back else None,
         partial(asyncio.sleep, 0) if awaited else _nothing,
+        next((port.copied for port in (out, back) if port), None),
     )
 
 

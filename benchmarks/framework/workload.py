@@ -156,7 +156,7 @@ def _marked(nbytes: int, codec: Codec, number: int) -> Any:
 
 
 class Marks:
-    """Looks up what is looked at of the messages of `marked`: asking a tensor for two elements takes longer than a loan."""
+    """Looks up what is looked at of messages of `marked`: asking a tensor for two elements takes longer than a loan."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, int, int]] = {}

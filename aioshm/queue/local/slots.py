@@ -233,7 +233,7 @@ class SlotReader:
             obj = self._show_overflow(begin, how, n_buffers, size)
         elif kind == INLINE:
             body = self._slots.body(begin)
-            if how or len(body) >= VIEW_BYTES:
+            if how or (len(body) >= VIEW_BYTES and (n_buffers or size >= VIEW_BYTES)):
                 obj = self._show(begin, body, kind, how, n_buffers, size)
             else:  # nothing that lies there can be worth a view; counting its bytes would take 2% of the time
                 main, buffers = split_body(body, n_buffers, size)
