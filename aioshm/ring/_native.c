@@ -925,6 +925,8 @@ static PyObject *kind_of_array(Core *self, PyObject *array)
     return kind;
 }
 
+static bool interrupted(void);
+
 /* Send an array of a known kind: 1; -1 with an error; 0 without one if it is of none, or, having spun for it, has no slot. */
 static int send_array(Core *self, PyObject *array, bool *spun)
 {
@@ -932,13 +934,11 @@ static int send_array(Core *self, PyObject *array, bool *spun)
     if ((PyObject *)Py_TYPE(array) != self->array)
         return 0;
     PyObject *kind = kind_of_array(self, array);
-    if (kind == NULL)
-        return PyErr_Occurred() ? -1 : 0;
     Py_buffer memory;
-    if (PyObject_GetBuffer(array, &memory, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception))
+    if (kind == NULL || PyObject_GetBuffer(array, &memory, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
+        if (PyErr_Occurred() && interrupted())
             return -1;
-        PyErr_Clear();
+        PyErr_Clear();  /* a type that cannot be hashed, say; encoding may well be possible */
         return 0;
     }
     PyObject *main = Py_NewRef(PyTuple_GetItem(kind, 1));

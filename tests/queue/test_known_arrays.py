@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -175,6 +176,43 @@ async def test_what_looks_alike_is_told_apart() -> None:
         for each in [*alike, *alike, *[one for one in alike for _ in range(3)], *reversed(alike)]:
             await writer.enqueue(each, 5)
             same(await reader.dequeue(5), each)
+
+
+async def test_types_that_cannot_be_hashed_or_compared_are_encoded() -> None:
+    strings = np.array(["one", "x" * 40], dtype=np.dtypes.StringDType(na_object=[1]))
+    with pytest.raises(TypeError):
+        hash(strings.dtype)
+    async with attached(chunk=2**20) as (writer, (reader,)):
+        for _ in range(5):
+            await writer.enqueue(strings, 5)
+            assert (await reader.dequeue(5)).tolist() == ["one", "x" * 40]
+
+
+async def test_what_a_handler_raises_while_a_kind_is_learned_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rang(Exception):
+        """Raised by a signal's handler."""
+
+    def ring(*_: Any) -> None:
+        raise Rang
+
+    def interrupted(_: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+
+    array = np.zeros(2000, "f4")
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        async with attached(chunk=2**20) as (writer, (reader,)):
+            await writer.enqueue(array, 5)
+            await writer.enqueue(array, 5)
+            monkeypatch.setattr("aioshm.codec.arrays.main_part", interrupted)
+            with pytest.raises(Rang):
+                await writer.enqueue(array, 5)
+            monkeypatch.undo()
+            await writer.enqueue(array, 5)
+            for _ in range(3):
+                assert (await reader.dequeue(5)).shape == (2000,)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 async def test_what_arrives_is_memory_of_its_own() -> None:

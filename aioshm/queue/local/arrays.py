@@ -109,7 +109,9 @@ class ReceivedArrays:
 
         if type(obj) is not numpy.ndarray or not obj.flags.c_contiguous:
             return False
-        if obj.nbytes < OUT_OF_BAND_BYTES:  # from `SentArrays`; encoded, it would go in band
-            return writes_arrays_alike(self._codec) and obj.dtype.isbuiltin == 1 and main == main_part(obj)
+        if writes_arrays_alike(self._codec) and obj.dtype.isbuiltin == 1:
+            return main == main_part(obj)  # which takes no memory for another array
+        if obj.nbytes < OUT_OF_BAND_BYTES:
+            return False
         parts, buffers = parts_of(self._codec.encode(numpy.empty(obj.shape, obj.dtype)))
         return len(buffers) == 1 and b"".join(parts) == main
