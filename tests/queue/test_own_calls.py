@@ -72,3 +72,64 @@ async def test_they_are_documented_and_the_wrong_end_has_none() -> None:
             await reader.enqueue("x")
         with pytest.raises(RoleError):
             await writer.dequeue()
+
+
+# Iterating
+
+
+async def test_iterating_takes_no_frame_and_ends_when_the_writer_closes() -> None:
+    async with attached(slots=128) as (writer, [reader]):
+        await writer.enqueue_many(range(100))
+        messages = aiter(reader)
+        assert await anext(messages) == 0
+        await asyncio.sleep(0)
+        for number in range(1, 50):
+            with pytest.raises(StopIteration) as received:
+                messages.__anext__().send(None)  # type: ignore[attr-defined]
+            assert received.value.value == number
+        closing = asyncio.create_task(writer.aclose())
+        assert [number async for number in messages] == list(range(50, 100))
+        assert [number async for number in reader] == []
+        with pytest.raises(StopAsyncIteration):
+            await anext(reader)
+        await closing
+
+
+async def test_iterating_over_what_a_subclass_or_an_observer_receives() -> None:
+    async with MessageQueue(1, 1) as writer, Shouting.create_from_handle(writer.export_handle(), 0) as reader:
+        await asyncio.gather(writer.wait_until_ready(30), reader.wait_until_ready(30))
+        await writer.enqueue_many("abc")
+        assert [await anext(aiter(reader)) for _ in "abc"] == ["a!", "b!", "c!"]
+    async with attached() as (writer, [observed]):
+        await writer.enqueue_many("ab")
+        dequeue, seen = observed.dequeue, []
+
+        async def watched() -> Any:
+            seen.append(obj := await dequeue())
+            return obj
+
+        observed.dequeue = watched  # type: ignore[method-assign,assignment]
+        assert [await anext(aiter(observed)) for _ in "ab"] == seen == ["a", "b"]
+
+
+async def test_a_cancelled_iteration_loses_nothing() -> None:
+    async with attached() as (writer, [reader]):
+        messages = aiter(reader)
+        for number in range(50):
+            waiting = asyncio.ensure_future(anext(messages))
+            for _ in range(number % 4):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            await writer.enqueue(number)
+            if waiting.cancelled():
+                assert await asyncio.wait_for(anext(messages), 30) == number
+            else:
+                assert waiting.result() == number
+
+
+async def test_the_writer_has_nothing_to_iterate_over() -> None:
+    async with attached() as (writer, _):
+        with pytest.raises(RoleError, match="dequeue"):
+            async for _ in writer:
+                pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from time import monotonic
 from typing import Any, NoReturn, cast
@@ -13,7 +13,7 @@ import msgspec
 
 from aioshm.codec import Codec, Encoded, cannot_decode
 from aioshm.config import check_int
-from aioshm.errors import AioshmError, CodecError, QueueEmpty
+from aioshm.errors import AioshmError, CodecError, QueueClosed, QueueEmpty
 from aioshm.queue.ends.following import Following
 from aioshm.queue.ends.gate import Gate, current_task_of
 from aioshm.queue.ends.source import Source
@@ -69,6 +69,8 @@ class ReadingEnd:
         self.source: Source = source
         self.receive: Callable[[], Any] = _nothing
         self.calls = Calls(self.dequeue, self.receive_or_wait, self.fail, self.lease)
+        self._iterating = Calls(_next_of(self.dequeue), _next_of(self.receive_or_wait), self.fail)
+        self._messages: AsyncIterator[Any] | None = None
         self.linger_ns: int = 0
         self.leaves: bool = False
         self.undo = False
@@ -81,7 +83,7 @@ class ReadingEnd:
         """Receive from another source from now on."""
         self.source, self.handle, self._codec = source, handle, codec
         self.receive, self.linger_ns, self._stall = _nothing, 0, None
-        self.calls.core = self.calls.leasing = None
+        self.calls.core = self.calls.leasing = self._iterating.core = None
 
     # Attaching
 
@@ -167,6 +169,14 @@ class ReadingEnd:
         except Exception as error:
             self.fail(error)
         return await self.dequeue(timeout, cancel, indefinite) if obj is NOTHING or obj is ELSEWHERE else obj
+
+    def messages(self) -> AsyncIterator[Any]:
+        """Return what iterates over messages until the writer closes."""
+        if self._messages is None:
+            # Its class has the call itself: a method in between would take as long as a small message does.
+            members = {"__slots__": (), "__anext__": self._iterating.dequeue}
+            self._messages = cast(AsyncIterator[Any], type("Messages", (AsyncIterator,), members)())
+        return self._messages
 
     async def dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
         """Receive the next message, where `receive` has found nothing; as `aioshm.MessageQueue.dequeue`."""
@@ -342,7 +352,7 @@ class ReadingEnd:
         self.receive = self.source.receive
         calls = self.calls
         if type(gate.core) is ReaderCore:
-            calls.core = gate.core
+            calls.core = self._iterating.core = gate.core
         if calls.leasing is None and not gate.blocks and self.source.ring is not None:
             calls.leasing = self.bind_leases(self._open_lease, self._close_lease, None, current_task_of(gate.loop))
         await gate.yield_turn()
@@ -513,6 +523,18 @@ class _PatientLease(AbstractAsyncContextManager[Any]):
 
     def __aexit__(self, *error: Any) -> Any:
         return self._core.__aexit__(*error)
+
+
+def _next_of(dequeue: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return a way to receive the next message that ends an iteration where the queue is closed."""
+
+    async def receive(timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
+        try:
+            return await dequeue(timeout, cancel, indefinite)
+        except QueueClosed:
+            raise StopAsyncIteration from None
+
+    return receive
 
 
 def _nothing() -> Any:
