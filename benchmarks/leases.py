@@ -1,4 +1,4 @@
-"""Leases against dequeue, and calls that block against those that are awaited, for messages of every size.
+"""Leases and ``async for`` against dequeue, and calls that block against those that do not, for messages of every size.
 
 Below 512 KiB a lease is a copy, as what ``dequeue`` returns: both do the same work, and what they differ by is mostly
 chance. How much that is, two series of ``dequeue`` tell that take turns with the leases, message for message the same:
@@ -25,6 +25,7 @@ from benchmarks.framework.workload import KIB, MIB, Workload, block, plain_bytes
 
 AWAITED, BLOCKING = "aioshm", "aioshm blocking"
 LEASED = {AWAITED: "aioshm leased", BLOCKING: "aioshm blocking leased"}
+ITERATED = {AWAITED: "aioshm iterated", BLOCKING: "aioshm blocking iterated"}
 FACES = [contestant for contestant in CONTESTANTS if contestant.name in LEASED]
 
 MIN_PAUSE_S = 0.001
@@ -34,7 +35,7 @@ MIN_ROUNDS = 5
 """Of each way to read, in one measurement."""
 
 AT_LEAST = 1.0
-"""A lease's messages/s, against those of ``dequeue``, less what two series of the latter differ by."""
+"""The messages/s of leases and of ``async for`` against ``dequeue``, less what two series of that differ by."""
 
 MOST_CHANCE = 0.1
 """No more is put down to chance: from 1 MiB on, whether malloc has given its memory back before it takes it anew counts
@@ -81,6 +82,9 @@ async def run(settings: Settings, report: Report) -> None:
             text = f"{work.name}: messages/s of {leased}, against {plain}"
             bound = AT_LEAST - chance(against_itself[work.name, plain])
             report.hold(text, ratio(work.name, leased, plain), "x", bound, at_least=True)
+        text = f"{work.name}: messages/s of {ITERATED[AWAITED]}, against {AWAITED}"
+        bound = AT_LEAST - chance(against_itself[work.name, AWAITED])
+        report.hold(text, ratio(work.name, ITERATED[AWAITED], AWAITED), "x", bound, at_least=True)
         if work.nbytes >= 4 * KIB:
             text = f"{work.name}: messages/s of {BLOCKING}, against {AWAITED}"
             report.hold(text, ratio(work.name, BLOCKING, AWAITED), "x", BLOCKING_AT_LEAST, at_least=True)
@@ -106,20 +110,21 @@ async def _waiting(settings: Settings, contest: Contest, kind: int, against_itse
     count = max(1, work.slots // 2 - 1)  # of a full ring; from half of it on, the writer is woken
 
     async def rates(stage: Stage, pause_s: float, rounds: int) -> list[float]:
-        write = Order(send, (0, 3 * count * rounds), kind)
+        write = Order(send, (0, 4 * count * rounds), kind)
         _, (seconds,) = await stage.perform(write, Order(read_waiting, (pause_s, count, rounds), kind))
-        first, leased, again = seconds
-        return [count / median(times) for times in ([*first, *again], leased, first, again)]
+        first, leased, iterated, again = seconds
+        return [count / median(times) for times in ([*first, *again], leased, iterated, first, again)]
 
     async def probe(stage: Stage) -> None:
         rate = min(await rates(stage, 0.05, 4))
         pause_s = MIN_PAUSE_S + 2 * work.slots / rate
-        plan[stage.name] = pause_s, max(MIN_ROUNDS, int(settings.seconds / 3 / (pause_s + count / rate)))
+        plan[stage.name] = pause_s, max(MIN_ROUNDS, int(settings.seconds / 4 / (pause_s + count / rate)))
 
     async def turn(stage: Stage) -> None:
-        plain, leased, first, again = await rates(stage, *plan[stage.name])
+        plain, leased, iterated, first, again = await rates(stage, *plan[stage.name])
         contest.report.result(work.name, stage.name, 1).add(messages_per_s=plain)
         contest.report.result(work.name, LEASED[stage.name], 1).add(messages_per_s=leased)
+        contest.report.result(work.name, ITERATED[stage.name], 1).add(messages_per_s=iterated)
         against_itself[work.name, stage.name].append(again / first)
 
     await contest.each(probe)

@@ -96,7 +96,7 @@ def _ready(queue: Any, face: Face, call: Callable[..., Any], lease: Callable[[],
     if not face.blocking:
         return _ready_awaited(queue, call, lease)
     queue.wait_until_ready(READY_TIMEOUT_S)
-    return Port(call, queue.close, lambda: int(queue.stats().parks), lease, partial(copied_bytes, queue))
+    return Port(call, queue.close, lambda: int(queue.stats().parks), lease, queue, partial(copied_bytes, queue))
 
 
 def copied_bytes(queue: Any) -> int:
@@ -110,7 +110,7 @@ async def _ready_awaited(queue: Any, call: Callable[..., Any], lease: Callable[[
     except BaseException:
         await queue.aclose()
         raise
-    return Port(call, queue.aclose, lambda: int(queue.stats().parks), lease, partial(copied_bytes, queue))
+    return Port(call, queue.aclose, lambda: int(queue.stats().parks), lease, queue, partial(copied_bytes, queue))
 
 
 def _queue_class(face: Face) -> Any:

@@ -39,6 +39,7 @@ class Ports:
         send: Sends a message, in a process that has such an end.
         receive: Returns the next message, in a process that has such an end.
         lease: Returns a block that has the next message, in a process whose end has such.
+        messages: Can be iterated over, in a process whose end can.
         parks: Returns how often the receiving end has gone to sleep; None if it does not know.
         turn: Lets the event loop run once; does nothing where there is none.
         copied: Returns how many bytes of messages the end has copied; None if it does not know.
@@ -48,6 +49,7 @@ class Ports:
     send: Callable[[Any], Any]
     receive: Callable[[], Any]
     lease: Callable[[], Any]
+    messages: Any
     parks: Callable[[], int] | None
     turn: Callable[[], Any]
     copied: Any = None
@@ -79,6 +81,7 @@ def ports_for(work: Workload, out: Port | None, back: Port | None, awaited: bool
         out.call if out else _missing,
         back.call if back else _missing,
         (back.lease if back else None) or _missing,
+        back.messages if back else (),
         back.parks if back else None,
         partial(asyncio.sleep, 0) if awaited else _nothing,
         next((port.copied for port in (out, back) if port), None),
@@ -122,21 +125,21 @@ async def read_leased(ports: Ports, warm_up: int, count: int) -> float:
 
 async def read_waiting(
     ports: Ports, pause_s: float, count: int, rounds: int
-) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of each round of so many messages: read as by `read`, as by `read_leased`, and as by `read`.
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Return the seconds of each round of so many messages: as `read`, as `read_leased`, iterated over, as `read`.
 
-    The three take turns, from the first to the last and back, so that neither of `read` is nearer to the leases.
+    The four take turns, from the first to the last and back, so that neither of `read` is nearer to the others.
     Before each round the reader sleeps, so that its messages wait for it.
     """
-    work, receive, lease, clock, at = ports.work, ports.receive, ports.lease, time.perf_counter, 0
-    key, mask, body, length, tail = work.key, work.mask, work.body, work.length, work.tail
-    seconds: tuple[list[float], list[float], list[float]] = [], [], []
+    work, receive, lease, messages, at = ports.work, ports.receive, ports.lease, ports.messages, 0
+    key, mask, body, length, tail, clock = work.key, work.mask, work.body, work.length, work.tail, time.perf_counter
+    seconds: tuple[list[float], list[float], list[float], list[float]] = [], [], [], []
     for turn in range(rounds):
-        for way in (0, 1, 2) if turn % 2 else (2, 1, 0):
+        for way in (0, 1, 2, 3) if turn % 2 else (3, 2, 1, 0):
             _doze(pause_s)
-            began = clock()
+            began, number, end = clock(), at, at + count
             if way == 1:
-                for number in range(at, at + count):
+                for number in range(at, end):
                     async with lease() as message:
                         part = message if body is None else message[body]
                         if (
@@ -145,14 +148,22 @@ async def read_waiting(
                             or (tail is not None and part[-1] != tail)
                         ):
                             raise work.wrong(message, number)
+            elif way == 2:
+                async for message in messages:
+                    part = message if body is None else message[body]
+                    if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
+                        raise work.wrong(message, number)
+                    number += 1
+                    if number == end:
+                        break
             else:
-                for number in range(at, at + count):
+                for number in range(at, end):
                     message = await receive()
                     part = message if body is None else message[body]
                     if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
                         raise work.wrong(message, number)
             seconds[way].append(clock() - began)
-            at += count
+            at = end
     return seconds
 
 
@@ -260,6 +271,11 @@ class _WithoutAwaits(ast.NodeTransformer):
         self.generic_visit(node)
         fields = {name: getattr(node, name) for name in node._fields}
         return ast.copy_location(ast.FunctionDef(**fields), node)
+
+    def visit_AsyncFor(self, node: ast.AsyncFor) -> ast.AST:
+        self.generic_visit(node)
+        fields = {name: getattr(node, name) for name in node._fields}
+        return ast.copy_location(ast.For(**fields), node)
 
     def visit_AsyncWith(self, node: ast.AsyncWith) -> ast.AST:
         self.generic_visit(node)

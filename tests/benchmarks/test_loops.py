@@ -5,20 +5,34 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections import deque
+from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from benchmarks.framework.loops import Ports, answer, ask, listen, read, read_leased, send, tick, without_awaits
+from benchmarks.framework.loops import (
+    Ports,
+    answer,
+    ask,
+    listen,
+    read,
+    read_leased,
+    read_waiting,
+    send,
+    tick,
+    without_awaits,
+)
 from benchmarks.framework.workload import SMALL_DICT, WrongMessageError
 from benchmarks.latency import acknowledge_pairs
 
 
 def plain_ports(messages: deque[Any]) -> Ports:
-    return Ports(
-        SMALL_DICT, messages.append, messages.popleft, lambda: nullcontext(messages.popleft()), lambda: 3, lambda: None
-    )
+    def lease() -> Any:
+        return nullcontext(messages.popleft())
+
+    iterated = iter(messages.popleft, None)
+    return Ports(SMALL_DICT, messages.append, messages.popleft, lease, iterated, lambda: 3, lambda: None)
 
 
 def awaited_ports(messages: deque[Any]) -> Ports:
@@ -28,10 +42,14 @@ def awaited_ports(messages: deque[Any]) -> Ports:
     async def take() -> Any:
         return messages.popleft()
 
+    async def iterate() -> AsyncIterator[Any]:
+        while messages:
+            yield messages.popleft()
+
     async def turn() -> None:
         pass
 
-    return Ports(SMALL_DICT, put, take, lambda: nullcontext(messages.popleft()), lambda: 3, turn)
+    return Ports(SMALL_DICT, put, take, lambda: nullcontext(messages.popleft()), iterate(), lambda: 3, turn)
 
 
 def numbered(count: int) -> deque[Any]:
@@ -56,6 +74,21 @@ async def test_both_read_the_same_messages_and_notice_a_wrong_one(loop: Any) -> 
         without_awaits(loop)(plain_ports(deque(wrong)), 3, 5)
     with pytest.raises(WrongMessageError, match="expected number 4"):
         await loop(awaited_ports(deque(wrong)), 3, 5)
+
+
+@pytest.mark.parametrize("missing", [1, 3, 5])
+async def test_messages_that_wait_are_read_in_every_way_and_none_is_passed_over(missing: int) -> None:
+    for seconds in (
+        without_awaits(read_waiting)(plain_ports(numbered(16)), 0, 2, 2),
+        await read_waiting(awaited_ports(numbered(16)), 0, 2, 2),
+    ):
+        assert [len(of_one_way) for of_one_way in seconds] == [2, 2, 2, 2]
+    wrong = numbered(16)
+    del wrong[missing]
+    with pytest.raises(WrongMessageError, match=f"expected number {missing}"):
+        without_awaits(read_waiting)(plain_ports(deque(wrong)), 0, 2, 2)
+    with pytest.raises(WrongMessageError, match=f"expected number {missing}"):
+        await read_waiting(awaited_ports(deque(wrong)), 0, 2, 2)
 
 
 async def test_both_send_and_ask_the_same() -> None:
