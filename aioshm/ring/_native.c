@@ -134,6 +134,7 @@ typedef struct {
     PyObject *tasks, *of_loop;  /* where `whose` is a dict and its key: these, which it holds */
     PyObject *block;          /* that was opened slowly, where calls block */
     char leased, shown, kept;
+    PyObject *undelivered;    /* a list, where calls block, or NULL: see bind_undelivered */
     PyObject *arrays;         /* kinds of arrays that are known: a reader's by main parts, a writer's by dtype and shape */
     bool copies;              /* whether a reader may copy those that were not placed */
     PyObject *learn, *array;  /* a writer's: what is told of others, and the type of arrays, None as long as nobody knows it */
@@ -1791,6 +1792,18 @@ static PyObject *reader_bind_windows(Core *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *reader_bind_undelivered(Core *self, PyObject *arg)
+{
+    if (!PyList_CheckExact(arg)) {
+        PyErr_SetString(PyExc_TypeError, "what was not delivered is in a list");
+        return NULL;
+    }
+    PyObject *old = self->undelivered;
+    self->undelivered = Py_NewRef(arg);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
 static inline uint64_t page_faults(void)
 {
     struct rusage usage;
@@ -3054,6 +3067,7 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->windows);
     Py_VISIT(self->arrays);
     Py_VISIT(self->missed);
+    Py_VISIT(self->undelivered);
     Py_VISIT(self->learn);
     Py_VISIT(self->array);
     Py_VISIT(self->given);
@@ -3081,6 +3095,7 @@ static int core_clear(Core *self)
     Py_CLEAR(self->windows);
     Py_CLEAR(self->arrays);
     Py_CLEAR(self->missed);
+    Py_CLEAR(self->undelivered);
     Py_CLEAR(self->learn);
     Py_CLEAR(self->array);
     Py_CLEAR(self->secret);
@@ -3736,6 +3751,7 @@ static PyMethodDef reader_methods[] = {
     {"take_many", CALL reader_take_many, METH_O, "Return a list of at most so many of the next messages."},
     {"bind_leases", CALL reader_bind_leases, METH_VARARGS, "Say how messages are leased."},
     {"bind_arrays", CALL reader_bind_arrays, METH_VARARGS, "Say which arrays are known."},
+    {"bind_undelivered", CALL reader_bind_undelivered, METH_O, "Say where messages are that no call has returned yet."},
     {"bind_windows", CALL reader_bind_windows, METH_VARARGS, "Say through what arrays are seen."},
     {"keep", CALL reader_keep, METH_VARARGS, "Go on, but keep the slot; return whether the core looks after it."},
     {"tell_shown", CALL reader_tell_shown, METH_NOARGS, "Return what is shown, once, if the core knows it: see `Leases`."},
@@ -3756,7 +3772,17 @@ static PyMethodDef reader_methods[] = {
 
 static PyObject *reader_next(Core *self, void *Py_UNUSED(closure))
 {
-    return reader_receive(self, NULL);
+    if (self->undelivered != NULL && PyList_Size(self->undelivered) > 0)
+        return Py_NewRef(self->elsewhere);
+    PyObject *obj = reader_receive(self, NULL);
+    if (!self->owes || self->undelivered == NULL || obj == NULL || obj == self->nothing || obj == self->elsewhere)
+        return obj;
+    if (PyList_Append(self->undelivered, obj) < 0) {  /* told at the next call, then */
+        PyErr_Clear();
+        return obj;
+    }
+    Py_DECREF(obj);
+    return Py_NewRef(self->elsewhere);
 }
 
 static PyGetSetDef writer_attributes[] = {
@@ -3765,7 +3791,7 @@ static PyGetSetDef writer_attributes[] = {
 };
 
 static PyGetSetDef reader_attributes[] = {
-    {"next", (getter)reader_next, NULL, "What receive() returns: taken without a call, so that nothing can come in between.", NULL},
+    {"next", (getter)reader_next, NULL, "What receive() returns, taken without a call; see bind_undelivered().", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

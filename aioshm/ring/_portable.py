@@ -735,6 +735,7 @@ class ReaderCore(_Core):
         self.shown: bool = False
         self.unknown: bool = False
         self._adopted = False
+        self._undelivered: list[Any] | None = None
         self.holder: int = 0
         self._open_slowly: Callable[[], Any] | None = None
         self._close_slowly: Callable[..., Any] | None = None
@@ -876,8 +877,31 @@ class ReaderCore(_Core):
 
     @property
     def next(self) -> Any:
-        """What `receive` returns; the native core's is taken without a call, so that nothing comes in between."""
-        return self.receive()
+        """What `receive` returns; the native core's is taken without a call, so that nothing comes in between.
+
+        `ELSEWHERE` if there are undelivered messages; see `bind_undelivered`.
+        """
+        undelivered = self._undelivered
+        if undelivered:
+            return ELSEWHERE
+        obj = self.receive()
+        if not self.owes or undelivered is None or obj is NOTHING or obj is ELSEWHERE:
+            return obj
+        undelivered.append(obj)
+        return ELSEWHERE
+
+    def bind_undelivered(self, undelivered: list[Any], /) -> None:
+        """Say where messages are that were received, but that no call has returned yet.
+
+        They come first, so `next` takes none while there are some; and where the other end has to be told before a
+        message is returned, `next` puts it there, so that telling may be interrupted.
+
+        Raises:
+            TypeError: Not a list.
+        """
+        if type(undelivered) is not list:
+            raise TypeError("what was not delivered is in a list")
+        self._undelivered = undelivered
 
     def receive(self) -> Any:
         """Take the next message, if the gate lets this thread pass; else `NOTHING`."""

@@ -323,38 +323,29 @@ class MessageQueue(QueueBase[T], Closing):
         self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
     ) -> T:
         """Receive the next message; ``cancel``, a `threading.Event`, ends the wait within `CANCEL_POLL_S`."""
-        held = self.held
-        kept = held.kept
-        if kept:
-            obj = kept[0]
-            del kept[0]
-            return obj  # type: ignore[no-any-return]  # what the codec has decoded
-        core = held.reading
         try:
-            obj = core.next
+            obj = self.held.reading.next
         except Exception as error:
             self._reading_end("dequeue").fail(error)
         if obj is NOTHING or obj is ELSEWHERE:
             return self._dequeue_slowly(obj, timeout, cancel, indefinite)
-        if core.owes:
-            held.kept = [obj]  # no call until it is: a handler could run in it
-            obj = None
-            held.tell()
-            return self.dequeue(timeout, cancel, indefinite)
-        return obj  # type: ignore[no-any-return]
+        return obj  # type: ignore[no-any-return]  # what the codec has decoded
 
     def _dequeue_slowly(self, obj: Any, timeout: float | None, cancel: threading.Event | None, indefinite: bool) -> T:
-        """Receive the next message: the core has just answered that there is none, or none that it can decode."""
+        """Receive the next message: the core has just answered that there is none, or none that it can return."""
         held, gate = self.held, self.held.gate
         answered, looked = True, False  # once more
         while True:
-            core = held.reading
-            if not answered:
-                kept = held.kept
-                if kept:
+            kept = held.kept
+            if kept:
+                if gate.core.owes:
+                    held.tell()
+                if kept:  # from here on no call: a handler, or another thread, could run in it
                     obj = kept[0]
                     del kept[0]
                     return obj  # type: ignore[no-any-return]
+            core = held.reading
+            if not answered:
                 try:
                     obj = core.next
                 except Exception as error:
@@ -369,20 +360,17 @@ class MessageQueue(QueueBase[T], Closing):
                     continue
                 if linger(self._reading_end("dequeue"), timeout):
                     continue
-            if obj is NOTHING or obj is ELSEWHERE:
-                began = monotonic()
-                try:
-                    self._wait_for_message(timeout, cancel, indefinite)
-                except WindowBegins:
-                    if timeout is not None:
-                        timeout = max(0.0, timeout - (monotonic() - began))
-                    watch(self._reading_end("dequeue"), timeout)
-            elif core.owes:
-                held.kept = [obj]
-                obj = None
-                held.tell()
-            else:
+            if obj is not NOTHING and obj is not ELSEWHERE:
                 return obj  # type: ignore[no-any-return]
+            if held.kept:
+                continue
+            began = monotonic()
+            try:
+                self._wait_for_message(timeout, cancel, indefinite)
+            except WindowBegins:
+                if timeout is not None:
+                    timeout = max(0.0, timeout - (monotonic() - began))
+                watch(self._reading_end("dequeue"), timeout)
 
     def _wait_for_message(self, timeout: float | None, cancel: threading.Event | None, indefinite: bool) -> None:
         """Receive the next message, for the next look at what is kept.

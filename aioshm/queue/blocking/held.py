@@ -39,7 +39,8 @@ class Held:
         loop: Runs while a call waits.
         turns: Whose turn it is.
         kept: What was received for a call that a signal's handler ended: the next one's. Looking at it and taking
-            something off takes no call: nothing comes in between, nor on the way back to the caller.
+            something off takes no call: nothing comes in between, nor on the way back to the caller. It is always the
+            same list, which the core looks at, too.
         sending, reading: What usually is all that a call needs; until the end is ready, both say that they cannot.
         leasing: What is the block of a lease, if one can be had at once; None until the end is ready.
         block: What has a slot.
@@ -125,6 +126,7 @@ class Held:
             self.reading = NotAtOnce
         elif getattr(end.source.receive, "__self__", None) is core:
             core.quiet = True
+            core.bind_undelivered(self.kept)
             self.reading = core
             if self._leased is not core:
                 self._leased, self.leasing = core, Leasing(self, end).block

@@ -148,11 +148,11 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                     except Exception as failure:
                         return self._tell(place, place.damage(failure))
                     if obj is not NOTHING and obj is not ELSEWHERE:
-                        held.kept = [obj]  # what comes until it is returned may be interrupted
+                        held.kept.append(obj)  # what comes until it is returned may be interrupted
                         obj = None
-                        if held.reading.owes:
-                            held.tell()
                 if held.kept:
+                    if held.gate.core.owes:
+                        held.tell()
                     self._latest = monotonic()
                     kept = held.kept  # from here on no call: a handler, or another thread, could run in it
                     if kept:
