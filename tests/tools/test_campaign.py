@@ -13,6 +13,7 @@ import pytest
 
 from tools.campaign import verdict
 from tools.campaign.journal import Journal, read
+from tools.campaign.queues import body, content, message
 
 ROOT = Path(__file__).parents[2]
 EPOCH = 4711
@@ -226,3 +227,16 @@ def test_a_minute_of_it(tmp_path: Path) -> None:
     strangers = [] if told["lacks"] else ["strangers"]
     for what in ("messages received", "batches received", "requests", "killed", *strangers):
         assert told["figures"][what] > 0, f"no {what}: {told}"
+
+
+def test_messages_are_told_from_damaged_ones() -> None:
+    for number in (0, 1, 5, 4, 17, 30, 7):
+        sent = message(EPOCH, number)
+        assert content(sent) == (EPOCH, number, body(number))
+    kinds = {message(EPOCH, number).nbytes for number in (4, 17, 30)}
+    assert len(kinds) == 3
+    damaged = message(EPOCH, 17)
+    damaged[-1] += 1
+    assert content(damaged) == (EPOCH, 17, None)
+    assert content(message(EPOCH, 17)[:-1]) == (EPOCH, 17, None)
+    assert content(message(EPOCH, 17).astype("i4")) != (EPOCH, 17, body(17))

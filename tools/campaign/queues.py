@@ -6,6 +6,8 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
+import numpy
+
 from aioshm import (
     AioshmError,
     MessageQueue,
@@ -60,6 +62,26 @@ def body(number: int) -> bytes:
     return bytes([number % 251]) * size
 
 
+def message(epoch: int, number: int) -> Any:
+    """Return a message: a writer, a number and a body; or an array, of one of three kinds, of the same."""
+    if number % 13 != 4:
+        return epoch, number, body(number)
+    array = numpy.full((8, 384, 1200)[number // 13 % 3], number)  # less than a slot, a chunk, more than that
+    array[0] = epoch
+    return array
+
+
+def content(received: Any) -> tuple[int, int, bytes | None]:
+    """Return writer, number and body of a message, a copy; None for a body if an array has not the right numbers."""
+    if not isinstance(received, numpy.ndarray):
+        epoch, number, carried = received
+        return epoch, number, bytes(carried)
+    epoch, number = int(received[0]), int(received[1])
+    sent = message(epoch, number)
+    alike = numpy.array_equal(received, sent) and received.dtype == sent.dtype
+    return epoch, number, body(number) if alike else None
+
+
 # Writing
 
 
@@ -91,7 +113,7 @@ async def write(part: Part) -> None:
         journal.note("epoch", epoch)
         while not part.stopping.is_set():
             count = chance.choice((1, 1, 1, 2, MOST_AT_ONCE))
-            messages = [(epoch, each, body(each)) for each in range(number, number + count)]
+            messages = [message(epoch, each) for each in range(number, number + count)]
             async with asyncio.timeout(PATIENCE_S):
                 await (queue.enqueue(messages[0]) if count == 1 else queue.enqueue_many(messages))
             number += count
@@ -137,12 +159,13 @@ def stays_for(part: Part) -> int | None:
     return None if held or part.chance.random() < 0.6 else part.chance.randrange(1, 3000)
 
 
-def note_messages(part: Part, messages: list[tuple[int, int, bytes]]) -> None:
+def note_messages(part: Part, messages: list[tuple[int, int, bytes | None]]) -> None:
     """Write down what came at once."""
     writer, first, _ = messages[0]
     for offset, (who, number, carried) in enumerate(messages):
         if (who, number) != (writer, first + offset) or carried != body(number):
-            part.journal.note("wrong", f"{number} of {who} after {first} of {writer}, with {len(carried)} bytes")
+            size = "wrong numbers" if carried is None else f"{len(carried)} bytes"
+            part.journal.note("wrong", f"{number} of {who} after {first} of {writer}, with {size}")
     part.journal.note("got", writer, first, len(messages))
 
 
@@ -181,18 +204,22 @@ async def _read(part: Part) -> None:
         journal.failed(error)
 
 
-async def _receive(queue: MessageQueue[Any], way: float) -> list[Any]:
+async def _receive(queue: MessageQueue[Any], way: float) -> list[tuple[int, int, bytes | None]]:
+    if way < 0.3:
+        return [content(await queue.dequeue())]
     if way < 0.4:
-        return [await queue.dequeue()]
+        async for received in queue:
+            return [content(received)]
+        raise PeerClosed("the iteration has ended")
     if way < 0.6:
-        return await queue.dequeue_many(MOST_AT_ONCE)
+        return [content(received) for received in await queue.dequeue_many(MOST_AT_ONCE)]
     if way < 0.7:
-        async with queue.lease() as message:
-            return [(message[0], message[1], bytes(message[2]))]
+        async with queue.lease() as leased:
+            return [content(leased)]
     if way < 0.9:  # given up again and again, which loses nothing
         async with asyncio.timeout(0.003):
-            return [await queue.dequeue()]
+            return [content(await queue.dequeue())]
     with suppress(QueueEmpty):
-        return [queue.dequeue_nowait()]
+        return [content(queue.dequeue_nowait())]
     await asyncio.sleep(0)
     return []

@@ -8,7 +8,7 @@ import threading
 
 from aioshm import AioshmError, PeerClosed, QueueRestarted
 from aioshm.blocking import MessageQueue
-from tools.campaign.queues import MOST_AT_ONCE, note_messages, reader, stays_for
+from tools.campaign.queues import MOST_AT_ONCE, content, note_messages, reader, stays_for
 from tools.campaign.stage import Part
 
 _LOOK_S = 0.5
@@ -41,7 +41,7 @@ def _read(part: Part, told: threading.Event) -> None:
                     continue
                 except TimeoutError:
                     continue
-                note_messages(part, messages)
+                note_messages(part, [content(received) for received in messages])
                 left = None if left is None else left - len(messages)
             part.journal.note("end", "told" if told.is_set() else "left")
     except PeerClosed:
