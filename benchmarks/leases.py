@@ -21,7 +21,7 @@ from benchmarks.framework.harness import Settings, main
 from benchmarks.framework.loops import Order, read_waiting, send
 from benchmarks.framework.report import Report
 from benchmarks.framework.stage import Stage
-from benchmarks.framework.workload import KIB, MIB, Workload, block, plain_bytes, small_dict, tensor
+from benchmarks.framework.workload import KIB, MIB, Workload, block, lone_array, plain_bytes, small_dict, tensor
 
 AWAITED, BLOCKING = "aioshm", "aioshm blocking"
 LEASED = {AWAITED: "aioshm leased", BLOCKING: "aioshm blocking leased"}
@@ -61,6 +61,8 @@ def workloads(quick: bool) -> list[Workload]:
             plain_bytes(nbytes, kinds=8, slots=slots, chunk_bytes=chunk_bytes),
             tensor(nbytes, slots=slots, chunk_bytes=chunk_bytes),
         ]
+        if nbytes < MIB:
+            found.append(lone_array(nbytes, slots=slots, chunk_bytes=chunk_bytes))
         if nbytes >= 64 * KIB:
             array = block(nbytes, slots=slots, chunk_bytes=chunk_bytes)
             found += [array, replace(array, name=f"{array.name}, msgpack", codec="msgpack")]

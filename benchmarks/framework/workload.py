@@ -113,6 +113,11 @@ def marked(nbytes: int, codec: Codec = "tensor") -> Workload:
     )
 
 
+def lone_array(nbytes: int, *, slots: int, chunk_bytes: int) -> Workload:
+    """Return an array, and nothing beside it, of which the first element and the last are looked at."""
+    return replace(marked(nbytes, "array"), name=f"{_size(nbytes)} array", slots=slots, chunk_bytes=chunk_bytes)
+
+
 def usual(quick: bool) -> list[Workload]:
     """Return the messages of most benchmarks."""
     return QUICK if quick else USUAL
