@@ -178,6 +178,31 @@ async def test_what_looks_alike_is_told_apart() -> None:
             same(await reader.dequeue(5), each)
 
 
+async def test_objects_never_travel_as_pointers() -> None:
+    inside = ["of the writer's process"]
+    array = np.array([inside, None], object)
+    async with attached(chunk=2**20) as (writer, (reader,)):
+        for n in range(8):
+            await writer.enqueue(array, 5)
+            if n % 2:
+                received = await reader.dequeue(5)
+                assert (received[0] == inside, received[0] is inside) == (True, False)
+            else:
+                async with reader.lease() as leased:
+                    assert (leased[0] == inside, leased[0] is inside) == (True, False)
+        assert set(_sent(writer).values()) == {None}
+        assert sys.getrefcount(inside) == 3  # here, in the array, and this call's
+
+
+@pytest.mark.parametrize("dtype", ["O", np.dtype([("a", "O"), ("b", "i4")]), np.dtypes.StringDType()])
+def test_a_reader_makes_no_arrays_of_pointers(dtype: Any) -> None:
+    received = known.ReceivedArrays(PickleCodec())
+    array = np.zeros(2000, dtype)
+    main = main_part(array) if dtype == "O" else b"main"
+    received.learn(main, array)
+    assert received.by_main == {main: None}
+
+
 async def test_types_that_cannot_be_hashed_or_compared_are_encoded() -> None:
     strings = np.array(["one", "x" * 40], dtype=np.dtypes.StringDType(na_object=[1]))
     with pytest.raises(TypeError):

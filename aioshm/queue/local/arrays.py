@@ -37,6 +37,14 @@ def array_type() -> type[Any] | None:
     return numpy.ndarray
 
 
+def is_plain(dtype: Any) -> bool:
+    """Return whether an array's memory is all that there is of such elements, and its name all of the type.
+
+    An object's pointer means nothing to another process, and is not to be trusted from one.
+    """
+    return dtype.isbuiltin == 1 and not dtype.hasobject
+
+
 class SentArrays:
     """Notes what is written of arrays beside their numbers.
 
@@ -61,7 +69,7 @@ class SentArrays:
 
         flags, dtype = obj.flags, obj.dtype
         kind = None
-        if flags.c_contiguous and flags.writeable and dtype.isbuiltin == 1 and obj.nbytes:
+        if flags.c_contiguous and flags.writeable and is_plain(dtype) and obj.nbytes:
             main = main_part(obj)
             nbytes = body_bytes_of_one(len(main), obj.nbytes)
             if nbytes <= self._max_bytes:
@@ -107,9 +115,9 @@ class ReceivedArrays:
 
         from aioshm.codec.arrays import main_part
 
-        if type(obj) is not numpy.ndarray or not obj.flags.c_contiguous:
+        if type(obj) is not numpy.ndarray or not obj.flags.c_contiguous or obj.dtype.hasobject:
             return False
-        if writes_arrays_alike(self._codec) and obj.dtype.isbuiltin == 1:
+        if writes_arrays_alike(self._codec) and is_plain(obj.dtype):
             return main == main_part(obj)  # which takes no memory for another array
         if obj.nbytes < OUT_OF_BAND_BYTES:
             return False
