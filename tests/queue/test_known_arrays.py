@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +27,7 @@ from aioshm.queue.local import leases
 
 pytestmark = pytest.mark.skipif(not native_core, reason="the twin encodes and decodes each array")
 
+CHILD = str(Path(__file__).with_name("arrays_child.py"))
 FIELDS = np.dtype([("a", "i4"), ("b", "f8")])
 
 
@@ -310,6 +313,53 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+DTYPES = ["f4", "f8", "f2", "i1", "q", "l", "?", "c16", "g", ">f4", "M8[s]", "U3", "S4", "V8", FIELDS, "O"]
+SHAPES = [(), (1,), (3,), (0,), (3, 0), (8, 8), (512, 3), (100, 100, 4)]
+
+
+def any_array(chance: random.Random, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    """Return an array of random numbers and layout."""
+    count = int(np.prod(shape))
+    if dtype.hasobject:
+        array = np.array([f"{chance.random()}" for _ in range(count)], object).reshape(shape)
+    elif dtype.kind in "U?":
+        array = np.array([chance.randrange(2) for _ in range(count)], dtype).reshape(shape)
+    else:
+        array = np.frombuffer(chance.randbytes(count * dtype.itemsize), dtype).reshape(shape).copy()
+    layout = chance.random()
+    return (
+        array.T
+        if layout < 0.1
+        else array[::2]
+        if layout < 0.2 and shape
+        else read_only(array)
+        if layout < 0.3
+        else array
+    )
+
+
+@pytest.mark.slow_on_uvloop
+async def test_in_another_process_they_are_what_was_sent() -> None:
+    chance, count = random.Random(7), 1500
+    kind: tuple[np.dtype[Any], tuple[int, ...]] = np.dtype("O"), (3,)
+    async with MessageQueue(1, 1) as writer:
+        handle = writer.export_handle().to_json()
+        child = subprocess.Popen([sys.executable, CHILD, handle], stdout=subprocess.PIPE, text=True)
+        try:
+            for n in range(count):
+                if n % 6 == 5:
+                    kind = np.dtype(chance.choice(DTYPES)), chance.choice(SHAPES)
+                array = any_array(chance, *kind)
+                await writer.enqueue((array,), 60)
+                await writer.enqueue(array, 60)
+            await writer.aclose()
+            told = await asyncio.to_thread(child.communicate)
+        finally:
+            child.kill()
+            child.wait()
+    assert (child.returncode, told[0]) == (0, f"{count}\n")
 
 
 @pytest.mark.parametrize("size", [4, 3000])
