@@ -100,6 +100,15 @@ def test_loans(report: Any) -> None:
     assert [promise["kept"] for promise in report["promises"] if "copied" in promise["promise"]] == [True] * 4
 
 
+@on("leases", "uvloop")
+def test_leases(report: Any) -> None:
+    small, large = {"small dict", "small dict, msgpack"}, {"1 MiB", "1 MiB, msgpack"}
+    large |= {f"{size}{kind}" for size in ("4 KiB", "1 MiB") for kind in (", raw", " tensor")} | {"4 KiB array"}
+    names = {f"aioshm{face}{way}" for face in ("", " blocking") for way in ("", " leased", " iterated")}
+    assert measured(report) == {(case, name, 1) for case in small | large for name in names}
+    assert len(report["promises"]) == 3 * len(small) + 4 * len(large)
+
+
 @on("overflow", "uvloop")
 def test_overflow(report: Any) -> None:
     assert measured(report) == {("1 MiB", name, 1) for name in ("overflow segments", "overflow over ZeroMQ")}
