@@ -46,6 +46,9 @@ BLOCKING_AT_LEAST = 0.95
 """The messages/s of calls that block, against those that are awaited."""
 
 SIZES = [64, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 16 * MIB]
+HELD = {64: 1024, 4 * KIB: 256, 64 * KIB: 16}
+"""How many messages of a size a default ring holds, or fewer; 10 of larger ones."""
+
 QUICK_SIZES = [4 * KIB, MIB]
 
 
@@ -54,9 +57,9 @@ Control = defaultdict[tuple[str, str], list[float]]
 
 def workloads(quick: bool) -> list[Workload]:
     """Return bytes, arrays and tensors of every size, and arrays in MessagePack."""
-    found = [small_dict(), small_dict("msgpack")]
+    found = [replace(small_dict(codec), slots=HELD[64]) for codec in ("pickle", "msgpack")]
     for nbytes in QUICK_SIZES if quick else SIZES:
-        slots, chunk_bytes = (64, 128 * KIB) if nbytes <= 64 * KIB else (10, 24 * MIB)
+        slots, chunk_bytes = HELD.get(nbytes, 10), 24 * MIB
         found += [
             plain_bytes(nbytes, kinds=8, slots=slots, chunk_bytes=chunk_bytes),
             tensor(nbytes, slots=slots, chunk_bytes=chunk_bytes),

@@ -3873,8 +3873,16 @@ static PyGetSetDef calls_attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+static PyObject *calls_next(PyObject *self)
+{
+    PyObject *none[3] = {NULL};
+    return new_call((Calls *)self, false, none);
+}
+
 static PyType_Slot calls_slots[] = {
     {Py_tp_doc, "The calls of an awaited queue; see _portable.py."},
+    {Py_am_aiter, PyObject_SelfIter},
+    {Py_am_anext, calls_next},
     {Py_tp_init, calls_init},
     {Py_tp_dealloc, calls_dealloc},
     {Py_tp_traverse, calls_traverse},

@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractAsyncContextManager
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn, Self
 
 from aioshm.process.interrupts import from_handler
 from aioshm.ring import layout as at
@@ -1205,6 +1205,7 @@ class Calls:
     """The calls of an awaited queue that a core answers at once where it can.
 
     The native ones return what is a coroutine to everybody that has it, but takes no frame where it need not wait.
+    To iterate over them is to receive; what they make the coroutines of says when that ends.
 
     Args:
         rest: Makes the coroutine that goes on where the core could not: of what is sent, what `WriterCore.send` has
@@ -1250,6 +1251,12 @@ class Calls:
                 raise
             self._fail(error)
         return await self._rest(timeout, cancel, indefinite) if obj is NOTHING or obj is ELSEWHERE else obj
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, Any]:
+        return self.dequeue()
 
     def lease(
         self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False

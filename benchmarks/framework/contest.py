@@ -1,12 +1,14 @@
-"""All contestants of a case on stage together, each repetition going round them.
+"""All contestants of a case on stage together, each repetition going round them, in an order drawn for it.
 
-So whatever else happens on the machine happens to all of them.
+So whatever else happens on the machine happens to all of them, and nobody has the first turn, or the same neighbour,
+each time: a turn after a rest, or after a certain other's, may take a few per cent longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from random import Random
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -64,6 +66,7 @@ class Contest:
         self._settings, self._how = settings, {"both_ways": both_ways, "pinned": pinned}
         self._contestants = available(contestants, workloads)
         self._stacks: dict[str, AsyncExitStack] = {}
+        self._draw = Random(0)
 
     async def __aenter__(self) -> Self:
         names = ", ".join(contestant.name for contestant in self._contestants)
@@ -105,7 +108,7 @@ class Contest:
 
     async def each(self, turn: Turn) -> None:
         """Give each contestant a turn."""
-        for stage in list(self.stages):
+        for stage in self._draw.sample(self.stages, len(self.stages)):
             try:
                 await turn(stage)
             except BenchmarkError as error:

@@ -129,7 +129,8 @@ async def read_waiting(
     """Return the seconds of each round of so many messages: as `read`, as `read_leased`, iterated over, as `read`.
 
     The four take turns, from the first to the last and back, so that neither of `read` is nearer to the others.
-    Before each round the reader sleeps, so that its messages wait for it.
+    Before each round the reader sleeps, so that its messages wait for it. All count alike, so that they differ by
+    nothing but the way to read.
     """
     work, receive, lease, messages, at = ports.work, ports.receive, ports.lease, ports.messages, 0
     key, mask, body, length, tail, clock = work.key, work.mask, work.body, work.length, work.tail, time.perf_counter
@@ -139,7 +140,7 @@ async def read_waiting(
             _doze(pause_s)
             began, number, end = clock(), at, at + count
             if way == 1:
-                for number in range(at, end):
+                while number != end:
                     async with lease() as message:
                         part = message if body is None else message[body]
                         if (
@@ -148,6 +149,7 @@ async def read_waiting(
                             or (tail is not None and part[-1] != tail)
                         ):
                             raise work.wrong(message, number)
+                    number += 1
             elif way == 2:
                 async for message in messages:
                     part = message if body is None else message[body]
@@ -157,11 +159,12 @@ async def read_waiting(
                     if number == end:
                         break
             else:
-                for number in range(at, end):
+                while number != end:
                     message = await receive()
                     part = message if body is None else message[body]
                     if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
                         raise work.wrong(message, number)
+                    number += 1
             seconds[way].append(clock() - began)
             at = end
     return seconds

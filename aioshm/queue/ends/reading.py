@@ -70,7 +70,6 @@ class ReadingEnd:
         self.receive: Callable[[], Any] = _nothing
         self.calls = Calls(self.dequeue, self.receive_or_wait, self.fail, self.lease)
         self._iterating = Calls(_next_of(self.dequeue), _next_of(self.receive_or_wait), self.fail)
-        self._messages: AsyncIterator[Any] | None = None
         self.linger_ns: int = 0
         self.leaves: bool = False
         self.undo = False
@@ -172,11 +171,7 @@ class ReadingEnd:
 
     def messages(self) -> AsyncIterator[Any]:
         """Return what iterates over messages until the writer closes."""
-        if self._messages is None:
-            # Its class has the call itself: a method in between would take as long as a small message does.
-            members = {"__slots__": (), "__anext__": self._iterating.dequeue}
-            self._messages = cast(AsyncIterator[Any], type("Messages", (AsyncIterator,), members)())
-        return self._messages
+        return self._iterating
 
     async def dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
         """Receive the next message, where `receive` has found nothing; as `aioshm.MessageQueue.dequeue`."""
