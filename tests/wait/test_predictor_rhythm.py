@@ -32,6 +32,9 @@ __all__ = ["machine", "quick_machine"]  # fixtures
 LEARNING = 12
 """So many messages are enough to believe in a rhythm."""
 
+CAUGHT = 0.87
+"""The share of messages with normal jitter that is caught: a tenth of them comes before a window begins."""
+
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> None:
@@ -53,8 +56,8 @@ class TestSteady:
     @pytest.mark.parametrize("seed", range(3))
     def test_a_little_jitter_costs_little(self, quick_machine: Costs, period: float, seed: int) -> None:
         record = followed(quick_machine, times(jittered(period, 0.02, 1000, seed)))
-        assert record.hit_ratio(LEARNING) > 0.9
-        assert record.spin_share < 0.04 + 20 * US / period
+        assert record.hit_ratio(LEARNING) > CAUGHT
+        assert record.spin_share < 0.035 + 20 * US / period
 
     @pytest.mark.parametrize("period", [2 * MS, 5 * MS, 20 * MS])
     def test_more_jitter_costs_more(self, quick_machine: Costs, period: float) -> None:
@@ -74,7 +77,7 @@ class TestSteady:
         """Being late once makes the next gap shorter, so the gaps jitter more than need be waited for."""
         jitter_ns = jitter if jitter > 1 else jitter * period
         record = followed(quick_machine, scheduled(period, jitter_ns, 2000))
-        assert record.hit_ratio(LEARNING) > 0.9
+        assert record.hit_ratio(LEARNING) > CAUGHT
         gaps_ns = 2**0.5 * jitter_ns
         assert record.spin_share < 1.5 * gaps_ns / period + 20 * US / period
 
@@ -92,7 +95,7 @@ class TestSteady:
         rng = random.Random(3)
         late = iter(lambda: int(rng.gauss(900 * US, 20 * US)), None)
         record = follow(Predictor(may_spin=True, costs=quick_machine), times(jittered(4 * MS, 0.01, 1000)), late)
-        assert record.hit_ratio(100) > 0.9
+        assert record.hit_ratio(100) > CAUGHT
         assert record.spin_share < 0.04
 
     def test_timers_that_are_late_at_random_are_reckoned_with(self, quick_machine: Costs) -> None:
@@ -107,7 +110,7 @@ class TestPatterns:
     @pytest.mark.parametrize("jitter", [0.0, 0.02])
     def test_alternating_periods_are_caught(self, quick_machine: Costs, pattern: list[float], jitter: float) -> None:
         record = followed(quick_machine, times(repeated([gap * MS for gap in pattern], jitter, 1000)))
-        assert record.hit_ratio(2 * LEARNING) > 0.9
+        assert record.hit_ratio(2 * LEARNING) > (CAUGHT if jitter else 0.9)
         assert record.spin_share < 0.06
 
     def test_periods_at_random_are_not_spun_for_beyond_the_bound(self, quick_machine: Costs) -> None:
@@ -148,7 +151,7 @@ class TestChange:
     ) -> None:
         gaps = [*jittered(before * MS, 0.01, 200), *jittered(after * MS, 0.01, 60)]
         record = followed(quick_machine, times(gaps))
-        assert record.hit_ratio(LEARNING, 200) > 0.9
+        assert record.hit_ratio(LEARNING, 200) > CAUGHT
         assert record.windows_tried(200 + 8, 260) > 0.85 * 52
         assert record.hit_ratio(200 + 8, 260) > 0.8
 
