@@ -13,6 +13,7 @@ from aioshm.config import Options, SlowReader
 from aioshm.errors import AioshmError, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
 from aioshm.queue.base import QueueBase
+from aioshm.queue.ends.iterating import Leases
 from aioshm.queue.ends.lending import Message
 from aioshm.queue.ends.membership import Membership
 from aioshm.queue.ends.reading import ReadingEnd
@@ -522,6 +523,23 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         """
         reader = self._reader or self._wrong_end("lease", "reader")
         return reader.calls.lease(timeout, cancel, indefinite)
+
+    def leases(self) -> Leases[T]:
+        """Iterate over messages, each leased until the next one is asked for; until the writer closes.
+
+        As a block of `lease` around the loop's body, but no slower than `dequeue` for small messages either: entering
+        and leaving a block takes Python a third as long as receiving 64 bytes does. A loop that is left by ``break``,
+        ``return`` or an exception ends its last lease, unless the iterator has a name: then ``await its.aclose()``
+        does, or `contextlib.aclosing`.
+
+        Raises:
+            PeerDied, CorruptSlot, CodecError: As `dequeue`, when the next message is asked for.
+            SharedMemoryError: Then as well: what the lease before has shown is still held and there is no memory for
+                its copy.
+            RoleError: This is the writer's end.
+        """
+        reader = self._reader or self._wrong_end("leases", "reader")
+        return reader.leases()
 
     async def broadcast_object(self, obj: T | None = None) -> T:
         """Send ``obj`` and return it (writer), or receive what the writer sends (reader)."""

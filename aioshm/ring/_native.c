@@ -183,7 +183,7 @@ enum reserved { WINDOW, SEGMENT, USES, THE_MARKER, NUMBER, RESERVED };  /* queue
 
 typedef struct {
     PyObject *nothing, *elsewhere;
-    PyTypeObject *at_once, *writer, *reader, *call, *loan;
+    PyTypeObject *at_once, *writer, *reader, *call, *calls, *loan;
     PyObject *names[NAMES];   /* of attributes that are looked up again and again */
 } State;
 
@@ -2565,10 +2565,10 @@ static PySendResult call_send(Call *self, PyObject *sent, PyObject **result)
     return outcome;
 }
 
-static PyObject *call_send_method(Call *self, PyObject *sent)
+/* Return what was yielded, or raise what a coroutine that has ended raises. */
+static PyObject *as_coroutine(PySendResult outcome, PyObject *result)
 {
-    PyObject *result;
-    if (call_send(self, sent, &result) != PYGEN_RETURN)
+    if (outcome != PYGEN_RETURN)
         return result;
     PyObject *stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, result, NULL);
     Py_DECREF(result);
@@ -2579,6 +2579,28 @@ static PyObject *call_send_method(Call *self, PyObject *sent)
     return NULL;
 }
 
+/* Let `args`, of a coroutine's throw(), be raised. */
+static void raise_thrown(PyObject *args)
+{
+    PyObject *type, *value = Py_None, *traceback = Py_None;
+    if (!PyArg_ParseTuple(args, "O|OO:throw", &type, &value, &traceback))
+        return;
+    bool raised = PyExceptionInstance_Check(type);
+    if (!raised && !PyExceptionClass_Check(type)) {
+        PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
+        return;
+    }
+    PyErr_Restore(Py_NewRef(raised ? (PyObject *)Py_TYPE(type) : type), Py_NewRef(raised ? type : value),
+                  traceback == Py_None ? NULL : Py_NewRef(traceback));
+}
+
+static PyObject *call_send_method(Call *self, PyObject *sent)
+{
+    PyObject *result;
+    PySendResult outcome = call_send(self, sent, &result);
+    return as_coroutine(outcome, result);
+}
+
 static PyObject *call_next(Call *self)
 {
     return call_send_method(self, Py_None);
@@ -2586,8 +2608,7 @@ static PyObject *call_next(Call *self)
 
 static PyObject *call_throw(Call *self, PyObject *args)
 {
-    PyObject *type, *value = Py_None, *traceback = Py_None;
-    if (!PyArg_ParseTuple(args, "O|OO:throw", &type, &value, &traceback) || is_running(self))
+    if (is_running(self))
         return NULL;
     if (self->stage == ENDED) {
         PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
@@ -2595,13 +2616,7 @@ static PyObject *call_throw(Call *self, PyObject *args)
     }
     if (self->stage == NEW) {
         end_call(self);
-        bool raised = PyExceptionInstance_Check(type);
-        if (!raised && !PyExceptionClass_Check(type)) {
-            PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
-            return NULL;
-        }
-        PyErr_Restore(Py_NewRef(raised ? (PyObject *)Py_TYPE(type) : type), Py_NewRef(raised ? type : value),
-                      traceback == Py_None ? NULL : Py_NewRef(traceback));
+        raise_thrown(args);
         return NULL;
     }
     self->stage = RUNNING;
@@ -2800,6 +2815,321 @@ static void calls_dealloc(Calls *self)
     release(self);
     Py_DECREF(type);
 }
+
+/* Leased messages, iterated over: what is returned to be awaited is the iterator itself, so that a message takes one
+ * `await`, no memory, and none of what `async with` takes beside it. */
+
+typedef enum { NEXT, LEAVING, OPENING } Doing;
+
+typedef struct {
+    PyObject_HEAD
+    Calls *calls;
+    PyObject *open, *close, *abandon;  /* Python's, for what the core cannot do at once; see _portable.py */
+    PyObject *held;           /* the core whose message the loop has, None: `open` gave it; NULL: it has none */
+    PyObject *rest;           /* the coroutine that goes on where the core could not */
+    PyObject *opening;        /* what will be held once that has ended */
+    Doing doing;
+    bool running;
+} Leased;
+
+static int leased_init(Leased *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *calls, *open, *close, *abandon;
+    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "OOOO:LeasedMessages", &calls, &open, &close, &abandon))
+        return -1;
+    State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
+    if (state == NULL)
+        return -1;
+    if (self->calls != NULL || Py_TYPE(calls) != state->calls) {
+        PyErr_SetString(PyExc_TypeError, "this takes a queue's calls, once");
+        return -1;
+    }
+    self->calls = (Calls *)Py_NewRef(calls);
+    self->open = Py_NewRef(open);
+    self->close = Py_NewRef(close);
+    self->abandon = Py_NewRef(abandon);
+    return 0;
+}
+
+static int leased_traverse(Leased *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT((PyObject *)self->calls);
+    Py_VISIT(self->open);
+    Py_VISIT(self->close);
+    Py_VISIT(self->abandon);
+    Py_VISIT(self->held);
+    Py_VISIT(self->rest);
+    Py_VISIT(self->opening);
+    return 0;
+}
+
+static int leased_clear(Leased *self)
+{
+    Py_CLEAR(self->rest);
+    return 0;
+}
+
+/* Whether the core can give the lease back by itself, and here. */
+static bool is_leased_here(const Core *core)
+{
+    return core->leased == 1 && core->thread == PyThread_get_thread_ident();
+}
+
+static void leased_dealloc(Leased *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    PyObject *kind, *error, *traceback;
+    PyErr_Fetch(&kind, &error, &traceback);
+    leased_clear(self);
+    if (self->held != NULL) {  /* a loop was left by `break`, or by an exception */
+        PyObject *done = NULL;
+        bool by_core = self->held != Py_None;
+        if (by_core && is_leased_here((Core *)self->held))
+            done = unlease((Core *)self->held) < 0 ? NULL : Py_NewRef(Py_None);
+        else
+            done = call(self->abandon, by_core ? Py_True : Py_False);
+        if (done == NULL)
+            PyErr_WriteUnraisable(self->abandon);
+        Py_XDECREF(done);
+    }
+    PyErr_Restore(kind, error, traceback);
+    Py_CLEAR(self->held);
+    Py_CLEAR(self->opening);
+    Py_XDECREF((PyObject *)self->calls);
+    Py_CLEAR(self->open);
+    Py_CLEAR(self->close);
+    Py_CLEAR(self->abandon);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+/* End the lease: 1 if that is done, 0 with the coroutine that does it, -1 with an error; the loop has none then. */
+static int leave_leased(Leased *self)
+{
+    PyObject *held = self->held;
+    self->held = NULL;
+    int done = 0;
+    if (held != Py_None && ((Core *)held)->leased == 1) {
+        done = unlease((Core *)held) < 0 ? -1 : 1;
+    } else if (held == Py_None || ((Core *)held)->close_slowly == NULL) {
+        self->rest = call(self->close, NULL);
+    } else {
+        PyObject *const none[] = {Py_None, Py_None, Py_None};
+        self->rest = call_with(((Core *)held)->close_slowly, none, 3);
+    }
+    Py_DECREF(held);
+    self->doing = LEAVING;
+    return done == 0 && self->rest == NULL ? -1 : done;
+}
+
+/* Lease the next message: 1 with it, 0 with the coroutine that does it, -1 with an error. */
+static int open_leased(Leased *self, PyObject **result)
+{
+    Calls *calls = self->calls;
+    PyObject *core = calls->leasing == NULL ? NULL : calls->core;
+    if (core != NULL && (Py_TYPE(core) != calls->reader || ((Core *)core)->open_slowly == NULL))
+        core = NULL;
+    Py_XINCREF(core);
+    if (core != NULL) {
+        PyObject *obj = lease((Core *)core);
+        if (obj == NULL || (obj != ((Core *)core)->nothing && obj != ((Core *)core)->elsewhere)) {
+            *result = obj;
+            if (obj == NULL)
+                Py_DECREF(core);
+            else
+                self->held = core;
+            return obj == NULL ? -1 : 1;
+        }
+        Py_DECREF(obj);
+    }
+    self->rest = call(self->open, core == NULL ? Py_False : Py_True);
+    if (self->rest == NULL) {
+        Py_XDECREF(core);
+        return -1;
+    }
+    self->opening = core == NULL ? Py_NewRef(Py_None) : core;
+    self->doing = OPENING;
+    return 0;
+}
+
+/* Take what a coroutine that has ended has done: 1 if there is a message, 0 if one is to be leased, -1 with an error. */
+static int leased_rest_ended(Leased *self, PySendResult outcome, PyObject **result)
+{
+    PyObject *opening = self->opening;
+    self->opening = NULL;
+    Py_CLEAR(self->rest);
+    if (outcome == PYGEN_ERROR) {
+        Py_XDECREF(opening);
+        return -1;
+    }
+    self->held = opening;
+    if (self->doing == LEAVING)
+        Py_CLEAR(*result);
+    return self->doing == OPENING;
+}
+
+static bool leased_is_running(const Leased *self)
+{
+    if (self->running)
+        PyErr_SetString(PyExc_ValueError, "the next message is being leased already");
+    return self->running;
+}
+
+/* Go on after what the coroutine has done last, until there is a message, or something to wait for. */
+static PySendResult leased_go_on(Leased *self, PySendResult outcome, PyObject **result)
+{
+    while (outcome != PYGEN_NEXT) {
+        int done = leased_rest_ended(self, outcome, result);
+        if (done == 0)
+            done = open_leased(self, result);
+        if (done != 0)
+            return done > 0 ? PYGEN_RETURN : PYGEN_ERROR;
+        PyObject *rest = Py_NewRef(self->rest);
+        outcome = PyIter_Send(rest, Py_None, result);
+        Py_DECREF(rest);
+    }
+    return outcome;
+}
+
+static PySendResult leased_send(Leased *self, PyObject *sent, PyObject **result)
+{
+    *result = NULL;
+    if (leased_is_running(self))
+        return PYGEN_ERROR;
+    self->running = true;
+    PySendResult outcome = PYGEN_ERROR;
+    int done = 0;
+    if (self->rest == NULL) {
+        sent = Py_None;
+        done = self->held == NULL ? 1 : leave_leased(self);
+        if (done > 0)
+            done = open_leased(self, result);
+        if (done != 0)
+            outcome = done > 0 ? PYGEN_RETURN : PYGEN_ERROR;
+    }
+    if (done == 0) {
+        PyObject *rest = Py_NewRef(self->rest);
+        outcome = PyIter_Send(rest, sent, result);
+        Py_DECREF(rest);
+        outcome = leased_go_on(self, outcome, result);
+    }
+    self->running = false;
+    return outcome;
+}
+
+static PyObject *leased_send_method(Leased *self, PyObject *sent)
+{
+    PyObject *result;
+    PySendResult outcome = leased_send(self, sent, &result);
+    return as_coroutine(outcome, result);
+}
+
+static PyObject *leased_next(Leased *self)
+{
+    return leased_send_method(self, Py_None);
+}
+
+/* Return the value of the StopIteration that is raised, or NULL with another error. */
+static PyObject *returned(void)
+{
+    if (!PyErr_ExceptionMatches(PyExc_StopIteration))
+        return NULL;
+    PyObject *type, *stop, *traceback, *value;
+    PyErr_Fetch(&type, &stop, &traceback);
+    PyErr_NormalizeException(&type, &stop, &traceback);
+    value = PyObject_GetAttrString(stop, "value");
+    Py_XDECREF(type);
+    Py_XDECREF(stop);
+    Py_XDECREF(traceback);
+    return value;
+}
+
+static PyObject *leased_throw(Leased *self, PyObject *args)
+{
+    if (leased_is_running(self))
+        return NULL;
+    if (self->rest == NULL) {
+        raise_thrown(args);
+        return NULL;
+    }
+    self->running = true;
+    PyObject *throw = PyObject_GetAttrString(self->rest, "throw");
+    PyObject *result = throw == NULL ? NULL : PyObject_CallObject(throw, args);
+    Py_XDECREF(throw);
+    PySendResult outcome = PYGEN_NEXT;
+    if (result == NULL) {
+        result = returned();
+        outcome = leased_go_on(self, result == NULL ? PYGEN_ERROR : PYGEN_RETURN, &result);
+    }
+    self->running = false;
+    return as_coroutine(outcome, result);
+}
+
+static PyObject *leased_close(Leased *self, PyObject *Py_UNUSED(ignored))
+{
+    if (leased_is_running(self))
+        return NULL;
+    PyObject *rest = self->rest;
+    if (rest == NULL)
+        Py_RETURN_NONE;
+    self->rest = NULL;
+    Py_CLEAR(self->opening);
+    PyObject *closed = PyObject_CallMethod(rest, "close", NULL);
+    Py_DECREF(rest);
+    return closed;
+}
+
+static PyObject *leased_anext(Leased *self)
+{
+    if (self->calls == NULL || self->rest != NULL || self->running) {
+        PyErr_SetString(PyExc_RuntimeError, "the next message is being leased already");
+        return NULL;
+    }
+    return Py_NewRef((PyObject *)self);
+}
+
+static PyObject *leased_aclose(Leased *self, PyObject *Py_UNUSED(ignored))
+{
+    if (self->rest != NULL || self->running || self->calls == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the next message is being leased already");
+        return NULL;
+    }
+    int done = self->held == NULL ? 1 : leave_leased(self);
+    if (done < 0)
+        return NULL;
+    PyObject *rest = self->rest;
+    self->rest = NULL;
+    return done > 0 ? call(self->close, NULL) : rest;
+}
+
+static PyMethodDef leased_methods[] = {
+    {"aclose", (PyCFunction)leased_aclose, METH_NOARGS, "End the lease of the latest message."},
+    {"send", (PyCFunction)leased_send_method, METH_O, "As a coroutine's."},
+    {"throw", (PyCFunction)leased_throw, METH_VARARGS, "As a coroutine's."},
+    {"close", (PyCFunction)leased_close, METH_NOARGS, "As a coroutine's."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot leased_slots[] = {
+    {Py_tp_doc, "Messages that are leased while they are iterated over; see _portable.py."},
+    {Py_tp_init, leased_init},
+    {Py_tp_dealloc, leased_dealloc},
+    {Py_tp_traverse, leased_traverse},
+    {Py_tp_clear, leased_clear},
+    {Py_tp_iternext, leased_next},
+    {Py_am_aiter, PyObject_SelfIter},
+    {Py_am_anext, leased_anext},
+    {Py_am_await, PyObject_SelfIter},
+    {Py_am_send, leased_send},
+    {Py_tp_methods, leased_methods},
+    {0, NULL},
+};
+
+static PyType_Spec leased_spec = {
+    "aioshm.ring._native.LeasedMessages", sizeof(Leased), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, leased_slots,
+};
 
 static PyObject *calls_core(Calls *self, void *Py_UNUSED(closure))
 {
@@ -3973,9 +4303,10 @@ static int execute(PyObject *module)
         return -1;
     state->writer = add_type(module, &writer_spec);
     state->reader = state->writer == NULL ? NULL : add_type(module, &reader_spec);
-    PyTypeObject *calls = state->reader == NULL ? NULL : add_type(module, &calls_spec);
-    Py_XDECREF((PyObject *)calls);
-    if (calls == NULL || make_names(state) < 0)
+    state->calls = state->reader == NULL ? NULL : add_type(module, &calls_spec);
+    PyTypeObject *leased = state->calls == NULL ? NULL : add_type(module, &leased_spec);
+    Py_XDECREF((PyObject *)leased);
+    if (leased == NULL || make_names(state) < 0)
         return -1;
     state->loan = (PyTypeObject *)PyType_FromModuleAndSpec(module, &loan_spec, NULL);
     PyTypeObject *kind = state->loan == NULL ? NULL : add_type(module, &kind_spec);
@@ -3992,6 +4323,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->writer);
     Py_VISIT(state->reader);
     Py_VISIT(state->call);
+    Py_VISIT(state->calls);
     Py_VISIT(state->loan);
     return 0;
 }
@@ -4005,6 +4337,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->writer);
     Py_CLEAR(state->reader);
     Py_CLEAR(state->call);
+    Py_CLEAR(state->calls);
     Py_CLEAR(state->loan);
     return 0;
 }

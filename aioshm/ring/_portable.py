@@ -1278,6 +1278,80 @@ class Calls:
         return self._block(*asked)
 
 
+class LeasedMessages:
+    """Messages that are leased while they are iterated over, each until the next one is asked for.
+
+    A loop that is left, by ``break`` or by an exception, lets go of this, which ends the lease of its last message.
+
+    Args:
+        calls: The queue's.
+        open_slowly: Makes the coroutine that leases the next message where the core could not; of whether the core is
+            to end that lease. Raises StopAsyncIteration where there is to be no other.
+        close_slowly: Makes the coroutine that ends a lease of ``open_slowly`` that no core ends, if there is one.
+        abandon: Ends a lease at once when this is let go of; of whether a core gave it.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        open_slowly: Callable[[bool], Coroutine[Any, Any, Any]],
+        close_slowly: Callable[[], Coroutine[Any, Any, None]],
+        abandon: Callable[[bool], None],
+        /,
+    ) -> None:
+        self._calls = calls
+        self._open_slowly = open_slowly
+        self._close_slowly = close_slowly
+        self._abandon = abandon
+        self._held: ReaderCore | bool = False  # True: one that `open_slowly` has opened by itself
+        self._leasing = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        self._begin()
+        try:
+            await self._leave()
+            calls = self._calls
+            core = calls.core if calls.leasing is not None else None
+            if isinstance(core, ReaderCore):
+                obj = core.lease()
+                if obj is not NOTHING and obj is not ELSEWHERE:
+                    self._held = core
+                    return obj
+            obj = await self._open_slowly(core is not None)
+            self._held = core if isinstance(core, ReaderCore) else True
+            return obj
+        finally:
+            self._leasing = False
+
+    async def aclose(self) -> None:
+        """End the lease of the latest message."""
+        self._begin()
+        try:
+            await self._leave()
+        finally:
+            self._leasing = False
+
+    def _begin(self) -> None:
+        if self._leasing:
+            raise RuntimeError("the next message is being leased already")
+        self._leasing = True
+
+    async def _leave(self) -> None:
+        held, self._held = self._held, False
+        if isinstance(held, ReaderCore):
+            await held.__aexit__(None, None, None)
+        elif held:
+            await self._close_slowly()
+
+    def __del__(self) -> None:
+        held, self._held = self._held, False
+        if held is not False:
+            self._abandon(held is not True)
+
+
 class OrderedWriterCore(WriterCore):
     """The writer's end where the processor reorders stores: the same steps with fences between them."""
 

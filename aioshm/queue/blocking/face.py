@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, overload
@@ -452,6 +452,28 @@ class MessageQueue(QueueBase[T], Closing):
             cancel,
             lambda obj: obj,
         )
+
+    def leases(self) -> Generator[T, None, None]:
+        """Iterate over messages, each leased until the next one is asked for; until the writer closes.
+
+        A loop that is left ends its last lease, unless the iterator has a name: then its ``close()`` does.
+        """
+        self._reading_end("leases")
+        return self._lease_each()
+
+    def _lease_each(self) -> Generator[T, None, None]:
+        while True:
+            begun = False
+            try:
+                with self.lease() as message:
+                    begun = True
+                    value = [message]
+                    del message  # no name keeps it here: a lease would take that for a holder
+                    yield value.pop()
+            except QueueClosed:
+                if begun:
+                    raise
+                return
 
     def _reading_end(self, call: str) -> ReadingEnd:
         return self._reader or self._wrong_end(call, "reader")

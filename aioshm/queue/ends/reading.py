@@ -16,6 +16,7 @@ from aioshm.config import check_int
 from aioshm.errors import AioshmError, CodecError, QueueClosed, QueueEmpty
 from aioshm.queue.ends.following import Following
 from aioshm.queue.ends.gate import Gate, current_task_of
+from aioshm.queue.ends.iterating import Leases, lease_each
 from aioshm.queue.ends.source import Source
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle
@@ -173,6 +174,10 @@ class ReadingEnd:
         """Return what iterates over messages until the writer closes."""
         return self._iterating
 
+    def leases(self) -> Leases[Any]:
+        """Return what iterates over messages and leases each of them, until the next one is asked for."""
+        return lease_each(self)
+
     async def dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
         """Receive the next message, where `receive` has found nothing; as `aioshm.MessageQueue.dequeue`."""
         deadline = deadline_after(timeout, cancel, indefinite)
@@ -260,7 +265,7 @@ class ReadingEnd:
         """Give the next message to the block, decoded where it lies, as `aioshm.MessageQueue.lease`."""
         if self.calls.leasing is None:
             return self.open_block(timeout, cancel, indefinite, decoded=True)
-        return _PatientLease(self.gate.core, functools.partial(self._open_lease, timeout, cancel, indefinite))
+        return _PatientLease(self.gate.core, functools.partial(self.open_lease, timeout, cancel, indefinite))
 
     def bind_leases(
         self,
@@ -297,9 +302,10 @@ class ReadingEnd:
         finally:
             self.leaves = False
 
-    async def _open_lease(
+    async def open_lease(
         self, timeout: float | None = None, cancel: asyncio.Event | None = None, indefinite: bool = False
     ) -> Any:
+        """Lease the next message, which is not to be had at once; `close_lease` ends that."""
         gate, deadline, in_line = self.gate, deadline_after(timeout, cancel, indefinite), True
         await self._line_up(deadline, cancel, leasing=True)
         try:
@@ -321,7 +327,8 @@ class ReadingEnd:
         self._block = block
         return value
 
-    async def _close_lease(self, *error: Any) -> bool | None:
+    async def close_lease(self, *error: Any) -> bool | None:
+        """End a lease that is more than giving the core's slot back."""
         block, self._block = self._block, None
         if block is not None:
             return await block.__aexit__(*error)
@@ -349,7 +356,7 @@ class ReadingEnd:
         if type(gate.core) is ReaderCore:
             calls.core = self._iterating.core = gate.core
         if calls.leasing is None and not gate.blocks and self.source.ring is not None:
-            calls.leasing = self.bind_leases(self._open_lease, self._close_lease, None, current_task_of(gate.loop))
+            calls.leasing = self.bind_leases(self.open_lease, self.close_lease, None, current_task_of(gate.loop))
         await gate.yield_turn()
         await gate.enter(deadline, cancel)
         if not leasing:

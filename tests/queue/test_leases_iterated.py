@@ -1,0 +1,331 @@
+"""``leases()``: each message is leased until the next one is asked for, and the last one until its loop is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from contextlib import aclosing, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from faces import Thread
+from pairs import attached
+from remotes import ready_ends
+from support import until
+from test_blocking_threads import pair
+from test_leases_at_once import Fails
+
+from aioshm import CodecError, MessageQueue, QueueClosed, QueueEmpty, RoleError
+
+LARGE = 600_000
+"""More than `leases.VIEW_BYTES`."""
+
+
+async def test_each_is_held_until_the_next_is_asked_for() -> None:
+    async with attached(slots=8) as (writer, [reader]):
+        await writer.enqueue_many(range(5))
+        held = []
+        async for number in reader.leases():
+            held.append((number, reader.stats().backlog))
+            if number == 4:
+                break
+        assert held == [(0, 5), (1, 4), (2, 3), (3, 2), (4, 1)]
+        assert reader.stats().backlog == 0
+        assert await asyncio.wait_for(_echo(writer, reader), 30) == "echo", "a loop that was left holds nothing"
+
+
+async def _echo(writer: MessageQueue[Any], reader: MessageQueue[Any]) -> Any:
+    await writer.enqueue("echo")
+    return await reader.dequeue()
+
+
+async def test_large_arrays_are_seen_where_they_lie_and_copied_nowhere() -> None:
+    async with attached(chunks=4, chunk=1 << 20) as (writer, [reader]):
+        count = 40
+
+        async def send() -> None:
+            for number in range(count):
+                await writer.enqueue(np.full(LARGE, number, np.uint8))
+            await writer.aclose()
+
+        sending, seen = asyncio.create_task(send()), 0
+        async for array in reader.leases():
+            assert array[0] == array[-1] == seen
+            assert not array.flags.writeable
+            seen += 1
+        await sending
+        assert seen == count
+        assert reader.stats().copied_bytes < count * 1000
+
+
+async def test_what_is_kept_stays_what_it_was() -> None:
+    async with attached(chunks=3, chunk=1 << 20) as (writer, [reader]):
+        kept, total = [], 30
+        sending = asyncio.create_task(_send_arrays(writer, total))
+        async for array in reader.leases():
+            if array[0] % 3 == 0:
+                kept.append(array)
+        await sending
+        assert [int(array[0]) for array in kept] == list(range(0, total, 3))
+        assert all((array == array[0]).all() for array in kept)
+
+
+async def _send_arrays(writer: MessageQueue[Any], count: int) -> None:
+    for number in range(count):
+        await writer.enqueue(np.full(LARGE, number, np.uint8), 30)
+    await writer.aclose()
+
+
+async def test_it_waits_and_ends_when_the_writer_closes() -> None:
+    async with attached(slots=4) as (writer, [reader]):
+
+        async def send() -> None:
+            for number in range(50):
+                await writer.enqueue(number)
+                for _ in range(number % 5):
+                    await asyncio.sleep(0)
+            await writer.aclose()
+
+        sending = asyncio.create_task(send())
+        assert [number async for number in reader.leases()] == list(range(50))
+        assert [number async for number in reader.leases()] == []
+        await sending
+
+
+class OddError(Exception):
+    """What a loop's body raises."""
+
+
+@pytest.mark.parametrize("large", [False, True])
+async def test_a_loop_that_is_left_ends_its_lease(large: bool) -> None:
+    async with attached(chunks=2, chunk=1 << 20) as (writer, [reader]):
+        for number in range(20):
+            await writer.enqueue(np.full(LARGE if large else 10, number, np.uint8), 30)
+            with pytest.raises(OddError) if number % 2 else nullcontext():
+                async for array in reader.leases():
+                    assert array[0] == number
+                    if number % 2:
+                        raise OddError
+                    break
+            assert reader.stats().backlog == 0
+        del array
+        await asyncio.wait_for(_echo(writer, reader), 30)
+
+
+async def test_one_with_a_name_ends_its_lease_when_it_is_closed_or_let_go_of() -> None:
+    async with attached(slots=8) as (writer, [reader]):
+        for how in range(3):
+            await writer.enqueue_many(range(3))
+            its = reader.leases()
+            async for number in its:
+                assert number == 0
+                break
+            with pytest.raises(RoleError, match="wait for itself"):
+                await reader.dequeue()
+            assert await anext(its) == 1
+            if how == 0:
+                await its.aclose()
+                await its.aclose()
+                assert await anext(its) == 2, "it may be gone on with"
+                await its.aclose()
+            elif how == 1:
+                del its
+                assert await reader.dequeue() == 2
+            else:
+                async with aclosing(its):
+                    assert await anext(its) == 2
+            with pytest.raises(QueueEmpty):
+                reader.dequeue_nowait()
+
+
+async def test_no_other_call_of_the_loops_body_may_wait_for_itself() -> None:
+    async with attached(slots=8) as (writer, [reader]):
+        await writer.enqueue_many(range(6))
+        async for number in reader.leases():
+            for call in (reader.dequeue, lambda: reader.dequeue_many(2), lambda: anext(reader.leases())):
+                with pytest.raises(RoleError, match="wait for itself"):
+                    await call()
+            if number == 2:
+                break
+        assert await reader.dequeue() == 3
+
+
+async def test_other_tasks_have_their_turns_between_its_messages() -> None:
+    async with attached(slots=64) as (writer, [reader]):
+        await writer.enqueue_many(range(40))
+        found: list[int] = []
+
+        async def other() -> None:
+            while len(found) < 40:
+                found.append(await reader.dequeue(30))
+                await asyncio.sleep(0)
+
+        others = [asyncio.create_task(other()) for _ in range(2)]
+        async for number in reader.leases():
+            found.append(number)
+            await asyncio.sleep(0)
+            if len(found) >= 30:
+                break
+        await writer.enqueue_many(range(40, 60))
+        await asyncio.wait_for(asyncio.gather(*others), 30)
+        while reader.stats().backlog:
+            found.append(await reader.dequeue())
+        assert sorted(found) == list(range(60))
+
+
+async def test_two_may_not_await_the_same_one() -> None:
+    async with attached(slots=8) as (writer, [reader]):
+        its = reader.leases()
+        first = asyncio.ensure_future(anext(its))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for call in (its.__anext__, its.aclose):
+            with pytest.raises(RuntimeError, match="being leased already"):
+                await call()
+        await writer.enqueue("one")
+        assert await asyncio.wait_for(first, 30) == "one"
+        await its.aclose()
+
+
+async def test_cancelled_it_loses_nothing() -> None:
+    async with attached(slots=8) as (writer, [reader]):
+        its = reader.leases()
+        for number in range(60):
+            waiting = asyncio.ensure_future(anext(its))
+            for _ in range(number % 4):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            await writer.enqueue(number)
+            if waiting.cancelled():
+                assert await asyncio.wait_for(anext(its), 30) == number
+            else:
+                assert waiting.result() == number
+        await its.aclose()
+        assert reader.stats().backlog == 0
+
+
+async def test_what_cannot_be_decoded_is_passed_over() -> None:
+    async with attached(codec=Fails(), chunks=4) as (writer, [reader]):
+        await writer.enqueue_many(["first", "bad", "third"])
+        its = reader.leases()
+        assert await anext(its) == "first"
+        with pytest.raises(CodecError):
+            await anext(its)
+        assert await anext(its) == "third"
+        await its.aclose()
+
+
+async def test_an_end_that_is_closed_amid_a_loop() -> None:
+    async with attached(slots=8) as (writer, [reader]):
+        await writer.enqueue_many(range(3))
+        with pytest.raises(QueueClosed):
+            async for number in reader.leases():
+                assert number == 0
+                await reader.aclose()
+                raise QueueClosed("the body's own")
+        assert [number async for number in reader.leases()] == []
+
+
+async def test_a_loop_that_another_thread_lets_go_of() -> None:
+    async with attached(slots=8) as (writer, [reader]):
+        await writer.enqueue_many(range(2))
+        box = [reader.leases()]
+        assert await anext(box[0]) == 0
+        await asyncio.to_thread(box.clear)
+        gc.collect()
+        await until(lambda: reader.stats().backlog == 1)
+        assert await reader.dequeue() == 1
+
+
+async def test_a_task_that_was_given_up_amid_a_loop() -> None:
+    async with attached(slots=8) as (writer, [reader]):
+
+        async def receive() -> None:
+            async for _ in reader.leases():
+                await asyncio.sleep(3600)
+
+        for number in range(10):
+            await writer.enqueue(number)
+            receiving = asyncio.create_task(receive())
+            await until(lambda: reader.stats().backlog == 1)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            receiving.cancel()
+            await asyncio.wait([receiving])
+            assert reader.stats().backlog == 0, number
+
+
+async def test_streams_of_every_size_and_kind() -> None:
+    rng = random.Random(7)
+    total = 400
+    async with attached(2, chunks=4, chunk=1 << 20) as (writer, readers):
+
+        async def send() -> None:
+            for number in range(total):
+                size = rng.choice([10, 5000, 70_000, LARGE, 900_000, 1_200_000])  # the last one fits no chunk
+                await writer.enqueue((number, np.full(size, number % 251, np.uint8)), 30)
+            await writer.aclose()
+
+        async def receive(reader: MessageQueue[Any]) -> None:
+            held: Any = None
+            expected = 0
+            async for number, array in reader.leases():
+                assert number == expected
+                expected += 1
+                assert (array == number % 251).all()
+                if rng.random() < 0.1:
+                    await asyncio.sleep(0)
+                if rng.random() < 0.2:
+                    held = number, array
+            assert expected == total
+            if held is not None:
+                assert (held[1] == held[0] % 251).all()
+
+        await asyncio.wait_for(asyncio.gather(send(), *map(receive, readers)), 60)
+
+
+async def test_through_the_network() -> None:
+    async with ready_ends(0, 1) as (writer, [reader]):
+        sending = asyncio.create_task(_send_arrays(writer, 20))
+        found = []
+        async for array in reader.leases():
+            found.append(int(array[0]))
+            if len(found) == 10:
+                break
+        async for array in reader.leases():
+            found.append(int(array[0]))
+        await sending
+        assert found == list(range(20))
+
+
+async def test_the_writer_has_nothing_to_lease() -> None:
+    async with attached() as (writer, _):
+        with pytest.raises(RoleError, match=r"leases\(\) belongs to the queue's reader"):
+            writer.leases()
+
+
+def test_calls_that_block() -> None:
+    with pair() as (writer, reader):
+        sender = Thread(lambda: [writer.enqueue(np.full(LARGE, number, np.uint8)) for number in range(20)])
+        found = []
+        for array in reader.leases():
+            assert array[0] == array[-1] == len(found)
+            found.append(array)
+            if len(found) == 20:
+                break
+        sender.result()
+        assert [int(array[0]) for array in found] == list(range(20))
+        writer.enqueue("last")
+        its = reader.leases()
+        assert next(its) == "last"
+        assert reader.stats().backlog == 1
+        its.close()
+        assert reader.stats().backlog == 0
+        with pytest.raises(RoleError, match=r"leases\(\) belongs to the queue's reader"):
+            writer.leases()
+        closing = Thread(writer.close)
+        assert list(reader.leases()) == []
+        closing.result()
