@@ -3131,6 +3131,176 @@ static PyType_Spec leased_spec = {
     "aioshm.ring._native.LeasedMessages", sizeof(Leased), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, leased_slots,
 };
 
+/* The same where calls block: one block of a lease after the other, without a Python call for each. */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *lend;           /* returns the block of the next lease */
+    PyObject *closed;         /* the error that ends the iteration */
+    PyObject *core;           /* which gives leases at once, if the last one came from it; or NULL */
+    PyObject *block;          /* that of the lease that the loop has: a core, or another block; or NULL */
+    PyTypeObject *reader;     /* what cores are */
+    bool running;
+} EachLeased;
+
+static int each_init(EachLeased *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *lend, *closed;
+    if (no_keywords(kwargs) < 0 || !PyArg_ParseTuple(args, "OO:EachLeased", &lend, &closed))
+        return -1;
+    State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
+    if (state == NULL)
+        return -1;
+    if (self->lend != NULL) {
+        PyErr_SetString(PyExc_TypeError, "this is begun once");
+        return -1;
+    }
+    self->lend = Py_NewRef(lend);
+    self->closed = Py_NewRef(closed);
+    self->reader = (PyTypeObject *)Py_NewRef((PyObject *)state->reader);
+    return 0;
+}
+
+static int each_traverse(EachLeased *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->lend);
+    Py_VISIT(self->closed);
+    Py_VISIT(self->core);
+    Py_VISIT(self->block);
+    Py_VISIT((PyObject *)self->reader);
+    return 0;
+}
+
+static int each_clear(EachLeased *self)  /* the block is left first: see each_dealloc */
+{
+    Py_CLEAR(self->lend);
+    return 0;
+}
+
+static int leave_each(EachLeased *self)
+{
+    PyObject *block = self->block, *done;
+    if (block == NULL)
+        return 0;
+    self->block = NULL;
+    if (Py_TYPE(block) == self->reader) {
+        PyObject *const none[] = {Py_None, Py_None, Py_None};
+        done = reader_exit((Core *)block, none, 3);
+    } else {
+        done = PyObject_CallMethod(block, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    }
+    Py_DECREF(block);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+static void each_dealloc(EachLeased *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    PyObject *kind, *error, *traceback;
+    PyErr_Fetch(&kind, &error, &traceback);
+    if (leave_each(self) < 0)  /* of a loop that was left by `break`, or by an exception */
+        PyErr_WriteUnraisable((PyObject *)type);
+    PyErr_Restore(kind, error, traceback);
+    each_clear(self);
+    Py_CLEAR(self->closed);
+    Py_CLEAR(self->core);
+    Py_XDECREF((PyObject *)self->reader);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+/* Return the block of the next lease, which is its core where that can give it at once. */
+static PyObject *next_block(EachLeased *self)
+{
+    Core *core = (Core *)self->core;
+    if (core != NULL && core->open_slowly != NULL && core->undelivered != NULL && PyList_Size(core->undelivered) == 0)
+        return Py_NewRef((PyObject *)core);
+    Py_CLEAR(self->core);
+    PyObject *block = call(self->lend, NULL);
+    if (block == NULL)
+        return NULL;
+    PyObject *found = PyObject_GetAttrString(block, "core");
+    if (found == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            return block;
+        }
+    } else if (Py_TYPE(found) == self->reader) {
+        self->core = Py_NewRef(found);
+    } else {
+        PyErr_SetString(PyExc_TypeError, "the core of a block is a reader's");
+        Py_CLEAR(found);
+    }
+    Py_DECREF(block);
+    return found;
+}
+
+/* Let go of the frame of the loop, which a block has that was entered: it may have the iterator, which has the block. */
+static void forget_frame(PyObject *block)
+{
+    if (PyObject_SetAttrString(block, "frame", Py_None) < 0)
+        PyErr_Clear();
+}
+
+static PyObject *each_next(EachLeased *self)
+{
+    if (self->running) {
+        PyErr_SetString(PyExc_RuntimeError, "the next message is being leased already");
+        return NULL;
+    }
+    self->running = true;
+    PyObject *block = leave_each(self) < 0 ? NULL : next_block(self), *obj = NULL;
+    if (block != NULL && Py_TYPE(block) == self->reader) {
+        obj = reader_enter((Core *)block, NULL);
+        if (((Core *)block)->block != NULL && obj != NULL) {  /* it could not, and may be of a writer that is gone */
+            forget_frame(((Core *)block)->block);
+            Py_CLEAR(self->core);
+        }
+    } else if (block != NULL) {
+        obj = PyObject_CallMethod(block, "__enter__", NULL);
+        if (obj != NULL)
+            forget_frame(block);
+    }
+    self->running = false;
+    if (obj != NULL) {
+        self->block = block;
+        return obj;
+    }
+    Py_XDECREF(block);
+    if (block != NULL && PyErr_ExceptionMatches(self->closed))
+        PyErr_Clear();
+    return NULL;
+}
+
+static PyObject *each_close(EachLeased *self, PyObject *Py_UNUSED(ignored))
+{
+    return leave_each(self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyMethodDef each_methods[] = {
+    {"close", (PyCFunction)each_close, METH_NOARGS, "End the lease of the latest message."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot each_slots[] = {
+    {Py_tp_doc, "Messages that are leased while they are iterated over, where calls block; see _portable.py."},
+    {Py_tp_init, each_init},
+    {Py_tp_dealloc, each_dealloc},
+    {Py_tp_traverse, each_traverse},
+    {Py_tp_clear, each_clear},
+    {Py_tp_iter, PyObject_SelfIter},
+    {Py_tp_iternext, each_next},
+    {Py_tp_methods, each_methods},
+    {0, NULL},
+};
+
+static PyType_Spec each_spec = {
+    "aioshm.ring._native.EachLeased", sizeof(EachLeased), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, each_slots,
+};
+
 static PyObject *calls_core(Calls *self, void *Py_UNUSED(closure))
 {
     return Py_NewRef(self->core == NULL ? Py_None : self->core);
@@ -4305,8 +4475,10 @@ static int execute(PyObject *module)
     state->reader = state->writer == NULL ? NULL : add_type(module, &reader_spec);
     state->calls = state->reader == NULL ? NULL : add_type(module, &calls_spec);
     PyTypeObject *leased = state->calls == NULL ? NULL : add_type(module, &leased_spec);
+    PyTypeObject *each = leased == NULL ? NULL : add_type(module, &each_spec);
     Py_XDECREF((PyObject *)leased);
-    if (leased == NULL || make_names(state) < 0)
+    Py_XDECREF((PyObject *)each);
+    if (each == NULL || make_names(state) < 0)
         return -1;
     state->loan = (PyTypeObject *)PyType_FromModuleAndSpec(module, &loan_spec, NULL);
     PyTypeObject *kind = state->loan == NULL ? NULL : add_type(module, &kind_spec);

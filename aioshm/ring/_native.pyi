@@ -4,6 +4,7 @@ from typing import Any
 from aioshm.ring._portable import ELSEWHERE as ELSEWHERE
 from aioshm.ring._portable import NOTHING as NOTHING
 from aioshm.ring._portable import Calls as Calls
+from aioshm.ring._portable import EachLeased as EachLeased
 from aioshm.ring._portable import LeasedMessages as LeasedMessages
 from aioshm.ring._portable import ReaderCore as ReaderCore
 from aioshm.ring._portable import WriterCore as WriterCore

@@ -20,7 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any, ClassVar, Final, NoReturn, Self
@@ -1350,6 +1350,65 @@ class LeasedMessages:
         held, self._held = self._held, False
         if held is not False:
             self._abandon(held is not True)
+
+
+class EachLeased:
+    """Messages that are leased while they are iterated over where calls block; as `LeasedMessages`.
+
+    No handler of a signal comes between a message and its loop. What one raises while there is none to be had comes
+    out of the loop; another loop goes on.
+
+    Args:
+        lend: Returns the block of the next lease. Where a core is to give those that follow, too, it has that core.
+        closed: The error of such a block that ends the iteration.
+    """
+
+    def __init__(self, lend: Callable[[], AbstractContextManager[Any]], closed: type[Exception], /) -> None:
+        self._lend = lend
+        self._closed = closed
+        self._leased = _each_leased(lend, closed)
+        self._leasing = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._leasing:
+            raise RuntimeError("the next message is being leased already")
+        self._leasing = True
+        try:
+            for message in self._leased:  # which takes no call, after which a handler could come
+                return message
+        except BaseException:
+            self._leased = _each_leased(self._lend, self._closed)
+            raise
+        finally:
+            self._leasing = False
+        self._leased = _each_leased(self._lend, self._closed)
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the lease of the latest message."""
+        leased, self._leased = self._leased, _each_leased(self._lend, self._closed)
+        leased.close()
+
+
+def _each_leased(
+    lend: Callable[[], AbstractContextManager[Any]], closed: type[Exception]
+) -> Generator[Any, None, None]:
+    value, leased = [None], True  # no name has a message when its lease ends: that would be taken for a holder
+    while leased:
+        leased = False
+        try:
+            with lend() as value[0]:
+                leased = True
+                try:
+                    yield value[0]
+                finally:
+                    value[0] = None
+        except closed:
+            if leased:
+                raise
 
 
 class OrderedWriterCore(WriterCore):

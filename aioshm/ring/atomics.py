@@ -22,6 +22,7 @@ __all__ = [
     "RECHECK_S",
     "STRONG_ORDER",
     "Calls",
+    "EachLeased",
     "LeasedMessages",
     "ReaderCore",
     "WriterCore",
@@ -54,9 +55,18 @@ FULL_FENCE = native_core or STRONG_ORDER
 """Whether `memory_fence` is a full one, so that no wake-up can be lost."""
 
 if native_core:
-    from aioshm.ring._native import ELSEWHERE, NOTHING, Calls, LeasedMessages, ReaderCore, WriterCore, memory_fence
+    from aioshm.ring._native import (
+        ELSEWHERE,
+        NOTHING,
+        Calls,
+        EachLeased,
+        LeasedMessages,
+        ReaderCore,
+        WriterCore,
+        memory_fence,
+    )
 else:
-    from aioshm.ring._portable import ELSEWHERE, NOTHING, Calls, LeasedMessages, memory_fence
+    from aioshm.ring._portable import ELSEWHERE, NOTHING, Calls, EachLeased, LeasedMessages, memory_fence
 
     if STRONG_ORDER:
         from aioshm.ring._portable import ReaderCore, WriterCore

@@ -39,7 +39,7 @@ class Ports:
         send: Sends a message, in a process that has such an end.
         receive: Returns the next message, in a process that has such an end.
         lease: Returns a block that has the next message, in a process whose end has such.
-        messages: Can be iterated over, in a process whose end can.
+        messages: Can be iterated over, and its ``leases()`` too, in a process whose end can.
         parks: Returns how often the receiving end has gone to sleep; None if it does not know.
         turn: Lets the event loop run once; does nothing where there is none.
         copied: Returns how many bytes of messages the end has copied; None if it does not know.
@@ -123,23 +123,26 @@ async def read_leased(ports: Ports, warm_up: int, count: int) -> float:
     return time.perf_counter() - began
 
 
-async def read_waiting(
-    ports: Ports, pause_s: float, count: int, rounds: int
-) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return the seconds of each round of so many messages: as `read`, as `read_leased`, iterated over, as `read`.
+WAYS = ("received", "leased", "iterated", "leases iterated", "received")
+"""The ways to read of `read_waiting`: by `Ports.receive`, in a block of `Ports.lease`, by iterating over messages or leases."""
 
-    The four take turns, from the first to the last and back, so that neither of `read` is nearer to the others.
-    Before each round the reader sleeps, so that its messages wait for it. All count alike, so that they differ by
-    nothing but the way to read.
+
+async def read_waiting(ports: Ports, pause_s: float, count: int, rounds: int) -> list[list[float]]:
+    """Return the seconds of each round of so many messages, by the way to read them (see `WAYS`).
+
+    They take turns, from the first to the last and back, so that neither of the two that are alike is nearer to the
+    others. Before each round the reader sleeps, so that its messages wait for it. All count alike, so that they differ
+    by nothing but the way to read.
     """
     work, receive, lease, messages, at = ports.work, ports.receive, ports.lease, ports.messages, 0
     key, mask, body, length, tail, clock = work.key, work.mask, work.body, work.length, work.tail, time.perf_counter
-    seconds: tuple[list[float], list[float], list[float], list[float]] = [], [], [], []
+    seconds: list[list[float]] = [[] for _ in WAYS]
+    ways = range(len(WAYS))
     for turn in range(rounds):
-        for way in (0, 1, 2, 3) if turn % 2 else (3, 2, 1, 0):
+        for way in ways if turn % 2 else reversed(ways):
             _doze(pause_s)
             began, number, end = clock(), at, at + count
-            if way == 1:
+            if WAYS[way] == "leased":
                 while number != end:
                     async with lease() as message:
                         part = message if body is None else message[body]
@@ -150,8 +153,8 @@ async def read_waiting(
                         ):
                             raise work.wrong(message, number)
                     number += 1
-            elif way == 2:
-                async for message in messages:
+            elif WAYS[way] in {"iterated", "leases iterated"}:
+                async for message in messages.leases() if WAYS[way] == "leases iterated" else messages:
                     part = message if body is None else message[body]
                     if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
                         raise work.wrong(message, number)

@@ -14,10 +14,10 @@ from faces import Thread
 from pairs import attached
 from remotes import ready_ends
 from support import until
-from test_blocking_threads import pair
+from test_blocking_threads import pair, until_it_waits
 from test_leases_at_once import Fails
 
-from aioshm import CodecError, MessageQueue, QueueClosed, QueueEmpty, RoleError
+from aioshm import CodecError, EndClosed, MessageQueue, QueueClosed, QueueEmpty, RoleError
 
 LARGE = 600_000
 """More than `leases.VIEW_BYTES`."""
@@ -318,14 +318,136 @@ def test_calls_that_block() -> None:
                 break
         sender.result()
         assert [int(array[0]) for array in found] == list(range(20))
-        writer.enqueue("last")
-        its = reader.leases()
-        assert next(its) == "last"
-        assert reader.stats().backlog == 1
-        its.close()
-        assert reader.stats().backlog == 0
         with pytest.raises(RoleError, match=r"leases\(\) belongs to the queue's reader"):
             writer.leases()
         closing = Thread(writer.close)
         assert list(reader.leases()) == []
         closing.result()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_blocking_ones_hold_each_until_the_next_is_asked_for(remote: bool) -> None:
+    with pair(remote) as (writer, reader):
+        sizes = [10, 5000, 70_000, LARGE, 1 << 20]
+        its = reader.leases()
+        for turn in range(30):
+            writer.enqueue((turn, np.full(sizes[turn % 5], turn, np.uint8)))
+            number, array = next(its)
+            assert number == turn
+            assert (array == turn).all()
+            with pytest.raises(RoleError, match="wait for itself"):
+                reader.dequeue(20)
+            del array
+            if turn % 3 == 0:
+                its.close()
+                its.close()
+                writer.enqueue("between")
+                assert reader.dequeue(20) == "between"
+        its.close()
+        assert reader.stats().backlog == 0
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_blocking_ones_that_are_left_end_their_lease(remote: bool) -> None:
+    with pair(remote) as (writer, reader):
+        for turn in range(20):
+            writer.enqueue(np.full(LARGE if turn % 4 > 1 else 10, turn, np.uint8))
+            with pytest.raises(OddError) if turn % 2 else nullcontext():
+                for array in reader.leases():
+                    assert array[0] == turn
+                    if turn % 2:
+                        raise OddError
+                    break
+            del array
+            writer.enqueue("between")
+            assert reader.dequeue(20) == "between"
+
+        def unfinished() -> Any:
+            its = reader.leases()
+            return next(its)
+
+        writer.enqueue_many(range(2))
+        assert [unfinished() for _ in range(2)] == list(range(2))
+
+
+def test_blocking_ones_of_which_a_generator_is_dropped() -> None:
+    with pair() as (writer, reader):
+        writer.enqueue_many(range(4))
+        doubled = (2 * number for number in reader.leases())
+        assert next(doubled) == 0
+        assert next(doubled) == 2
+        del doubled
+        assert reader.dequeue(20) == 2
+
+
+def test_a_blocking_one_that_another_thread_lets_go_of() -> None:
+    with pair() as (writer, reader):
+        for turn in range(10):
+            writer.enqueue_many([np.full(LARGE if turn % 2 else 10, turn, np.uint8), turn])
+            box = [reader.leases()]
+            assert next(box[0])[0] == turn
+            Thread(box.clear).result()
+            assert reader.dequeue(20) == turn
+
+
+def test_threads_that_iterate_over_leases_at_once() -> None:
+    with pair() as (writer, reader):
+        found: list[int] = []
+
+        def receive() -> None:
+            for number in reader.leases():
+                found.append(number)
+                if number % 7 == 0:
+                    break
+            found.extend(reader.leases())
+
+        threads = [Thread(receive) for _ in range(3)]
+        for number in range(600):
+            writer.enqueue(number, 30)
+        writer.close()
+        for thread in threads:
+            thread.result()
+        assert sorted(found) == list(range(600))
+
+
+def test_what_blocking_ones_cannot_decode_is_passed_over() -> None:
+    with pair() as (writer, reader):
+        writer.enqueue_many(["first", Undecodable(), "third"])
+        its = reader.leases()
+        assert next(its) == "first"
+        with pytest.raises(CodecError):
+            next(its)
+        assert next(its) == "third"
+        its.close()
+
+
+class Undecodable:
+    """What no reader can make of bytes."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_two_threads_may_not_use_the_same_one() -> None:
+    with pair() as (writer, reader):
+        its = reader.leases()
+        waiting = Thread(lambda: next(its))
+        until_it_waits(reader)
+        with pytest.raises(RuntimeError, match="being leased already"):
+            next(its)
+        writer.enqueue("one")
+        assert waiting.result() == "one"
+        its.close()
+
+
+def test_a_blocking_end_that_is_closed_amid_a_loop() -> None:
+    with pair() as (writer, reader):
+        writer.enqueue_many(range(3))
+        found = []
+        for number in reader.leases():
+            found.append(number)
+            reader.close()
+        assert found == [0]
+        assert list(reader.leases()) == []
+        with pytest.raises(EndClosed), reader.lease():
+            pass

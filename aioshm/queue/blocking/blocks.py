@@ -36,7 +36,8 @@ class Block(AbstractContextManager[Any]):
         value: What ``as`` gets, until that has it.
         opened: The block of the end that has the slot; None while there is none.
         undone: Whether it was never entered: what it was to show is to stay where it is.
-        frame: That of the ``with`` statement.
+        lost: Whether nobody will leave it.
+        frame: That of the ``with`` statement; None where it is entered in another way.
     """
 
     def __init__(self, owner: Owner, open_block: Callable[[], Any]) -> None:
@@ -45,6 +46,7 @@ class Block(AbstractContextManager[Any]):
         self.value: Any = None
         self.opened: Any = None
         self.undone: bool = False
+        self.lost: bool = False
         self.frame: FrameType | None = None
         self._at = -1
 
@@ -56,7 +58,7 @@ class Block(AbstractContextManager[Any]):
         except BaseException:
             # First, and without a call: where the next handler raises in the one below, the next call of the end does
             # what is left to do.
-            self.frame, self.value, self.undone = None, None, True
+            self.lost, self.value, self.undone = True, None, True
             if self.opened is not None:
                 self._owner.undo_block(self)
             raise
@@ -70,7 +72,7 @@ class Block(AbstractContextManager[Any]):
         try:
             return self._owner.leave_block(self, exc_type, exc, traceback)
         except BaseException:
-            self.frame = None
+            self.lost = True
             if self.opened is not None:  # interrupted before it had begun
                 self._owner.leave_block(self, exc_type, exc, traceback)
             raise
@@ -78,11 +80,8 @@ class Block(AbstractContextManager[Any]):
     def gone(self) -> bool:
         """Return whether the ``with`` statement has ended, though nobody was told: something was raised on the way."""
         frame, at = self.frame, self._at
-        if frame is None:
-            return True
-        code = frame.f_code
-        if at < 0 or code.co_code[at] != _BEFORE_WITH:
-            return False  # entered in another way: nobody knows
+        if self.lost or frame is None or at < 0 or frame.f_code.co_code[at] != _BEFORE_WITH:
+            return self.lost  # where it was entered in another way, nobody knows
         inside, here = _handler(frame, at + 2), _handler(frame, frame.f_lasti)
         return inside is not None and inside not in _handlers_around(frame, here)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, overload
@@ -22,6 +22,7 @@ from aioshm.errors import QueueClosed, QueueEmpty, QueueFull, RoleError
 from aioshm.queue.base import QueueBase
 from aioshm.queue.blocking.calls import called, made
 from aioshm.queue.blocking.held import Held
+from aioshm.queue.blocking.leasing import Leases
 from aioshm.queue.blocking.lingering import linger, watch
 from aioshm.queue.blocking.membership import BlockingMembership
 from aioshm.queue.encoded import body_of
@@ -35,7 +36,7 @@ from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
-from aioshm.ring.atomics import ELSEWHERE, NOTHING
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, EachLeased
 from aioshm.wait.blocking import WindowBegins
 
 if TYPE_CHECKING:
@@ -453,27 +454,13 @@ class MessageQueue(QueueBase[T], Closing):
             lambda obj: obj,
         )
 
-    def leases(self) -> Generator[T, None, None]:
-        """Iterate over messages, each leased until the next one is asked for; until the writer closes.
+    def leases(self) -> Leases[T]:
+        """Return what iterates over messages, each leased until the next one is asked for; until the writer closes.
 
-        A loop that is left ends its last lease, unless the iterator has a name: then its ``close()`` does.
+        A loop that is left ends its last lease, unless the iterator has a name: then its ``close()`` does, or its end.
         """
         self._reading_end("leases")
-        return self._lease_each()
-
-    def _lease_each(self) -> Generator[T, None, None]:
-        while True:
-            begun = False
-            try:
-                with self.lease() as message:
-                    begun = True
-                    value = [message]
-                    del message  # no name keeps it here: a lease would take that for a holder
-                    yield value.pop()
-            except QueueClosed:
-                if begun:
-                    raise
-                return
+        return EachLeased(self.lease, QueueClosed)
 
     def _reading_end(self, call: str) -> ReadingEnd:
         return self._reader or self._wrong_end(call, "reader")

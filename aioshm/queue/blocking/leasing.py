@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from aioshm.queue.blocking.blocks import Block
 from aioshm.queue.blocking.lingering import linger, watch
@@ -13,6 +13,19 @@ from aioshm.wait.blocking import WindowBegins
 
 if TYPE_CHECKING:
     from aioshm.queue.blocking.held import Held
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Leases(Protocol[T_co]):
+    """Messages to iterate over, each leased until the next one is asked for."""
+
+    def __iter__(self) -> Self: ...
+
+    def __next__(self) -> T_co: ...
+
+    def close(self) -> None:
+        """End the lease of the latest message."""
 
 
 class Leasing:
@@ -42,7 +55,7 @@ class Leasing:
                 return True
         else:
             os.sched_yield()
-            if core.ready() and core.passes():
+            if core.passes() and core.ready():
                 return True
         try:
             self._held.run(lambda _: end.wait_for_message())

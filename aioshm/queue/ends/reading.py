@@ -277,14 +277,14 @@ class ReadingEnd:
         """Let the core of an end that is ready lease what is there, if it can; see `ReaderCore.bind_leases`.
 
         Returns:
-            The block of each lease. Its class has the core's methods, which are bound already: the interpreter finds
-            them there, and need not bind two for each block.
+            The block of each lease. Its class has the core, and its methods, which are bound already: the interpreter
+            finds them there, and need not bind two for each block.
         """
         core = self.source.bind_leases(open_slowly, close_slowly, await_next, whose, self.fail)
         if core is None:
             return None
         names = ("__enter__", "__exit__", "__aenter__", "__aexit__")
-        return type("Lease", (), {"__slots__": (), **{name: getattr(core, name) for name in names}})()
+        return type("Lease", (), {"__slots__": (), "core": core, **{name: getattr(core, name) for name in names}})()
 
     async def wait_for_message(self) -> None:
         """Wait for the next message, for calls that block; may leave the loop for that.
