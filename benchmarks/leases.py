@@ -1,7 +1,7 @@
-"""Leases and ``async for`` against dequeue, and calls that block against those that do not, for messages of every size.
+"""Leases and ``async for`` against dequeue, and calls that block against those that do not, at every size.
 
-Messages are leased by iterating over ``leases()``, and in blocks, which Python takes longer to enter and to leave than to
-await a call: where a message is small, that is more than anything that could be saved.
+Messages are leased by iterating over ``leases()``, and in blocks, which Python takes longer to enter and to leave than
+to await a call: where a message is small, that is more than anything that could be saved.
 
 Below 512 KiB a lease is a copy, as what ``dequeue`` returns: both do the same work, and what they differ by is mostly
 chance. How much that is, two series of ``dequeue`` tell that take turns with the leases, message for message the same:
@@ -88,13 +88,8 @@ async def run(settings: Settings, report: Report) -> None:
             turn = await _waiting(settings, contest, kind, against_itself)
             for _ in contest.repetitions(work.name):
                 await contest.each(turn)
-    ratio = partial(report.ratio, figure="messages_per_s", of_repetitions=True)
     for work in works:
-
-        def hold(ours: str, theirs: str, bound: float) -> None:
-            text = f"{work.name}: messages/s of {ours}, against {theirs}"
-            report.hold(text, ratio(work.name, ours, theirs), "x", bound, at_least=True)
-
+        hold = partial(_hold, report, work)
         for face in LEASED:
             bound = AT_LEAST - chance(against_itself[work.name, face])
             hold(LEASES[face], face, bound)
@@ -102,6 +97,11 @@ async def run(settings: Settings, report: Report) -> None:
         hold(ITERATED[AWAITED], AWAITED, AT_LEAST - chance(against_itself[work.name, AWAITED]))
         if work.nbytes >= 4 * KIB:
             hold(BLOCKING, AWAITED, BLOCKING_AT_LEAST)
+
+
+def _hold(report: Report, work: Workload, ours: str, theirs: str, bound: float) -> None:
+    ratio = report.ratio(work.name, ours, theirs, figure="messages_per_s", of_repetitions=True)
+    report.hold(f"{work.name}: messages/s of {ours}, against {theirs}", ratio, "x", bound, at_least=True)
 
 
 def chance(ratios: Sequence[float]) -> float:

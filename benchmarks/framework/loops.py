@@ -124,7 +124,7 @@ async def read_leased(ports: Ports, warm_up: int, count: int) -> float:
 
 
 WAYS = ("received", "leased", "iterated", "leases iterated", "received")
-"""The ways to read of `read_waiting`: by `Ports.receive`, in a block of `Ports.lease`, by iterating over messages or leases."""
+"""How `read_waiting` reads: by `Ports.receive`, in a block of `Ports.lease`, or iterating over messages or leases."""
 
 
 async def read_waiting(ports: Ports, pause_s: float, count: int, rounds: int) -> list[list[float]]:

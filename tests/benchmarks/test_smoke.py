@@ -104,9 +104,10 @@ def test_loans(report: Any) -> None:
 def test_leases(report: Any) -> None:
     small, large = {"small dict", "small dict, msgpack"}, {"1 MiB", "1 MiB, msgpack"}
     large |= {f"{size}{kind}" for size in ("4 KiB", "1 MiB") for kind in (", raw", " tensor")} | {"4 KiB array"}
-    names = {f"aioshm{face}{way}" for face in ("", " blocking") for way in ("", " leased", " iterated")}
+    ways = ("", " leased", " iterated", " leases iterated")
+    names = {f"aioshm{face}{way}" for face in ("", " blocking") for way in ways}
     assert measured(report) == {(case, name, 1) for case in small | large for name in names}
-    assert len(report["promises"]) == 3 * len(small) + 4 * len(large)
+    assert len(report["promises"]) == 5 * len(small) + 6 * len(large)
 
 
 @on("overflow", "uvloop")
