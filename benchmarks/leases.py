@@ -4,12 +4,12 @@ Messages are leased by iterating over ``leases()``, and in blocks, which Python 
 to await a call: where a message is small, that is more than anything that could be saved.
 
 Below 512 KiB a lease is a copy, as what ``dequeue`` returns: both do the same work, and what they differ by is mostly
-chance. How much that is, two series of ``dequeue`` tell that take turns with the leases, message for message the same:
-leases count as slower where they are so by more.
+chance. How much that is, two halves of the rounds of ``dequeue`` tell: leases are slower where they are so by more.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections import defaultdict
@@ -21,7 +21,7 @@ from statistics import median
 from benchmarks.contestants.aioshm_ends import CONTESTANTS
 from benchmarks.framework.contest import Contest, Turn
 from benchmarks.framework.harness import Settings, main
-from benchmarks.framework.loops import WAYS, Order, read_waiting, send
+from benchmarks.framework.loops import A_TURN, WAYS, Order, read_waiting, send
 from benchmarks.framework.report import Report
 from benchmarks.framework.stage import Stage
 from benchmarks.framework.workload import KIB, MIB, Workload, block, lone_array, plain_bytes, small_dict, tensor
@@ -35,11 +35,11 @@ FACES = [contestant for contestant in CONTESTANTS if contestant.name in LEASED]
 MIN_PAUSE_S = 0.001
 """How long the reader sleeps before each round, besides the time in which the ring fills."""
 
-MIN_ROUNDS = 5
-"""Of each way to read, in one measurement."""
+MIN_TURNS = 4
+"""In each of which every way to read has `A_TURN` rounds, in one measurement."""
 
 AT_LEAST = 1.0
-"""The messages/s of leases and of ``async for`` against ``dequeue``, less what two series of that differ by."""
+"""The messages/s of leases and of ``async for`` against ``dequeue``, less what two halves of its rounds differ by."""
 
 BLOCKS_AT_LEAST = 0.7
 """The same of leases in blocks, of any size."""
@@ -105,7 +105,7 @@ def _hold(report: Report, work: Workload, ours: str, theirs: str, bound: float) 
 
 
 def chance(ratios: Sequence[float]) -> float:
-    """Return what two series of the same differ by in one repetition of two, given their ratios in all of them."""
+    """Return what two halves of the same differ by in one repetition of two, given their ratios in all of them."""
     return min(MOST_CHANCE, 1 - math.exp(-median(abs(math.log(ratio)) for ratio in ratios))) if ratios else 0.0
 
 
@@ -118,21 +118,22 @@ async def _waiting(settings: Settings, contest: Contest, kind: int, against_itse
         settings: Of this run.
         contest: Who takes part.
         kind: Which workload.
-        against_itself: Gets the ratio of the two series without leases, by workload and contestant.
+        against_itself: Gets the ratio of the two halves of the rounds without leases, by workload and contestant.
     """
-    work, plan = contest.workloads[kind], {}
-    count = max(1, work.slots // 2 - 1)  # of a full ring; from half of it on, the writer is woken
+    work, plan, seeds = contest.workloads[kind], {}, itertools.count()
+    count = max(2, work.slots // 2 - 1)  # of a full ring; from half of it on, the writer is woken
 
-    async def rates(stage: Stage, pause_s: float, rounds: int) -> list[float]:
-        write = Order(send, (0, len(WAYS) * count * rounds), kind)
-        _, (seconds,) = await stage.perform(write, Order(read_waiting, (pause_s, count, rounds), kind))
-        first, leased, iterated, leases, again = seconds
-        return [count / median(times) for times in ([*first, *again], leased, iterated, leases, first, again)]
+    async def rates(stage: Stage, pause_s: float, turns: int) -> list[float]:
+        write = Order(send, (0, len(WAYS) * A_TURN * count * turns), kind)
+        read = Order(read_waiting, (pause_s, count, turns, next(seeds)), kind)
+        _, (seconds,) = await stage.perform(write, read)
+        received = seconds[0]
+        return [(count - 1) / median(times) for times in (*seconds, received[::2], received[1::2])]
 
     async def probe(stage: Stage) -> None:
-        rate = min(await rates(stage, 0.05, 4))
+        rate = min((await rates(stage, 0.05, 2))[: len(WAYS)])  # medians: the first round imports torch
         pause_s = MIN_PAUSE_S + 2 * work.slots / rate
-        plan[stage.name] = pause_s, max(MIN_ROUNDS, int(settings.seconds / 4 / (pause_s + count / rate)))
+        plan[stage.name] = pause_s, max(MIN_TURNS, int(settings.seconds / 4 / A_TURN / (pause_s + count / rate)))
 
     async def turn(stage: Stage) -> None:
         *measured, first, again = await rates(stage, *plan[stage.name])

@@ -515,7 +515,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         message then: so a loop's own name for the message causes none, however long the next one takes.
 
         A message of less than 512 KiB (one that was loaned: of less than 64 KiB) is what `dequeue` returns: copying it
-        takes less time than a view.
+        takes less time than a view. `leases` does the same for one message after the other.
 
         Raises:
             TimeoutError, QueueCancelled, PeerDied, QueueClosed, CorruptSlot, CodecError: As `dequeue`.

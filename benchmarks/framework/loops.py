@@ -123,27 +123,34 @@ async def read_leased(ports: Ports, warm_up: int, count: int) -> float:
     return time.perf_counter() - began
 
 
-WAYS = ("received", "leased", "iterated", "leases iterated", "received")
+WAYS = ("received", "leased", "iterated", "leases iterated")
 """How `read_waiting` reads: by `Ports.receive`, in a block of `Ports.lease`, or iterating over messages or leases."""
 
+A_TURN = 2
+"""How often `read_waiting` reads in each way in one turn."""
 
-async def read_waiting(ports: Ports, pause_s: float, count: int, rounds: int) -> list[list[float]]:
-    """Return the seconds of each round of so many messages, by the way to read them (see `WAYS`).
 
-    They take turns, from the first to the last and back, so that neither of the two that are alike is nearer to the
-    others. Before each round the reader sleeps, so that its messages wait for it. All count alike, so that they differ
-    by nothing but the way to read.
+async def read_waiting(ports: Ports, pause_s: float, count: int, turns: int, seed: int = 0) -> list[list[float]]:
+    """Return the seconds of each round of so many messages but its first, by the way to read them (see `WAYS`).
+
+    In each turn every way has as many rounds as any other, in an order that is drawn: what was read before, and how,
+    leaves its memory and its code in the caches, and shall do so for each alike. Before each round the reader sleeps,
+    so that its messages wait for it. What a round takes begins with its second message: a loop is entered once, and
+    goes on for more messages than a ring holds. All count alike, so that they differ by nothing but the way to read.
     """
     work, receive, lease, messages, at = ports.work, ports.receive, ports.lease, ports.messages, 0
     key, mask, body, length, tail, clock = work.key, work.mask, work.body, work.length, work.tail, time.perf_counter
     seconds: list[list[float]] = [[] for _ in WAYS]
-    ways = range(len(WAYS))
-    for turn in range(rounds):
-        for way in ways if turn % 2 else reversed(ways):
+    rng, order = random.Random(seed), [*range(len(WAYS))] * A_TURN
+    for _ in range(turns):
+        rng.shuffle(order)
+        for way in order:
             _doze(pause_s)
-            began, number, end = clock(), at, at + count
+            began, number, second, end = 0.0, at, at + 1, at + count
             if WAYS[way] == "leased":
                 while number != end:
+                    if number == second:
+                        began = clock()
                     async with lease() as message:
                         part = message if body is None else message[body]
                         if (
@@ -159,10 +166,14 @@ async def read_waiting(ports: Ports, pause_s: float, count: int, rounds: int) ->
                     if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
                         raise work.wrong(message, number)
                     number += 1
+                    if number == second:
+                        began = clock()
                     if number == end:
                         break
             else:
                 while number != end:
+                    if number == second:
+                        began = clock()
                     message = await receive()
                     part = message if body is None else message[body]
                     if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
