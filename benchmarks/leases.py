@@ -83,7 +83,7 @@ async def run(settings: Settings, report: Report) -> None:
     """Measure, and hold the result against the promises."""
     works = workloads(settings.quick)
     against_itself: Control = defaultdict(list)
-    async with Contest(settings, report, settings.chosen(FACES), works) as contest:
+    async with Contest(settings, report, settings.chosen(FACES), works, pinned=True) as contest:
         for kind, work in enumerate(works):
             turn = await _waiting(settings, contest, kind, against_itself)
             for _ in contest.repetitions(work.name):
@@ -121,14 +121,14 @@ async def _waiting(settings: Settings, contest: Contest, kind: int, against_itse
         against_itself: Gets the ratio of the two halves of the rounds without leases, by workload and contestant.
     """
     work, plan, seeds = contest.workloads[kind], {}, itertools.count()
-    count = max(2, work.slots // 2 - 1)  # of a full ring; from half of it on, the writer is woken
+    count = work.slots // 2  # of a full ring: the last one wakes the writer, and no other one does
 
     async def rates(stage: Stage, pause_s: float, turns: int) -> list[float]:
         write = Order(send, (0, len(WAYS) * A_TURN * count * turns), kind)
         read = Order(read_waiting, (pause_s, count, turns, next(seeds)), kind)
         _, (seconds,) = await stage.perform(write, read)
         received = seconds[0]
-        return [(count - 1) / median(times) for times in (*seconds, received[::2], received[1::2])]
+        return [(count - 3) / median(times) for times in (*seconds, received[::2], received[1::2])]
 
     async def probe(stage: Stage) -> None:
         rate = min((await rates(stage, 0.05, 2))[: len(WAYS)])  # medians: the first round imports torch

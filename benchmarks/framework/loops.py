@@ -131,12 +131,16 @@ A_TURN = 2
 
 
 async def read_waiting(ports: Ports, pause_s: float, count: int, turns: int, seed: int = 0) -> list[list[float]]:
-    """Return the seconds of each round of so many messages but its first, by the way to read them (see `WAYS`).
+    """Return the seconds of each round of so many messages, by the way to read them (see `WAYS`).
 
     In each turn every way has as many rounds as any other, in an order that is drawn: what was read before, and how,
     leaves its memory and its code in the caches, and shall do so for each alike. Before each round the reader sleeps,
-    so that its messages wait for it. What a round takes begins with its second message: a loop is entered once, and
-    goes on for more messages than a ring holds. All count alike, so that they differ by nothing but the way to read.
+    so that its messages wait for it. All count alike, so that they differ by nothing but the way to read.
+
+    What is timed begins with the third message of a round and ends before the last one. That leaves out how a loop is
+    entered and left, which is done once for more messages than a ring holds; what comes of the reader's sleep, with the
+    first message, or with the second, where a lease of the first ends; and how the writer is woken, by the last one if a
+    round is half of a ring.
     """
     work, receive, lease, messages, at = ports.work, ports.receive, ports.lease, ports.messages, 0
     key, mask, body, length, tail, clock = work.key, work.mask, work.body, work.length, work.tail, time.perf_counter
@@ -146,11 +150,13 @@ async def read_waiting(ports: Ports, pause_s: float, count: int, turns: int, see
         rng.shuffle(order)
         for way in order:
             _doze(pause_s)
-            began, number, second, end = 0.0, at, at + 1, at + count
+            number, third, last, end, began, ended = at, at + 2, at + count - 1, at + count, 0.0, 0.0
             if WAYS[way] == "leased":
                 while number != end:
-                    if number == second:
+                    if number == third:
                         began = clock()
+                    elif number == last:
+                        ended = clock()
                     async with lease() as message:
                         part = message if body is None else message[body]
                         if (
@@ -166,20 +172,24 @@ async def read_waiting(ports: Ports, pause_s: float, count: int, turns: int, see
                     if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
                         raise work.wrong(message, number)
                     number += 1
-                    if number == second:
+                    if number == third:
                         began = clock()
-                    if number == end:
+                    elif number == last:
+                        ended = clock()
+                    elif number == end:
                         break
             else:
                 while number != end:
-                    if number == second:
+                    if number == third:
                         began = clock()
+                    elif number == last:
+                        ended = clock()
                     message = await receive()
                     part = message if body is None else message[body]
                     if message[key] != number & mask or len(part) != length or (tail is not None and part[-1] != tail):
                         raise work.wrong(message, number)
                     number += 1
-            seconds[way].append(clock() - began)
+            seconds[way].append(ended - began)
             at = end
     return seconds
 
