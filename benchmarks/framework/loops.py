@@ -138,9 +138,9 @@ async def read_waiting(ports: Ports, pause_s: float, count: int, turns: int, see
     so that its messages wait for it. All count alike, so that they differ by nothing but the way to read.
 
     What is timed begins with the third message of a round and ends before the last one. That leaves out how a loop is
-    entered and left, which is done once for more messages than a ring holds; what comes of the reader's sleep, with the
-    first message, or with the second, where a lease of the first ends; and how the writer is woken, by the last one if a
-    round is half of a ring.
+    entered and left, which is done once for more messages than a ring holds; what comes of the reader's sleep, with
+    the first message, or with the second, where a lease of the first ends; and how the writer is woken, by the last one
+    if a round is half of a ring.
     """
     work, receive, lease, messages, at = ports.work, ports.receive, ports.lease, ports.messages, 0
     key, mask, body, length, tail, clock = work.key, work.mask, work.body, work.length, work.tail, time.perf_counter
