@@ -383,13 +383,18 @@ static PyObject *call(PyObject *callable, PyObject *arg)
     return result;
 }
 
+/* Whether the gate lets this thread pass, if the loop runs. */
+static bool lets_in(const Core *self)
+{
+    unsigned long me = PyThread_get_thread_ident();
+    return self->open && self->turn > 0 && !self->in_use && !self->leased
+           && (self->runs == Py_None ? self->user == 0 || self->user == me : self->thread == me);
+}
+
 /* Whether the gate lets this thread pass: 1, 0, or -1 with an error. */
 static int passes(Core *self)
 {
-    unsigned long me = PyThread_get_thread_ident();
-    if (!self->open || self->turn <= 0 || self->in_use || self->leased)
-        return 0;
-    if (self->runs == Py_None ? self->user != 0 && self->user != me : self->thread != me)
+    if (!lets_in(self))
         return 0;
     int truth = 1;
     if (self->runs != Py_None) {
@@ -1751,13 +1756,21 @@ static void fail(Core *self)
     Py_XDECREF(traceback);
 }
 
+/* Return the task that the loop is in; NULL without an error if it is in none. */
+static PyObject *task_of_loop(Core *self)
+{
+    PyObject *task = PyDict_GetItemWithError(self->tasks, self->of_loop);
+    Py_XINCREF(task);
+    return task;
+}
+
 /* Return the task that leases, by a look into a dict of tasks, or by a call. */
 static PyObject *whose(Core *self)
 {
     if (self->tasks == NULL)
         return call(self->whose, NULL);
-    PyObject *task = PyDict_GetItemWithError(self->tasks, self->of_loop);
-    return task != NULL ? Py_NewRef(task) : PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    PyObject *task = task_of_loop(self);
+    return task != NULL || PyErr_Occurred() ? task : Py_NewRef(Py_None);
 }
 
 /* Arrays that were loaned: shown and taken back here, where Python has shown one like it, in the same chunk, before */
@@ -1969,7 +1982,10 @@ static PyObject *show_array(Core *self)
 /* Whether what is shown can be taken back here; and if so, whether it is held, so that its slot is to be kept. */
 static bool may_end_array(Core *self, bool *held)
 {
-    PyObject *window = self->shown && self->shows ? window_of(self, self->seen.chunk) : NULL;
+    *held = false;
+    if (!self->shown || !self->shows)
+        return false;
+    PyObject *window = window_of(self, self->seen.chunk);
     uint64_t faults = window == NULL ? 0 : page_faults();
     *held = window != NULL && Py_REFCNT(window) > 1;
     if (window != NULL
@@ -2051,13 +2067,17 @@ static PyObject *reader_tell_kept(Core *self, PyObject *Py_UNUSED(ignored))
 /* Lease the next message, if the gate lets this thread pass; `nothing` or `elsewhere` if there is none to be had so. */
 static PyObject *lease(Core *self)
 {
-    int passed = self->open_slowly == NULL ? 0 : passes(self);
-    if (passed <= 0)
+    PyObject *task = NULL;  /* that the loop is in: then it runs, and need not be asked */
+    if (self->tasks != NULL && lets_in(self) && (task = task_of_loop(self)) == NULL && PyErr_Occurred())
+        return NULL;
+    int passed = self->open_slowly == NULL ? 0 : task == NULL ? passes(self) : check_usable(self) < 0 ? -1 : 1;
+    if (passed <= 0) {
+        Py_XDECREF(task);
         return passed < 0 ? NULL : Py_NewRef(self->nothing);
+    }
     unsigned long long holder = 0;
     if (self->whose != Py_None) {
-        PyObject *task = whose(self);
-        if (task == NULL)
+        if (task == NULL && (task = whose(self)) == NULL)
             return NULL;
         holder = (unsigned long long)(uintptr_t)task;  /* only to be told from others, by its id() */
         Py_DECREF(task);
