@@ -39,10 +39,9 @@ MIN_TURNS = 4
 """In each of which every way to read has `A_TURN` rounds, in one measurement."""
 
 AT_LEAST = 1.0
-"""The messages/s of leases and of ``async for`` against ``dequeue``, less what two halves of its rounds differ by."""
-
-BLOCKS_AT_LEAST = 0.7
-"""The same of leases in blocks, of any size."""
+"""The messages/s of leases, in loops and in blocks, and of ``async for``, against ``dequeue``, less what two halves of
+its rounds differ by.
+"""
 
 MOST_CHANCE = 0.1
 """No more is put down to chance: from 1 MiB on, whether malloc has given its memory back before it takes it anew counts
@@ -93,7 +92,7 @@ async def run(settings: Settings, report: Report) -> None:
         for face in LEASED:
             bound = AT_LEAST - chance(against_itself[work.name, face])
             hold(LEASES[face], face, bound)
-            hold(LEASED[face], face, min(bound, BLOCKS_AT_LEAST))
+            hold(LEASED[face], face, bound)
         hold(ITERATED[AWAITED], AWAITED, AT_LEAST - chance(against_itself[work.name, AWAITED]))
         if work.nbytes >= 4 * KIB:
             hold(BLOCKING, AWAITED, BLOCKING_AT_LEAST)
