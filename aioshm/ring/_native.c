@@ -72,6 +72,7 @@
 #define TAKE_MAX 4194304      /* codec/buffers.py: HUGE_PAGE_BYTES; larger arrays are copied by Python, and what is not decoded */
 #define LEASE_MAX 524288      /* queue/local/leases.py: VIEW_BYTES; from there on they are leased where they lie */
 #define LEASE_PLACED_MAX 65536  /* the same: PLACED_VIEW_BYTES */
+#define MOST_ADDED_UP 64      /* buffers of a leased message: more of them may be worth a view */
 #define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
 #define LOOKS 16              /* between two readings of the clock */
 #define BATCH_LOOKS 8         /* messages of a batch between two readings of the clock */
@@ -1513,16 +1514,39 @@ static bool interrupted(void)
     return yes;
 }
 
+/* How many bytes the next message has, all parts together, if that is too few for a view; 0: it may be worth one, or is no
+ * ordinary message. */
+static uint64_t bytes_to_copy(const Core *self)
+{
+    const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
+    const uint64_t words[2] = {load_word(slot), load_word(slot + 8)}, chunk = load_word(slot + CHUNK);
+    const uint64_t n_buffers = words[0] >> 32;
+    uint64_t whole = load_word(slot + 24);
+    if ((uint32_t)words[0] != self->what || words[1] != self->seq || whole >= LEASE_MAX || n_buffers > MOST_ADDED_UP)
+        return 0;
+    if (chunk != 0)
+        body = chunk_body(self, chunk - 1, words[1], 8 * n_buffers);
+    if (body == NULL || (chunk == 0 && 8 * n_buffers > self->inline_bytes))
+        return 0;
+    for (uint64_t n = 0; n < n_buffers && whole < LEASE_MAX; n++) {
+        const uint64_t size = load_word(body + 8 * n);
+        whole += size < LEASE_MAX ? size : LEASE_MAX;
+    }
+    return whole < LEASE_MAX ? whole : 0;
+}
+
 /* Decode the next message, which is there and stays where it is; `elsewhere` if it is no ordinary one. */
 static PyObject *decode(Core *self, bool leases)
 {
     PyObject *obj = copy_plain(self, leases), *arg = obj, *callable = self->code;
+    uint64_t copied = 0;
     if (obj == NULL) {
         if (!PyErr_Occurred())
             obj = copy_array(self, leases);
         if (obj != NULL || PyErr_Occurred())
             return obj;
-        callable = leases ? self->show_beside : self->beside;
+        const bool shows = leases && (copied = bytes_to_copy(self)) == 0;
+        callable = shows ? self->show_beside : self->beside;
         if (callable == NULL || callable == Py_None)
             return Py_NewRef(self->elsewhere);
         arg = begin_at(self);
@@ -1535,6 +1559,8 @@ static PyObject *decode(Core *self, bool leases)
     obj = call(callable, arg);
     self->in_use--;
     Py_DECREF(arg);
+    if (obj != NULL && obj != self->elsewhere)
+        self->copied += copied;
     return obj;
 }
 

@@ -232,14 +232,7 @@ class SlotReader:
         if kind == OVERFLOW:
             obj = self._show_overflow(begin, how, n_buffers, size)
         elif kind == INLINE:
-            body = self._slots.body(begin)
-            if how or (len(body) >= VIEW_BYTES and (n_buffers or size >= VIEW_BYTES)):
-                obj = self._show(begin, body, kind, how, n_buffers, size)
-            else:  # nothing that lies there can be worth a view; counting its bytes would take 2% of the time
-                main, buffers = split_body(body, n_buffers, size)
-                obj = self._codec.decode(main, buffers)
-                if self._core.unknown:
-                    self._arrays.learn(bytes(main), obj)
+            obj = self._show(begin, self._slots.body(begin), kind, how, n_buffers, size)
         else:
             return ELSEWHERE
         if obj is not ELSEWHERE:
