@@ -3,7 +3,7 @@
 Messages are leased by iterating over ``leases()``, and in blocks, which Python takes longer to enter and to leave than
 to await a call: where a message is small, that is more than anything that could be saved.
 
-Below 512 KiB a lease is a copy, as what ``dequeue`` returns: both do the same work, and what they differ by is mostly
+Below 256 KiB a lease is a copy, as what ``dequeue`` returns: both do the same work, and what they differ by is mostly
 chance. How much that is, two halves of the rounds of ``dequeue`` tell: leases are slower where they are so by more.
 """
 

@@ -9,14 +9,20 @@ such a one consists then come here again.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from pickle import PickleBuffer
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
 from aioshm.codec.arrays import Array, Order, array_for_torch, memory_of
+
+Kind: TypeAlias = tuple[type[Any], tuple[int, ...], np.dtype[Any], int, Callable[[Array], torch.Tensor]]
+"""The type, shape, dtype and bytes of the array that a tensor is made of, and what makes it."""
 
 _SHARED_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -133,6 +139,39 @@ def _rebuild_parameter(
     memory: Any, name: str, shape: tuple[int, ...], order: Order, requires_grad: bool
 ) -> torch.nn.Parameter:
     return torch.nn.Parameter(rebuild_tensor(memory, name, shape, order), requires_grad)
+
+
+class _Beside:
+    """Is pickled as a plain tensor of this kind would be that is large enough to go out of band."""
+
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        self._args = PickleBuffer(bytearray()), name, shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild_tensor, self._args
+
+
+def plain_tensor(tensor: torch.Tensor) -> tuple[bytes, Kind] | None:
+    """Return what the pickle stream says of such a tensor if it is plain, and what it is made of; None: it never is.
+
+    A plain tensor is contiguous, with its memory beside the stream; it has no gradient, and no attributes.
+    """
+    outgoing = _OUTGOING.get(tensor.dtype)
+    if outgoing is None:
+        return None
+    name, shape = outgoing[0], tuple(tensor.shape)
+    element, dtype = _ARRIVING[name]
+    main = pickle.dumps(_Beside(name, shape), 5, buffer_callback=_leave_out)
+    from_array = torch.from_numpy if dtype is None else partial(_tensor_of_carrier, dtype)
+    return main, (np.ndarray, shape, element, tensor.numel() * tensor.itemsize, from_array)
+
+
+def _leave_out(_: PickleBuffer) -> bool:
+    return False
+
+
+def _tensor_of_carrier(dtype: torch.dtype, array: Array) -> torch.Tensor:
+    return torch.from_numpy(array).view(dtype)
 
 
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:

@@ -514,7 +514,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         whatever is still held at the end of the next lease, or some 10 ms after this one, unless a call waits for a
         message then: so a loop's own name for the message causes none, however long the next one takes.
 
-        A message of less than 512 KiB (one that was loaned: of less than 64 KiB) is what `dequeue` returns: copying it
+        A message of less than 256 KiB (one that was loaned: of less than 64 KiB) is what `dequeue` returns: copying it
         takes less time than a view. `leases` does the same for one message after the other.
 
         Raises:

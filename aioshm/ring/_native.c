@@ -70,7 +70,7 @@
 #define MAX_POOLS 4
 #define COPY_MAX 65536        /* larger messages are decoded in place, by the caller, if they are decoded at all */
 #define TAKE_MAX 4194304      /* codec/buffers.py: HUGE_PAGE_BYTES; larger arrays are copied by Python, and what is not decoded */
-#define LEASE_MAX 524288      /* queue/local/leases.py: VIEW_BYTES; from there on they are leased where they lie */
+#define LEASE_MAX 262144      /* queue/local/leases.py: VIEW_BYTES; from there on they are leased where they lie */
 #define LEASE_PLACED_MAX 65536  /* the same: PLACED_VIEW_BYTES */
 #define MOST_ADDED_UP 64      /* buffers of a leased message: more of them may be worth a view */
 #define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
@@ -142,7 +142,7 @@ typedef struct {
     PyObject *missed;         /* by what the last one was looked for that was not known */
     char unknown;             /* whether the message that is handled now is like that one */
     PyObject *const *names;   /* of attributes: the module's, which outlasts its types */
-    PyObject *windows, *secret;  /* see bind_windows */
+    PyObject *windows, *secret, *show_window;  /* see bind_windows */
     int pagemap;              /* a descriptor by which it can be asked which pages were written to; -1: there is none */
     unsigned long long overflows;  /* messages in overflow segments that were shown here */
     char shows, keeps;        /* whether what is shown, or kept, is known here, and not to Python */
@@ -167,7 +167,7 @@ typedef struct {
     unsigned long long due;   /* from which message on: before it, the other end is to be told later anyway */
     int in_use;               /* calls that release the GIL, or run code of others, with the memory in their hands */
     PyObject *nothing, *elsewhere;
-    PyTypeObject *at_once;
+    PyTypeObject *at_once, *part;
     PyObject *given;          /* what a lease's block awaits, used again */
     /* Trace contexts, where slots have any */
     size_t trace_at;          /* where in a slot; 0: they have none */
@@ -184,7 +184,7 @@ enum reserved { WINDOW, SEGMENT, USES, THE_MARKER, NUMBER, RESERVED };  /* queue
 
 typedef struct {
     PyObject *nothing, *elsewhere;
-    PyTypeObject *at_once, *writer, *reader, *call, *calls, *loan;
+    PyTypeObject *at_once, *part, *writer, *reader, *call, *calls, *loan;
     PyObject *names[NAMES];   /* of attributes that are looked up again and again */
 } State;
 
@@ -1444,10 +1444,21 @@ static PyObject *known_array(Core *self, const uint8_t *body, const Parts *parts
     PyObject *main = PyBytes_FromStringAndSize((const char *)body + parts->main, (Py_ssize_t)parts->length);
     PyObject *array = main == NULL ? NULL : look_up_array(self, main);
     Py_XDECREF(main);
-    if (array == NULL || !PyTuple_CheckExact(array) || PyTuple_Size(array) != 4
+    if (array == NULL || !PyTuple_CheckExact(array) || PyTuple_Size(array) != 5
         || PyLong_AsUnsignedLongLong(PyTuple_GetItem(array, 3)) != parts->size)
         return NULL;
     return array;
+}
+
+/* Return what is made of an array that was made; steals that. */
+static PyObject *made_of(PyObject *array, PyObject *made)
+{
+    PyObject *then = PyTuple_GetItem(array, 4), *result = made;
+    if (made != NULL && then != Py_None) {
+        result = call(then, made);
+        Py_DECREF(made);
+    }
+    return result;
 }
 
 /* Copy the array that the next message is, if it is of a known kind, in the ring, and not worth a view, or to be taken; NULL
@@ -1482,8 +1493,8 @@ static PyObject *copy_array(Core *self, bool leases)
     PyObject *memory = PyByteArray_FromStringAndSize((const char *)body + parts.start, (Py_ssize_t)parts.size);
     self->in_use++;
     if (memory != NULL)
-        obj = PyObject_CallFunctionObjArgs(PyTuple_GetItem(array, 0), PyTuple_GetItem(array, 1), PyTuple_GetItem(array, 2),
-                                           memory, NULL);
+        obj = made_of(array, PyObject_CallFunctionObjArgs(PyTuple_GetItem(array, 0), PyTuple_GetItem(array, 1),
+                                                          PyTuple_GetItem(array, 2), memory, NULL));
     self->in_use--;
     Py_XDECREF(memory);
     Py_DECREF(array);
@@ -1514,25 +1525,54 @@ static bool interrupted(void)
     return yes;
 }
 
-/* How many bytes the next message has, all parts together, if that is too few for a view; 0: it may be worth one, or is no
- * ordinary message. */
+/* Find where a body ends, and how many bytes its parts have that would be copied; return whether they may all be there. No
+ * number of it is trusted. */
+static bool measure_body(const uint8_t *body, uint64_t room, uint64_t word, uint64_t length, uint64_t *end, uint64_t *whole)
+{
+    const uint64_t n_buffers = word >> 32;
+    *end = *whole = length;
+    if (length > room || n_buffers > MOST_ADDED_UP || 8 + 16 * n_buffers > room)
+        return n_buffers == 0 && length <= room && !(word & PLACED);
+    if (word & PLACED) {
+        const uint64_t table = load_word(body);
+        if (table % 8 != 0 || table > room - 8 - 16 * n_buffers || load_word(body + table) > room - length)
+            return false;
+        *end = table + 8 + 16 * n_buffers;
+        if (load_word(body + table) + length > *end)
+            *end = load_word(body + table) + length;
+        *whole = *end;
+        return true;
+    }
+    if (n_buffers == 0)
+        return true;
+    *end += (8 * n_buffers + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    for (uint64_t n = 0; n < n_buffers; n++) {
+        const uint64_t size = load_word(body + 8 * n);
+        if (size > room)
+            return false;
+        *end = (*end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + size;
+        *whole += size;
+    }
+    return *end <= room;
+}
+
+/* How many bytes of the next message are to be copied although it is leased; 0: it is to be shown, or is no ordinary one. */
 static uint64_t bytes_to_copy(const Core *self)
 {
     const uint8_t *slot = slot_of(self, self->index), *body = slot + SLOT_HEADER_BYTES;
-    const uint64_t words[2] = {load_word(slot), load_word(slot + 8)}, chunk = load_word(slot + CHUNK);
-    const uint64_t n_buffers = words[0] >> 32;
-    uint64_t whole = load_word(slot + 24);
-    if ((uint32_t)words[0] != self->what || words[1] != self->seq || whole >= LEASE_MAX || n_buffers > MOST_ADDED_UP)
+    const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
+    const uint64_t chunk = load_word(slot + CHUNK);
+    uint64_t room = self->inline_bytes, end, whole;
+    if ((uint32_t)words[0] != self->what || words[1] != self->seq)
         return 0;
-    if (chunk != 0)
-        body = chunk_body(self, chunk - 1, words[1], 8 * n_buffers);
-    if (body == NULL || (chunk == 0 && 8 * n_buffers > self->inline_bytes))
-        return 0;
-    for (uint64_t n = 0; n < n_buffers && whole < LEASE_MAX; n++) {
-        const uint64_t size = load_word(body + 8 * n);
-        whole += size < LEASE_MAX ? size : LEASE_MAX;
+    if (chunk != 0) {
+        body = chunk_body(self, chunk - 1, words[1], 0);
+        const Pool *pool = body == NULL ? NULL : pool_of((Core *)self, chunk - 1);
+        if (pool == NULL)
+            return 0;
+        room = pool->room;
     }
-    return whole < LEASE_MAX ? whole : 0;
+    return measure_body(body, room, words[0], words[3], &end, &whole) && whole < LEASE_MAX ? whole : 0;
 }
 
 /* Decode the next message, which is there and stays where it is; `elsewhere` if it is no ordinary one. */
@@ -1816,14 +1856,14 @@ static PyObject *reader_bind_arrays(Core *self, PyObject *args)
 
 static PyObject *reader_bind_windows(Core *self, PyObject *args)
 {
-    PyObject *found[2], **own[2] = {&self->windows, &self->secret};
-    if (!PyArg_ParseTuple(args, "O!O!:bind_windows", &PyDict_Type, &found[0], &PyBytes_Type, &found[1]))
+    PyObject *found[3], **own[3] = {&self->windows, &self->secret, &self->show_window};
+    if (!PyArg_ParseTuple(args, "O!O!O:bind_windows", &PyDict_Type, &found[0], &PyBytes_Type, &found[1], &found[2]))
         return NULL;
     if (PyBytes_Size(found[1]) != SECRET_BYTES) {
         PyErr_Format(PyExc_ValueError, "a secret has %d bytes", SECRET_BYTES);
         return NULL;
     }
-    for (int n = 0; n < 2; n++) {
+    for (int n = 0; n < 3; n++) {
         PyObject *old = *own[n];
         *own[n] = Py_NewRef(found[n]);
         Py_XDECREF(old);
@@ -1964,38 +2004,169 @@ static bool find_in_segment(Core *self, const uint8_t *slot, uint64_t seq, Place
     return place->body != NULL && size <= length;
 }
 
-/* Return the array that the next message is; NULL without an error if Python has to look at it. */
-static PyObject *show_array(Core *self)
+/* A part of a message, in a window. Its memory is read-only; tensors, which never are, take `writable`: who writes to one gets
+ * pages of his own, see ring/window.py. */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *window;
+    size_t begin, size;
+    bool writable;
+} Part;
+
+static PyObject *new_part(PyTypeObject *type, PyObject *window, size_t begin, size_t size, bool writable)
+{
+    Part *part = PyObject_New(Part, type);
+    if (part != NULL) {
+        part->window = Py_NewRef(window);
+        part->begin = begin;
+        part->size = size;
+        part->writable = writable;
+    }
+    return (PyObject *)part;
+}
+
+static int part_buffer(Part *self, Py_buffer *view, int flags)
+{
+    size_t length;
+    uint8_t *at = mapped_at(self->window, &length);
+    view->obj = NULL;
+    if (at == NULL)
+        return -1;
+    return PyBuffer_FillInfo(view, (PyObject *)self, at + self->begin, (Py_ssize_t)self->size, !self->writable, flags);
+}
+
+static PyObject *part_writable(Part *self, void *Py_UNUSED(closure))
+{
+    return new_part(Py_TYPE((PyObject *)self), self->window, self->begin, self->size, true);
+}
+
+static void part_dealloc(Part *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Py_DECREF(self->window);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static PyGetSetDef part_getset[] = {
+    {"writable", (getter)part_writable, NULL, "The same memory, as if it could be written to.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef part_members[] = {
+    {"nbytes", T_PYSSIZET, offsetof(Part, size), READONLY, "Of the memory."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot part_slots[] = {
+    {Py_tp_doc, "A part of a message that is seen where it lies."},
+    {Py_tp_dealloc, part_dealloc},
+    {Py_tp_getset, part_getset},
+    {Py_tp_members, part_members},
+    {Py_bf_getbuffer, part_buffer},
+    {0, NULL},
+};
+
+static PyType_Spec part_spec = {
+    "aioshm.ring._native.Part", sizeof(Part), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, part_slots,
+};
+
+/* Return a read-only view of a part. */
+static PyObject *view_part(Core *self, PyObject *window, size_t begin, size_t size)
+{
+    PyObject *part = new_part(self->part, window, begin, size, false);
+    PyObject *view = part == NULL ? NULL : PyMemoryView_FromObject(part);
+    Py_XDECREF(part);
+    return view;
+}
+
+/* Make an array, or what is made of one, over a window. */
+static PyObject *over_window(Core *self, PyObject *array, PyObject *window, size_t begin, size_t size)
+{
+    PyObject *part = new_part(self->part, window, begin, size, PyTuple_GetItem(array, 4) != Py_None), *made = NULL;
+    if (part != NULL)
+        made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(array, 0), PyTuple_GetItem(array, 1), PyTuple_GetItem(array, 2),
+                                            part, NULL);
+    Py_XDECREF(part);
+    return made_of(array, made);
+}
+
+/* Let Python decode a message in a window, of which `measure_body` said that it may all be there; NULL without an error if
+ * one of its buffers is not. */
+static PyObject *view_in_window(Core *self, PyObject *window, const Place *place, uint64_t word, uint64_t length)
+{
+    const uint64_t n_buffers = word >> 32, table = word & PLACED ? load_word(place->body) : 0;
+    uint64_t at = n_buffers == 0 ? 0 : (8 * n_buffers + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    if (word & PLACED)
+        at = load_word(place->body + table);
+    PyObject *obj = NULL, *buffers = PyList_New((Py_ssize_t)n_buffers);
+    PyObject *main = buffers == NULL ? NULL : view_part(self, window, place->begin + at, length);
+    at += length;
+    uint64_t n = 0;
+    for (; main != NULL && n < n_buffers; n++) {
+        uint64_t size;
+        if (word & PLACED) {
+            at = load_word(place->body + table + 8 + 16 * n);
+            size = load_word(place->body + table + 16 + 16 * n);
+        } else {
+            at = (at + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+            size = load_word(place->body + 8 * n);
+        }
+        if (size > place->room || at > place->room - size)
+            break;
+        PyObject *view = view_part(self, window, place->begin + at, size);
+        if (view == NULL || PyList_SetItem(buffers, (Py_ssize_t)n, view) < 0)
+            break;
+        at += size;
+    }
+    if (main != NULL && n == n_buffers)
+        obj = PyObject_CallFunctionObjArgs(self->show_window, main, buffers, NULL);
+    Py_XDECREF(main);
+    Py_XDECREF(buffers);
+    return obj;
+}
+
+/* Return the next message, seen where it lies; NULL without an error if that does not pay, or Python has to look at it. */
+static PyObject *show(Core *self)
 {
     const uint8_t *slot = slot_of(self, self->index);
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
-    const uint64_t here = self->what | PLACED | ONE_BUFFER, beside = here ^ INLINE ^ OVERFLOW;
+    const uint64_t what = words[0] & ~(PLACED | UINT64_C(0xffffffff) << 32);
+    const bool elsewhere = what == (self->what ^ INLINE ^ OVERFLOW), placed = words[0] & PLACED;
     Place place = {NULL, 0, 0, 0, NULL};
-    if (self->arrays == NULL || self->windows == NULL || words[1] != self->seq)
+    if (self->windows == NULL || words[1] != self->seq)
         return NULL;
-    bool elsewhere = words[0] == beside;
     if (elsewhere ? !find_in_segment(self, slot, words[1], &place)
-                  : words[0] != here || !find_in_chunk(self, slot, words[1], &place))
+                  : what != self->what || !find_in_chunk(self, slot, words[1], &place))
         return NULL;
-    Parts parts;
-    if (!find_parts(place.body, place.room, words[3], true, &parts) || (!elsewhere && parts.end < LEASE_PLACED_MAX))
+    uint64_t end, whole;
+    if (!measure_body(place.body, place.room, words[0], words[3], &end, &whole)
+        || (!elsewhere && whole < (placed ? LEASE_PLACED_MAX : LEASE_MAX)))
         return NULL;
-    PyObject *array = known_array(self, place.body, &parts);
-    PyObject *window = array == NULL ? NULL : place.window != NULL ? place.window : window_of(self, place.chunk);
+    PyObject *window = place.window != NULL ? place.window : window_of(self, place.chunk), *array = NULL, *shown;
     if (window == NULL)
         return NULL;
-    Seen seen = {place.chunk, self->index, parts.end, page_faults(), 0};
-    PyObject *offset = PyLong_FromSize_t(place.begin + parts.start), *shown = NULL;
-    Py_INCREF(array);
+    Parts parts;
+    self->unknown = 0;
+    if (self->arrays != NULL && words[0] >> 32 == 1 && (placed || self->copies)
+        && find_parts(place.body, place.room, words[3], placed, &parts)) {
+        array = known_array(self, place.body, &parts);
+        if (array == NULL && PyErr_Occurred())
+            return NULL;
+        end = parts.end > end ? parts.end : end;
+    }
+    Seen seen = {place.chunk, self->index, end, page_faults(), 0};
+    Py_XINCREF(array);
     Py_INCREF(window);
     self->in_use++;
-    if (offset != NULL)
-        shown = PyObject_CallFunctionObjArgs(PyTuple_GetItem(array, 0), PyTuple_GetItem(array, 1), PyTuple_GetItem(array, 2),
-                                             window, offset, NULL);
+    if (array != NULL)
+        shown = over_window(self, array, window, place.begin + parts.start, parts.size);
+    else
+        shown = view_in_window(self, window, &place, words[0], words[3]);
     self->in_use--;
-    Py_XDECREF(offset);
     Py_DECREF(window);
-    Py_DECREF(array);
+    Py_XDECREF(array);
     if (shown != NULL) {
         self->published_ns = words[2];
         self->seen = seen;
@@ -2113,7 +2284,7 @@ static PyObject *lease(Core *self)
     unsigned long before = begin_use(self);
     int there = message_is_there(self);
     self->shows = 0;
-    PyObject *obj = there > 0 ? show_array(self) : there < 0 ? NULL : Py_NewRef(self->nothing);
+    PyObject *obj = there > 0 ? show(self) : there < 0 ? NULL : Py_NewRef(self->nothing);
     if (obj == NULL && there > 0 && !PyErr_Occurred())
         obj = decode(self, true);
     if (there > 0 && obj != self->elsewhere && !(obj == NULL && interrupted()) && was_evicted(self))
@@ -3535,6 +3706,7 @@ static int core_init(Core *self, PyObject *layout, PyObject *view, PyObject *slo
     self->measure = Py_NewRef(Py_None);
     self->runs = Py_NewRef((PyObject *)&PyBool_Type);  /* bool() is False */
     self->at_once = (PyTypeObject *)Py_NewRef((PyObject *)state->at_once);
+    self->part = (PyTypeObject *)Py_NewRef((PyObject *)state->part);
     self->names = state->names;
     self->base = self->buffer.buf;
     self->own = self->base + line;
@@ -3611,6 +3783,7 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->whose);
     Py_VISIT(self->fail);
     Py_VISIT(self->windows);
+    Py_VISIT(self->show_window);
     Py_VISIT(self->arrays);
     Py_VISIT(self->missed);
     Py_VISIT(self->undelivered);
@@ -3639,6 +3812,7 @@ static int core_clear(Core *self)
     Py_CLEAR(self->whose);
     Py_CLEAR(self->fail);
     Py_CLEAR(self->windows);
+    Py_CLEAR(self->show_window);
     Py_CLEAR(self->arrays);
     Py_CLEAR(self->missed);
     Py_CLEAR(self->undelivered);
@@ -3660,6 +3834,7 @@ static void core_dealloc(Core *self)
     Py_CLEAR(self->nothing);
     Py_CLEAR(self->elsewhere);
     Py_CLEAR(self->at_once);
+    Py_CLEAR(self->part);
     if (self->base != NULL)
         PyBuffer_Release(&self->buffer);
     free_stacks(self);
@@ -4514,8 +4689,9 @@ static int execute(PyObject *module)
         || PyModule_AddObjectRef(module, "ELSEWHERE", state->elsewhere) < 0)
         return -1;
     state->at_once = (PyTypeObject *)PyType_FromModuleAndSpec(module, &at_once_spec, NULL);
+    state->part = (PyTypeObject *)PyType_FromModuleAndSpec(module, &part_spec, NULL);
     state->call = (PyTypeObject *)PyType_FromModuleAndSpec(module, &call_spec, NULL);
-    if (state->at_once == NULL || state->call == NULL)
+    if (state->at_once == NULL || state->part == NULL || state->call == NULL)
         return -1;
     state->writer = add_type(module, &writer_spec);
     state->reader = state->writer == NULL ? NULL : add_type(module, &reader_spec);
@@ -4538,6 +4714,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->nothing);
     Py_VISIT(state->elsewhere);
     Py_VISIT(state->at_once);
+    Py_VISIT(state->part);
     Py_VISIT(state->writer);
     Py_VISIT(state->reader);
     Py_VISIT(state->call);
@@ -4552,6 +4729,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->nothing);
     Py_CLEAR(state->elsewhere);
     Py_CLEAR(state->at_once);
+    Py_CLEAR(state->part);
     Py_CLEAR(state->writer);
     Py_CLEAR(state->reader);
     Py_CLEAR(state->call);

@@ -928,10 +928,17 @@ class ReaderCore(_Core):
             copies: Whether those count that were not placed, too.
         """
 
-    def bind_windows(self, windows: dict[int, Any], secret: bytes, /) -> None:
-        """Say through what arrays are seen, and what markers of overflow segments repeat.
+    def bind_windows(
+        self, windows: dict[int, Any], secret: bytes, show: Callable[[memoryview, list[memoryview]], Any], /
+    ) -> None:
+        """Say through what messages are seen, and what markers of overflow segments repeat.
 
         This core shows and keeps none by itself.
+
+        Args:
+            windows: The mappings, by chunk.
+            secret: What the markers repeat.
+            show: Is called with the main part and the buffers of a message in a window, and decodes it where it lies.
         """
 
     def keep(self, chunk: int, index: int, nbytes: int, faults: int, /) -> bool:

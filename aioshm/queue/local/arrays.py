@@ -88,7 +88,8 @@ class ReceivedArrays:
 
     Attributes:
         by_main: The type, shape, dtype and bytes of the array that a message with such a main part and one buffer
-            always makes; None: it makes none, or not always. The core reads it.
+            always makes, and what makes a tensor of that, if it is one; None: it makes none, or not always. The core
+            reads it.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -106,20 +107,34 @@ class ReceivedArrays:
             return
         if len(self.by_main) >= MAX_KNOWN:
             self.by_main.clear()
-        is_array = is_loaded("numpy") and self._makes_this(main, obj)
-        self.by_main[main] = (type(obj), obj.shape, obj.dtype, obj.nbytes) if is_array else None
+        self.by_main[main] = self._array(main, obj) or self._tensor(main, obj)
 
-    def _makes_this(self, main: bytes, obj: Any) -> bool:
-        """Return whether this main part makes plain arrays, all as this one."""
+    def _array(self, main: bytes, obj: Any) -> tuple[Any, ...] | None:
+        """Return what is noted of this main part if it makes plain arrays, all as this one."""
+        if not is_loaded("numpy"):
+            return None
         import numpy
 
         from aioshm.codec.arrays import main_part
 
         if type(obj) is not numpy.ndarray or not obj.flags.c_contiguous or obj.dtype.hasobject:
-            return False
+            return None
         if writes_arrays_alike(self._codec) and is_plain(obj.dtype):
-            return main == main_part(obj)  # which takes no memory for another array
-        if obj.nbytes < OUT_OF_BAND_BYTES:
-            return False
-        parts, buffers = parts_of(self._codec.encode(numpy.empty(obj.shape, obj.dtype)))
-        return len(buffers) == 1 and b"".join(parts) == main
+            alike = main == main_part(obj)  # which takes no memory for another array
+        elif obj.nbytes < OUT_OF_BAND_BYTES:
+            alike = False
+        else:
+            parts, buffers = parts_of(self._codec.encode(numpy.empty(obj.shape, obj.dtype)))
+            alike = len(buffers) == 1 and b"".join(parts) == main
+        return (numpy.ndarray, obj.shape, obj.dtype, obj.nbytes, None) if alike else None
+
+    def _tensor(self, main: bytes, obj: Any) -> tuple[Any, ...] | None:
+        """Return the same if it makes plain tensors."""
+        if not writes_arrays_alike(self._codec) or not is_loaded("torch") or not is_loaded("aioshm.codec.tensors"):
+            return None
+        import torch
+
+        from aioshm.codec.tensors import plain_tensor
+
+        known = plain_tensor(obj) if type(obj) is torch.Tensor else None
+        return known[1] if known is not None and known[0] == main else None

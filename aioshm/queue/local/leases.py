@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from time import monotonic_ns
+from typing import Any, TypeAlias
 
 from aioshm.ring.atomics import ReaderCore
 from aioshm.ring.layout import Layout
@@ -26,11 +27,15 @@ from aioshm.ring.window import Windows
 
 RESPITE_S = 0.010
 LONGEST_RESPITE_S = 0.16
-VIEW_BYTES = 512 * 1024
-"""Smaller messages are leased as a copy: views, and finding out whether one is still held, cost more than that."""
+VIEW_BYTES = 256 * 1024
+"""Smaller messages are leased as a copy: looking at memory that others have written, and finding out whether it is still
+held, takes about as long as copying half of that, and several times as long where it is."""
 
 PLACED_VIEW_BYTES = 64 * 1024
 """The same for what its writer has not copied either: it takes about the same time whatever its size is."""
+
+Show: TypeAlias = Callable[[memoryview, list[memoryview]], Any]
+"""Decodes a message where it lies, given its main part and its buffers."""
 
 
 class Leases:
@@ -44,6 +49,7 @@ class Leases:
         writer_waits: Called when a slot went back and the writer is parked.
         may_keep: Returns whether a call waits for a message, and the writer does not wait for room.
         secret: What the markers of overflow segments repeat.
+        show: Decodes messages in windows for the core.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Leases:
         writer_waits: Callable[[], object],
         may_keep: Callable[[], bool],
         secret: bytes,
+        show: Show,
     ) -> None:
         self._windows = Windows(fd, layout)
         self._respites = layout.max_chunks > 2
@@ -67,7 +74,7 @@ class Leases:
         self._respite_s = RESPITE_S
         self._timer: asyncio.TimerHandle | None = None
         if self._respites:
-            core.bind_windows(self._windows.windows, secret)
+            core.bind_windows(self._windows.windows, secret, show)
 
     def view(self, chunk: int, nbytes: int) -> memoryview:
         """Return a read-only view of the beginning of a chunk.

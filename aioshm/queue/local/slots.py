@@ -27,7 +27,7 @@ from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock
 from aioshm.queue.local.arrays import MOST_MAIN_BYTES, ReceivedArrays, writes_arrays_alike
 from aioshm.queue.local.copying import eviction
-from aioshm.queue.local.leases import PLACED_VIEW_BYTES, VIEW_BYTES, Leases
+from aioshm.queue.local.leases import PLACED_VIEW_BYTES, VIEW_BYTES, Leases, Show
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.ring import RingReader
@@ -45,7 +45,8 @@ class SlotReader:
         codec: Makes objects of bytes.
         overflow: Where messages are that did not fit a chunk.
         waker: Told when a slot went back and the writer is parked.
-        make_leases: Makes what leased messages are seen through, which takes a descriptor.
+        make_leases: Makes what leased messages are seen through, which takes a descriptor, given what decodes
+            them there.
 
     """
 
@@ -56,7 +57,7 @@ class SlotReader:
         codec: Codec,
         overflow: OverflowReader,
         waker: WriterWaker,
-        make_leases: Callable[[], Leases],
+        make_leases: Callable[[Show], Leases],
     ) -> None:
         self._gate = gate
         self._ring = ring
@@ -299,9 +300,19 @@ class SlotReader:
             return obj
         return ELSEWHERE
 
+    def _show_window(self, main: memoryview, buffers: list[memoryview]) -> Any:
+        """Decode a message in a window for the core."""
+        try:
+            obj = self._view(main, buffers)
+            if self._core.unknown:
+                self._arrays.learn(bytes(main), obj)
+            return obj
+        finally:
+            del main, buffers  # what an error's frames kept would be taken for a holder
+
     def _window(self) -> Leases:
         if self._leases is None:
-            self._leases = self._make_leases()
+            self._leases = self._make_leases(self._show_window)
         return self._leases
 
     def _note_shown(self, chunk: int, begin: int, nbytes: int) -> None:

@@ -27,7 +27,7 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.inquiry import findings
 from aioshm.queue.local.attachment import Attachment
 from aioshm.queue.local.copying import CopyingSlots, eviction
-from aioshm.queue.local.leases import Leases
+from aioshm.queue.local.leases import Leases, Show
 from aioshm.queue.local.slots import SlotReader
 from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.stats import QueueStats
@@ -126,10 +126,10 @@ class RingSource:
         gate.rates.begin(monotonic(), lifeline.welcome.first)
         self.waker = waker = WriterWaker(gate, ring, lifeline, loop)
 
-        def make_leases() -> Leases:
+        def make_leases(show: Show) -> Leases:
             fd, layout = attachment.segment_fd, ring.layout
             secret = lifeline.welcome.secret
-            return Leases(fd, layout, ring.core, loop, waker.slot_is_free, self._may_keep, secret)
+            return Leases(fd, layout, ring.core, loop, waker.slot_is_free, self._may_keep, secret, show)
 
         slots: SlotReader | CopyingSlots
         if isinstance(core := ring.core, CopyingCore):
