@@ -1535,11 +1535,14 @@ static bool measure_body(const uint8_t *body, uint64_t room, uint64_t word, uint
         return n_buffers == 0 && length <= room && !(word & PLACED);
     if (word & PLACED) {
         const uint64_t table = load_word(body);
-        if (table % 8 != 0 || table > room - 8 - 16 * n_buffers || load_word(body + table) > room - length)
+        if (table % 8 != 0 || table > room - 8 - 16 * n_buffers)
+            return false;
+        const uint64_t main = load_word(body + table);
+        if (main > room - length)
             return false;
         *end = table + 8 + 16 * n_buffers;
-        if (load_word(body + table) + length > *end)
-            *end = load_word(body + table) + length;
+        if (main + length > *end)
+            *end = main + length;
         *whole = *end;
         return true;
     }
@@ -2004,7 +2007,7 @@ static bool find_in_segment(Core *self, const uint8_t *slot, uint64_t seq, Place
     return place->body != NULL && size <= length;
 }
 
-/* A part of a message, in a window. Its memory is read-only; tensors, which never are, take `writable`: who writes to one gets
+/* A part of a message, in a window. Its memory is read-only; tensors, which never are, take `writable_part`: who writes to one gets
  * pages of his own, see ring/window.py. */
 
 typedef struct {
@@ -2050,7 +2053,7 @@ static void part_dealloc(Part *self)
 }
 
 static PyGetSetDef part_getset[] = {
-    {"writable", (getter)part_writable, NULL, "The same memory, as if it could be written to.", NULL},
+    {"writable_part", (getter)part_writable, NULL, "The same memory, as if it could be written to.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -2092,14 +2095,18 @@ static PyObject *over_window(Core *self, PyObject *array, PyObject *window, size
     return made_of(array, made);
 }
 
-/* Let Python decode a message in a window, of which `measure_body` said that it may all be there; NULL without an error if
- * one of its buffers is not. */
-static PyObject *view_in_window(Core *self, PyObject *window, const Place *place, uint64_t word, uint64_t length)
+/* Let Python decode a message in a window, of which so much is shown; NULL without an error if a part of it is not there. What
+ * `measure_body` has found may be something else by now. */
+static PyObject *view_in_window(Core *self, PyObject *window, const Place *place, uint64_t room, uint64_t word, uint64_t length)
 {
     const uint64_t n_buffers = word >> 32, table = word & PLACED ? load_word(place->body) : 0;
     uint64_t at = n_buffers == 0 ? 0 : (8 * n_buffers + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    if (table % 8 != 0 || room < 8 + 16 * n_buffers || table > room - 8 - 16 * n_buffers)
+        return NULL;
     if (word & PLACED)
         at = load_word(place->body + table);
+    if (length > room || at > room - length)
+        return NULL;
     PyObject *obj = NULL, *buffers = PyList_New((Py_ssize_t)n_buffers);
     PyObject *main = buffers == NULL ? NULL : view_part(self, window, place->begin + at, length);
     at += length;
@@ -2113,7 +2120,7 @@ static PyObject *view_in_window(Core *self, PyObject *window, const Place *place
             at = (at + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
             size = load_word(place->body + 8 * n);
         }
-        if (size > place->room || at > place->room - size)
+        if (size > room || at > room - size)
             break;
         PyObject *view = view_part(self, window, place->begin + at, size);
         if (view == NULL || PyList_SetItem(buffers, (Py_ssize_t)n, view) < 0)
@@ -2163,7 +2170,7 @@ static PyObject *show(Core *self)
     if (array != NULL)
         shown = over_window(self, array, window, place.begin + parts.start, parts.size);
     else
-        shown = view_in_window(self, window, &place, words[0], words[3]);
+        shown = view_in_window(self, window, &place, end, words[0], words[3]);
     self->in_use--;
     Py_DECREF(window);
     Py_XDECREF(array);

@@ -28,8 +28,8 @@ from aioshm.ring.window import Windows
 RESPITE_S = 0.010
 LONGEST_RESPITE_S = 0.16
 VIEW_BYTES = 256 * 1024
-"""Smaller messages are leased as a copy: looking at memory that others have written, and finding out whether it is still
-held, takes about as long as copying half of that, and several times as long where it is."""
+"""Smaller messages are leased as a copy. A view, and finding out whether it is still held, takes as long as copying
+half of that; exchanging what is still held for a copy takes several times as long."""
 
 PLACED_VIEW_BYTES = 64 * 1024
 """The same for what its writer has not copied either: it takes about the same time whatever its size is."""

@@ -22,7 +22,7 @@ from aioshm.codec.frames import (
     unpack_header,
 )
 from aioshm.codec.raw import RawCodec
-from aioshm.errors import CodecError, CorruptSlot, SharedMemoryError
+from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.source import SourceBlock
 from aioshm.queue.local.arrays import MOST_MAIN_BYTES, ReceivedArrays, writes_arrays_alike
@@ -88,9 +88,12 @@ class SlotReader:
             return obj
         try:
             obj = obj if obj is NOTHING else self._take_unusual()
-        except Exception:
+        except AioshmError:
             self.check_place()
             raise
+        except Exception as error:
+            self.check_place()
+            raise cannot_decode(error, self._codec.name) from error
         self.check_place()
         return obj
 
@@ -247,13 +250,18 @@ class SlotReader:
             CorruptSlot, CodecError: It is no whole message of this queue.
         """
         kind, _, how, n_buffers, _, at, size = unpack_header(slot.header)
-        if kind == OVERFLOW and self.overflowed(slot):
-            obj = self._show_overflow(slot.begin, how, n_buffers, size)
-            if obj is ELSEWHERE and (body := self.overflow_body(slot)) is not None:  # no mapping is left
-                with body:
-                    obj = self._decoded(body, how, n_buffers, size)
-        else:
-            obj = self._show(slot.begin, self.inline_body(slot), kind, how, n_buffers, size)
+        try:
+            if kind == OVERFLOW and self.overflowed(slot):
+                obj = self._show_overflow(slot.begin, how, n_buffers, size)
+                if obj is ELSEWHERE and (body := self.overflow_body(slot)) is not None:  # no mapping is left
+                    with body:
+                        obj = self._decoded(body, how, n_buffers, size)
+            else:
+                obj = self._show(slot.begin, self.inline_body(slot), kind, how, n_buffers, size)
+        except AioshmError:
+            raise
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
         self._core.taken(at)
         return obj
 

@@ -1,0 +1,164 @@
+"""Tensors that come again: a reader's core makes them by itself, and nobody can tell them from decoded ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from pairs import attached
+
+from aioshm import MessageQueue, native_core
+from aioshm.codec.pickle5 import PickleCodec
+from aioshm.codec.tensors import plain_tensor
+from aioshm.queue.encoded import parts_of
+from aioshm.queue.local.arrays import ReceivedArrays
+
+pytestmark = pytest.mark.skipif(not native_core, reason="the twin decodes each tensor")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.bool, torch.int64, torch.complex64]
+SIZES = {"copied": 6000, "seen": 300_000}
+
+
+class Named(torch.Tensor):
+    """A tensor of somebody else's type."""
+
+
+def of(dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+    """Return a matrix of so many bytes."""
+    memory = (torch.arange(nbytes) % 2).to(torch.uint8)
+    return memory.view(dtype).reshape(2, -1) if dtype is not torch.bool else memory.bool().reshape(2, -1)
+
+
+def with_attribute(tensor: Any) -> torch.Tensor:
+    tensor.origin = "of the sender"
+    return torch.as_tensor(tensor)
+
+
+def special(nbytes: int) -> list[torch.Tensor]:
+    """Return tensors that are more than their type, shape and numbers."""
+    matrix = of(torch.float32, nbytes)
+    return [
+        matrix.t(),
+        matrix.clone().requires_grad_(),
+        torch.nn.Parameter(matrix.clone()),
+        torch.nn.Parameter(matrix.clone(), requires_grad=False),
+        with_attribute(matrix.clone()),
+        matrix.clone().as_subclass(Named),
+        matrix[:, ::2],  # this and the next one are plain when they arrive
+        torch.complex(matrix, matrix).conj(),
+    ]
+
+
+def same(received: torch.Tensor, sent: torch.Tensor) -> None:
+    """Assert that a tensor arrived as the codec by itself makes it."""
+    codec = PickleCodec()
+    parts, buffers = parts_of(codec.encode(sent))
+    decoded = codec.decode(b"".join(parts), buffers)
+    assert (type(received), received.dtype, received.shape) == (type(sent), sent.dtype, sent.shape)
+    for attribute in ("requires_grad", "__dict__"):
+        assert getattr(received, attribute) == getattr(sent, attribute)
+    assert received.stride() == decoded.stride()
+    assert received.is_contiguous() == decoded.is_contiguous()
+    assert torch.equal(numbers(received), numbers(sent))
+
+
+def numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what can be compared, of types that cannot."""
+    tensor = tensor.detach().resolve_conj()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor.float()).nan_to_num()
+
+
+async def receive(reader: MessageQueue[Any], how: str) -> torch.Tensor:
+    if how == "dequeue":
+        received: torch.Tensor = await reader.dequeue(5)
+    elif how == "many":
+        [received] = await reader.dequeue_many(1, 5)
+    else:
+        async with reader.lease() as received:
+            pass
+    return received
+
+
+@pytest.mark.parametrize("how", ["dequeue", "many", "lease"])
+@pytest.mark.parametrize("nbytes", SIZES.values(), ids=SIZES)
+async def test_each_arrives_as_it_was(nbytes: int, how: str) -> None:
+    sent = [each for dtype in DTYPES for each in [of(dtype, nbytes)] * 4] + [
+        each for one in special(nbytes) for each in [one] * 4
+    ]
+    async with attached(chunk=2**21) as (writer, (reader,)):
+        for each in sent:
+            await writer.enqueue(each, 5)
+            same(await receive(reader, how), each)
+
+
+@pytest.mark.parametrize("nbytes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+async def test_the_core_makes_them_once_it_knows_them(
+    dtype: torch.dtype, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with attached(chunk=2**20) as (writer, (reader,)):
+        await writer.enqueue(torch.zeros(nbytes + 8, dtype=torch.uint8))
+        async with reader.lease() as leased:
+            assert len(leased) == nbytes + 8  # the chunk has a window from now on
+        del leased
+        for _ in range(5):
+            await writer.enqueue(of(dtype, nbytes), 5)
+            same(await reader.dequeue(5), of(dtype, nbytes))
+
+        def decode(*_: Any) -> Any:
+            raise AssertionError("it was decoded")
+
+        monkeypatch.setattr(PickleCodec, "decode", decode)
+        copied = reader.stats().copied_bytes
+        for _ in range(3):
+            await writer.enqueue(of(dtype, nbytes), 5)
+            assert torch.equal(await reader.dequeue(5), of(dtype, nbytes))
+        assert reader.stats().copied_bytes == copied, "that counts what is leased"
+
+
+async def test_who_writes_to_a_leased_one_changes_nothing_for_others() -> None:
+    count = SIZES["seen"]
+    async with attached(2, chunk=2**20) as (writer, (one, other)):
+        for n in range(12):
+            await writer.enqueue(torch.full((count,), n, dtype=torch.uint8), 5)
+            async with one.lease() as mine, other.lease() as theirs:
+                assert (int(mine[0]), int(mine[-1]), int(theirs[0])) == (n, n, n)
+                mine += 100
+                assert (int(mine[0]), int(mine[-1]), int(theirs[0])) == (n + 100, n + 100, n)
+            kept = mine
+            del mine, theirs
+        assert int(kept.sum()) == count * 111, "a copy by now"
+
+
+async def test_what_is_kept_of_a_leased_one_is_a_copy_afterwards() -> None:
+    async with attached(chunk=2**20, chunks=3) as (writer, (reader,)):
+        kept = []
+        for n in range(10):
+            await writer.enqueue(torch.full((SIZES["seen"],), n, dtype=torch.uint8), 5)
+            async with reader.lease() as leased:
+                kept.append(leased[5:10])
+            del leased
+        await asyncio.sleep(0.05)
+        assert [each.tolist() for each in kept] == [[n] * 5 for n in range(10)]
+
+
+def test_tensors_that_say_more_are_not_known() -> None:
+    codec, received = PickleCodec(), ReceivedArrays(PickleCodec())
+    for each in special(SIZES["copied"])[:-2]:
+        parts, buffers = parts_of(codec.encode(each))
+        main = b"".join(parts)
+        received.learn(main, codec.decode(main, buffers))
+    assert set(received.by_main.values()) == {None}
+    assert len(received.by_main) >= 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_their_main_part_is_what_encoding_makes(dtype: torch.dtype) -> None:
+    for shape in [(5000,), (100, 60), (5000, 1, 1)]:
+        tensor = torch.zeros(shape, dtype=dtype)
+        parts, buffers = parts_of(PickleCodec().encode(tensor))
+        plain = plain_tensor(tensor)
+        assert plain is not None
+        assert (b"".join(parts), [len(buffers[0])]) == (plain[0], [plain[1][3]])

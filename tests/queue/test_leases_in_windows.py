@@ -1,0 +1,192 @@
+"""Leases in chunks that were seen before: the core finds the parts of a message of any kind, and trusts no number."""
+
+from __future__ import annotations
+
+import gc
+import random
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import attached
+from slots import body_of, slot_of
+
+from aioshm import CodecError, CorruptSlot, native_core
+from aioshm.codec import PickleCodec
+from aioshm.queue.local.leases import VIEW_BYTES
+
+LARGE = VIEW_BYTES + 8000
+CHUNK = 1 << 21
+
+
+def content(n: int) -> dict[str, Any]:
+    """Return messages whose parts are in one place, two and many; each of them is worth a view."""
+    block = np.full(LARGE, n, np.uint8)
+    return {
+        "text": [n, "x" * LARGE],
+        "array": {"step": n, "array": block},
+        "tensor": [n, torch.from_numpy(block)],
+        "halves": [np.split(block, 2), n],
+        "many": {"all": np.split(block[: 64 * 4100], 64), "n": n},
+        "too many": {"all": np.split(block[: 65 * 4100], 65), "n": n},
+        "nothing": (np.zeros(0), n, b"", block),
+        "bytes": {"text": "short", "bytes": bytes(block)},
+    }
+
+
+def same(received: Any, sent: Any) -> bool:
+    """Say whether a message is another one's equal; bytes may arrive as views."""
+    if isinstance(sent, dict):
+        return received.keys() == sent.keys() and all(same(received[key], sent[key]) for key in sent)
+    if isinstance(sent, list | tuple):
+        return len(received) == len(sent) and all(map(same, received, sent))
+    if isinstance(sent, np.ndarray | torch.Tensor):
+        return type(received) is type(sent) and bool((received == sent).all())
+    return bool(received == sent)
+
+
+@pytest.mark.parametrize("kind", list(content(0)))
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+async def test_each_kind_is_what_was_sent(kind: str, codec: str) -> None:
+    async with attached(codec=codec, chunk=CHUNK, chunks=4) as (writer, (reader,)):
+        for n in range(20):
+            sent = content(n)[kind]
+            await writer.enqueue(sent, 5)
+            async with reader.lease() as leased:
+                assert same(leased, sent)
+            del leased
+        seen = kind not in ("text", "bytes") or (kind, codec) == ("bytes", "msgpack")
+        expected = 20_000 if seen else 20 * LARGE  # text is copied by whoever decodes it, which nobody counts
+        assert reader.stats().copied_bytes <= expected
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+async def test_its_parts_together_are_what_counts(codec: str) -> None:
+    async with attached(codec=codec, chunk=CHUNK, chunks=4) as (writer, (reader,)):
+        for n in range(8):
+            for size, shown in ((VIEW_BYTES // 2, True), (VIEW_BYTES // 3, False)):
+                sent = [np.full(size, n, np.uint8), np.full(size, n + 1, np.uint8)]
+                before = reader.stats().copied_bytes
+                await writer.enqueue(sent, 5)
+                async with reader.lease() as leased:
+                    assert same(leased, sent)
+                    assert [each.flags.writeable for each in leased] == [not shown] * 2
+                    copied = reader.stats().copied_bytes - before
+                del leased
+                assert (copied < 1000) if shown else (2 * size < copied < 2 * size + 1000)
+
+
+async def test_several_loans_in_one_message_are_seen() -> None:
+    async with attached(chunk=CHUNK, chunks=4) as (writer, (reader,)):
+        for n in range(12):
+            async with writer.build() as message:
+                message["one"] = message.empty(100_000, "uint8")
+                message["other"] = message.empty((2, 50_000), "uint8", "torch")
+                message["one"][:] = n
+                message["other"].fill_(n)
+            async with reader.lease() as leased:
+                assert same(leased, {"one": np.full(100_000, n), "other": torch.full((2, 50_000), n)})
+                assert not leased["one"].flags.writeable
+            del leased
+        assert reader.stats().copied_bytes < 100
+
+
+async def test_raw_bytes_are_a_view() -> None:
+    async with attached(codec="raw", chunk=CHUNK, chunks=4) as (writer, (reader,)):
+        for n in range(12):
+            sent = bytes([n]) * LARGE
+            await writer.enqueue(sent, 5)
+            async with reader.lease() as leased:
+                assert (type(leased), leased.readonly, leased == sent) == (memoryview, True, True)
+                part = leased[5:9]
+            del leased
+        assert part == bytes([11]) * 4
+        assert reader.stats().copied_bytes < 100
+
+
+class Spoils(PickleCodec):
+    """Cannot decode every other message."""
+
+    name, code = "spoils", 88
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def view(self, main: memoryview, buffers: Any) -> Any:
+        self.n += 1
+        if self.n % 2:
+            raise ValueError("an odd one")
+        return super().view(main, buffers)
+
+
+async def test_what_cannot_be_decoded_is_gone_and_holds_nothing() -> None:
+    async with attached(codec=Spoils(), chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        for n in range(20):
+            sent = content(n)["array"]
+            await writer.enqueue(sent, 5)
+            if n % 2 == 0:
+                with pytest.raises(CodecError, match="odd"):
+                    async with reader.lease():
+                        pass
+            else:
+                async with reader.lease() as leased:
+                    assert same(leased, sent)
+                del leased
+        assert reader.stats().copied_bytes < 100, "an error's frames hold no view"
+
+
+@pytest.mark.parametrize("kind", ["text", "array", "halves", "many", "loan"])
+async def test_damage_is_an_error_and_nothing_more(kind: str) -> None:
+    """Numbers of the header and the table are anything, also just beside what they were."""
+    chance = random.Random(3)
+    wrong = 0
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        for n in range(300):
+            if kind == "loan":
+                async with writer.loan(LARGE, "uint8") as array:
+                    array[:] = n % 256
+            else:
+                await writer.enqueue(content(n % 256)[kind], 5)
+            if n >= 12 and chance.random() < 0.7:
+                body, header = body_of(writer, n), slot_of(writer, n)
+                if kind == "loan" and chance.random() < 0.7:
+                    (table,) = struct.unpack_from("<Q", body)
+                    place = body[table + 8 * chance.randrange(4) :]
+                else:
+                    place = body[8 * chance.randrange(3) :] if chance.random() < 0.7 else header[24:]
+                (before,) = struct.unpack_from("<Q", place)
+                damaged = chance.choice(
+                    [before + chance.randrange(-70, 70), chance.getrandbits(64), chance.randrange(2 * CHUNK)]
+                )
+                struct.pack_into("<Q", place, 0, damaged % 2**64)
+            elif chance.random() < 0.1:
+                slot_of(writer, n)[4] = chance.randrange(256)  # how many buffers
+            try:
+                async with reader.lease() as leased:
+                    repr(leased)
+                leased = None
+            except (CodecError, CorruptSlot):
+                wrong += 1
+        await writer.enqueue("fine", 5)
+        async with reader.lease() as leased:
+            assert leased == "fine"
+    assert wrong > 50
+
+
+@pytest.mark.skipif(not native_core, reason="the twin has no such objects")
+async def test_no_view_outlives_its_message() -> None:
+    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
+        for n in range(60):
+            await writer.enqueue(content(n)["tensor"], 5)
+            async with reader.lease() as leased:
+                pass
+        del leased
+        gc.collect()
+        await writer.enqueue("last", 5)
+        assert await reader.dequeue(5) == "last"
+        assert not [
+            each for each in gc.get_objects() if isinstance(each, memoryview) and "Part" in repr(type(each.obj))
+        ]
