@@ -2142,7 +2142,7 @@ static PyObject *show(Core *self)
     const uint64_t what = words[0] & ~(PLACED | UINT64_C(0xffffffff) << 32);
     const bool elsewhere = what == (self->what ^ INLINE ^ OVERFLOW), placed = words[0] & PLACED;
     Place place = {NULL, 0, 0, 0, NULL};
-    if (self->windows == NULL || words[1] != self->seq)
+    if (self->windows == NULL || words[1] != self->seq || (words[0] == self->what && words[3] < LEASE_MAX))
         return NULL;
     if (elsewhere ? !find_in_segment(self, slot, words[1], &place)
                   : what != self->what || !find_in_chunk(self, slot, words[1], &place))

@@ -10,8 +10,8 @@ goes on, unless the writer waits for room: what is kept is one slot and one chun
 one go that need every chunk can miss it. That is looked at ever less often, for a reader that sleeps is to stay asleep:
 the writer waits no longer for it than this reader had waited for a message, and `LONGEST_RESPITE_S` at most.
 
-Arrays that were loaned, which are the same but for their numbers, the core shows and takes back by itself while nothing
-unusual is seen; `tell_shown` and `tell_kept` leave that to this module.
+What lies in a chunk that was seen before, the core shows and takes back by itself while nothing unusual is seen;
+`tell_shown` and `tell_kept` leave that to this module.
 """
 
 from __future__ import annotations

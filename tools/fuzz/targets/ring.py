@@ -42,7 +42,9 @@ def _made(shape: Any, dtype: Any, memory: bytearray) -> object:
     return shape, dtype, bytes(memory)
 
 
-_ARRAYS: dict[bytes, tuple[Any, ...]] = {main: (_made, len(main), "dtype", 8) for main in (b"", b"\0", b"main part")}
+_ARRAYS: dict[bytes, tuple[Any, ...]] = {
+    main: (_made, len(main), "dtype", 8, then) for main, then in ((b"", None), (b"\0", None), (b"main part", repr))
+}
 
 
 class _Side:
@@ -72,7 +74,8 @@ class _Side:
         known = _ARRAYS.get(bytes(main))
         if known is None or len(buffer) != known[3]:
             return self.module.ELSEWHERE
-        return _made(known[1], known[2], bytearray(buffer))
+        made = _made(known[1], known[2], bytearray(buffer))
+        return made if known[4] is None else known[4](made)
 
     def call(self, core: Any, name: str, *arguments: Any) -> object:
         try:
