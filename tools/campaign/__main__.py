@@ -31,8 +31,9 @@ WORDS = ("lost", "doubled", "reordered", "wrong", "hung", "nameless", "odd", "le
 SHOWN = 8
 EXITS = {0, 1, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGUSR2}
 """How a process may end: by itself, with an error that is in its journal, killed; told to end before it could hear."""
-ABORTED = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}
-"""How libzmq ends a process that has no descriptor or no memory left; so where there was a limit, nothing else."""
+ABORTED = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, 127}
+"""How libzmq ends a process that has no descriptor or no memory left, and glibc one that has none for a thread's data;
+so where there was a limit, nothing else."""
 
 
 class Campaign:

@@ -85,10 +85,13 @@ class Roster:
         if len(self.deaths) == 1:
             return again(*self.deaths.values())
         last = next(reversed(self.deaths.values()), None)
-        said = "; ".join(str(error) for error in self.deaths.values())
+        said = [str(error) for error in self.deaths.values()] or [
+            f"engine {rank} {'is being taken out of service' if rank in self.leaving else 'cannot be reached'}"
+            for rank in self.engines.ranks
+        ]
         return EngineDead(
-            f"no engine is left: {said}" if said else "no engine can be reached",
-            engine=None if last is None else last.engine,
+            f"no engine is left: {'; '.join(said)}",
+            engine=self.engines.ranks[0] if last is None else last.engine,
             pid=None if last is None else last.pid,
         )
 
