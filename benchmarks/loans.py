@@ -131,4 +131,4 @@ async def run(settings: Settings, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("loans", __doc__, run, repeat=5, seconds=0.25, contestants=FACES, loop="uvloop"))
+    sys.exit(main("loans", __doc__, run, repeat=15, seconds=0.25, contestants=FACES, loop="uvloop"))
