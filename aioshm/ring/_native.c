@@ -73,6 +73,7 @@
 #define LEASE_MAX 262144      /* queue/local/leases.py: VIEW_BYTES; from there on they are leased where they lie */
 #define LEASE_PLACED_MAX 65536  /* the same: PLACED_VIEW_BYTES */
 #define MOST_ADDED_UP 64      /* buffers of a leased message: more of them may be worth a view */
+#define MOST_UNCHECKED 32     /* windows that are looked at in one go, for asking how many page faults there were takes 0.6 us */
 #define HELD_SPIN_NS 50000    /* a longer spin releases the GIL */
 #define LOOKS 16              /* between two readings of the clock */
 #define BATCH_LOOKS 8         /* messages of a batch between two readings of the clock */
@@ -142,12 +143,15 @@ typedef struct {
     PyObject *missed;         /* by what the last one was looked for that was not known */
     char unknown;             /* whether the message that is handled now is like that one */
     PyObject *const *names;   /* of attributes: the module's, which outlasts its types */
-    PyObject *windows, *secret, *show_window;  /* see bind_windows */
+    PyObject *windows, *secret, *show_window, *check_window;  /* see bind_windows */
     int pagemap;              /* a descriptor by which it can be asked which pages were written to; -1: there is none */
     unsigned long long overflows;  /* messages in overflow segments that were shown here */
     char shows, keeps;        /* whether what is shown, or kept, is known here, and not to Python */
     char timed;               /* whether somebody looks in time at what is kept */
     Seen seen, keeping;
+    Seen unchecked[MOST_UNCHECKED];  /* what was shown and is held no more: before it is shown again, it is looked at */
+    size_t n_unchecked;
+    uint64_t faults;          /* how many page faults the process had when that was asked last */
     unsigned long long holder;
     unsigned long long published_ns;
     /* The gate */
@@ -1859,14 +1863,14 @@ static PyObject *reader_bind_arrays(Core *self, PyObject *args)
 
 static PyObject *reader_bind_windows(Core *self, PyObject *args)
 {
-    PyObject *found[3], **own[3] = {&self->windows, &self->secret, &self->show_window};
-    if (!PyArg_ParseTuple(args, "O!O!O:bind_windows", &PyDict_Type, &found[0], &PyBytes_Type, &found[1], &found[2]))
+    PyObject *found[4], **own[4] = {&self->windows, &self->secret, &self->show_window, &self->check_window};
+    if (!PyArg_ParseTuple(args, "O!O!OO:bind_windows", &PyDict_Type, &found[0], &PyBytes_Type, &found[1], &found[2], &found[3]))
         return NULL;
     if (PyBytes_Size(found[1]) != SECRET_BYTES) {
         PyErr_Format(PyExc_ValueError, "a secret has %d bytes", SECRET_BYTES);
         return NULL;
     }
-    for (int n = 0; n < 3; n++) {
+    for (int n = 0; n < 4; n++) {
         PyObject *old = *own[n];
         *own[n] = Py_NewRef(found[n]);
         Py_XDECREF(old);
@@ -1943,6 +1947,67 @@ static bool may_be_written(Core *self, PyObject *window, size_t nbytes)
     (void)self, (void)window, (void)nbytes;
     return true;
 #endif
+}
+
+static bool interrupted(void);
+
+/* Drop a window that was written to, or may have been, since it was shown; only a signal's handler makes this an error. */
+static int check_window(Core *self, const Seen *shown)
+{
+    PyObject *key = PyLong_FromSsize_t(shown->chunk), *checked = NULL;
+    PyObject *window = key == NULL ? NULL : PyDict_GetItemWithError(self->windows, key);
+    int failed = 0;
+    if (window != NULL && self->pagemap >= 0) {
+        if (may_be_written(self, window, shown->nbytes))
+            PyDict_DelItem(self->windows, key);
+    } else if (window != NULL) {
+        checked = PyObject_CallFunction(self->check_window, "nnK", shown->chunk, (Py_ssize_t)shown->nbytes,
+                                        (unsigned long long)shown->faults);
+        if (checked == NULL && interrupted())
+            failed = -1;
+        else if (checked == NULL)
+            PyDict_DelItem(self->windows, key);
+    }
+    Py_XDECREF(checked);
+    Py_XDECREF(key);
+    if (!failed)
+        PyErr_Clear();
+    return failed;
+}
+
+/* Look at all windows that were shown and are not held any more. */
+static int check_windows(Core *self)
+{
+    if (self->n_unchecked > 0)
+        self->faults = page_faults();  /* every first write to a page is one */
+    const uint64_t faults = self->faults;
+    while (self->n_unchecked > 0) {
+        const Seen shown = self->unchecked[--self->n_unchecked];
+        if (shown.faults != faults && check_window(self, &shown) < 0) {
+            self->unchecked[self->n_unchecked++] = shown;
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static bool is_unchecked(const Core *self, Py_ssize_t chunk)
+{
+    for (size_t n = 0; n < self->n_unchecked; n++)
+        if (self->unchecked[n].chunk == chunk)
+            return true;
+    return false;
+}
+
+/* Have a window that nobody holds looked at later. */
+static void check_later(Core *self, const Seen *shown)
+{
+    self->unchecked[self->n_unchecked++] = *shown;
+}
+
+static PyObject *reader_check_windows(Core *self, PyObject *Py_UNUSED(ignored))
+{
+    return check_windows(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* The CRC-32 of zlib, of a few bytes. */
@@ -2147,6 +2212,9 @@ static PyObject *show(Core *self)
     if (elsewhere ? !find_in_segment(self, slot, words[1], &place)
                   : what != self->what || !find_in_chunk(self, slot, words[1], &place))
         return NULL;
+    if (is_unchecked(self, place.chunk)
+        && (check_windows(self) < 0 || (elsewhere && !find_in_segment(self, slot, words[1], &place))))
+        return NULL;
     uint64_t end, whole;
     if (!measure_body(place.body, place.room, words[0], words[3], &end, &whole)
         || (!elsewhere && whole < (placed ? LEASE_PLACED_MAX : LEASE_MAX)))
@@ -2163,7 +2231,7 @@ static PyObject *show(Core *self)
             return NULL;
         end = parts.end > end ? parts.end : end;
     }
-    Seen seen = {place.chunk, self->index, end, page_faults(), 0};
+    Seen seen = {place.chunk, self->index, end, self->faults, 0};  /* or more of them: then it is looked at in vain */
     Py_XINCREF(array);
     Py_INCREF(window);
     self->in_use++;
@@ -2189,16 +2257,15 @@ static bool may_end_array(Core *self, bool *held)
     *held = false;
     if (!self->shown || !self->shows)
         return false;
-    PyObject *window = window_of(self, self->seen.chunk);
-    uint64_t faults = window == NULL ? 0 : page_faults();
+    if (self->n_unchecked > MOST_UNCHECKED - 2 && (self->pagemap < 0 || check_windows(self) < 0))
+        return false;
+    PyObject *window = window_of(self, self->seen.chunk), *kept = NULL;
     *held = window != NULL && Py_REFCNT(window) > 1;
-    if (window != NULL
-        && (*held ? !self->timed : faults != self->seen.faults && may_be_written(self, window, self->seen.nbytes)))
+    if (*held && !self->timed)
         window = NULL;
-    if (window != NULL && self->kept) {  /* nor is anything left to be done with that one */
-        PyObject *kept = self->keeps ? window_of(self, self->keeping.chunk) : NULL;
-        if (kept == NULL || Py_REFCNT(kept) > 1
-            || (faults != self->keeping.faults && may_be_written(self, kept, self->keeping.nbytes)))
+    if (window != NULL && self->kept) {
+        kept = self->keeps ? window_of(self, self->keeping.chunk) : NULL;
+        if (kept == NULL || Py_REFCNT(kept) > 1)
             window = NULL;
     }
     PyErr_Clear();
@@ -2209,10 +2276,13 @@ static bool may_end_array(Core *self, bool *held)
 static void end_array(Core *self, bool held)
 {
     self->hushed = self->quiet;
-    if (self->kept)
+    if (self->kept) {
         store_release(flags_of(self, self->keeping.index) + self->reader, 1);
+        check_later(self, &self->keeping);
+    }
     self->kept = self->keeps = held;
     if (!held) {
+        check_later(self, &self->seen);
         finish_and_tell(self, false);
     } else {
         uint64_t now = now_ns();
@@ -3791,6 +3861,7 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->fail);
     Py_VISIT(self->windows);
     Py_VISIT(self->show_window);
+    Py_VISIT(self->check_window);
     Py_VISIT(self->arrays);
     Py_VISIT(self->missed);
     Py_VISIT(self->undelivered);
@@ -3820,6 +3891,7 @@ static int core_clear(Core *self)
     Py_CLEAR(self->fail);
     Py_CLEAR(self->windows);
     Py_CLEAR(self->show_window);
+    Py_CLEAR(self->check_window);
     Py_CLEAR(self->arrays);
     Py_CLEAR(self->missed);
     Py_CLEAR(self->undelivered);
@@ -4482,6 +4554,7 @@ static PyMethodDef reader_methods[] = {
     {"bind_undelivered", CALL reader_bind_undelivered, METH_O, "Say where messages are that no call has returned yet."},
     {"bind_windows", CALL reader_bind_windows, METH_VARARGS, "Say through what arrays are seen."},
     {"keep", CALL reader_keep, METH_VARARGS, "Go on, but keep the slot; return whether the core looks after it."},
+    {"check_windows", CALL reader_check_windows, METH_NOARGS, "Look at windows that were shown before they are shown by others."},
     {"tell_shown", CALL reader_tell_shown, METH_NOARGS, "Return what is shown, once, if the core knows it: see `Leases`."},
     {"tell_kept", CALL reader_tell_kept, METH_NOARGS, "Return what is kept, once, if the core knows it: see `Leases`."},
     {"__aenter__", CALL reader_enter, METH_NOARGS, "Lease the next message."},

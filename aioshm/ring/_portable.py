@@ -929,7 +929,12 @@ class ReaderCore(_Core):
         """
 
     def bind_windows(
-        self, windows: dict[int, Any], secret: bytes, show: Callable[[memoryview, list[memoryview]], Any], /
+        self,
+        windows: dict[int, Any],
+        secret: bytes,
+        show: Callable[[memoryview, list[memoryview]], Any],
+        check: Callable[[int, int, int], object],
+        /,
     ) -> None:
         """Say through what messages are seen, and what markers of overflow segments repeat.
 
@@ -939,7 +944,12 @@ class ReaderCore(_Core):
             windows: The mappings, by chunk.
             secret: What the markers repeat.
             show: Is called with the main part and the buffers of a message in a window, and decodes it where it lies.
+            check: Drops the window of a chunk if its first so many bytes were written to since there were as many page
+                faults; nobody holds it.
         """
+
+    def check_windows(self) -> None:
+        """Look at windows that were shown, before they are shown by others."""
 
     def keep(self, chunk: int, index: int, nbytes: int, faults: int, /) -> bool:
         """Go on to the next message, but keep the slot; return whether the core looks after what is shown of it.

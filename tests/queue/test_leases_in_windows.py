@@ -190,3 +190,27 @@ async def test_no_view_outlives_its_message() -> None:
         assert not [
             each for each in gc.get_objects() if isinstance(each, memoryview) and "Part" in repr(type(each.obj))
         ]
+
+
+@pytest.mark.parametrize("chunks", [3, 8, 70])
+async def test_what_was_written_to_hides_no_later_message(chunks: int) -> None:
+    """Windows are looked at before they are used again, many in one go; more of them than the core remembers, too."""
+    chance = random.Random(chunks)
+    async with attached(chunk=LARGE + 4096, chunks=chunks) as (writer, (reader,)):
+        sent = received = 0
+        kept: list[tuple[torch.Tensor, int]] = []
+        while received < 500:
+            while sent - received < chunks - 2:
+                await writer.enqueue(torch.full((LARGE,), sent % 100, dtype=torch.uint8), 5)
+                sent += 1
+            for _ in range(chance.randrange(1, sent - received + 1)):
+                async with reader.lease(chance.choice([None, None, None, 5])) as leased:
+                    assert (int(leased[0]), int(leased[LARGE // 2]), int(leased[-1])) == (received % 100,) * 3
+                    if chance.random() < 0.2:
+                        leased[chance.choice([0, LARGE // 2, LARGE - 1])] = 255
+                    elif chance.random() < 0.1:
+                        kept.append((leased[7:9], received % 100))
+                received += 1
+        del leased
+        for each, number in kept:
+            assert each.tolist() == [number] * 2

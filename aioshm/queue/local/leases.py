@@ -74,7 +74,7 @@ class Leases:
         self._respite_s = RESPITE_S
         self._timer: asyncio.TimerHandle | None = None
         if self._respites:
-            core.bind_windows(self._windows.windows, secret, show)
+            core.bind_windows(self._windows.windows, secret, show, self._check)
 
     def view(self, chunk: int, nbytes: int) -> memoryview:
         """Return a read-only view of the beginning of a chunk.
@@ -82,6 +82,7 @@ class Leases:
         Raises:
             SharedMemoryError: The process has too many mappings.
         """
+        self._core.check_windows()
         return self._windows.view(chunk, nbytes)
 
     def view_file(self, number: int, fd: int, room: int, nbytes: int) -> memoryview:
@@ -90,6 +91,7 @@ class Leases:
         Raises:
             SharedMemoryError: The process has too many mappings.
         """
+        self._core.check_windows()
         return self._windows.view_file(number, fd, room, nbytes)
 
     def end(self, chunk: int, index: int, nbytes: int) -> None:
@@ -103,6 +105,7 @@ class Leases:
         Raises:
             SharedMemoryError: Views of it are still held and there is no memory for a copy; the slot is kept.
         """
+        self._core.check_windows()
         self.settle()
         if self._respites and self._windows.held(chunk):
             looks_after = self._core.keep(chunk, index, nbytes, self._windows.faults_before(chunk))
@@ -142,6 +145,11 @@ class Leases:
         chunk, index, nbytes, faults, _ = shown
         self._windows.was_shown(chunk, faults)
         self.end(chunk, index, nbytes)
+
+    def _check(self, chunk: int, nbytes: int, faults: int) -> None:
+        """Drop a window that nobody holds if it was written to, for a core that cannot tell yet."""
+        self._windows.was_shown(chunk, faults)
+        self._free(chunk, nbytes)
 
     def _take_over(self) -> None:
         """Look from now on after what the core has kept."""
