@@ -103,7 +103,8 @@ typedef struct {
 typedef struct {
     Py_ssize_t chunk;
     size_t index, nbytes;
-    uint64_t faults, kept_ns;
+    uint64_t faults;
+    unsigned long long kept_ns;
 } Seen;
 
 typedef struct {
@@ -4610,6 +4611,7 @@ static PyMemberDef members[] = {
     {"holder", T_ULONGLONG, offsetof(Core, holder), READONLY, "The id of the task that leased it."},
     {"shown", T_BOOL, offsetof(Core, shown), 0, "Whether it is seen where it lies."},
     {"unknown", T_BOOL, offsetof(Core, unknown), READONLY, "Whether it is like the last one that was not known."},
+    {"kept_ns", T_ULONGLONG, offsetof(Core, keeping) + offsetof(Seen, kept_ns), READONLY, "When what is kept was kept."},
     {"pagemap", T_INT, offsetof(Core, pagemap), 0, "Tells which pages were written to; -1: there is no such descriptor."},
     {"overflows", T_ULONGLONG, offsetof(Core, overflows), 0, "Messages in overflow segments."},
     {"timed", T_BOOL, offsetof(Core, timed), 0, "Whether what is kept is looked at in time."},

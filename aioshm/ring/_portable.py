@@ -143,6 +143,7 @@ class _Core(ABC):
         self._in_use = 0
         self.leased: bool = False
         self.kept: bool = False
+        self.kept_ns: int = 0  # when, of what the core looks after: this one looks after none
         self.quiet: bool = False
         self._hushed = False
         self.owes: bool = False

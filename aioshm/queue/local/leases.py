@@ -163,7 +163,12 @@ class Leases:
     def _respite_ends(self) -> None:
         self._timer = None
         self._core.timed = False
-        if self._kept is None:
+        if self._kept is None and self._core.kept:
+            left = RESPITE_S - (monotonic_ns() - self._core.kept_ns) / 1e9
+            if left > 0:  # the core goes on with what it has kept since
+                self._timer = self._loop.call_later(left, self._respite_ends)
+                self._core.timed = True
+                return
             self._take_over()
         if self._kept is None:
             return
