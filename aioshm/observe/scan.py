@@ -16,7 +16,7 @@ from time import monotonic_ns
 
 from aioshm.errors import AioshmError, HandleError
 from aioshm.observe.proc import ProcessInfo, process_info
-from aioshm.observe.segments import BLOCK, LOOKING, Segment, SegmentFinder
+from aioshm.observe.segments import BLOCK, Segment, SegmentFinder
 from aioshm.observe.snapshot import QueueSnapshot, Scan, snapshot_of
 from aioshm.ring.header import read_header, read_layout
 from aioshm.ring.layout import PID, PREAMBLE, WRITER_LINE
@@ -57,7 +57,7 @@ class RingFile:
 
     def __init__(self, segment: Segment, overflow: Mapping[str, tuple[int, int]]) -> None:
         self._fd = -1  # before anything fails, for __del__
-        self._fd = os.open(segment.path, LOOKING)
+        self._fd = segment.open()
         try:
             self.layout, queue_id = read_layout(os.pread(self._fd, PREAMBLE.size, 0))
         except BaseException:

@@ -31,15 +31,32 @@ class Segment:
 
     Attributes:
         link: What ``/proc`` shows it as.
-        path: One of the descriptors, to open it by.
+        identity: Device and inode.
         blocks: What it occupies, in bytes.
         holders: Who has it open.
+        paths: Descriptors to open it by, one of each holder.
     """
 
     link: str
-    path: str
+    identity: tuple[int, int]
     blocks: int
     holders: list[int] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+
+    def open(self) -> int:
+        """Open it to be looked at, by the descriptor of a holder that has not ended meanwhile.
+
+        Raises:
+            FileNotFoundError: Nobody has it open any more.
+        """
+        for path in self.paths:
+            with suppress(OSError):
+                fd = os.open(path, LOOKING)
+                status = os.fstat(fd)
+                if (status.st_dev, status.st_ino) == self.identity:
+                    return fd
+                os.close(fd)  # the holder has opened something else meanwhile
+        raise FileNotFoundError(f"nobody has {self.link} open any more")
 
 
 class _Seen(NamedTuple):
@@ -147,7 +164,8 @@ def _note(pid: int, seen: _Seen, found: dict[tuple[int, int], Segment]) -> bool:
         if identity != seen.identities[path]:
             all_there = False
             continue
-        segment = found.setdefault(identity, Segment(link, path, status.st_blocks * BLOCK))
+        segment = found.setdefault(identity, Segment(link, identity, status.st_blocks * BLOCK))
         if pid not in segment.holders:
             segment.holders.append(pid)
+            segment.paths.append(path)
     return all_there

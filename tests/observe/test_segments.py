@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +32,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def mine(finder: SegmentFinder) -> set[str]:
     """Return what segments this process has open."""
-    return {segment.path for segment in finder.find()[0] if os.getpid() in segment.holders}
+    return {path for segment in finder.find()[0] for path in segment.paths if path.startswith(f"/proc/{os.getpid()}/")}
 
 
 @contextmanager
@@ -63,8 +65,25 @@ async def test_one_queue_in_the_place_of_another_is_found(listed: list[int]) -> 
     async with MessageQueue(0, 0):  # with as many descriptors, and under the same numbers
         after = [segment for segment in finder.find()[0] if os.getpid() in segment.holders]
         assert len(after) == 1
-        assert os.stat(after[0].path).st_size > 0
+        assert os.stat(after[0].paths[0]).st_size > 0
     assert before
+
+
+async def test_a_segment_is_opened_by_whoever_still_has_it() -> None:
+    async with MessageQueue(0, 0):
+        [segment] = [each for each in SegmentFinder().find()[0] if os.getpid() in each.holders]
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        with open(os.devnull) as other:
+            segment.paths[:0] = [f"/proc/{ended.pid}/fd/3", f"/proc/self/fd/{other.fileno()}"]
+            fd = segment.open()
+        try:
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
+        assert (status.st_dev, status.st_ino) == segment.identity
+    with pytest.raises(FileNotFoundError, match="nobody has /memfd:aioshm"):
+        segment.open()
 
 
 async def test_in_the_long_run_everybody_is_looked_at(listed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
