@@ -136,11 +136,14 @@ typedef struct {
     PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *await_next, *whose, *fail;
     PyObject *tasks, *of_loop;  /* where `whose` is a dict and its key: these, which it holds */
     PyObject *block;          /* that was opened slowly, where calls block */
-    char leased, shown, kept;
+    /* Not beside each other: gcc tests neighbours by one load, which waits for the store of one of them just before. */
+    char leased;
     PyObject *undelivered;    /* a list, where calls block, or NULL: see bind_undelivered */
+    char shown;
     PyObject *arrays;         /* kinds of arrays that are known: a reader's by main parts, a writer's by dtype and shape */
     bool copies;              /* whether a reader may copy those that were not placed */
     PyObject *learn, *array;  /* a writer's: what is told of others, and the type of arrays, None as long as nobody knows it */
+    char kept;
     PyObject *missed;         /* by what the last one was looked for that was not known */
     char unknown;             /* whether the message that is handled now is like that one */
     PyObject *const *names;   /* of attributes: the module's, which outlasts its types */
@@ -2417,11 +2420,17 @@ static int unlease(Core *self)
     return failed ? -1 : 0;
 }
 
-/* Enter a block: what `open` opens, if the message is not to be had at once. */
+/* Whether there is a message that no call has returned yet: it comes before those in the ring. */
+static inline bool has_undelivered(const Core *self)
+{
+    return self->undelivered != NULL && PyList_Size(self->undelivered) > 0;
+}
+
+/* Enter a block: what `open` opens, if the message is not to be had at once, or another one comes first. */
 static PyObject *enter_or(Core *self, PyObject *open)
 {
-    bool blocks = self->runs == Py_None;
-    PyObject *obj = lease(self);
+    bool blocks = self->runs == Py_None, later = has_undelivered(self);
+    PyObject *obj = later ? Py_NewRef(self->elsewhere) : lease(self);
     if (blocks && obj == self->nothing && self->await_next != NULL && self->await_next != Py_None) {
         PyObject *soon = call(self->await_next, NULL);
         if (soon == NULL)
@@ -3511,7 +3520,7 @@ static void each_dealloc(EachLeased *self)
 static PyObject *next_block(EachLeased *self)
 {
     Core *core = (Core *)self->core;
-    if (core != NULL && core->open_slowly != NULL && core->undelivered != NULL && PyList_Size(core->undelivered) == 0)
+    if (core != NULL && core->open_slowly != NULL)
         return Py_NewRef((PyObject *)core);
     Py_CLEAR(self->core);
     PyObject *block = call(self->lend, NULL);
@@ -4574,7 +4583,7 @@ static PyMethodDef reader_methods[] = {
 
 static PyObject *reader_next(Core *self, void *Py_UNUSED(closure))
 {
-    if (self->undelivered != NULL && PyList_Size(self->undelivered) > 0)
+    if (has_undelivered(self))
         return Py_NewRef(self->elsewhere);
     PyObject *obj = reader_receive(self, NULL);
     if (!self->owes || self->undelivered == NULL || obj == NULL || obj == self->nothing || obj == self->elsewhere)

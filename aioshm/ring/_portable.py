@@ -1066,9 +1066,12 @@ class ReaderCore(_Core):
         return is_new
 
     def enter_or(self, open_slowly: Callable[[], Any], /) -> Any:
-        """Enter a block: as ``__enter__``, but for what opens it if the message is not to be had at once."""
+        """Enter a block: as ``__enter__``, but for what opens it where the message is not to be had at once.
+
+        It opens the block of an undelivered message, too; see `bind_undelivered`.
+        """
         blocks = self._runs is None
-        obj = self.lease()
+        obj = ELSEWHERE if self._undelivered else self.lease()
         if blocks and obj is NOTHING and self._await_next is not None and self._await_next() is True:
             obj = self.lease()
         if obj is not NOTHING and obj is not ELSEWHERE:

@@ -17,7 +17,7 @@ from support import until
 from test_blocking_threads import pair, until_it_waits
 from test_leases_at_once import Fails
 
-from aioshm import CodecError, EndClosed, MessageQueue, QueueClosed, QueueEmpty, RoleError
+from aioshm import CodecError, EndClosed, MessageQueue, QueueClosed, QueueEmpty, RoleError, blocking
 
 LARGE = 600_000
 """More than `leases.VIEW_BYTES`."""
@@ -378,6 +378,18 @@ def test_blocking_ones_of_which_a_generator_is_dropped() -> None:
         assert next(doubled) == 2
         del doubled
         assert reader.dequeue(20) == 2
+
+
+def test_a_blocking_loop_keeps_its_queue() -> None:
+    with blocking.MessageQueue(1, 1, slots=2) as writer:
+        handle = writer.export_handle()
+        thread = Thread(lambda: [*blocking.MessageQueue.create_from_handle(handle, 0).leases()])
+        for number in range(100):  # more than there are slots: the loop has to wait
+            writer.enqueue(number, 20)
+        with pytest.warns(ResourceWarning, match="local reader of queue .* was not closed"):
+            writer.close()
+            assert thread.result() == [*range(100)]
+            gc.collect()
 
 
 def test_a_blocking_one_that_another_thread_lets_go_of() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -203,6 +204,17 @@ class TestLeases:
         assert leasing == ["beside", "close 3"]
         pair.reader.unlease()
         assert (leasing[-1], pair.reader.leased, pair.reader.seq, pair.reader.user) == ("end", False, 1, 0)
+
+    def test_an_undelivered_message_comes_first(self, new_pair: NewPair) -> None:
+        pair, undelivered = new_pair(1, 2), ["earlier"]
+        leasing = Leasing(pair, open_slowly=lambda: nullcontext(undelivered.pop()), await_next=lambda: 1 // 0)
+        pair.reader.bind_undelivered(undelivered)
+        pair.writer.put(b"x")
+        with pair.reader as obj:
+            assert (obj, pair.reader.leased, pair.reader.seq) == ("earlier", False, 0)
+        with pair.reader as obj:
+            assert obj == "x"
+        assert (leasing, undelivered, pair.reader.seq) == ([], [], 1)
 
     def test_an_adopted_lease_ends_with_a_call(self, new_pair: NewPair) -> None:
         pair = new_pair()

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, overload
 
 from aioshm.closing import Closing
@@ -84,6 +85,9 @@ class MessageQueue(QueueBase[T], Closing):
         self.held: Held = Held(end)
         self._writer = end if isinstance(end, WritingEnd) else None
         self._reader = end if isinstance(end, ReadingEnd) else None
+        # A call in C, as in the awaited face; not by way of `vars`: without a dict, attributes are found in less time.
+        if self._reader is not None and type(self).lease is MessageQueue.lease:
+            self.lease = self.held.calls.lease  # type: ignore[method-assign]
 
     if TYPE_CHECKING:  # the type of what it returns depends on the face; what it does does not
 
@@ -441,18 +445,8 @@ class MessageQueue(QueueBase[T], Closing):
 
         Where a large message is still held when the block ends, its slot goes back at the latest with the next call.
         """
-        held = self.held
-        if timeout is None and cancel is None and not indefinite and not held.kept:
-            leasing: Any = held.leasing
-            if leasing is not None:
-                return leasing  # type: ignore[no-any-return]
-        reader = self._reading_end("lease")
-        return held.new_block(
-            lambda event, left: reader.open_block(left, event, indefinite, decoded=True),
-            timeout,
-            cancel,
-            lambda obj: obj,
-        )
+        self._reading_end("lease")
+        return self.held.calls.lease(timeout, cancel, indefinite)
 
     def leases(self) -> Leases[T]:
         """Return what iterates over messages, each leased until the next one is asked for; until the writer closes.
@@ -460,7 +454,8 @@ class MessageQueue(QueueBase[T], Closing):
         A loop that is left ends its last lease, unless the iterator has a name: then its ``close()`` does, or its end.
         """
         self._reading_end("leases")
-        return EachLeased(self.lease, QueueClosed)
+        # Called once, and keeps this queue while the loop lasts, as the call in C does not.
+        return EachLeased(MethodType(type(self).lease, self), QueueClosed)
 
     def _reading_end(self, call: str) -> ReadingEnd:
         return self._reader or self._wrong_end(call, "reader")

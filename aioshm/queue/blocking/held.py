@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from threading import get_ident
 from time import monotonic
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from aioshm.errors import AioshmError, QueueClosed
 from aioshm.queue.blocking.blocks import Block
@@ -22,7 +22,7 @@ from aioshm.queue.ends.lending import Loan
 from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, ReaderCore, native_core
+from aioshm.ring.atomics import ELSEWHERE, NOTHING, Calls, ReaderCore, native_core
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Held:
             something off takes no call: nothing comes in between, nor on the way back to the caller. It is always the
             same list, which the core looks at, too.
         sending, reading: What usually is all that a call needs; until the end is ready, both say that they cannot.
-        leasing: What is the block of a lease, if one can be had at once; None until the end is ready.
+        calls: Has a reader's `lease`, which is the core's once the end is ready.
         block: What has a slot.
         to_close: Whether the thread that has the turn is to close the end when it is over.
     """
@@ -56,8 +56,8 @@ class Held:
         self.kept: list[Any] = []
         self.sending: Any = NotAtOnce
         self.reading: Any = NotAtOnce
-        self.leasing: Any = None
-        self._leased: object = None  # the core that it is of
+        self.calls: Calls = Calls(_not_awaited, None, None, self.new_lease)
+        self._leased: object = None  # the core that leases
         self.block: Block | None = None
         self.to_close: bool = False
 
@@ -129,7 +129,7 @@ class Held:
             core.bind_undelivered(self.kept)
             self.reading = core
             if self._leased is not core:
-                self._leased, self.leasing = core, Leasing(self, end).block
+                self._leased, self.calls.leasing = core, Leasing(self, end).block
         else:
             self.reading = NotAtOnce
 
@@ -304,6 +304,18 @@ class Held:
         block = Block(self, enter)
         return block
 
+    def new_lease(
+        self, timeout: float | None = None, cancel: threading.Event | None = None, indefinite: bool = False
+    ) -> Block:
+        """Return the block of a lease that the core cannot give."""
+        reader = cast(ReadingEnd, self.end)
+        return self.new_block(
+            lambda event, left: reader.open_block(left, event, indefinite, decoded=True),
+            timeout,
+            cancel,
+            lambda obj: obj,
+        )
+
     def enter_block(self, block: Block) -> None:
         """Wait for a block's slot (see `Block`)."""
         block.open_block()
@@ -394,3 +406,7 @@ class Held:
                 self.gate.core.open = False  # so that also a thread that never has to wait comes by
                 self.loop.call_soon(self.gate.refuse_closed)
                 turns.wait()
+
+
+def _not_awaited(*_: Any) -> NoReturn:
+    raise TypeError("the calls of an end that threads use are not awaited")

@@ -65,9 +65,7 @@ class Leasing:
 
     def _open_slowly(self) -> Block:
         """Return the block of a lease that the core cannot give."""
-        return self._held.new_block(
-            lambda event, left: self._end.open_block(left, event, False, decoded=True), None, None, lambda obj: obj
-        )
+        return self._held.new_lease()
 
     def _close_slowly(self, *_: Any) -> None:
         """End a lease of the core's that is more than giving the slot back, or wake the writer after one."""
