@@ -522,7 +522,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             SharedMemoryError: At the end: something is still held and there is no memory for its copy.
         """
         reader = self._reader or self._wrong_end("lease", "reader")
-        return reader.calls.lease(timeout, cancel, indefinite)
+        return reader.calls.lease(timeout, cancel, indefinite)  # type: ignore[no-any-return]  # that of T
 
     def leases(self) -> Leases[T]:
         """Iterate over messages, each leased until the next one is asked for; until the writer closes.

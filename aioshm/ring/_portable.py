@@ -20,7 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractContextManager
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any, ClassVar, Final, NoReturn, Self
@@ -1233,7 +1233,8 @@ class Calls:
             answered (False without a core), and the timeout; or of what `dequeue` was called with.
         whole: Makes the coroutine of a `dequeue` that has no core to ask; None: ``rest`` does.
         fail: Raises the error that `ReaderCore.receive` has raised, as callers are to see it; None: as it is.
-        block: Makes the block of a lease that `leasing` is not for, or of a loan, of what was asked for.
+        block: Makes the block of a lease that `leasing` is not for, or of a loan, of what was asked for: to be entered
+            by ``async with``, or by ``with`` where calls block.
 
     Attributes:
         core: The core that is asked first; None: there is none, or it is of another make.
@@ -1245,7 +1246,7 @@ class Calls:
         rest: Callable[..., Coroutine[Any, Any, Any]],
         whole: Callable[..., Coroutine[Any, Any, Any]] | None = None,
         fail: Callable[[Exception], NoReturn] | None = None,
-        block: Callable[..., AbstractAsyncContextManager[Any]] | None = None,
+        block: Callable[..., Any] | None = None,
         /,
     ) -> None:
         self._rest = rest
@@ -1253,7 +1254,7 @@ class Calls:
         self._fail = fail
         self._block = block
         self.core: WriterCore | ReaderCore | None = None
-        self.leasing: AbstractAsyncContextManager[Any] | None = None
+        self.leasing: Any = None
 
     async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Send an object to every reader; see `aioshm.MessageQueue.enqueue`."""
@@ -1279,21 +1280,17 @@ class Calls:
     def __anext__(self) -> Coroutine[Any, Any, Any]:
         return self.dequeue()
 
-    def lease(
-        self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False
-    ) -> AbstractAsyncContextManager[Any]:
+    def lease(self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False) -> Any:
         """Give the next message to the block, decoded where it lies; see `aioshm.MessageQueue.lease`."""
         if self.leasing is not None and timeout is None and cancel is None and not indefinite:
             return self.leasing
         return self._new_block(timeout, cancel, indefinite)
 
-    def loan(
-        self, shape: Any, dtype: Any = "float32", like: Any = "numpy", timeout: float | None = None
-    ) -> AbstractAsyncContextManager[Any]:
+    def loan(self, shape: Any, dtype: Any = "float32", like: Any = "numpy", timeout: float | None = None) -> Any:
         """Lend an array to the block, to be filled and sent; see `aioshm.MessageQueue.loan`."""
         return self._new_block(shape, dtype, like, timeout)
 
-    def _new_block(self, *asked: Any) -> AbstractAsyncContextManager[Any]:
+    def _new_block(self, *asked: Any) -> Any:
         if self._block is None:
             raise TypeError("these calls give nothing to a block")
         return self._block(*asked)

@@ -446,7 +446,7 @@ class MessageQueue(QueueBase[T], Closing):
         Where a large message is still held when the block ends, its slot goes back at the latest with the next call.
         """
         self._reading_end("lease")
-        return self.held.calls.lease(timeout, cancel, indefinite)
+        return self.held.calls.lease(timeout, cancel, indefinite)  # type: ignore[no-any-return]  # that of T
 
     def leases(self) -> Leases[T]:
         """Return what iterates over messages, each leased until the next one is asked for; until the writer closes.
