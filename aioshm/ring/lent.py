@@ -68,7 +68,7 @@ class LentWindow:
             map_memory(address_of(memory), length, _READ_WRITE, mmap.MAP_SHARED, fd, page)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
-        self.room = room
+        self.room: int = room
         self.begin: int = start - page
         self.memory: mmap.mmap = memory
         self.address: int = address_of(memory) + self.begin

@@ -69,7 +69,7 @@ class ReadingEnd:
         assert source is not None
         self.source: Source = source
         self.receive: Callable[[], Any] = _nothing
-        self.calls = Calls(self.dequeue, self.receive_or_wait, self.fail, self.lease)
+        self.calls: Calls = Calls(self.dequeue, self.receive_or_wait, self.fail, self.lease)
         self._iterating = Calls(_next_of(self.dequeue), _next_of(self.receive_or_wait), self.fail)
         self.linger_ns: int = 0
         self.leaves: bool = False
