@@ -92,7 +92,7 @@ class Waiting:
             raise QueueCancelled("the cancel event is set")
         if self.deadline is not None and now >= self.deadline:
             raise TimeoutError
-        if self.stall is not None:
+        if self.stall is not None and now >= self.stall.at:
             self.stall.check(now)
 
     def due(self, now: float) -> float | None:
@@ -405,7 +405,9 @@ class Poller:
                     self._alarm.arm(until_ns)
                     armed = True
                 due = wait.due(now)
-                timer = None if due is None else self._loop.call_later(max(0.0, due - now), self.wake)
+                timer = None
+                if due is not None and not (armed and due * 1e9 >= until_ns):  # else the alarm rings before it
+                    timer = self._loop.call_later(max(0.0, due - now), self.wake)
                 self.stats.parks += 1
                 self._yielded = True
                 try:

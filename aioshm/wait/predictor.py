@@ -103,6 +103,8 @@ class Predictor:
         self._nap_gap_ns = STREAM_GAP_NS if yields else costs.nap_gap_ns
         self._spin = Plan(spin_ns=costs.yielding_spin_ns if yields else costs.spin_ns)
         self._nap = Plan(nap_ns=costs.nap_ns)
+        self._least_patience_ns = costs.crowd_spin_ns(self._crowd) if self._crowd else costs.yielding_spin_ns
+        self._longest_period_ns = ANSWER_SHARE * costs.answer_ns
         if self._rhythm is not None:
             self._rhythm.adjust(costs)
 
@@ -120,7 +122,7 @@ class Predictor:
             if self._count:
                 since = at_ns - self._at_ns
                 gap = since / passed
-                longer = min(gap, ANSWER_SHARE * self.costs.answer_ns) - self._period_ns
+                longer = min(gap, self._longest_period_ns) - self._period_ns
                 self._period_ns += _WEIGHT * longer if longer > 0 else longer
                 # Clipped: one pause says no more than that this one message was late.
                 gap = min(gap, 2 * self._hot_gap_ns)
@@ -168,9 +170,8 @@ class Predictor:
     @property
     def patience_ns(self) -> float:
         """How long a wait for an answer may be, on average, to be worth a spin that hands its CPU on."""
-        if self._crowd:
-            return self.costs.crowd_spin_ns(self._crowd)
-        return max(self.costs.yielding_spin_ns, self._period_ns / ANSWER_SHARE)
+        least = self._least_patience_ns
+        return least if self._crowd else max(least, self._period_ns / ANSWER_SHARE)
 
     def looked(self, since_ns: int) -> None:
         """Learn that the end had been looking for a message since then, in vain, when its next wait begins."""

@@ -29,8 +29,8 @@ _SETTLED, _SETTLED_SURPRISES = 64, 0.05  # beats as expected after which no othe
 _FAR = 5.0  # mean deviations from the expectation that make a surprise, and `Costs.jitter_ns` at least
 _UNSURE_NS = 1_000_000.0  # mean deviation of what has been seen once, at most
 # A microsecond earlier costs a microsecond of spinning for every message; one later only for those that are late.
-_EARLY, _LATE = 1.6, 3.5  # mean deviations before and after the likeliest arrival, and the jitter, make the window
-_CORE = 0.525  # of its width: a window shrunk further would miss half of the messages
+_EARLY, _LATE = 1.45, 3.5  # mean deviations before and after the likeliest arrival, and the jitter, make the window
+_CORE = 0.58  # of its width: a window shrunk further would miss half of the messages
 _ACCOUNT = 4.0  # periods whose share of spinning can be saved up
 _MAX_LATE_NS = 1_000_000.0  # of one timer; more is a busy loop
 
@@ -57,7 +57,18 @@ PARK = Plan()
 class Lag:
     """Expects each gap to be like the one that many beats ago: a repeating pattern of that length."""
 
-    __slots__ = ("_deviations", "_error", "_gaps", "_index", "_odd", "_product", "_seen", "_square", "surprises")
+    __slots__ = (
+        "_carry",
+        "_deviations",
+        "_error",
+        "_gaps",
+        "_index",
+        "_odd",
+        "_product",
+        "_seen",
+        "_square",
+        "surprises",
+    )
 
     def __init__(self, length: int) -> None:
         self._gaps = [0.0] * length
@@ -66,6 +77,7 @@ class Lag:
         self._index = 0
         self._seen = 0
         self._error = self._product = self._square = 0.0
+        self._carry = 0.0  # how much of the newest error the next gap is expected to have
         self.surprises: float = 1.0  # recent share of them
 
     @property
@@ -89,10 +101,10 @@ class Lag:
             self._gaps[index], self._deviations[index] = gap, min(gap / 8, _UNSURE_NS)
             return
         error = gap - expected
-        off = abs(error - self._carry() if length == 1 else error)
+        off = abs(error - self._carry)
         if off > _FAR * deviation + jitter_ns:
             self.surprises += _SURPRISED * (1 - self.surprises)
-            self._error = 0.0
+            self._error = self._carry = 0.0
             if self._odd[index]:  # twice is a change, once may be a hiccup
                 self._gaps[index] = gap
                 self._deviations[index] = max(deviation, off / 16)
@@ -104,7 +116,7 @@ class Lag:
         if length == 1:
             self._product += (error * self._error - self._product) / 32
             self._square += (error * error - self._square) / 32
-            self._error = error
+            self._error, self._carry = error, self._share_of_errors() * error
         self._seen += 1
         newest = length / (self._seen + length)
         self._gaps[index] = expected + error * max(0.125, newest)
@@ -113,16 +125,14 @@ class Lag:
     def expected(self, ahead: int = 0) -> float:
         """Return the next gap, or one further ahead."""
         gap = self._gaps[(self._index + ahead) % len(self._gaps)]
-        return gap if ahead else gap + self._carry()
+        return gap if ahead else gap + self._carry
 
-    def _carry(self) -> float:
+    def _share_of_errors(self) -> float:
         # A sender that keeps to a schedule is early after it was late, a drifting one is late again.
         if not self._square:
             return 0.0
         share = self._product / self._square
-        if abs(share) < _CHANCE:
-            return 0.0
-        return min(0.6, max(-0.6, share)) * self._error
+        return min(0.6, max(-0.6, share)) if abs(share) >= _CHANCE else 0.0
 
 
 class Rhythm:

@@ -21,6 +21,7 @@ class Stall:
 
     Attributes:
         at: When it is due next, by ``time.monotonic()``.
+        reported: Whether it was due before.
     """
 
     def __init__(self, after_s: float, report: Callable[[float], float | None]) -> None:
@@ -28,6 +29,12 @@ class Stall:
         self._report = report
         self._began = self._paused = monotonic()
         self.at: float = self._began + after_s
+        self.reported: bool = False
+
+    def restart(self) -> None:
+        """Count from now, for a wait for something else; only one that was never due is like a new one."""
+        self._began = monotonic()
+        self.at = self._began + self._after_s
 
     def pause(self) -> None:
         """Note that nothing waits any more, for now."""
@@ -42,6 +49,7 @@ class Stall:
     def check(self, now: float) -> None:
         """Report, if it is due."""
         if now >= self.at:
+            self.reported = True
             again_s = self._report(now - self._began)
             self.at = now + max(MIN_PAUSE_S, self._after_s if again_s is None else again_s)
 

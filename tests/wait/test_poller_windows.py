@@ -131,6 +131,24 @@ class TestWindows:
         assert told.learnt == [("plan", 0, 0), ("watched", True)], "paid for, but not missed"
 
 
+    async def test_one_that_begins_before_they_are_due_needs_no_timer_of_the_loop(self) -> None:
+        end, told = planned(window(5 * MS, 100_000))
+        reports: list[bool] = []
+        stall = Stall(0.2, lambda _: reports.append(True))
+        task = await end.asleep(stall=stall, deadline=monotonic() + 0.3)
+        assert end.loop.timers == []
+        with pytest.raises(TimeoutError):
+            await task
+        assert told.learnt[-1] == ("after miss",), "it parks"
+        assert (reports, end.parked[0], end.loop.pending()) == ([True], 0, [])
+
+    async def test_a_deadline_before_one_is_kept(self) -> None:
+        end, told = planned(window(LONG, MS))
+        with pytest.raises(TimeoutError):
+            await end.wait(stall=Stall(3600, lambda _: None), deadline=monotonic() + 0.02)
+        assert (told.learnt, end.parked[0], end.loop.pending()) == ([("plan", 0, 0)], 0, [])
+
+
 class TestNaps:
     async def test_find_what_came_without_a_signal(self) -> None:
         end, told = planned(Plan(nap_ns=20 * MS))

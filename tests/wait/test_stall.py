@@ -58,6 +58,16 @@ class TestStall:
         assert reports == [75]
         assert stall.at - clock.now == 60 - 50
 
+    def test_begins_anew_for_another_wait(self, clock: Clock) -> None:
+        reports: list[float] = []
+        stall = Stall(60, reports.append)
+        clock.now += 50
+        stall.restart()
+        stall.check(clock.now + 59)
+        assert (reports, stall.reported) == ([], False)
+        stall.check(clock.now + 61)
+        assert (reports, stall.reported) == ([61], True)
+
     def test_floods_no_log(self, clock: Clock) -> None:
         reports: list[float] = []
         stall = Stall(1e-9, reports.append)

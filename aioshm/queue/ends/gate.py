@@ -146,7 +146,8 @@ class Gate:
 
     def check_usable(self) -> None:
         """Raise whatever forbids using the end, here or at all."""
-        self.check_refusal()
+        if self.refusal is not None:
+            raise self.refusal()
         if self.loop is None:
             raise RoleError(f"{self!r} is not ready: await wait_until_ready() first")
         self._check_here()

@@ -431,11 +431,15 @@ class ReadingEnd:
 
     def _stall_of_reading(self, progress: int) -> Stall:
         """Return what reports that the next message does not come; it goes on from an earlier call that gave up."""
-        if self._stall is not None and self._stalled_at == progress:
-            self._stall.resume()
+        stall = self._stall
+        if stall is None or (stall.reported and self._stalled_at != progress):
+            stall = self._stall = self._inquiry()
+        elif self._stalled_at == progress:
+            stall.resume()
         else:
-            self._stall, self._stalled_at = self._inquiry(), progress
-        return self._stall
+            stall.restart()
+        self._stalled_at = progress
+        return stall
 
     # Telling about itself
 

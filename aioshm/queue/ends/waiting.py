@@ -90,6 +90,8 @@ def deadline_after(
     Raises:
         TypeError, ValueError: One of them is not what it has to be; the text names it.
     """
+    if timeout is None and cancel is None and indefinite is False:
+        return None
     seconds = check_timeout("timeout", timeout)
     if cancel is not None and not isinstance(cancel, asyncio.Event):
         raise TypeError(f"cancel must be an asyncio.Event or None, not {shown(cancel)}")
