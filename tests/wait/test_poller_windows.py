@@ -130,7 +130,6 @@ class TestWindows:
         assert end.poller.stats.windows == 1
         assert told.learnt == [("plan", 0, 0), ("watched", True)], "paid for, but not missed"
 
-
     async def test_one_that_begins_before_they_are_due_needs_no_timer_of_the_loop(self) -> None:
         end, told = planned(window(5 * MS, 100_000))
         reports: list[bool] = []
