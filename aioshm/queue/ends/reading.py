@@ -181,7 +181,8 @@ class ReadingEnd:
     async def dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
         """Receive the next message, where `receive` has found nothing; as `aioshm.MessageQueue.dequeue`."""
         deadline = deadline_after(timeout, cancel, indefinite)
-        await self._line_up(deadline, cancel)
+        if not self._begin_turn():
+            await self._line_up(deadline, cancel)
         try:
             while True:
                 await self._next(deadline, cancel, indefinite)
@@ -360,11 +361,26 @@ class ReadingEnd:
         await gate.yield_turn()
         await gate.enter(deadline, cancel)
         if not leasing:
-            try:
-                self.source.settle()
-            except BaseException:
-                gate.leave()
-                raise
+            self._settle()
+
+    def _begin_turn(self) -> bool:
+        """Begin this task's turn to read where nothing is in its way, and say so: as `_line_up`, in fewer calls.
+
+        Where messages come one by one, their code is cold, and what each call costs is felt.
+        """
+        gate = self.gate
+        if self.receive is _nothing or not gate.core.passes():
+            return False
+        gate.enter_now()
+        self._settle()
+        return True
+
+    def _settle(self) -> None:
+        try:
+            self.source.settle()
+        except BaseException:
+            self.gate.leave()
+            raise
 
     async def _next(self, deadline: float | None, cancel: asyncio.Event | None, indefinite: bool) -> None:
         """Wait for the next message, and leave it where it is."""
