@@ -45,6 +45,7 @@ class Contest:
         n_reader: Readers.
         both_ways: Whether there are lines back from the first reader.
         pinned: Whether each process is held to one core, where there are enough of them.
+        seed: Which orders of turns are drawn.
 
     Attributes:
         stages: Who is still there.
@@ -60,13 +61,14 @@ class Contest:
         *,
         both_ways: bool = False,
         pinned: bool = False,
+        seed: int = 0,
     ) -> None:
         self.report, self.workloads, self.n_reader = report, workloads, n_reader
         self.stages: list[Stage] = []
         self._settings, self._how = settings, {"both_ways": both_ways, "pinned": pinned}
         self._contestants = available(contestants, workloads)
         self._stacks: dict[str, AsyncExitStack] = {}
-        self._draw = Random(0)
+        self._draw = Random(seed)
 
     async def __aenter__(self) -> Self:
         names = ", ".join(contestant.name for contestant in self._contestants)
