@@ -131,6 +131,22 @@ def test_a_lease_that_was_looked_up_before_the_end_was_ready() -> None:
             writer.lease()
 
 
+def test_a_lease_shows_first_what_an_interrupted_call_has_received() -> None:
+    with make_writer() as writer, blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+        thread = Thread(reader.wait_until_ready, 20)
+        writer.wait_until_ready(20)
+        thread.result()
+        writer.enqueue_many([2, 3])
+        made = reader.lease()
+        reader.held.kept.append(1)  # as a call does that a handler interrupts
+        with made as obj:
+            assert obj == 1
+        with reader.lease() as obj:
+            assert obj == 2
+        with made as obj:
+            assert obj == 3
+
+
 def test_other_threads_while_one_waits() -> None:
     counted = 0
 
