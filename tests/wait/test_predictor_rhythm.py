@@ -32,8 +32,8 @@ __all__ = ["machine", "quick_machine"]  # fixtures
 LEARNING = 12
 """So many messages are enough to believe in a rhythm."""
 
-CAUGHT = 0.86
-"""The share of messages with normal jitter that is caught: an eighth of them comes before a window begins."""
+CAUGHT = 0.87
+"""The share of messages with normal jitter that is caught: a tenth of them comes before a window begins."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ class TestSteady:
     def test_a_little_jitter_costs_little(self, quick_machine: Costs, period: float, seed: int) -> None:
         record = followed(quick_machine, times(jittered(period, 0.02, 1000, seed)))
         assert record.hit_ratio(LEARNING) > CAUGHT
-        assert record.spin_share < 0.031 + 20 * US / period
+        assert record.spin_share < 0.035 + 20 * US / period
 
     @pytest.mark.parametrize("period", [2 * MS, 5 * MS, 20 * MS])
     def test_more_jitter_costs_more(self, quick_machine: Costs, period: float) -> None:
@@ -79,7 +79,7 @@ class TestSteady:
         record = followed(quick_machine, scheduled(period, jitter_ns, 2000))
         assert record.hit_ratio(LEARNING) > CAUGHT
         gaps_ns = 2**0.5 * jitter_ns
-        assert record.spin_share < 1.4 * gaps_ns / period + 20 * US / period
+        assert record.spin_share < 1.5 * gaps_ns / period + 20 * US / period
 
     def test_the_recorded_one_is_caught(self, quick_machine: Costs) -> None:
         record = followed(quick_machine, [START + at * US for at in RECORDED])
@@ -163,7 +163,7 @@ class TestChange:
     def test_of_pattern_is_followed(self, quick_machine: Costs) -> None:
         gaps = [*jittered(5 * MS, 0.01, 300), *repeated([2 * MS, 8 * MS], 0.01, 300)]
         record = followed(quick_machine, times(gaps))
-        assert record.hit_ratio(330) > CAUGHT
+        assert record.hit_ratio(330) > 0.9
 
     def test_a_hiccup_does_not_end_a_rhythm(self, quick_machine: Costs) -> None:
         gaps = jittered(5 * MS, 0.01, 400)
@@ -211,7 +211,7 @@ class TestSilence:
     def test_is_over_when_messages_are_back(self, machine: Costs, silence: float) -> None:
         steady = jittered(5 * MS, 0.02, 100)
         record = followed(machine, times([*steady, silence, *steady]))
-        assert record.hit_ratio(100 + LEARNING) > CAUGHT - 2 / (100 - LEARNING)  # two messages
+        assert record.hit_ratio(100 + LEARNING) > 0.85
 
     def test_after_silence_the_end_parks_for_good(self, machine: Costs) -> None:
         predictor = Predictor(may_spin=True, costs=machine)
