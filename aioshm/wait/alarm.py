@@ -12,8 +12,6 @@ from time import monotonic_ns
 
 from aioshm.ring.atomics import HAVE_TIMERFD, timerfd_create, timerfd_settime
 
-_EXPIRATIONS_BYTES = 8
-
 
 class Alarm:
     """Calls back once, at a given time. Only a hint: late by tens of microseconds at least, never early.
@@ -54,9 +52,11 @@ class Alarm:
         return self._fd
 
     def look(self) -> None:
-        """Call back if the time has come, without waiting for the loop to find it."""
+        """Do what the loop does that finds it readable, and make it readable no more."""
         if self._fd >= 0:
             self._readable()
+            if not self._at_ns:
+                self._silence()
 
     def close(self) -> None:
         """Disarm it for good and give the descriptor back. Idempotent; needs no running loop."""
@@ -89,16 +89,16 @@ class Alarm:
             self._start_timer()
         else:
             self._timer = None
-            self._rung()
-
-    def _readable(self) -> None:
-        try:
-            os.read(self._fd, _EXPIRATIONS_BYTES)
-        except BlockingIOError:
-            return  # armed anew since the loop was told
-        self._rung()
-
-    def _rung(self) -> None:
-        if self._at_ns:
             self._at_ns = 0
             self._callback()
+
+    def _readable(self) -> None:
+        # Left readable when it rings: whom it wakes is late already, and `arm` or the loop's next look silences it.
+        if not self._at_ns:
+            self._silence()
+        elif monotonic_ns() >= self._at_ns:  # else it was armed anew since the loop was told
+            self._at_ns = 0
+            self._callback()
+
+    def _silence(self) -> None:
+        timerfd_settime(self._fd, 0)

@@ -215,14 +215,14 @@ class BlockingPoller(Poller):
         slept = 0.0
         try:
             while True:
+                if until_ns and monotonic_ns() >= until_ns:
+                    return False
                 self._parked[0] = 1
                 memory_fence()
                 if wait.look():
                     if slept:
                         self._slept = int(slept * 1e9), monotonic_ns()
                     return True
-                if until_ns and monotonic_ns() >= until_ns:
-                    return False
                 now = monotonic()
                 wait.check(now)
                 if self._private.busy:  # what was due has led to more that is

@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any, NoReturn
 
 from aioshm.lifeline.bell import Bell
+from aioshm.wait.alarm import Alarm
 
 MOST_S = 0.05
 """A sleep that lasts longer goes on in the loop, where it costs nobody anything and where signals find it."""
@@ -58,12 +59,12 @@ class InPlace:
         loop = self._loop
         return not (loop._ready or loop._stopping or loop._debug)  # debugging warns of steps that last
 
-    def sleep(self, until: float, alarm_fd: int) -> bool:
+    def sleep(self, until: float, alarm: Alarm) -> bool:
         """Block until something wakes the loop, or its next timer is due; return whether it was nothing but a bell.
 
         Args:
             until: When to stop in any case, by ``time.monotonic()``.
-            alarm_fd: Counts as a bell, which is not drained.
+            alarm: Counts as a bell.
         """
         loop = self._loop
         if loop._scheduled:
@@ -81,7 +82,9 @@ class InPlace:
                     bell.drain()
                     break
             else:
-                if fd != alarm_fd:
+                if fd == alarm.fd:
+                    alarm.look()
+                else:
                     only = False
                     self._left_out = BACK_OFF
         return only

@@ -254,11 +254,7 @@ class Poller:
         predictor = self._predictor
         while plan.wake_at_ns:
             if plan.wake_at_ns > monotonic_ns():
-                early = await self._sleep(wait, plan.wake_at_ns)
-                late_ns = monotonic_ns() - plan.wake_at_ns
-                if early:
-                    if late_ns > 0:  # such timers are the latest
-                        predictor.woke(late_ns)
+                if await self._sleep(wait, plan.wake_at_ns):
                     return
                 self._woken(plan.wake_at_ns)
             if await self._spin(wait, plan.until_ns, window=True):
@@ -354,21 +350,20 @@ class Poller:
             self._alarm.arm(until_ns)
         try:
             while True:
+                if until_ns and monotonic_ns() >= until_ns:
+                    return False
                 self._parked[0] = 1
                 memory_fence()
                 if wait.look():
                     if slept:
                         self._slept = int(now * 1e9), monotonic_ns()
                     return True
-                if until_ns and monotonic_ns() >= until_ns:
-                    self._alarm.look()
-                    return False
                 now = monotonic()
                 wait.check(now)
                 due = wait.due(now)
                 slept = True
                 self.stats.parks += 1
-                if not in_place.sleep(most if due is None else min(most, due), self._alarm.fd):
+                if not in_place.sleep(most if due is None else min(most, due), self._alarm):
                     if wait.look():
                         return True
                     self.stats.parks -= 1  # it goes on in the loop
@@ -378,7 +373,10 @@ class Poller:
             self._parked[0] = 0
 
     async def _sleep(self, wait: Waiting, until_ns: int = 0) -> bool:
-        """Sleep until what is waited for is there, or until a time; return whether it is."""
+        """Sleep until what is waited for is there, or until a time; return whether it came before that.
+
+        After that time, whoever called looks first of all.
+        """
         if self._in_place is not None and self._in_place.alone():
             there = self._sleep_in_place(self._in_place, wait, until_ns)
             if there is not None:
@@ -390,6 +388,8 @@ class Poller:
         now = 0.0
         try:
             while True:
+                if until_ns and monotonic_ns() >= until_ns:
+                    return False
                 self._sleeper = sleeper = self._loop.create_future()
                 self._parked[0] = 1
                 memory_fence()
@@ -397,8 +397,6 @@ class Poller:
                     if now:
                         self._slept = int(now * 1e9), monotonic_ns()
                     return True
-                if until_ns and monotonic_ns() >= until_ns:
-                    return False
                 now = monotonic()
                 wait.check(now)
                 if until_ns and not armed:

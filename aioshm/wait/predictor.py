@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from math import inf
 
+from msgspec.structs import replace
+
 from aioshm.wait.costs import TYPICAL, Costs
 from aioshm.wait.rhythm import PARK, Plan, Rhythm
 
@@ -122,8 +124,8 @@ class Predictor:
             if self._count:
                 since = at_ns - self._at_ns
                 gap = since / passed
-                longer = min(gap, self._longest_period_ns) - self._period_ns
-                self._period_ns += _WEIGHT * longer if longer > 0 else longer
+                if self._yields:
+                    self._see_period(gap)
                 # Clipped: one pause says no more than that this one message was late.
                 gap = min(gap, 2 * self._hot_gap_ns)
                 self._gap_ns += _WEIGHT * (gap - self._gap_ns)
@@ -132,10 +134,8 @@ class Predictor:
                     self._failures = 0
                 if rhythm is not None and since > self._beat_gap_ns:
                     rhythm.beat(passed, count, self._at_ns, at_ns)
-                if passed == 1:
-                    most = 2 * self.patience_ns
-                    waited, mean = min(max(0, at_ns - self._began_ns), most), min(self._waited_ns, most)
-                    self._waited_ns = mean + _WEIGHT * (waited - mean)
+                if self._yields and passed == 1:
+                    self._see_wait(at_ns - self._began_ns)
             self._count, self._at_ns, self._began_ns = count, at_ns, self._since_ns or now_ns
         self._since_ns = 0
         if self.crowded and 0 < self._gap_ns < self._nap_gap_ns and self._failures < FAILURES:
@@ -146,12 +146,12 @@ class Predictor:
         if self._yields and self._waited_ns <= self.patience_ns:
             self.hot = self._failures < FAILURES
             if self.hot or self._waits % PROBE == 0:
-                return self._spin._replace(spin_ns=int(self.patience_ns))
+                return Plan(spin_ns=int(self.patience_ns))
         if self._crowd:
             self.hot = False
-            return PARK if self._waits % PROBE else self._spin._replace(spin_ns=int(self.patience_ns))
+            return PARK if self._waits % PROBE else Plan(spin_ns=int(self.patience_ns))
         window = PARK
-        if rhythm is not None and rhythm.steady:
+        if rhythm is not None:
             of_beat = count - rhythm.begun
             if of_beat <= 2 * rhythm.size:  # more is a stream that began meanwhile
                 window = rhythm.window(now_ns)
@@ -161,11 +161,20 @@ class Predictor:
         self.hot = self._gap_ns <= self._hot_gap_ns and self._failures < FAILURES
         if self.hot:
             if window is not PARK:
-                return window._replace(spin_ns=self._spin.spin_ns)
+                return replace(window, spin_ns=self._spin.spin_ns)
             return _STREAM if self._gap_ns < STREAM_GAP_NS else self._spin
         if window is PARK and self._waits % PROBE == 0:
             return self._spin
         return window
+
+    def _see_period(self, gap: float) -> None:
+        longer = min(gap, self._longest_period_ns) - self._period_ns
+        self._period_ns += _WEIGHT * longer if longer > 0 else longer
+
+    def _see_wait(self, waited_ns: int) -> None:
+        most = 2 * self.patience_ns
+        mean = min(self._waited_ns, most)
+        self._waited_ns = mean + _WEIGHT * (min(max(0, waited_ns), most) - mean)
 
     @property
     def patience_ns(self) -> float:

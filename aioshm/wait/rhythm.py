@@ -8,7 +8,8 @@ windows has cost.
 from __future__ import annotations
 
 from math import hypot
-from typing import NamedTuple
+
+import msgspec
 
 from aioshm.wait.costs import TYPICAL, Costs
 
@@ -29,13 +30,14 @@ _SETTLED, _SETTLED_SURPRISES = 64, 0.05  # beats as expected after which no othe
 _FAR = 5.0  # mean deviations from the expectation that make a surprise, and `Costs.jitter_ns` at least
 _UNSURE_NS = 1_000_000.0  # mean deviation of what has been seen once, at most
 # A microsecond earlier costs a microsecond of spinning for every message; one later only for those that are late.
-_EARLY, _LATE = 1.6, 3.5  # mean deviations before and after the likeliest arrival, and the jitter, make the window
+_EARLY, _LATE = 1.55, 3.5  # mean deviations before and after the likeliest arrival, and the jitter, make the window
 _CORE = 0.525  # of its width: a window shrunk further would miss half of the messages
+_FOLLOW = 0.0625  # weight of the newest error in an expected gap
 _ACCOUNT = 4.0  # periods whose share of spinning can be saved up
 _MAX_LATE_NS = 1_000_000.0  # of one timer; more is a busy loop
 
 
-class Plan(NamedTuple):
+class Plan(msgspec.Struct, frozen=True, gc=False):
     """What one wait does, in this order; zero means that it does not.
 
     Attributes:
@@ -119,7 +121,7 @@ class Lag:
             self._error, self._carry = error, self._share_of_errors() * error
         self._seen += 1
         newest = length / (self._seen + length)
-        self._gaps[index] = expected + error * max(0.125, newest)
+        self._gaps[index] = expected + error * max(_FOLLOW, newest)
         self._deviations[index] = deviation + (off - deviation) * max(0.0625, newest)
 
     def expected(self, ahead: int = 0) -> float:
@@ -232,7 +234,7 @@ class Rhythm:
         begin = likeliest - early - self._late
         end = likeliest + max(_LATE * deviation * shrunk, self._jitter_ns)
         end = min(end, max(begin, now_ns) + self._saved)
-        return Plan(wake_at_ns=max(1, int(begin)), until_ns=int(end)) if end > now_ns else PARK
+        return Plan(0, max(1, int(begin)), int(end)) if end > now_ns else PARK
 
     def watched(self, hit: bool, spent_ns: int) -> None:
         self._saved -= spent_ns

@@ -12,7 +12,7 @@ import pytest
 from faces import reading
 
 from aioshm.ring.atomics import native_core
-from aioshm.wait.rhythm import PARK
+from aioshm.wait.rhythm import Plan
 
 LONG_NS = 30_000_000_000
 
@@ -97,7 +97,7 @@ def test_messages_that_are_milliseconds_apart_need_no_loop(monkeypatch: pytest.M
 def _expect_soon(reader: Any) -> None:
     """Let the next wait sleep for a moment, and then expect a message within the next minute."""
     now = time.monotonic_ns()
-    plan = PARK._replace(wake_at_ns=now + 2_000_000, until_ns=now + 2 * LONG_NS)
+    plan = Plan(wake_at_ns=now + 2_000_000, until_ns=now + 2 * LONG_NS)
     reader.held.gate.poller._predictor.plan = lambda *_: plan
 
 

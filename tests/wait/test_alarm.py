@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from select import select
 from time import monotonic_ns
 
 import pytest
@@ -95,6 +96,29 @@ async def test_armed_anew_before_the_loop_noticed_it_rings_once(kind: str) -> No
     assert bedside.rings[0] >= at_ns
     await turns(20)
     assert len(bedside.rings) == 1
+    bedside.alarm.close()
+
+
+async def test_once_it_has_rung_it_leaves_the_loop_alone(kind: str) -> None:
+    bedside = Bedside()
+    bedside.alarm.arm(monotonic_ns() + 100_000)
+    await bedside.rung(1)
+    await turns(3)
+    assert bedside.alarm.fd < 0 or not select([bedside.alarm.fd], [], [], 0)[0]
+    bedside.alarm.close()
+
+
+async def test_looked_at_it_rings_without_the_loop(kind: str) -> None:
+    bedside = Bedside()
+    bedside.alarm.arm(monotonic_ns() + 3_600_000 * MS)
+    bedside.alarm.look()
+    assert not bedside.rings
+    if kind == "timerfd":
+        bedside.alarm.arm(monotonic_ns() + 100_000)
+        assert select([bedside.alarm.fd], [], [], 10)[0]
+        bedside.alarm.look()
+        assert len(bedside.rings) == 1
+        assert not select([bedside.alarm.fd], [], [], 0)[0]
     bedside.alarm.close()
 
 

@@ -15,7 +15,7 @@ from aioshm.errors import QueueCancelled
 from aioshm.lifeline.bell import HAVE_EVENTFD, Bell
 from aioshm.wait.blocking import NEVER_NS, BlockingLoop, BlockingPoller, WindowBegins
 from aioshm.wait.predictor import FAILURES, PROBE, Predictor
-from aioshm.wait.rhythm import PARK
+from aioshm.wait.rhythm import PARK, Plan
 from aioshm.wait.stall import Stall
 
 LONG_S = 30.0
@@ -179,7 +179,7 @@ class TestSleeping:
     def test_a_window_is_woken_for(self) -> None:
         it = End("adaptive")
         due = time.monotonic_ns() + 20 * MS
-        plans = iter([PARK._replace(wake_at_ns=due, until_ns=due + 2_000 * MS)])
+        plans = iter([Plan(wake_at_ns=due, until_ns=due + 2_000 * MS)])
         it.predictor.plan = lambda *_: next(plans)  # type: ignore[method-assign]
         it.loop.call_later(0.03, lambda: setattr(it, "ready", True))
         it.wait()
@@ -193,7 +193,7 @@ class TestLeavingForAWindow:
     @staticmethod
     def leave(it: End, lasts_ns: int) -> None:
         due = time.monotonic_ns() + 2 * MS
-        it.predictor.plan = lambda *_: PARK._replace(wake_at_ns=due, until_ns=due + lasts_ns)  # type: ignore[method-assign]
+        it.predictor.plan = lambda *_: Plan(wake_at_ns=due, until_ns=due + lasts_ns)  # type: ignore[method-assign]
         it.poller.leaves = True
         with pytest.raises(WindowBegins):
             it.wait(deadline=time.monotonic() + LONG_S)
@@ -237,7 +237,7 @@ class TestLeavingForAWindow:
 class TestCrowdedSpins:
     def test_a_spin_holds_no_cpu(self) -> None:
         it = End("adaptive", crowded=True)
-        it.predictor.plan = lambda *_: PARK._replace(spin_ns=2_000 * MS)  # type: ignore[method-assign]
+        it.predictor.plan = lambda *_: Plan(spin_ns=2_000 * MS)  # type: ignore[method-assign]
         it.loop.call_later(0.01, lambda: setattr(it, "ready", True))
         it.wait()
         assert it.poller.stats.hits == 1
@@ -246,7 +246,7 @@ class TestCrowdedSpins:
 
     def test_one_with_cpus_to_spare_does(self) -> None:
         it = End("adaptive")
-        it.predictor.plan = lambda *_: PARK._replace(spin_ns=2_000 * MS)  # type: ignore[method-assign]
+        it.predictor.plan = lambda *_: Plan(spin_ns=2_000 * MS)  # type: ignore[method-assign]
         it.loop.call_later(0.01, lambda: setattr(it, "ready", True))
         it.wait()
         assert it.spins

@@ -224,3 +224,15 @@ class TestSpinningInACrowd:
 
             assert one.loop.run_until_complete(main()) is True
             assert len(ran) > 50
+
+
+def test_an_alarm_of_an_earlier_wait_wakes_it_once() -> None:
+    with end() as here:
+
+        async def main() -> None:
+            here.poller._alarm.arm(time.monotonic_ns() + 2_000_000)
+            here.once_parked(lambda: (time.sleep(0.02), here.publish()))
+            await here.wait()
+
+        here.loop.run_until_complete(main())
+        assert here.poller.stats.parks <= 2

@@ -401,15 +401,19 @@ class ReadingEnd:
             stall = None if indefinite else self._stall_of_reading(progress)
             if isinstance(poller, BlockingPoller):
                 poller.leaves = self.leaves
+            there = False
             try:
                 if await poller.wait(
                     self.may_go_on, progress, core.published_ns, deadline=deadline, cancel=cancel, stall=stall
                 ):
                     gate.new_turn()
+                there = gate.refusal is None and gate.ready and self.source.look()
+                if there:
+                    return
             except TimeoutError:
                 raise TimeoutError(f"{gate!r}: message {progress} did not come in time") from None
             finally:
-                if stall is not None:
+                if stall is not None and not there:
                     stall.pause()
                 core.spin_ns, self.linger_ns = poller.inline_spin_ns, poller.linger_ns
 
