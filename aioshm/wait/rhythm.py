@@ -23,6 +23,7 @@ MISSES = 2
 """After so many windows in vain in one wait, it parks."""
 
 _LAGS = (1, 2, 3, 4)
+_NEWEST = 0.0625  # weight of the newest beat in what gaps are expected, and in their deviations, at least
 _TRUST = 0.35  # a share of surprises below which a rhythm is believed
 _SURPRISED = 0.25  # weight of the newest beat in that share
 _CHANCE = 0.25  # a correlation of errors below this may be chance, and acting on it would only add to them
@@ -32,7 +33,6 @@ _UNSURE_NS = 1_000_000.0  # mean deviation of what has been seen once, at most
 # A microsecond earlier costs a microsecond of spinning for every message; one later only for those that are late.
 _EARLY, _LATE = 1.55, 3.5  # mean deviations before and after the likeliest arrival, and the jitter, make the window
 _CORE = 0.525  # of its width: a window shrunk further would miss half of the messages
-_FOLLOW = 0.0625  # weight of the newest error in an expected gap
 _ACCOUNT = 4.0  # periods whose share of spinning can be saved up
 _MAX_LATE_NS = 1_000_000.0  # of one timer; more is a busy loop
 
@@ -120,9 +120,9 @@ class Lag:
             self._square += (error * error - self._square) / 32
             self._error, self._carry = error, self._share_of_errors() * error
         self._seen += 1
-        newest = length / (self._seen + length)
-        self._gaps[index] = expected + error * max(_FOLLOW, newest)
-        self._deviations[index] = deviation + (off - deviation) * max(0.0625, newest)
+        newest = max(_NEWEST, length / (self._seen + length))
+        self._gaps[index] = expected + error * newest
+        self._deviations[index] = deviation + (off - deviation) * newest
 
     def expected(self, ahead: int = 0) -> float:
         """Return the next gap, or one further ahead."""
@@ -223,16 +223,15 @@ class Rhythm:
         self._saved = min(_ACCOUNT * afford, self._saved + self._share * (now_ns - self._counted_ns))
         self._counted_ns = now_ns
         likeliest = self._beat_ns + best.expected()
-        for ahead in range(1, self._misses + 1):
-            likeliest += best.expected(ahead)
+        if self._misses:
+            likeliest += sum(best.expected(ahead) for ahead in range(1, self._misses + 1))
         deviation = best.deviation * (1 + self._misses)
-        early = hypot(_EARLY * deviation, 2 * self._late_deviation)
-        shrunk = min(1.0, min(afford, MAX_LEAD_SPIN_NS) / early)
-        early *= shrunk
-        if shrunk < _CORE or self._saved < early:
+        wanted = hypot(_EARLY * deviation, 2 * self._late_deviation)
+        early = min(wanted, afford, MAX_LEAD_SPIN_NS)
+        if early < _CORE * wanted or self._saved < early:
             return PARK
         begin = likeliest - early - self._late
-        end = likeliest + max(_LATE * deviation * shrunk, self._jitter_ns)
+        end = likeliest + max(_LATE * deviation * early / wanted, self._jitter_ns)
         end = min(end, max(begin, now_ns) + self._saved)
         return Plan(0, max(1, int(begin)), int(end)) if end > now_ns else PARK
 
