@@ -31,7 +31,7 @@ _SETTLED, _SETTLED_SURPRISES = 64, 0.05  # beats as expected after which no othe
 _FAR = 5.0  # mean deviations from the expectation that make a surprise, and `Costs.jitter_ns` at least
 _UNSURE_NS = 1_000_000.0  # mean deviation of what has been seen once, at most
 # A microsecond earlier costs a microsecond of spinning for every message; one later only for those that are late.
-_EARLY, _LATE = 1.55, 3.5  # mean deviations before and after the likeliest arrival, and the jitter, make the window
+_EARLY, _LATE = 1.5, 3.5  # mean deviations before and after the likeliest arrival, and the jitter, make the window
 _CORE = 0.525  # of its width: a window shrunk further would miss half of the messages
 _ACCOUNT = 4.0  # periods whose share of spinning can be saved up
 _MAX_LATE_NS = 1_000_000.0  # of one timer; more is a busy loop

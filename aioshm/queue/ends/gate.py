@@ -186,13 +186,15 @@ class Gate:
 
     def new_turn(self, now_ns: int = 0) -> None:
         """Count from here, or from a time: the other tasks of the loop have just had theirs."""
-        # Where calls block, the loop only has to learn now and then what became of the others.
-        self.core.turn = BLOCKING_TURN_MESSAGES if self.blocks else TURN_MESSAGES
+        core = self.core
+        if self.blocks:  # the loop only has to learn now and then what became of the others
+            core.turn, turn_ns = BLOCKING_TURN_MESSAGES, BLOCKING_TURN_NS if self.networked else LOCAL_TURN_NS
+        else:
+            core.turn, turn_ns = TURN_MESSAGES, TURN_NS
         if self._hurried:
             self._hurried = False
-            self.core.turn = SHORT_TURN_MESSAGES
-        blocking_turn_ns = BLOCKING_TURN_NS if self.networked else LOCAL_TURN_NS
-        self.core.turn_ends_ns = (now_ns or monotonic_ns()) + (blocking_turn_ns if self.blocks else TURN_NS)
+            core.turn = SHORT_TURN_MESSAGES
+        core.turn_ends_ns = (now_ns or monotonic_ns()) + turn_ns
 
     def hurry(self) -> None:
         """Let the loop have its next turn soon: a task that never has to wait yields after a few more messages."""
