@@ -6,7 +6,9 @@ import json
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import psutil
@@ -19,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 RIVALS = {"aioshm", "zmq.asyncio", "mp.Queue", "mp.Pipe"}
 SIZES = {"small dict", "1 MiB"}
 TIMEOUT_S = 100
+HEADER = Path(sysconfig.get_path("include"), "Python.h")
+HAVE_COMPILER = HEADER.exists() and which((sysconfig.get_config_var("CC") or "cc").split()[0]) is not None
 
 
 def on(benchmark: str, *loops: str) -> pytest.MarkDecorator:
@@ -108,6 +112,21 @@ def test_leases(report: Any) -> None:
     names = {f"aioshm{face}{way}" for face in ("", " blocking") for way in ways}
     assert measured(report) == {(case, name, 1) for case in small | large for name in names}
     assert len(report["promises"]) == 5 * len(small) + 6 * len(large)
+
+
+@pytest.mark.slow
+def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    failed = subprocess.run(command("blocks", "--quick"), cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert failed.returncode == 2
+    assert "set CC" in failed.stderr
+    monkeypatch.delenv("CC")
+    if not HAVE_COMPILER:
+        pytest.skip("there is no C compiler, or no Python.h")
+    report = run_json("blocks")
+    ways = {f"{who}, {way}" for who in ("aioshm", "CPython, nothing") for way in ("awaited", "entered and left")}
+    assert measured(report) == {(case, way, 1) for case in ("64 B, raw", "small dict") for way in ways}
+    assert len(report["promises"]) == 2
 
 
 @on("overflow", "uvloop")
