@@ -31,7 +31,7 @@ from benchmarks.framework.harness import Settings, main
 from benchmarks.framework.report import Report
 from benchmarks.framework.workload import Workload, plain_bytes, small_dict
 
-MOST = 1.3
+MOST = 1.5
 """What a block of `lease` takes more than `dequeue`, against what one that does nothing takes more than a call."""
 
 COUNT = 400
