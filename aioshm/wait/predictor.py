@@ -151,7 +151,7 @@ class Predictor:
             self.hot = False
             return PARK if self._waits % PROBE else Plan(spin_ns=int(self.patience_ns))
         window = PARK
-        if rhythm is not None:
+        if rhythm is not None and rhythm.best is not None:
             of_beat = count - rhythm.begun
             if of_beat <= 2 * rhythm.size:  # more is a stream that began meanwhile
                 window = rhythm.window(now_ns)

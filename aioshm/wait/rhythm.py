@@ -147,12 +147,13 @@ class Rhythm:
     Attributes:
         size: Messages in the beat before the latest one.
         begun: Messages that came before that one.
+        best: What expects the gaps best; None while messages are not steady.
     """
 
     def __init__(self, share: float, costs: Costs = TYPICAL) -> None:
         self._share = share
         self._lags = [Lag(length) for length in _LAGS]
-        self._best: Lag | None = None
+        self.best: Lag | None = None
         self._gap = 0.0  # running mean
         self._beat_ns = 0  # when the latest one began
         self._saved = 0.0
@@ -169,10 +170,6 @@ class Rhythm:
         if not self._woken:
             self._late, self._late_deviation = float(costs.timer_late_ns), 0.3 * costs.timer_late_ns
 
-    @property
-    def steady(self) -> bool:
-        return self._best is not None
-
     def beat(self, passed: int, count: int, since_ns: int, at_ns: int) -> None:
         """Learn that a beat has begun.
 
@@ -183,7 +180,7 @@ class Rhythm:
             at_ns: When the newest one was.
         """
         gap = float(at_ns - self._beat_ns)
-        best = self._best
+        best = self.best
         if passed > 1 and best is not None:
             # This end was away, and several beats have passed; or they came as one burst.
             each = (at_ns - since_ns) / passed
@@ -199,24 +196,24 @@ class Rhythm:
         if gap > MAX_PERIOD_NS:
             for lag in self._lags:
                 lag.surprises = max(lag.surprises, 0.5)
-            self._best = None
+            self.best = None
             return
         self._gap += (gap - self._gap) * (0.125 if self._gap else 1.0)
         plainest = self._lags[0]
         if best is plainest and plainest.settled:
             plainest.see(gap, self._jitter_ns)  # the others have had their chance
             return
-        self._best, least = None, 0.0
+        self.best, least = None, 0.0
         for lag in self._lags:
             lag.see(gap, self._jitter_ns)
             if lag.surprises < _TRUST:
                 cost = lag.cost(self._gap)
-                if self._best is None or cost < 0.7 * least:
-                    self._best, least = lag, cost
+                if self.best is None or cost < 0.7 * least:
+                    self.best, least = lag, cost
 
     def window(self, now_ns: int) -> Plan:
         """Return when to wake and how long to spin for the next beat; `PARK` if that is not worth it."""
-        best = self._best
+        best = self.best
         if best is None:
             return PARK
         afford = self._share * self._gap
@@ -243,9 +240,9 @@ class Rhythm:
     def after_miss(self, now_ns: int) -> Plan:
         if self._misses < MISSES:
             return self.window(now_ns)
-        if self._best is not None:
-            self._best.surprises = max(self._best.surprises, 0.5)
-        self._best = None  # until messages are steady again
+        if self.best is not None:
+            self.best.surprises = max(self.best.surprises, 0.5)
+        self.best = None  # until messages are steady again
         return PARK
 
     def woke(self, late_ns: int) -> None:
