@@ -56,6 +56,10 @@ class BlockingLoop(asyncio.SelectorEventLoop):
         self._polled = selectors.PollSelector()
         super().__init__(self._polled)
 
+    def __del__(self) -> None:
+        if not self.is_closed() and not self.is_running():
+            self.close()  # without the warning of asyncio's: the end that it is of warns of the same
+
     def call_at(
         self, when: float, callback: Callable[[*_Args], object], *args: *_Args, context: Context | None = None
     ) -> asyncio.TimerHandle:
