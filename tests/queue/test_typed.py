@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -55,12 +56,15 @@ def test_every_way_to_receive_gives_the_type_to_threads() -> None:
         def read() -> list[Step]:
             with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0, type=Step) as reader:
                 reader.wait_until_ready(10)
+                assert sent.wait(10)  # for one way of seven returns at once
                 return typed_ends.receive_blocking(reader)
 
+        sent = Event()
         thread = Thread(read)
         writer.wait_until_ready(10)
         for number in range(7):
             writer.enqueue(Step(number))
+        sent.set()
         assert thread.result() == list(map(Step, range(7)))
 
 
