@@ -354,6 +354,7 @@ class TestHelp:
         assert "correct horse" not in pydoc.render_doc(Options)
         assert "correct horse" not in pydoc.render_doc(config)
 
+    @pytest.mark.slow  # it imports every module: 16 s
     def test_of_everything_else(self) -> None:
         signatures, shown = 0, []
         for name in sorted(each.name for each in pkgutil.walk_packages(aioshm.__path__, "aioshm.")):
