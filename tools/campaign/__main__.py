@@ -219,8 +219,9 @@ def main() -> int:
     if any(bad.values()):
         console.print(f"journals and logs: {work}", highlight=False)
         return 1
+    campaign.sandbox.leave()
     if given.keep is None:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work)
     return 0
 
 

@@ -122,6 +122,11 @@ class Sandbox:
             found += [line.split()[-1] for line in lines if len(line.split()) > 7]
         return found
 
+    def leave(self) -> None:
+        """Unmount the disk, so that its directory can be removed; everything that had files there has ended."""
+        if self.whole:
+            subprocess.run(["umount", "--lazy", str(self.disk)], check=True)
+
 
 def _interface_up() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
