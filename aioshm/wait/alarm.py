@@ -52,9 +52,10 @@ class Alarm:
         return self._fd
 
     def look(self) -> None:
-        """Do what the loop does that finds it readable, and make it readable no more."""
+        """Call back if the time has come, without waiting for the loop, and let the descriptor not be readable then."""
         if self._fd >= 0:
-            self._readable()
+            if self._at_ns:
+                self._readable()
             if not self._at_ns:
                 self._silence()
 
@@ -93,7 +94,8 @@ class Alarm:
             self._callback()
 
     def _readable(self) -> None:
-        # Left readable when it rings: whom it wakes is late already, and `arm` or the loop's next look silences it.
+        # It stays readable when it rings, which spares a wait that is late already a system call: `arm` ends that, or
+        # the loop, which calls here again.
         if not self._at_ns:
             self._silence()
         elif monotonic_ns() >= self._at_ns:  # else it was armed anew since the loop was told

@@ -373,9 +373,9 @@ class Poller:
             self._parked[0] = 0
 
     async def _sleep(self, wait: Waiting, until_ns: int = 0) -> bool:
-        """Sleep until what is waited for is there, or until a time; return whether it came before that.
+        """Sleep until what is waited for is there, or until a time; return whether it is there.
 
-        After that time, whoever called looks first of all.
+        Once the time has come it does not look: the window, for which it wakes, begins with a look.
         """
         if self._in_place is not None and self._in_place.alone():
             there = self._sleep_in_place(self._in_place, wait, until_ns)

@@ -407,6 +407,7 @@ class ReadingEnd:
                     self.may_go_on, progress, core.published_ns, deadline=deadline, cancel=cancel, stall=stall
                 ):
                     gate.new_turn()
+                # Not by way of the loop's beginning: after a wait that code is cold, which single messages feel.
                 there = gate.refusal is None and gate.ready and self.source.look()
                 if there:
                     return
