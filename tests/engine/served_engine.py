@@ -180,6 +180,7 @@ async def served(
     request_type: Any = None,
     keys: EngineKeys | None = None,
     secure: bool = True,
+    max_pending_bytes: int = 64 << 20,
     **options: Any,
 ) -> AsyncIterator[Serving]:
     """Let these engines, in this loop, serve clients."""
@@ -191,7 +192,7 @@ async def served(
             work = [
                 run_engine_core(
                     each, startup.handshake_address, rank, request_type=request_type, options=options.get("options"),
-                    **security,
+                    max_pending_bytes=max_pending_bytes, **security,
                 )
                 for rank, each in enumerate(engines)
             ]  # fmt: skip

@@ -110,6 +110,8 @@ class ClientSockets:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what reaches nobody shall be an error
             if input_address.startswith("tcp://"):
                 watched_by_heartbeats(self._router, int(silence_s * 1000))
+            else:  # an engine that had dropped this front end comes back, maybe before its old connection has ended
+                self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._connections = Connections(
                 self._router,
                 self._sockets,

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from aioshm.arguments import check_int
 from aioshm.config import Options
 from aioshm.engine.core.calls import Calls, described
-from aioshm.engine.core.sockets import COORDINATOR, CoreSockets
+from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
 from aioshm.engine.protocol.lockstep import Lockstep
 from aioshm.engine.protocol.messages import (
@@ -59,6 +60,7 @@ class EngineCore:
         options: ``max_message_bytes``, ``remote_timeout`` and ``secure`` hold here.
         keys: See `run_engine_core`.
         secure: See `run_engine_core`.
+        max_pending_bytes: See `run_engine_core`.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class EngineCore:
         options: Options | None = None,
         keys: AnyKeys | None = None,
         secure: bool = True,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         options = options or Options.from_env()
+        self._max_pending_bytes = check_int("max_pending_bytes", max_pending_bytes, minimum=1)
         self._keys, self._secure = keys, secure and options.secure
         self._max_bytes, self._silence_s = options.max_message_bytes, options.remote_timeout
         self._engine = engine
@@ -105,6 +109,7 @@ class EngineCore:
             self._arrived,
             max_bytes=self._max_bytes,
             silence_s=self._silence_s,
+            max_pending_bytes=self._max_pending_bytes,
             credentials=keys_for_engine(self._index, self._keys) if self._secure and over_tcp(anywhere) else None,
         )
         await self._sockets.register(_encode_plain(fields) if fields else b"")
@@ -259,7 +264,7 @@ class EngineCore:
     # What leaves
 
     def _answer(self, client: int, answer: UtilityOutput) -> None:
-        self._send(client, EngineCoreOutputs(self._index, utility_output=answer))
+        self._send(client, EngineCoreOutputs(self._index, utility_output=answer), counts=False)
 
     async def _send_outputs(self, outputs: Iterable[Any]) -> bool:
         """Send each client what is for it; return whether there was anything."""
@@ -293,9 +298,9 @@ class EngineCore:
                     await self._drop([request_id])
                 self._refuse(client, request_id, str(error))
 
-    def _send(self, client: int, envelope: EngineCoreOutputs[Any]) -> None:
+    def _send(self, client: int, envelope: EngineCoreOutputs[Any], *, counts: bool = True) -> None:
         assert self._sockets is not None
-        self._sockets.send(client, self._encode(envelope))
+        self._sockets.send(client, self._encode(envelope), counts=counts)
 
     def _refuse(self, client: int, request_id: str, text: str) -> None:
         """Send the last output of a request that has failed."""

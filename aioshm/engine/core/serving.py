@@ -10,6 +10,7 @@ from typing import Any
 from aioshm.config import Options
 from aioshm.engine.core.core import EngineCore
 from aioshm.engine.core.joining import shake_hands
+from aioshm.engine.core.sockets import MAX_PENDING_BYTES
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
 from aioshm.engine.security.keys import AnyKeys
 
@@ -26,6 +27,7 @@ async def run_engine_core(
     options: Options | None = None,
     keys: AnyKeys | None = None,
     secure: bool = True,
+    max_pending_bytes: int = MAX_PENDING_BYTES,
 ) -> None:
     """Shake hands with the front end, and serve requests until the process is told to end.
 
@@ -68,6 +70,11 @@ async def run_engine_core(
         keys: What makes it known over TCP; None: what its process was started with, see `EngineKeys`.
         secure: Whether connections over TCP are encrypted, as the front end has to say, too. False for front ends that
             know no keys, as vLLM's.
+        max_pending_bytes: Bytes of outputs that may wait for one front end of this host, besides the last 8 messages,
+            which ZeroMQ holds. With more than that the front end has stopped reading, and the engine drops it: it logs
+            a warning that names the front end, and aborts its requests. A front end that runs again raises `EngineDead`
+            for them, and the engine registers with it anew. Answers to calls do not count. Over TCP a front end is
+            dropped after ``options.remote_timeout`` seconds of silence instead.
 
     Raises:
         HandshakeError: What the front end said is not understood.
@@ -77,7 +84,15 @@ async def run_engine_core(
     """
     options = options or Options.from_env()
     secure = secure and options.secure
-    core = EngineCore(engine, index, request_type=request_type, options=options, keys=keys, secure=secure)
+    core = EngineCore(
+        engine,
+        index,
+        request_type=request_type,
+        options=options,
+        keys=keys,
+        secure=secure,
+        max_pending_bytes=max_pending_bytes,
+    )
     termination = _Termination()
 
     async def initialize(metadata: EngineHandshakeMetadata) -> dict[str, Any]:

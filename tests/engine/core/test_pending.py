@@ -1,0 +1,240 @@
+"""Front ends of an engine's host that read slowly, or not at all: what waits for them is bounded, and in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+from served_engine import Engine, Serving, ask, collected, here_and_there, served, stop, until
+
+from aioshm.engine import (
+    APIServerProcessManager,
+    EngineClient,
+    EngineSupervisor,
+    EngineZmqAddresses,
+    die_with_parent,
+    run_engine_core,
+)
+from aioshm.engine.protocol.envelopes import EnvelopeDecoder
+from aioshm.errors import EngineDead
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+CHUNK = 1 << 16
+WITHIN_S = 30.0
+
+encode = msgspec.msgpack.encode
+
+
+class Streaming(Engine):
+    """Gives each request an array in each step: always the same one, or its first item if a little is enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.array = np.zeros(CHUNK, np.uint8)
+        self.steps = 0
+
+    async def step(self) -> list[dict[str, Any]]:
+        await asyncio.sleep(0)
+        self.steps += 1
+        self.array[:] = self.steps % 256
+        ended = [each for each, request in self.requests.items() if request["tokens"] == self.steps]
+        for each in ended:
+            del self.requests[each]
+        outputs = [
+            {"request_id": each, "array": self.array[: 1 if each.startswith("little") else CHUNK]}
+            for each in self.requests
+        ]
+        return outputs + [{"request_id": each, "finish_reason": "length"} for each in ended]
+
+
+class Unread:
+    """A front end whose sockets take next to nothing until they are read, as those of a process that is stopped."""
+
+    def __init__(self, context: zmq.asyncio.Context, addresses: EngineZmqAddresses) -> None:
+        self.router, self.pull = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
+        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.pull.setsockopt(zmq.RCVHWM, 1)
+        self.pull.setsockopt(zmq.RCVBUF, 1 << 16)
+        self.router.bind(addresses.inputs[1])
+        self.pull.bind(addresses.outputs[1])
+
+    async def registration(self) -> bytes:
+        """Return the identity of the engine that registers."""
+        async with asyncio.timeout(WITHIN_S):
+            frames: list[bytes] = await self.router.recv_multipart()
+        return frames[0]
+
+    async def submit(self, engine: bytes, request: dict[str, Any]) -> None:
+        await self.router.send_multipart([engine, b"\x00", encode(request)])
+
+    async def outputs(self) -> list[Any]:
+        """Return the outputs of the next message; the text of a message that is no envelope."""
+        async with asyncio.timeout(WITHIN_S):
+            frames = await self.pull.recv_multipart()
+        return [frames[0].decode()] if len(frames[0]) == 16 else EnvelopeDecoder(None).decode(frames).outputs
+
+
+@asynccontextmanager
+async def beside_unread(engine: Engine, **options: Any) -> AsyncIterator[tuple[Serving, Unread]]:
+    """Let an engine serve a client, and a front end that reads nothing."""
+    addresses = here_and_there(2)
+    with zmq.asyncio.Context() as context:
+        unread = Unread(context, addresses)
+        try:
+            async with served(engine, addresses=addresses, **options) as serving:
+                yield serving, unread
+        finally:
+            unread.router.close(linger=0)
+            unread.pull.close(linger=0)
+
+
+async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Streaming()
+    async with beside_unread(engine, max_pending_bytes=1 << 20) as (serving, unread):
+        name = await unread.registration()
+        await unread.submit(name, ask("stuck", None))
+        await unread.submit(name, ask("stuck too", None))
+        stream = serving.client.submit(ask("little", None))
+        outputs = 0
+        with caplog.at_level(logging.WARNING, "aioshm.engine"):
+            async with asyncio.timeout(WITHIN_S):
+                while not engine.aborted:
+                    await anext(stream)
+                    outputs += 1
+        assert sorted(engine.aborted) == ["stuck", "stuck too"]
+        assert list(engine.requests) == ["little"]
+        assert outputs > 10
+        (text,) = [each for each in caplog.messages if "dropped" in each]
+        assert text.startswith(f"engine 0 dropped front end 1 ({serving.client.addresses.outputs[1]}), ")
+        waiting = int(text.split(": ")[1].split()[0])
+        assert 1 << 20 < waiting < (1 << 20) + 3 * CHUNK
+        name = await unread.registration()
+        await unread.submit(name, ask("back", None))
+        async with asyncio.timeout(WITHIN_S):
+            while not any(each["request_id"] == "back" for each in await unread.outputs()):
+                pass
+        await anext(stream)
+
+
+async def test_front_end_that_reads_late_gets_every_output_as_it_was_in_its_step() -> None:
+    engine = Streaming()
+    async with beside_unread(engine) as (_, unread):
+        name = await unread.registration()
+        await unread.submit(name, ask("late", 200))
+        await until(lambda: engine.seen and not engine.requests)
+        steps = []
+        while "finish_reason" not in (output := (await unread.outputs())[0]):
+            assert len(set(output["array"].tobytes())) == 1
+            steps.append(int(output["array"][0]))
+        assert steps == [number % 256 for number in range(steps[0], 200)]
+
+
+async def test_front_end_that_reads_when_the_engine_ends_gets_all_that_waits() -> None:
+    engine = Streaming()
+    async with beside_unread(engine) as (serving, unread):
+        name = await unread.registration()
+        await unread.submit(name, ask("late", 100))
+        await until(lambda: engine.seen and not engine.requests)
+        for task in serving.running:
+            task.cancel()
+        ended: list[Any] = []
+        while ended[-1:] != ["ENGINE_CORE_DEAD"]:
+            ended += await unread.outputs()
+        assert ended[-2]["finish_reason"] == "length"
+
+
+async def test_answers_to_calls_beyond_the_bound_arrive() -> None:
+    async with served(Engine(), max_pending_bytes=1) as serving:
+        arrays = [np.full(1 << 18, number, np.uint8) for number in range(40)]
+        answers = await asyncio.gather(*(serving.client.call("give", array, engine=0) for array in arrays))
+        for array, answer in zip(arrays, answers, strict=True):
+            np.testing.assert_array_equal(answer, array)
+        assert len(await collected(serving.client.submit(ask("after", 3)))) == 3
+
+
+async def test_output_larger_than_the_bound_arrives() -> None:
+    large = "x" * (4 << 20)
+    async with served(Engine(), max_pending_bytes=1) as serving:
+        requests = [ask(name, output={"request_id": name, "text": large, "finish_reason": "length"}) for name in "abc"]
+        for outputs in await asyncio.gather(*(collected(serving.client.submit(each)) for each in requests)):
+            assert [output["text"] for output in outputs] == [large]
+
+
+@pytest.mark.parametrize(("value", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)])
+async def test_bound_that_makes_no_sense_is_refused_by_name(value: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="max_pending_bytes must be"):
+        await run_engine_core(Engine(), "ipc:///nowhere", 0, max_pending_bytes=value)
+
+
+def talkative(directory: str, handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
+    """Run an engine; the target of a process."""
+    die_with_parent()
+    asyncio.run(run_engine_core(Streaming(), handshake_address, dp_rank, max_pending_bytes=4 << 20))
+
+
+def ask_for_much(listen_address: str, sock: Any, directory: str, config: dict[str, Any]) -> None:
+    """Run a front end: ask again whenever a request ends, and write down how; the target of a process."""
+    die_with_parent()
+    path = Path(directory, str(config["client_index"]))
+    name = "little" if config["client_index"] else "much"
+
+    async def work() -> None:
+        addresses = EngineZmqAddresses([config["input_address"]], [config["output_address"]])
+        where = config["membership_address"]
+        async with EngineClient(addresses, 1, on_engine_death="continue", membership_address=where) as client:
+            for number in count():
+                await client.wait_until_ready(WITHIN_S)
+                try:
+                    outputs = 0
+                    async for _ in client.submit(ask(f"{name} {number}", None)):
+                        outputs += 1
+                        path.write_text(f"{number} {outputs}")
+                except EngineDead:
+                    pass
+
+    asyncio.run(work())
+
+
+@pytest.mark.slow
+async def test_front_end_that_is_stopped_and_continued_is_served_again(
+    tmp_path: Path,
+) -> None:
+    def outputs(index: int, number: int) -> int:
+        """Return how many outputs a front end has for its request of this number."""
+        with suppress(FileNotFoundError, ValueError):
+            request, had = (tmp_path / str(index)).read_text().split()
+            return int(had) if int(request) == number else 0
+        return 0
+
+    async with EngineSupervisor(talkative, 1, num_api_servers=2, args=(str(tmp_path),)) as supervisor:
+        addresses = supervisor.launch.addresses
+        async with APIServerProcessManager(
+            ask_for_much, "", None, str(tmp_path), 2, addresses.inputs, addresses.outputs,
+            membership_address=supervisor.launch.membership_address,
+        ) as fronts:  # fmt: skip
+            await until(lambda: outputs(0, 0) and outputs(1, 0))
+            stopped = fronts.processes[0].pid
+            assert stopped is not None
+            stop(stopped, signal.SIGSTOP)
+            manager = supervisor.launch.engine_manager
+            await until(lambda: "dropped front end 0" in " ".join(manager.last_lines("EngineCore_0")))
+            before = outputs(1, 0)
+            await until(lambda: outputs(1, 0) > before)
+            stop(stopped, signal.SIGCONT)
+            await until(lambda: outputs(0, 1))
+            before = outputs(1, 0)
+            await until(lambda: outputs(1, 0) > before)
