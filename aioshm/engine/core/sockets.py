@@ -231,9 +231,7 @@ class CoreSockets:
             curve = mine.to_coordinator() if to_coordinator else mine.to_front_end()
         # Over TCP heartbeats find out that a front end is stopped, and a slow network is no reason to drop one.
         hwm = _LOCAL_HWM if kind == zmq.PUSH and not to_coordinator and not over_tcp([address]) else _UNBOUNDED
-        socket = self._sockets.add(
-            open_socket(self._sockets.context, kind, address, bind=False, hwm=hwm, curve=curve)
-        )
+        socket = self._sockets.add(open_socket(self._sockets.context, kind, address, bind=False, hwm=hwm, curve=curve))
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.ROUTING_ID, self._identity if mine is None else mine.name)

@@ -40,13 +40,14 @@ encode = msgspec.msgpack.encode
 class Streaming(Engine):
     """Gives each request an array in each step: always the same one, or its first item if a little is enough."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause_s: float = 0.0) -> None:
         super().__init__()
+        self.pause_s = pause_s
         self.array = np.zeros(CHUNK, np.uint8)
         self.steps = 0
 
     async def step(self) -> list[dict[str, Any]]:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.pause_s)
         self.steps += 1
         self.array[:] = self.steps % 256
         ended = [each for each, request in self.requests.items() if request["tokens"] == self.steps]
@@ -109,15 +110,12 @@ async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back
         await unread.submit(name, ask("stuck", None))
         await unread.submit(name, ask("stuck too", None))
         stream = serving.client.submit(ask("little", None))
-        outputs = 0
         with caplog.at_level(logging.WARNING, "aioshm.engine"):
             async with asyncio.timeout(WITHIN_S):
                 while not engine.aborted:
                     await anext(stream)
-                    outputs += 1
         assert sorted(engine.aborted) == ["stuck", "stuck too"]
         assert list(engine.requests) == ["little"]
-        assert outputs > 10
         (text,) = [each for each in caplog.messages if "dropped" in each]
         assert text.startswith(f"engine 0 dropped front end 1 ({serving.client.addresses.outputs[1]}), ")
         waiting = int(text.split(": ")[1].split()[0])
@@ -183,7 +181,7 @@ async def test_bound_that_makes_no_sense_is_refused_by_name(value: Any, kind: ty
 def talkative(directory: str, handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
     """Run an engine; the target of a process."""
     die_with_parent()
-    asyncio.run(run_engine_core(Streaming(), handshake_address, dp_rank, max_pending_bytes=4 << 20))
+    asyncio.run(run_engine_core(Streaming(0.005), handshake_address, dp_rank, max_pending_bytes=4 << 20))
 
 
 def ask_for_much(listen_address: str, sock: Any, directory: str, config: dict[str, Any]) -> None:
@@ -213,11 +211,11 @@ def ask_for_much(listen_address: str, sock: Any, directory: str, config: dict[st
 async def test_front_end_that_is_stopped_and_continued_is_served_again(
     tmp_path: Path,
 ) -> None:
-    def outputs(index: int, number: int) -> int:
-        """Return how many outputs a front end has for its request of this number."""
+    def outputs(index: int, first: int = 0) -> int:
+        """Return how many outputs a front end has for its latest request, if that is this one or a later one."""
         with suppress(FileNotFoundError, ValueError):
             request, had = (tmp_path / str(index)).read_text().split()
-            return int(had) if int(request) == number else 0
+            return int(had) if int(request) >= first else 0
         return 0
 
     async with EngineSupervisor(talkative, 1, num_api_servers=2, args=(str(tmp_path),)) as supervisor:
@@ -226,15 +224,15 @@ async def test_front_end_that_is_stopped_and_continued_is_served_again(
             ask_for_much, "", None, str(tmp_path), 2, addresses.inputs, addresses.outputs,
             membership_address=supervisor.launch.membership_address,
         ) as fronts:  # fmt: skip
-            await until(lambda: outputs(0, 0) and outputs(1, 0))
+            await until(lambda: outputs(0) and outputs(1))
             stopped = fronts.processes[0].pid
             assert stopped is not None
             stop(stopped, signal.SIGSTOP)
             manager = supervisor.launch.engine_manager
             await until(lambda: "dropped front end 0" in " ".join(manager.last_lines("EngineCore_0")))
-            before = outputs(1, 0)
-            await until(lambda: outputs(1, 0) > before)
+            before = outputs(1)
+            await until(lambda: outputs(1) > before)
             stop(stopped, signal.SIGCONT)
             await until(lambda: outputs(0, 1))
-            before = outputs(1, 0)
-            await until(lambda: outputs(1, 0) > before)
+            before = outputs(1)
+            await until(lambda: outputs(1) > before)
