@@ -213,11 +213,11 @@ class CoreSockets:
         while waiting := [output for output in self._outputs if output.pending]:
             for output in self._outputs:
                 poller.register(output.socket, zmq.POLLOUT if output in waiting else 0)
-            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if not poller.poll(max(0, int((deadline - time.monotonic()) * 1000))):
                 break
             for output in waiting:
                 output.send_pending()
-        self._close(int(max(0.0, deadline - time.monotonic()) * 1000))
+        self._close(max(0, int((deadline - time.monotonic()) * 1000)))
 
     def _close(self, linger_ms: int) -> None:
         for monitor in self._monitors:
