@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from typing import TypeVar
+
+T = TypeVar("T")
 
 MAX_SECONDS = 1e9
 """No number of seconds may be larger: 31 years are for ever, and more is what no timer of the system takes."""
@@ -53,6 +57,14 @@ def check_timeout(name: str, value: object) -> float | None:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} must be a number of seconds that a float can be, not {shown(value)}") from None
+
+
+def check_plain(name: str, value: T) -> T:
+    """Return ``value`` unless calling it would make a coroutine that nothing awaits; the error names the argument."""
+    for each in (value, getattr(type(value), "__call__", None)):  # noqa: B004
+        if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
+            raise TypeError(f"{name} must be a plain function, and nothing would await {shown(value)}")
+    return value
 
 
 def check_bool(name: str, value: object) -> bool:

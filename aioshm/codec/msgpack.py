@@ -22,7 +22,7 @@ from typing import Any, Generic, Self, overload
 import msgspec
 from msgspec.msgpack import Ext
 
-from aioshm.arguments import shown
+from aioshm.arguments import check_plain, shown
 from aioshm.codec.base import Encoded, T, cannot_decode
 from aioshm.codec.buffers import OUT_OF_BAND_BYTES, flat, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
@@ -90,8 +90,8 @@ class MsgpackCodec(Generic[T]):
         dec_hook: Callable[[type[Any], Any], Any] | None = None,
     ) -> None:
         self._type = type
-        self._enc_hook = enc_hook
-        self._dec_hook = dec_hook
+        self._enc_hook = check_plain("enc_hook", enc_hook)
+        self._dec_hook = check_plain("dec_hook", dec_hook)
         self._pack = msgspec.msgpack.Encoder(enc_hook=self._stand_in).encode
         self._unpack = built(lambda: msgspec.msgpack.Decoder(ext_hook=self._arrive)).decode
         self.loads: Callable[[bytes | memoryview], T] = self._unpack

@@ -6,7 +6,7 @@ import builtins
 from collections.abc import Callable, Sequence
 from typing import Any, NewType, get_origin
 
-from aioshm.arguments import shown
+from aioshm.arguments import check_plain, shown
 from aioshm.codec.base import Codec, Typed
 from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.codec.pickle5 import PickleCodec
@@ -38,6 +38,7 @@ def register_codec(name: str, factory: Callable[[], Codec]) -> None:
         raise TypeError(f"name must be the name of a codec, not {shown(name)}")
     if not callable(factory):
         raise TypeError(f"factory must be what makes a codec, such as its class, not {shown(factory)}")
+    check_plain("factory", factory)
     if _factories.get(name) is factory:
         return
     codec = factory()

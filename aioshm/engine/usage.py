@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from aioshm.arguments import check_plain
 from aioshm.config import usage_stats_path
 
 Sink = str | os.PathLike[str] | Callable[[dict[str, Any]], object]
@@ -53,8 +54,11 @@ def report_usage_stats(stats: object = None, usage_context: str | Enum = "unknow
             told, as far as it has them.
         usage_context: What kind of program this is; of an `Enum` its value.
         to: Where it goes. None: to the file that ``AIOSHM_USAGE_STATS`` names, or nowhere if it names none.
+
+    Raises:
+        TypeError: ``to`` is a coroutine function.
     """
-    sink = usage_stats_path() if to is None else to
+    sink = usage_stats_path() if to is None else check_plain("to", to)
     if sink is None:
         return False
     try:

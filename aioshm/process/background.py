@@ -7,6 +7,8 @@ stuck would keep the whole process. These are daemons, one for each call.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -15,6 +17,10 @@ from aioshm.errors import OutOfThreads
 from aioshm.process.threads import start_thread
 
 T = TypeVar("T")
+
+_log = logging.getLogger("aioshm.engine")
+_notified: set[asyncio.Future[Any]] = set()
+"""What callbacks of users still do: the loop itself keeps no task."""
 
 LOOK_S = 1.0
 """How late a result may be found on a loop that other threads cannot wake any more."""
@@ -124,6 +130,28 @@ def _discard_apart(discard: Callable[[T], object], value: T) -> None:
         start_thread(discard, value, name="aioshm-discard", what="giving back what nobody takes", daemon=False)
     except OutOfThreads:
         discard(value)
+
+
+def notify(callback: Callable[..., object], *args: object) -> None:
+    """Call a user's callback on the running loop, and run what it returns as a task, if that is awaitable.
+
+    Errors are logged: no notification ends the work that it tells of.
+    """
+    try:
+        result = callback(*args)
+    except Exception:
+        _log.exception("callback %r has failed", callback)
+        return
+    if inspect.isawaitable(result):
+        task = asyncio.ensure_future(result)
+        _notified.add(task)
+        task.add_done_callback(lambda done: _forget_notified(done, callback))
+
+
+def _forget_notified(task: asyncio.Future[Any], callback: Callable[..., object]) -> None:
+    _notified.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("callback %r has failed", callback, exc_info=error)
 
 
 async def completed(task: asyncio.Task[Any]) -> None:

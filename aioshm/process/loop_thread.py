@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from aioshm.arguments import check_plain
 from aioshm.errors import EndClosed, QueueClosed, RoleError
 from aioshm.process.threads import start_thread
 
@@ -37,6 +38,7 @@ class LoopThread:
     """
 
     def __init__(self, owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+        check_plain("loop_factory", loop_factory)
         self._owner, self._pid = owner, os.getpid()
         self._gate = threading.RLock()  # a signal handler or the garbage collector may call while this thread does
         self._ended = False

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from multiprocessing import util
 from typing import Any, NamedTuple
 
-from aioshm.arguments import check_int
+from aioshm.arguments import check_int, check_plain
 from aioshm.closing import AsyncClosing, Closing
 from aioshm.errors import RoleError
 from aioshm.process.background import give_back
@@ -76,7 +76,7 @@ class ProcessManager(Closing, AsyncClosing):
         capture_stderr: bool = True,
     ) -> None:
         self.processes: list[Child] = []
-        self._target = target
+        self._target = check_plain("target", target)
         self._jobs: dict[str, Job] = {}
         self._starting = threading.Lock()  # processes may be started in threads
         self._pid = os.getpid()

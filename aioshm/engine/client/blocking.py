@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from aioshm.arguments import check_seconds
+from aioshm.arguments import check_plain, check_seconds
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
 from aioshm.engine.client.blocking_streams import OutputStream
@@ -54,7 +54,7 @@ class EngineClient(Closing):
         self._host: LoopThread | None = None
         self._closing = threading.RLock()
         self._owns_host = True
-        self._loop_factory = loop_factory
+        self._loop_factory = check_plain("loop_factory", loop_factory)
         self._client = awaited.EngineClient(addresses, engines, **arguments)
 
     @classmethod

@@ -34,6 +34,7 @@ from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
+from aioshm.process.background import notify
 from aioshm.process.guard import built
 from aioshm.zeromq.curve import CurveKeys
 
@@ -315,7 +316,7 @@ class EngineLink:
 
     def _tell_change(self, rank: int, error: EngineDead | None) -> None:
         if self._on_change is not None:
-            self._loop.call_soon(self._on_change, rank, error)
+            self._loop.call_soon(notify, self._on_change, rank, error)
 
     def give_up(self, error: EngineDead) -> None:
         """Fail everything that is pending, and all that is begun later, with this error."""

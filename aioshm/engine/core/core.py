@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from aioshm.arguments import check_int
+from aioshm.arguments import check_int, check_plain
 from aioshm.config import Options
 from aioshm.engine.core.calls import Calls, described
 from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets
@@ -41,6 +41,8 @@ IDLE_STEP_S = 0.001
 _LOG_INTERVAL_S = 10.0
 _USAGE_STEPS = 20
 """Of the use of a KV cache, where nothing else has changed: a report in each step would tell nobody more."""
+
+_NEVER_ASYNC = ("has_work", "request_counts", "kv_cache_usage", "error_output")
 
 _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
@@ -76,6 +78,8 @@ class EngineCore:
     ) -> None:
         options = options or Options.from_env()
         self._max_pending_bytes = check_int("max_pending_bytes", max_pending_bytes, minimum=1)
+        for name in _NEVER_ASYNC:
+            check_plain(name, getattr(engine, name, None))
         self._keys, self._secure = keys, secure and options.secure
         self._max_bytes, self._silence_s = options.max_message_bytes, options.remote_timeout
         self._engine = engine

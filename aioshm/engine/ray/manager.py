@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from aioshm.arguments import check_int, check_seconds
+from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, Closing, warn_not_closed
 from aioshm.engine.ray.actor import EngineActor, actor_in
 from aioshm.engine.ray.cluster import (
@@ -101,6 +101,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         self._closing: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
         self._started: dict[int, int] = {}  # how often an engine was started
+        check_plain("target_fn", target_fn)
         check_int("engine_count", engine_count, minimum=1)
         check_int("local_engine_count", local_engine_count, minimum=0)
         if local_engine_count > engine_count:

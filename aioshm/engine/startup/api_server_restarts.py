@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from aioshm.errors import ProcessDied
-from aioshm.process.background import in_thread
+from aioshm.process.background import in_thread, notify
 from aioshm.process.child import Child
 from aioshm.process.lives import Life, bring_back
 from aioshm.process.manager import ProcessManager
@@ -111,4 +111,4 @@ class ServerRestarts:
     def _set(self, life: Life, state: ProcessPhase) -> None:
         life.state = state
         if self._on_change is not None:
-            self._loop.call_soon(self._on_change, life.info)
+            self._loop.call_soon(notify, self._on_change, life.info)

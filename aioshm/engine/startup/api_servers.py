@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aioshm.arguments import check_int
+from aioshm.arguments import check_int, check_plain
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.engine.startup.api_server_restarts import ServerRestarts
 from aioshm.errors import EndClosed, ProcessDied, RoleError
@@ -73,6 +73,7 @@ class APIServerProcessManager(ProcessManager):
         restart: Restart | None = None,
         on_change: Callable[[RankInfo], object] | None = None,
     ) -> None:
+        check_plain("target_server_fn", target_server_fn)
         check_int("num_servers", num_servers, minimum=1)
         for name, addresses in (("input_addresses", input_addresses), ("output_addresses", output_addresses)):
             if len(addresses) != num_servers:

@@ -23,7 +23,7 @@ from aioshm.engine.startup.supervision import Supervision
 from aioshm.errors import EngineStartupError, HandshakeError, RoleError
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
-from aioshm.process.background import completed
+from aioshm.process.background import completed, notify
 from aioshm.process.watch import WatchedManager, WatchedProcess
 from aioshm.zeromq.sockets import Socket
 
@@ -388,7 +388,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
     def _announce(self, progress: StartupProgress) -> None:
         if self._on_progress is not None:
-            asyncio.get_running_loop().call_soon(self._on_progress, progress)
+            asyncio.get_running_loop().call_soon(notify, self._on_progress, progress)
 
     # Failure and closing
 

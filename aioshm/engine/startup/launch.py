@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from aioshm.arguments import check_int
+from aioshm.arguments import check_int, check_plain
 from aioshm.config import Options, engine_ready_timeout
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.link import OnEngineChange, OnEngineDeath, Resubmit
@@ -242,6 +242,7 @@ async def launch_core_engines(
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be 'mp' or 'ray', not {backend!r}")
+    check_plain("target_fn", target_fn)
     check_int("num_api_servers", num_api_servers, minimum=0)
     secure = secure and (options is None or options.secure)
     layout = Layout(

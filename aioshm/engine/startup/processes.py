@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aioshm.arguments import check_int
+from aioshm.arguments import check_int, check_plain
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
@@ -44,6 +44,7 @@ class CoreEngineProcManager(ProcessManager):
         keys: EngineKeys | None = None,
         **kwargs: Any,
     ) -> None:
+        check_plain("target_fn", target_fn)
         check_int("local_engine_count", local_engine_count, minimum=0)
         check_int("start_index", start_index, minimum=0)
         check_int("local_start_index", local_start_index, minimum=0)

@@ -12,6 +12,7 @@ from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.startup.router import HandshakeRouter
 from aioshm.errors import HandshakeError
 from aioshm.logs import LogLimiter
+from aioshm.process.background import notify
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -66,7 +67,7 @@ class Rejoining:
             self._limiter.warn(logger, "ignored a message from %s: %s", sender, error)
             return True
         if reply is None:
-            self._on_ready(index)
+            notify(self._on_ready, index)
             return True
         try:
             self._router.answer(reply)

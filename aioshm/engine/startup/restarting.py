@@ -18,7 +18,7 @@ from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.errors import EndClosed, EngineDead
-from aioshm.process.background import in_thread
+from aioshm.process.background import in_thread, notify
 from aioshm.process.child import Child
 from aioshm.process.lives import Life, bring_back
 from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory
@@ -312,7 +312,7 @@ class Restarting:
         if state != life.state:
             life.state = state
             if self._on_change is not None:
-                self._loop.call_soon(self._on_change, life.info)
+                self._loop.call_soon(notify, self._on_change, life.info)
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=f"aioshm-supervises-{what}")

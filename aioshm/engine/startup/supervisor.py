@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
-from aioshm.arguments import check_int, check_seconds
+from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import EngineClient
@@ -83,7 +83,8 @@ class EngineSupervisor(AsyncClosing):
             "on_engine_change": self._engine_changed,
             "wait": False,
         }
-        self._target, self._count = target_fn, check_int("engine_count", engine_count, minimum=1)
+        self._target = check_plain("target_fn", target_fn)
+        self._count = check_int("engine_count", engine_count, minimum=1)
 
     def __repr__(self) -> str:
         if self._stack is None:

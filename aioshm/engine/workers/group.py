@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self
 
-from aioshm.arguments import check_int, check_seconds, check_timeout
+from aioshm.arguments import check_int, check_plain, check_seconds, check_timeout
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.metering import StreamMeter, meter_of, metered
@@ -91,6 +91,7 @@ class WorkerGroup(AsyncClosing):
             raise TypeError(f"worker must be callable, not {worker!r}")
         if loop_factory is not None and not callable(loop_factory):
             raise TypeError(f"loop_factory must be callable, or None, not {loop_factory!r}")
+        check_plain("loop_factory", loop_factory)
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be a string, and not empty, not {name!r}")
         check_int("n_workers", n_workers, minimum=1)

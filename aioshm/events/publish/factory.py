@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar
 
+from aioshm.arguments import check_plain
 from aioshm.events.config import KVEventsConfig
 from aioshm.events.publish.base import EventPublisher, NullEventPublisher
 from aioshm.events.publish.publisher import ZmqEventPublisher
@@ -41,10 +42,11 @@ class EventPublisherFactory:
 
         Raises:
             KeyError: The name is taken.
+            TypeError: ``ctor`` is a coroutine function.
         """
         if name in cls._registry:
             raise KeyError(f"publisher {name!r} is already registered")
-        cls._registry[name] = ctor
+        cls._registry[name] = check_plain("ctor", ctor)
 
     @classmethod
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> EventPublisher:

@@ -1,0 +1,175 @@
+"""Callbacks that are coroutine functions: run where they notify, refused where nothing would await them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from served_engine import Engine, served, stop, until
+from startups import addresses, engine, tasks
+from supervised import MANY, pids, serve
+
+from aioshm import MsgpackCodec, register_codec
+from aioshm.engine import (
+    APIServerProcessManager,
+    CoreEngine,
+    CoreEngineActorManager,
+    CoreEngineProcManager,
+    EngineStartupCoordinator,
+    EngineSupervisor,
+    EngineZmqAddresses,
+    ProcessManager,
+    WorkerGroup,
+    launch_core_engines,
+    report_usage_stats,
+    run_engine_core,
+)
+from aioshm.engine import blocking as engine_blocking
+from aioshm.events import EventPublisherFactory
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+Callback = Callable[..., Any]
+
+
+def sleep_on(*_arguments: Any) -> None:
+    time.sleep(3600)
+
+
+@asynccontextmanager
+async def progress(path: str, callback: Callback) -> AsyncIterator[None]:
+    async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), on_progress=callback) as startup:
+        async with tasks(engine(path, 0)):
+            await startup.wait(30)
+            yield
+
+
+@asynccontextmanager
+async def ready_again(path: str, callback: Callback) -> AsyncIterator[None]:
+    async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses()) as startup:
+        async with tasks(engine(path, 0)):
+            await startup.wait(30)
+        startup.stay_open(callback).expect(0)
+        async with tasks(engine(path, 0)):
+            yield
+
+
+@asynccontextmanager
+async def engine_change(path: str, callback: Callback) -> AsyncIterator[None]:
+    async with served(Engine(), Engine(), on_engine_death="continue", on_engine_change=callback) as serving:
+        serving.running[1].cancel()
+        yield
+
+
+@asynccontextmanager
+async def supervisor_change(path: str, callback: Callback) -> AsyncIterator[None]:
+    async with EngineSupervisor(serve, 1, restart=MANY, on_change=callback) as supervisor:
+        stop(pids(supervisor)[0])
+        yield
+
+
+@asynccontextmanager
+async def server_change(path: str, callback: Callback) -> AsyncIterator[None]:
+    async with APIServerProcessManager(
+        sleep_on, "", None, None, 1, ["ipc:///a"], ["ipc:///b"], restart=MANY, on_change=callback
+    ) as manager:
+        stop(manager.processes[0].pid or 0)
+        yield
+
+
+@pytest.mark.parametrize("notifying", [progress, ready_again, engine_change, supervisor_change, server_change])
+async def test_coroutine_function_that_is_notified_runs(notifying: Callable[..., Any], path: str) -> None:
+    ran = []
+
+    async def callback(*arguments: Any) -> None:
+        await asyncio.sleep(0)
+        ran.append(arguments)
+
+    async with notifying(path, callback):
+        await until(lambda: ran)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_callback_that_fails_is_logged_and_ends_nothing(
+    is_async: bool, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_arguments: Any) -> None:
+        raise ArithmeticError("nobody catches this")
+
+    async def fail_later(*_arguments: Any) -> None:
+        fail()
+
+    with caplog.at_level(logging.ERROR, "aioshm.engine"):
+        async with progress(path, fail_later if is_async else fail):
+            await until(lambda: len(caplog.records) == 2)  # one for HELLO, one for READY
+    assert all("has failed" in each.message and each.exc_info for each in caplog.records)
+    assert "fail" in caplog.text
+    assert "nobody catches this" in caplog.text
+
+
+async def later(*_arguments: Any, **_options: Any) -> Any:
+    raise AssertionError
+
+
+class Later:
+    async def __call__(self, *_arguments: Any) -> Any:
+        raise AssertionError
+
+
+class LateCounts(Engine):
+    async def request_counts(self) -> tuple[int, int]:
+        raise AssertionError
+
+
+async def launched() -> None:
+    async with launch_core_engines(later, 1):
+        pass
+
+
+def launched_in_a_thread() -> None:
+    with engine_blocking.launch_core_engines(serve, 1, loop_factory=later):  # type: ignore[arg-type]
+        pass
+
+
+ANY: Any = None
+REFUSING: dict[str, Callable[[], Any]] = {
+    "target": lambda: ProcessManager(later, []),
+    "target_fn": lambda: CoreEngineProcManager(later, 1),
+    "target_fn of actors": lambda: CoreEngineActorManager(later, 1, 1),
+    "target_fn of a supervisor": lambda: EngineSupervisor(later),
+    "target_fn of a launch": lambda: launched(),
+    "target_server_fn": lambda: APIServerProcessManager(later, "", None, ANY, 1, ["ipc:///a"], ["ipc:///b"]),
+    "loop_factory": lambda: WorkerGroup(Engine, 1, loop_factory=later),  # type: ignore[arg-type]
+    "loop_factory of a client": lambda: engine_blocking.EngineClient(
+        EngineZmqAddresses(["ipc:///a"], ["ipc:///b"]), 1, loop_factory=later  # type: ignore[arg-type]
+    ),
+    "loop_factory of a launch": launched_in_a_thread,
+    "enc_hook": lambda: MsgpackCodec(enc_hook=later),
+    "dec_hook": lambda: MsgpackCodec(dec_hook=functools.partial(later, 1)),
+    "factory": lambda: register_codec("late", Later()),  # type: ignore[arg-type]
+    "ctor": lambda: EventPublisherFactory.register_publisher("late", later),
+    "to": lambda: report_usage_stats({}, to=later),
+    "request_counts": lambda: run_engine_core(LateCounts(), "ipc:///nowhere", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSING)
+async def test_coroutine_function_that_nothing_would_await_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name.split()[0]} must be a plain function, and nothing would await"):
+        made = REFUSING[name]()
+        if asyncio.iscoroutine(made):
+            await made
+
+
+async def test_callback_of_a_plain_function_is_called_as_before(path: str) -> None:
+    seen: list[Any] = []
+    async with progress(path, seen.append):
+        await until(lambda: len(seen) == 2)
+    assert report_usage_stats({}, to=seen.append)
+    assert len(seen) == 3
