@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from aioshm.errors import OutOfThreads
@@ -18,7 +18,6 @@ from aioshm.process.threads import start_thread
 
 T = TypeVar("T")
 
-_log = logging.getLogger("aioshm.engine")
 _notified: set[asyncio.Future[Any]] = set()
 """What callbacks of users still do: the loop itself keeps no task."""
 
@@ -135,23 +134,28 @@ def _discard_apart(discard: Callable[[T], object], value: T) -> None:
 def notify(callback: Callable[..., object], *args: object) -> None:
     """Call a user's callback on the running loop, and run what it returns as a task, if that is awaitable.
 
-    Errors are logged: no notification ends the work that it tells of.
+    Errors go to the loop's exception handler, which logs them: they do not end the work that is notified of.
     """
     try:
         result = callback(*args)
-    except Exception:
-        _log.exception("callback %r has failed", callback)
+    except Exception as error:
+        _report(callback, error)
         return
     if inspect.isawaitable(result):
         task = asyncio.ensure_future(result)
         _notified.add(task)
-        task.add_done_callback(lambda done: _forget_notified(done, callback))
+        task.add_done_callback(partial(_end_notified, callback))
 
 
-def _forget_notified(task: asyncio.Future[Any], callback: Callable[..., object]) -> None:
+def _end_notified(callback: Callable[..., object], task: asyncio.Future[Any]) -> None:
     _notified.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("callback %r has failed", callback, exc_info=error)
+        _report(callback, error)
+
+
+def _report(callback: Callable[..., object], error: BaseException) -> None:
+    context = {"message": f"callback {callback!r} has failed", "exception": error}
+    asyncio.get_running_loop().call_exception_handler(context)
 
 
 async def completed(task: asyncio.Task[Any]) -> None:

@@ -105,7 +105,7 @@ async def test_callback_that_fails_is_logged_and_ends_nothing(
     async def fail_later(*_arguments: Any) -> None:
         fail()
 
-    with caplog.at_level(logging.ERROR, "aioshm.engine"):
+    with caplog.at_level(logging.ERROR, "asyncio"):
         async with progress(path, fail_later if is_async else fail):
             await until(lambda: len(caplog.records) == 2)  # one for HELLO, one for READY
     assert all("has failed" in each.message and each.exc_info for each in caplog.records)

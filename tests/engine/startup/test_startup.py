@@ -244,18 +244,6 @@ class TestProgress:
                 await waiting
         assert "0 of 1 engines connected, 0 ready; waiting for engines 0 (before HELLO, 7 s)" in caplog.messages
 
-    async def test_a_callback_that_fails_harms_nobody(self, path: str) -> None:
-        complaints: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["exception"]))
-
-        def on_progress(_progress: StartupProgress) -> None:
-            raise RuntimeError("mine")
-
-        async with EngineStartupCoordinator(path, [CoreEngine(0)], addresses(), on_progress=on_progress) as startup:
-            async with tasks(engine(path, 0)):
-                await startup.wait(20)
-        assert [str(error) for error in complaints] == ["mine", "mine"]
-
 
 class TestWaiting:
     async def test_out_of_time_and_once_more(self, path: str) -> None:
