@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from ipaddress import ip_address
 
 import zmq
@@ -14,6 +15,16 @@ from aioshm.process.limits import naming_limits
 from aioshm.zeromq.curve import CurveKeys
 
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
+
+SILENCE_S = 10.0
+"""After so much silence a socket that connects gives a TCP connection up, and makes a new one."""
+
+BOUND_SILENCE_S = 900.0
+"""The same for a socket that binds: its peers, which may be programs of others, may have no way to
+notice that it gave up. TCP itself waits that long for an acknowledgement."""
+
+HANDSHAKE_MS = 10_000
+"""How long ZeroMQ's handshake may take, with the proof of the keys."""
 
 
 def is_ipv6(endpoint: str) -> bool:
@@ -45,8 +56,20 @@ def open_socket(
     bind: bool,
     hwm: int,
     curve: CurveKeys | None,
+    silence_s: float | None = None,
+    heartbeats: bool = False,
 ) -> zmq.Socket[bytes]:
     """Make a socket for ``endpoint`` that is not bound or connected yet and forgets all when closed.
+
+    Args:
+        context: The context.
+        kind: The type of socket, such as ``zmq.SUB``.
+        endpoint: The endpoint.
+        bind: Whether the socket is going to bind it, or to connect to it.
+        hwm: The high-water mark, for sending and for receiving.
+        curve: The keys; None: the connection is not encrypted.
+        silence_s: Seconds after which a TCP connection to a silent host is given up; None: the default.
+        heartbeats: Whether ZeroMQ sends heartbeats, and gives peers up that do not answer them.
 
     Raises:
         TypeError, ValueError: ``endpoint`` is no text that can be one, or ``curve`` has no keys; the text names it.
@@ -61,6 +84,9 @@ def open_socket(
             socket: zmq.Socket[bytes] = context.socket(kind)
         try:
             _set_options(socket, endpoint, bind, hwm, curve)
+            if endpoint.startswith("tcp://"):
+                default_s = BOUND_SILENCE_S if bind else SILENCE_S
+                _watch_connections(socket, default_s if silence_s is None else silence_s, heartbeats)
         except BaseException:
             socket.close()
             raise
@@ -123,6 +149,25 @@ def _set_options(socket: zmq.Socket[bytes], endpoint: str, bind: bool, hwm: int,
             raise ValueError(f"curve.server must name the public key of the end that binds {endpoint!r}")
         else:
             _set_key(socket, zmq.CURVE_SERVERKEY, "server", curve.server)
+
+
+def _watch_connections(socket: zmq.Socket[bytes], silence_s: float, heartbeats: bool) -> None:
+    """Have TCP, or ZeroMQ, notice that a peer's host is gone: nothing else ends such a connection.
+
+    TCP probes idle connections, which every host answers, and bounds for how long sent data may be unacknowledged.
+    ZeroMQ's heartbeats are for peers that answer them: some programs that read events hang up instead.
+    """
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, int(silence_s * 500)))  # else lost SYNs take minutes
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.TCP_MAXRT, int(silence_s * 1000))
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    if sys.platform == "linux":  # elsewhere some of these options are missing
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(silence_s / 3)))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(silence_s / 6)))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    if heartbeats:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(silence_s * 200)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(silence_s * 500)))
 
 
 def _set_key(socket: zmq.Socket[bytes], option: int, name: str, key: bytes) -> None:

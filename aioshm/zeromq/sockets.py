@@ -4,9 +4,8 @@ Data: the writer's XPUB to each reader's SUB. Control: each reader's DEALER to t
 ZeroMQ context, and so an I/O thread, of its own. Payloads are received by `zmq.asyncio`, see ``inbox.py``; control
 sockets are driven by callbacks of the loop, see ``pump.py``. Either can be read where no loop runs, too.
 
-**Sockets may not wait.** A data connection must not be given up because a large message takes long, so it is watched by
-TCP alone (keepalive, ``TCP_USER_TIMEOUT``). Control messages are small, so these connections are watched by ZeroMQ's
-heartbeats, which its I/O threads answer however busy the program is.
+**Sockets may not wait.** TCP alone watches data connections (keepalive, ``TCP_USER_TIMEOUT``). ZeroMQ's heartbeats watch
+control connections, too: the I/O threads answer them however busy the program is.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -149,19 +147,3 @@ def send_frames(
         return socket.send(body, zmq.NOBLOCK, copy=False, track=True)
     socket.send(body, zmq.NOBLOCK)
     return None
-
-
-def watched_by_tcp(sock: Socket, timeout_s: float) -> None:
-    """Let TCP find out that nobody is at the other end of a connection any more."""
-    sock.setsockopt(zmq.TCP_MAXRT, int(timeout_s * 1000))
-    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    if sys.platform == "linux":  # elsewhere these are not all there
-        sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, int(timeout_s / 3)))
-        sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, int(timeout_s / 6)))
-        sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-
-
-def watched_by_heartbeats(sock: Socket, timeout_ms: int) -> None:
-    """Let ZeroMQ find out that nobody is at the other end of a connection any more."""
-    sock.setsockopt(zmq.HEARTBEAT_IVL, max(1, timeout_ms // 5))
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, timeout_ms // 2))

@@ -9,11 +9,13 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+import zmq
 
 from aioshm import EndpointError
 from aioshm.engine import CoreEngine, EngineClient, EngineStartupCoordinator, EngineZmqAddresses, run_engine_core
 from aioshm.events import EventSubscriber, ThreadedEventPublisher, ZmqEventPublisher
 from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.endpoint import open_socket
 
 FREE = "tcp://127.0.0.1:*"
 
@@ -96,3 +98,36 @@ async def test_keys(make: Any) -> None:
     for nonsense in (5, "keys", object()):
         with pytest.raises(TypeError, match="curve must be CurveKeys or None"):
             await enter(make(*place, curve=nonsense))
+
+
+def options_of(kind: int, endpoint: str, *, bind: bool, **options: Any) -> dict[str, int]:
+    """Return what watches the connections of a socket, in milliseconds or as the system has it."""
+    watching = {
+        "connect": zmq.CONNECT_TIMEOUT,
+        "unacknowledged": zmq.TCP_MAXRT,
+        "keepalive": zmq.TCP_KEEPALIVE,
+        "heartbeats": zmq.HEARTBEAT_IVL,
+    }
+    with zmq.Context() as context, open_socket(context, kind, endpoint, bind=bind, hwm=1, curve=None, **options) as it:
+        return {name: int(it.getsockopt(option)) for name, option in watching.items()}
+
+
+@pytest.mark.parametrize("kind", [zmq.SUB, zmq.DEALER, zmq.PUSH, zmq.XSUB, zmq.PUB])
+def test_tcp_socket_that_connects_gives_a_silent_host_up_within_ten_seconds(kind: int) -> None:
+    found = options_of(kind, "tcp://127.0.0.1:1", bind=False)
+    assert 0 < found["connect"] <= 5000
+    assert found["unacknowledged"] == 10_000
+    assert (found["keepalive"], found["heartbeats"]) == (1, 0), "not every program answers heartbeats"
+
+
+def test_tcp_socket_that_binds_leaves_it_to_its_peers_to_connect_again() -> None:
+    assert options_of(zmq.PUB, FREE, bind=True)["unacknowledged"] >= 600_000
+
+
+def test_tcp_socket_with_heartbeats_gives_up_after_the_silence_that_it_is_given() -> None:
+    found = options_of(zmq.ROUTER, FREE, bind=True, silence_s=1.0, heartbeats=True)
+    assert (found["unacknowledged"], found["heartbeats"]) == (1000, 200)
+
+
+def test_socket_that_is_not_tcp_has_nothing_to_watch() -> None:
+    assert options_of(zmq.SUB, "ipc:///tmp/nobody", bind=False, heartbeats=True)["heartbeats"] == 0

@@ -57,7 +57,15 @@ class MembershipLink:
         self._sockets = Sockets()
         try:
             self._dealer = self._sockets.add(
-                open_socket(self._sockets.context, zmq.DEALER, address, bind=False, hwm=_UNBOUNDED, curve=curve)
+                open_socket(
+                    self._sockets.context,
+                    zmq.DEALER,
+                    address,
+                    bind=False,
+                    hwm=_UNBOUNDED,
+                    curve=curve,
+                    heartbeats=True,
+                )
             )
             self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MEMBERSHIP_BYTES)
             self._monitor = Monitor(self._dealer)

@@ -19,7 +19,7 @@ from aioshm.process.background import give_back
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
 from aioshm.zeromq.pump import Pump, T, whole
-from aioshm.zeromq.sockets import Socket, Sockets, watched_by_heartbeats
+from aioshm.zeromq.sockets import Socket, Sockets
 
 LINGER_MS = 500
 """How long the last aborts may take to leave; it takes no time unless an engine is stuck."""
@@ -106,11 +106,11 @@ class ClientSockets:
         self._connections: Connections | None = None
         try:
             self._doorkeeper = protection.doorkeeper(self._sockets, patience_s=patience_s)
-            self._router = self._open(zmq.ROUTER, input_address, max_bytes)
+            self._router = self._open(zmq.ROUTER, input_address, max_bytes, silence_s)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what reaches nobody shall be an error
-            if input_address.startswith("tcp://"):
-                watched_by_heartbeats(self._router, int(silence_s * 1000))
-            else:  # an engine that had dropped this front end comes back, maybe before its old connection has ended
+            if protection.encrypts(input_address) or not over_tcp([input_address]):
+                # An engine that had dropped this front end comes back, maybe before its old connection has ended. But
+                # a stranger takes nobody's place.
                 self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._connections = Connections(
                 self._router,
@@ -202,10 +202,10 @@ class ClientSockets:
         if self._doorkeeper is not None:
             self._doorkeeper.close()
 
-    def _open(self, kind: int, address: str, max_bytes: int) -> Socket:
+    def _open(self, kind: int, address: str, max_bytes: int, silence_s: float | None = None) -> Socket:
         open_to_all = over_tcp([address]) and not self._protection.encrypts(address)
         hwm = _OF_STRANGERS if kind == zmq.PULL and open_to_all else _UNBOUNDED
-        socket = self._protection.open(self._sockets, kind, address, hwm=hwm)
+        socket = self._protection.open(self._sockets, kind, address, hwm=hwm, silence_s=silence_s)
         socket.setsockopt(zmq.MAXMSGSIZE, STRANGE_BYTES // 2 if kind == zmq.ROUTER and open_to_all else max_bytes)
         return socket
 

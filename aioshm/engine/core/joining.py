@@ -119,7 +119,15 @@ class _FrontEnd:
         self._sockets = Sockets()
         curve = None if credentials is None else credentials.to_front_end()
         self._dealer = self._sockets.add(
-            open_socket(self._sockets.context, zmq.DEALER, address, bind=False, hwm=_HWM, curve=curve)
+            open_socket(
+                self._sockets.context,
+                zmq.DEALER,
+                address,
+                bind=False,
+                hwm=_HWM,
+                curve=curve,
+                heartbeats=True,  # also for proxies, which forget idle connections while the engine initialises
+            )
         )
         self._monitor: Monitor | None = None
         try:

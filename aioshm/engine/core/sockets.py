@@ -21,7 +21,7 @@ from aioshm.process.background import give_back
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
-from aioshm.zeromq.sockets import Socket, Sockets, watched_by_heartbeats
+from aioshm.zeromq.sockets import Socket, Sockets
 
 LINGER_MS = 2000
 """How long the last messages may take to leave; it takes no time unless a front end is gone or stuck."""
@@ -125,7 +125,7 @@ class CoreSockets:
             raise ValueError(f"addresses must have as many inputs as outputs, and have {addresses}")
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
-        self._max_bytes, self._silence_ms = max_bytes, int(silence_s * 1000)
+        self._max_bytes, self._silence_s = max_bytes, silence_s
         self._max_pending_bytes = max_pending_bytes
         self._sockets = Sockets()
         self._pumps: list[Pump] = []  # of the inputs first, by client
@@ -231,14 +231,23 @@ class CoreSockets:
             curve = mine.to_coordinator() if to_coordinator else mine.to_front_end()
         # Over TCP heartbeats find out that a front end is stopped, and a slow network is no reason to drop one.
         hwm = _LOCAL_HWM if kind == zmq.PUSH and not to_coordinator and not over_tcp([address]) else _UNBOUNDED
-        socket = self._sockets.add(open_socket(self._sockets.context, kind, address, bind=False, hwm=hwm, curve=curve))
+        socket = self._sockets.add(
+            open_socket(
+                self._sockets.context,
+                kind,
+                address,
+                bind=False,
+                hwm=hwm,
+                curve=curve,
+                silence_s=self._silence_s,
+                heartbeats=kind == zmq.DEALER,  # the end of its connection is the end of the client
+            )
+        )
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.ROUTING_ID, self._identity if mine is None else mine.name)
             self._monitors.append(Monitor(socket))
             self._sockets.add(self._monitors[-1].pair)
-            if address.startswith("tcp://"):
-                watched_by_heartbeats(socket, self._silence_ms)
         attach(socket, address, bind=False)
         return socket
 

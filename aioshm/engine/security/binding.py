@@ -21,9 +21,6 @@ from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import check_endpoint, is_loopback, open_socket
 from aioshm.zeromq.sockets import Socket, Sockets
 
-HANDSHAKE_MS = 5_000
-"""How long a peer that connects may take to prove who it is."""
-
 ENGINES, FRONT_ENDS = "engines", "front-ends"
 """Who may connect to a socket: its domain in ZAP (RFC 27)."""
 
@@ -86,14 +83,31 @@ class Protection:
             return cls(found, found.front_end, ranks, secure=True, more=more)
         return cls(None, None, (), secure=secure)
 
-    def open(self, sockets: Sockets, kind: int, address: str, *, hwm: int, domain: str = ENGINES) -> Socket:
-        """Make a socket that is to be bound."""
+    def open(
+        self,
+        sockets: Sockets,
+        kind: int,
+        address: str,
+        *,
+        hwm: int,
+        domain: str = ENGINES,
+        silence_s: float | None = None,
+    ) -> Socket:
+        """Make a socket that is to be bound; with ``silence_s`` it sends heartbeats, see `open_socket`."""
         curve = self._own if self.encrypts(address) else None
-        socket = sockets.add(open_socket(sockets.context, kind, address, bind=True, hwm=hwm, curve=curve))
-        if over_tcp([address]):
-            socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-            if curve is not None:
-                socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
+        socket = open_socket(
+            sockets.context,
+            kind,
+            address,
+            bind=True,
+            hwm=hwm,
+            curve=curve,
+            silence_s=silence_s,
+            heartbeats=silence_s is not None,
+        )
+        sockets.add(socket)
+        if curve is not None:
+            socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
         elif self._secure and address.startswith("ipc://"):
             try:
                 socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())

@@ -21,7 +21,7 @@ from aioshm.engine.security.reading import MessageReader, sender_of, with_sender
 from aioshm.errors import EngineDead
 from aioshm.lifeline.address import connectable
 from aioshm.logs import LogLimiter
-from aioshm.zeromq.endpoint import BoundFile, attach
+from aioshm.zeromq.endpoint import SILENCE_S, BoundFile, attach
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Sockets
 
@@ -70,7 +70,9 @@ class FrontEnds(Closing):
         try:
             protection = Protection.of_front_end([address], (), keys=keys, secure=secure)
             self._doorkeeper = protection.doorkeeper(self._sockets)
-            self._router = protection.open(self._sockets, zmq.ROUTER, address, hwm=_UNBOUNDED, domain=FRONT_ENDS)
+            self._router = protection.open(
+                self._sockets, zmq.ROUTER, address, hwm=_UNBOUNDED, domain=FRONT_ENDS, silence_s=SILENCE_S
+            )
             self._router.setsockopt(zmq.MAXMSGSIZE, STRANGE_BYTES)
             # What is unread keeps coming from one that is stopped: a send that would wait is an error instead.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)

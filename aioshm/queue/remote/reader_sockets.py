@@ -17,7 +17,7 @@ from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.inbox import Inbox
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, whole
-from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, watched_by_heartbeats, watched_by_tcp
+from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets
 
 
 class ReaderSockets:
@@ -52,22 +52,30 @@ class ReaderSockets:
         # Two with a monitor each, which is two more, and a connection.
         self._sockets = Sockets("a remote reader", count=6, connections=2)
         context, add = self._sockets.context, self._sockets.add
-        timeout_ms = int(options.remote_timeout * 1000)
         try:
             # The writer's window bounds what is here.
-            self._sub = add(open_socket(context, zmq.SUB, data, bind=False, hwm=0, curve=keys))
-            self._dealer = add(open_socket(context, zmq.DEALER, control, bind=False, hwm=CONTROL_HWM, curve=keys))
+            self._sub = add(
+                open_socket(context, zmq.SUB, data, bind=False, hwm=0, curve=keys, silence_s=options.remote_timeout)
+            )
+            self._dealer = add(
+                open_socket(
+                    context,
+                    zmq.DEALER,
+                    control,
+                    bind=False,
+                    hwm=CONTROL_HWM,
+                    curve=keys,
+                    silence_s=options.remote_timeout,
+                    heartbeats=True,
+                )
+            )
             self.data_connection: Connection = Connection(self._sub)
             add(self.data_connection.pair)
             self.control_connection: Connection = Connection(self._dealer)
             add(self.control_connection.pair)
             self._sub.setsockopt(zmq.MAXMSGSIZE, _largest_frame(options.max_message_bytes))
-            watched_by_tcp(self._sub, options.remote_timeout)
             self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
             self._dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_CONTROL_BYTES)
-            watched_by_heartbeats(self._dealer, timeout_ms)
-            for each in (self._sub, self._dealer):
-                each.setsockopt(zmq.CONNECT_TIMEOUT, max(1, timeout_ms // 2))
             attach(self._sub, data, bind=False)
             attach(self._dealer, control, bind=False)
             self._payloads = Inbox(self._sub, on_data)

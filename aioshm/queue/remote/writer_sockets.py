@@ -21,21 +21,11 @@ from aioshm.queue.remote import wire
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.pump import Pump, whole
-from aioshm.zeromq.sockets import (
-    CONTROL_HWM,
-    Socket,
-    Sockets,
-    send_frames,
-    watched_by_heartbeats,
-    watched_by_tcp,
-)
+from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, send_frames
 
 PORT_PATIENCE_S, _PORT_PAUSE_S = 0.5, 0.02
 """For how long a writer tries to have the ports of its identity, which another process may have for a moment: a reader
 that tries to connect while nobody listens, to which the system can give the very port that it connects to."""
-
-HANDSHAKE_MS = 10_000
-"""How long a peer that connects may take to prove that it holds the handle."""
 
 _WILDCARDS = ("*", "0.0.0.0", "::")
 _ZAP = "inproc://zeromq.zap.01"
@@ -81,25 +71,37 @@ class WriterSockets:
                 assert self.keys is not None
                 self._admit_only(self.keys.public)
             host = _host(own_address() if ip is None else ip)
-            timeout_ms = int(options.remote_timeout * 1000)
             # A reader may have a window's messages on their way, once more if they are sent again. More than that waits
             # only on a connection that has ended without either end having noticed yet, where it may be dropped.
             hwm = 2 * options.remote_window + CONTROL_HWM
             self._xpub = self._sockets.add(
-                open_socket(context, zmq.XPUB, f"tcp://{host}:*", bind=True, hwm=hwm, curve=server)
+                open_socket(
+                    context,
+                    zmq.XPUB,
+                    f"tcp://{host}:*",
+                    bind=True,
+                    hwm=hwm,
+                    curve=server,
+                    silence_s=options.remote_timeout,
+                )
             )
             self._xpub.setsockopt(zmq.XPUB_MANUAL, 1)  # who gets what is not for the subscriber to say
             self._xpub.setsockopt(zmq.MAXMSGSIZE, wire.MAX_SUBSCRIPTION_BYTES)
-            watched_by_tcp(self._xpub, options.remote_timeout)
             self._router = self._sockets.add(
-                open_socket(context, zmq.ROUTER, f"tcp://{host}:*", bind=True, hwm=CONTROL_HWM, curve=server)
+                open_socket(
+                    context,
+                    zmq.ROUTER,
+                    f"tcp://{host}:*",
+                    bind=True,
+                    hwm=CONTROL_HWM,
+                    curve=server,
+                    silence_s=options.remote_timeout,
+                    heartbeats=True,
+                )
             )
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # tells who cannot be reached
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reader's new connection replaces its old one
             self._router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_CONTROL_BYTES)
-            watched_by_heartbeats(self._router, timeout_ms)
-            for each in (self._xpub, self._router):
-                each.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
             data, control = (0, 0) if identity is None else identity.ports
             self.data: str = self._bind(self._xpub, host, ip, data)
             self.control: str = self._bind(self._router, host, ip, control)
