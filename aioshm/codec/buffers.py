@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
+from contextlib import suppress
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, Self
 
 OUT_OF_BAND_BYTES = 4096
 """From this size on, a buffer travels beside the pickle stream; below, copying it into the stream costs less."""
@@ -22,8 +24,24 @@ def is_loaded(name: str) -> bool:
     return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
+class OwnMemory(mmap.mmap):
+    """Memory that belongs to one received message: whoever decodes the message may keep views of it.
+
+    Raises:
+        OSError: There is no memory.
+    """
+
+    def __new__(cls, nbytes: int) -> Self:
+        """Map anonymous memory, with huge pages where the kernel has them."""
+        memory = super().__new__(cls, -1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+
 def own_copy(view: memoryview) -> bytearray | memoryview:
-    """Copy a buffer into writable memory of its own.
+    """Copy a buffer into writable memory of its own; a buffer that is most of its `OwnMemory` stays there.
 
     Where messages are dropped about as fast as they come, malloc hands out warm memory, and a ``bytearray`` is as fast
     as anything. Where they pile up, and always beyond malloc's greatest mmap threshold of 32 MiB, each page is touched
@@ -31,6 +49,8 @@ def own_copy(view: memoryview) -> bytearray | memoryview:
     """
     if view.nbytes < HUGE_PAGE_BYTES or not is_loaded("numpy"):
         return bytearray(view)
+    if isinstance(view.obj, OwnMemory) and not view.readonly and 2 * view.nbytes >= len(view.obj):
+        return view
     import numpy as np
 
     fresh = np.empty(view.nbytes, np.uint8).data

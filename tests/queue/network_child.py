@@ -17,6 +17,7 @@ from proxy import proxied
 from remotes import wide_writer
 
 from aioshm import AioshmError, Handle, MessageQueue
+from aioshm.queue.remote import wire
 
 LARGEST = 1 << 20
 EVERY_S = 0.4
@@ -24,6 +25,7 @@ DELAY_S = 0.004
 PACE_S = 0.009
 """On average: some 12 MB/s, which leaves the machine to others."""
 
+wire.PART_BYTES = 64 * 1024  # so that every tenth message goes in parts
 _POOL = random.Random(0).randbytes(2 * LARGEST)
 
 

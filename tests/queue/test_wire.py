@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, OVERFLOW, RAW
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.wire import HEAD_BYTES, MAX_CONTROL_BYTES, MAX_RANGES, WireError
+from aioshm.queue.remote.wire import HEAD_BYTES, MAX_CONTROL_BYTES, MAX_RANGES, PART_BYTES, WireError
 from aioshm.ring.layout import VERSION
 
 SECRET = bytes(range(wire.SECRET_BYTES))
@@ -75,8 +75,9 @@ def valid_data(frame: memoryview, body: memoryview | None) -> wire.Data | None:
         return None
     assert data.kind in (INLINE, RAW, wire.MARK)
     assert 0 <= data.n_buffers <= MAX_BUFFERS
-    assert 0 <= data.main_bytes <= len(data.body)
-    assert data.n_buffers or data.main_bytes == len(data.body)
+    assert 0 <= data.main_bytes <= data.total
+    assert 0 <= data.offset <= data.offset + len(data.body) <= data.total
+    assert data.n_buffers or data.main_bytes == data.total
     assert data.body == (frame[HEAD_BYTES:] if body is None else body)
     return data
 
@@ -266,6 +267,24 @@ def test_what_no_writer_sends(frame: memoryview, body: bytes | None) -> None:
 def test_the_largest_numbers_that_a_data_message_may_have() -> None:
     data = wire.parse_data(head(n_buffers=MAX_BUFFERS, main_bytes=2, body=b"12"), None)  # its codec looks closer
     assert (data.n_buffers, data.main_bytes) == (MAX_BUFFERS, 2)
+
+
+@pytest.mark.parametrize("size", [PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES, 3 * PART_BYTES - 1])
+def test_long_body_goes_in_parts_that_say_where_they_belong(size: int) -> None:
+    body = (bytes(range(256)) * (size // 256 + 1))[:size]
+    messages = list(wire.parts(bytes(head(apart=1, main_bytes=size)), memoryview(body)))
+    assert len(messages) == -(-size // PART_BYTES)
+    read = [wire.parse_data(memoryview(first), memoryview(second or b"")) for first, second in messages]
+    assert [part.offset for part in read] == list(range(0, size, PART_BYTES))
+    assert {(part.seq, part.total, part.main_bytes) for part in read} == {(7, size, size)}
+    assert b"".join(part.body for part in read) == body
+
+
+@pytest.mark.parametrize(("offset", "total", "body"), [(0, 1, b"12"), (2, 3, b"12"), (5, 3, b""), (1, 3, b"")])
+def test_part_beyond_its_message_is_refused(offset: int, total: int, body: bytes) -> None:
+    frame = bytes(head(apart=1, main_bytes=total)) + struct.pack("<QQ", offset, total)
+    with pytest.raises(WireError, match="a part of"):
+        wire.parse_data(memoryview(frame), memoryview(body))
 
 
 # Subscriptions

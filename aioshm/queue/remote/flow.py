@@ -85,9 +85,10 @@ class Flow:
         self._transmit(self._everyone, message)
 
     def _transmit(self, whom: bytes, message: Outgoing) -> None:
-        tracker = self._sockets.publish(whom + message.head, message.body)
-        if tracker is not None:
-            message.trackers.append(tracker)
+        for head, body in wire.parts(whom + message.head, message.body):
+            tracker = self._sockets.publish(head, body)
+            if tracker is not None:
+                message.trackers.append(tracker)
 
     def resend(self, rank: int, first: int, last: int) -> tuple[int, int] | None:
         """Send a run of messages to one reader again; return what run of it is lost for good.

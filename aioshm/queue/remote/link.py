@@ -9,17 +9,23 @@ import platform
 from collections.abc import Callable
 from time import monotonic
 
-import msgspec
-
 from aioshm.config import SlowReader
-from aioshm.errors import AioshmError, HandleError, NoPlaceVacant, OutOfDescriptors, PeerClosed, ReaderEvicted
+from aioshm.errors import (
+    AioshmError,
+    HandleError,
+    NoPlaceVacant,
+    OutOfDescriptors,
+    PeerClosed,
+    ReaderEvicted,
+    SharedMemoryError,
+)
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import shortage
 from aioshm.queue.ends.gate import Gate
 from aioshm.queue.handle import Handle, RemoteAddress
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.known_writer import KnownWriter
-from aioshm.queue.remote.reader_sockets import ReaderSockets
+from aioshm.queue.remote.reader_sockets import Assembly, ReaderSockets
 from aioshm.queue.remote.window import ReceiveWindow
 from aioshm.ring.layout import VERSION
 from aioshm.wait.line import settle
@@ -90,6 +96,7 @@ class WriterLink:
         self.window: ReceiveWindow[wire.Data] = ReceiveWindow(
             options.remote_window, options.remote_window_bytes, skips=slow == "skip"
         )
+        self._assembly = Assembly(max(options.max_message_bytes, handle.max_chunk_bytes))
         self.sockets: ReaderSockets | None = None
         self.gone: Callable[[], AioshmError] | None = None
         self.left_behind: bool = False
@@ -114,17 +121,15 @@ class WriterLink:
         """
         if self.sockets is not None:
             return
-        remote, handle, gate = self._remote, self._handle, self._gate
+        remote, gate = self._remote, self._gate
         self.writer.heard = monotonic()
-        # What the writer may send is not for this end's options to say. ZeroMQ would never connect again.
-        largest = max(handle.options.max_message_bytes, handle.max_chunk_bytes)
         try:
             self.sockets = self.writer.sockets = ReaderSockets(
                 loop,
                 remote.data,
                 remote.control,
                 remote.keys,
-                msgspec.structs.replace(gate.options, max_message_bytes=largest),
+                gate.options,
                 self._on_data,
                 self._on_message,
                 self._on_connections,
@@ -195,7 +200,9 @@ class WriterLink:
 
     def _on_data(self, head: memoryview, body: memoryview | None) -> None:
         try:
-            data = wire.parse_data(head, body)
+            data = self._whole(wire.parse_data(head, body))
+            if data is None:
+                return
             if data.kind == wire.MARK:
                 self.window.marked(data.seq)
                 if not self.writer.proven:
@@ -214,6 +221,22 @@ class WriterLink:
             self._acknowledge_soon()
         if self.window.end is not None:
             self._finish_if_complete()
+
+    def _whole(self, data: wire.Data) -> wire.Data | None:
+        """Return a message once all of it is here; None: parts are missing, or the message has arrived before."""
+        if len(data.body) == data.total:
+            self._assembly.clear()
+            return data
+        if self.window.has(data.seq):
+            self.twice += not data.offset
+            return None
+        try:
+            return self._assembly.add(data)
+        except OSError as error:
+            number, text = error.errno or 0, f"{self._gate!r}: message {data.seq} of {data.total} bytes does not fit"
+            why = "raise the limits of this process (ulimit -v) or of its container (memory)"
+            self.give_up(lambda: SharedMemoryError(number, f"{text} into memory: {why}"))
+            return None
 
     def _on_message(self, data: bytes) -> None:
         try:
@@ -388,6 +411,7 @@ class WriterLink:
         """
         if self.gone is not None:
             return
+        self._assembly.clear()
         self.left_behind = self.window.end is not None
         self.gone = self._closed_by_writer if self.left_behind else error
         self._gate.interrupt()
@@ -421,6 +445,7 @@ class WriterLink:
         for timer in (self._acknowledging, self._checking, self._introducing):
             if timer is not None:
                 timer.cancel()
+        self._assembly.clear()
         if self.sockets is not None and self._goodbye is None:
             self.sockets.close()
 

@@ -1,4 +1,4 @@
-"""A remote reader's sockets; see ``sockets.py``."""
+"""A remote reader's sockets, see ``sockets.py``, and the messages that come in parts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+import msgspec
 import zmq
 
+from aioshm.codec.buffers import OwnMemory
 from aioshm.config import Options
 from aioshm.queue.remote import wire
-from aioshm.ring.layout import TRACE_BYTES
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.inbox import Inbox
@@ -73,7 +74,7 @@ class ReaderSockets:
             add(self.data_connection.pair)
             self.control_connection: Connection = Connection(self._dealer)
             add(self.control_connection.pair)
-            self._sub.setsockopt(zmq.MAXMSGSIZE, _largest_frame(options.max_message_bytes))
+            self._sub.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
             self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
             self._dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_CONTROL_BYTES)
             attach(self._sub, data, bind=False)
@@ -178,5 +179,46 @@ class Connection:
         return before != (self.up, self.connections, self.refused)
 
 
-def _largest_frame(max_message_bytes: int) -> int:
-    return min(max_message_bytes + wire.HEAD_BYTES + TRACE_BYTES, 2**63 - 1)
+class Assembly:
+    """Puts the parts of a message together, which come in their order.
+
+    What a connection did not deliver to its end comes again from its beginning, over the next one.
+
+    Args:
+        max_bytes: The largest message that a writer may send.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._memory: OwnMemory | None = None
+        self._seq = 0
+        self._filled = 0
+
+    def add(self, part: wire.Data) -> wire.Data | None:
+        """Take the next part; return the message once it is whole.
+
+        Raises:
+            WireError: The message is larger than a writer may send.
+            OSError: There is no memory for it.
+        """
+        if part.offset == 0:
+            self.clear()
+            if part.total > self._max_bytes:
+                raise wire.WireError(f"a message of {part.total} bytes, more than {self._max_bytes}")
+            self._memory = OwnMemory(part.total)
+            self._seq = part.seq
+        memory = self._memory
+        if memory is None or (part.seq, part.offset, part.total) != (self._seq, self._filled, len(memory)):
+            self.clear()  # its beginning went to a connection that has ended
+            return None
+        self._filled += len(part.body)
+        memory[part.offset : self._filled] = part.body
+        if self._filled < part.total:
+            return None
+        self.clear()
+        return msgspec.structs.replace(part, body=memoryview(memory), offset=0)
+
+    def clear(self) -> None:
+        """Drop a message that is not whole."""
+        self._memory = None
+        self._filled = 0

@@ -253,13 +253,17 @@ class ReceiveWindow(Generic[M]):
         """Sequence number of the first message that the writer is to count on."""
         return self.next if self.skips else self.taken
 
+    def has(self, seq: int) -> bool:
+        """Return whether a message has arrived, or counts as lost."""
+        return seq < self.next or seq in self._early
+
     def arrived(self, seq: int, message: M, nbytes: int) -> bool:
         """Take a message over; return False for one that is here already.
 
         Raises:
             WireError: The writer cannot have sent it: it lies beyond the window.
         """
-        if seq < self.next or seq in self._early:
+        if self.has(seq):
             return False
         if seq >= (self.next if self.skips else self.taken) + self.max_messages:
             raise WireError(f"message {seq} came while {self.released} is not finished with")

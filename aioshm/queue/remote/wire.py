@@ -1,12 +1,20 @@
 """What passes between a writer and its remote readers, read and written. No I/O.
 
-Data goes from the writer's XPUB socket to the readers' SUB sockets, in one frame or, for a long body, in two:
+Data goes from the writer's XPUB socket to the readers' SUB sockets, in one frame or, for a long body, in two. A body of
+more than `PART_BYTES` goes in parts, each in a message of its own: the thread that encrypts and decrypts a frame also
+answers heartbeats, and does not between the frame's beginning and end.
 
     0        16      20                  52
     +--------+-------+-------------------+-------------+        +--------+
     | secret | whom  | header, as in a   | body        |   or   | body   |  in a frame of its own
     | topic  | u32   | slot (frames.py)  |             |        |        |
     +--------+-------+-------------------+-------------+        +--------+
+
+    0        16      20                  52       60      68
+    +--------+-------+-------------------+--------+-------+        +------------------------+
+    | secret | whom  | header            | offset | total |        | body[offset:][:length] |
+    | topic  | u32   |                   | u64    | u64   |        +------------------------+
+    +--------+-------+-------------------+--------+-------+
 
 The third field of the header says whether the body is apart, and whether there is a trace context between header and
 body (`TRACE_BYTES`, as in a slot).
@@ -21,6 +29,7 @@ reader subscribes once it was admitted: what it receives is for it, from its fir
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TypeVar
 
@@ -44,9 +53,14 @@ BODY_APART, TRACED = 1, 2  # bits of the header's third field
 ONE_FRAME_BYTES = 16 * 1024
 """Bodies up to this are joined to their head: one more frame costs more than the copy."""
 
+PART_BYTES = 2 << 20
+"""Longer bodies go in parts of this size: some milliseconds of encryption."""
+
+_PLACE = struct.Struct("<QQ")  # of a part: where it begins, and the size of the whole body
 _ADDRESS = struct.Struct(f"<{SECRET_BYTES}sI")
 ADDRESS_BYTES = _ADDRESS.size
 HEAD_BYTES = ADDRESS_BYTES + HEADER.size
+MAX_FRAME_BYTES = PART_BYTES + 256  # with what encryption adds
 MAX_SUBSCRIPTION_BYTES = 1024  # which ZeroMQ's own handshake must fit, too
 MAX_CONTROL_BYTES = 64 * 1024
 MAX_RANGES = 64
@@ -83,8 +97,10 @@ class Data(msgspec.Struct, frozen=True, gc=False):
         n_buffers: Out-of-band buffers in the body.
         seq: The sequence number.
         main_bytes: Length of the body's main part.
-        body: As it would lie in a chunk.
+        body: As it would lie in a chunk; or a part of that.
         trace: The trace context; empty: there is none.
+        offset: Where the part begins in the whole body.
+        total: Size of the whole body; more than ``body`` has where that is a part.
     """
 
     kind: int
@@ -93,7 +109,9 @@ class Data(msgspec.Struct, frozen=True, gc=False):
     seq: int
     main_bytes: int
     body: memoryview
-    trace: bytes = b""
+    trace: bytes
+    offset: int
+    total: int
 
 
 def parse_data(head: memoryview, body: memoryview | None) -> Data:
@@ -115,15 +133,31 @@ def parse_data(head: memoryview, body: memoryview | None) -> Data:
         trace = bytes(head[HEAD_BYTES:end])
         if len(trace) != TRACE_BYTES:
             raise WireError(f"a frame of {len(head)} bytes instead of {end} or more")
-    if flags & ~TRACED != (BODY_APART if body is not None else 0) or (body is not None and len(head) != end):
+    in_parts = body is not None and len(head) == end + _PLACE.size
+    if flags & ~TRACED != (BODY_APART if body is not None else 0) or (
+        body is not None and len(head) != end and not in_parts
+    ):
         raise WireError("another number of frames than the first one says")
     if body is None:
         body = head[end:]
-    if kind not in (INLINE, RAW, MARK) or n_buffers > MAX_BUFFERS or main_bytes > len(body):
-        raise WireError(f"kind {kind}, {n_buffers} buffers, {main_bytes} of {len(body)} bytes")
-    if not n_buffers and main_bytes != len(body):
-        raise WireError(f"{len(body)} bytes instead of {main_bytes}")
-    return Data(kind, codec, n_buffers, seq, main_bytes, body, trace)
+    offset, total = _PLACE.unpack_from(head, end) if in_parts else (0, len(body))
+    if in_parts and not 0 < len(body) <= total - offset:
+        raise WireError(f"a part of {len(body)} bytes at {offset} of {total}")
+    if kind not in (INLINE, RAW, MARK) or n_buffers > MAX_BUFFERS or main_bytes > total:
+        raise WireError(f"kind {kind}, {n_buffers} buffers, {main_bytes} of {total} bytes")
+    if not n_buffers and main_bytes != total:
+        raise WireError(f"{total} bytes instead of {main_bytes}")
+    return Data(kind, codec, n_buffers, seq, main_bytes, body, trace, offset, total)
+
+
+def parts(head: bytes, body: bytes | memoryview | None) -> Iterator[tuple[bytes, bytes | memoryview | None]]:
+    """Yield the messages, of one frame or two, that carry a data message."""
+    if body is None or len(body) <= PART_BYTES:
+        yield head, body
+        return
+    whole = memoryview(body) if isinstance(body, bytes) else body
+    for offset in range(0, len(whole), PART_BYTES):
+        yield head + _PLACE.pack(offset, len(whole)), whole[offset : offset + PART_BYTES]
 
 
 class Control(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=True):

@@ -27,6 +27,7 @@ PORT_PATIENCE_S, _PORT_PAUSE_S = 0.5, 0.02
 """For how long a writer tries to have the ports of its identity, which another process may have for a moment: a reader
 that tries to connect while nobody listens, to which the system can give the very port that it connects to."""
 
+_MAX_HWM = 2**31 - 1
 _WILDCARDS = ("*", "0.0.0.0", "::")
 _ZAP = "inproc://zeromq.zap.01"
 
@@ -73,7 +74,8 @@ class WriterSockets:
             host = _host(own_address() if ip is None else ip)
             # A reader may have a window's messages on their way, once more if they are sent again. More than that waits
             # only on a connection that has ended without either end having noticed yet, where it may be dropped.
-            hwm = 2 * options.remote_window + CONTROL_HWM
+            parts = max(options.remote_window_bytes, options.max_message_bytes) // wire.PART_BYTES + 1
+            hwm = min(2 * (options.remote_window + parts) + CONTROL_HWM, _MAX_HWM)
             self._xpub = self._sockets.add(
                 open_socket(
                     context,

@@ -1,0 +1,200 @@
+"""Messages for remote readers that are so large that they go in parts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from proxy import proxied
+from remotes import ready_ends, wide_writer
+from support import until
+
+from aioshm import MessageQueue, MessageTooLarge, PeerDied
+from aioshm.codec.frames import RAW
+from aioshm.queue.remote import wire
+from aioshm.queue.remote.outgoing import Outbox
+from aioshm.queue.remote.reader_sockets import Assembly
+from aioshm.queue.remote.wire import PART_BYTES
+
+SECRET = bytes(wire.SECRET_BYTES)
+TOGETHER = 16 << 20
+
+
+def array(number: int, nbytes: int = TOGETHER) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.arange(nbytes // 8) + number
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PART_BYTES", 20_000)
+
+
+# Frames
+
+
+@pytest.mark.parametrize("secure", [False, True])
+async def test_large_message_arrives_in_frames_of_the_size_of_a_part(
+    secure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    parse = wire.parse_data
+
+    def measured(head: memoryview, body: memoryview | None) -> wire.Data:
+        sizes.append(len(body or b""))
+        return parse(head, body)
+
+    monkeypatch.setattr(wire, "parse_data", measured)
+    async with ready_ends(0, 1, secure=secure, allow_insecure_pickle=not secure) as (writer, (reader,)):
+        await writer.enqueue(array(1))
+        assert (await reader.dequeue(60) == array(1)).all()
+    assert max(sizes) == PART_BYTES
+    assert sum(size == PART_BYTES for size in sizes) == TOGETHER // PART_BYTES
+
+
+@pytest.mark.slow
+async def test_encrypting_a_large_message_does_not_make_a_living_reader_count_as_dead() -> None:
+    async with ready_ends(0, 1, remote_timeout=1.0, secure=True) as (writer, (reader,)):
+        for number in range(2):
+            sending = asyncio.ensure_future(writer.enqueue(array(number, 400 << 20)))
+            received = await reader.dequeue(100)
+            await sending
+            assert (received[0], received[-1]) == (number, (50 << 20) - 1 + number)
+
+
+# Connections that end
+
+
+@pytest.mark.parametrize("how", ["reset", "close", "truncate"])
+async def test_message_whose_connection_ends_between_its_parts_comes_whole(how: str, small_parts: None) -> None:
+    async with wide_writer(0, 1, remote_timeout=5.0) as writer:
+        async with proxied(writer.export_handle()) as (handle, data, _control):
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+                for number in range(5):
+                    data.delay_s = 0.01
+                    before = data.connections
+                    receiving = asyncio.ensure_future(reader.dequeue(60))
+                    await writer.enqueue({"number": number, "array": array(number, 4 << 20)})
+                    link: Any = reader.end.source.link
+                    await until(lambda link=link: link._assembly._filled > 0, "the first part")
+                    if how == "truncate":
+                        data.truncate()
+                    else:
+                        data.cut(reset=how == "reset")
+                    data.delay_s = 0.0
+                    received = await receiving
+                    assert received["number"] == number
+                    assert (received["array"] == array(number, 4 << 20)).all()
+                    assert data.connections > before
+                await writer.enqueue("after")
+                assert await reader.dequeue(20) == "after"
+
+
+async def test_writer_that_dies_amid_a_message_leaves_its_reader_without_the_message(small_parts: None) -> None:
+    async with wide_writer(0, 1, remote_timeout=1.0) as writer:
+        async with proxied(writer.export_handle()) as (handle, data, control):
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+                await writer.enqueue("whole")
+                data.delay_s = 0.01
+                await writer.enqueue(array(3, 4 << 20))
+                link: Any = reader.end.source.link
+                await until(lambda: link._assembly._filled > 0, "the first part")
+                for proxy in (data, control):
+                    proxy.refusing = True
+                    proxy.cut()
+                assert await reader.dequeue(20) == "whole"
+                with pytest.raises(PeerDied):
+                    await reader.dequeue(20)
+                assert link._assembly._memory is None, "the parts that came are given back"
+                with pytest.raises(PeerDied):
+                    await writer.enqueue("nobody", timeout=20)
+
+
+# What is received
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack", "raw"])
+async def test_large_messages_keep_their_order_among_small_ones(codec: str, small_parts: None) -> None:
+    async with ready_ends(1, 2, codec=codec) as (writer, readers):
+        messages: list[Any] = [b"x" * size for size in (1, 20_000, 20_001, 70_000, 5, 100_000, 40_000)] * 3
+        sending = asyncio.ensure_future(writer.enqueue_many(messages))
+        for reader in readers:
+            assert [await reader.dequeue(20) for _ in messages] == messages
+        await sending
+
+
+async def test_large_array_is_writable_and_its_receivers_own() -> None:
+    async with ready_ends(0, 1) as (writer, (reader,)):
+        for _ in range(2):
+            await writer.enqueue(array(0))
+        first, second = await reader.dequeue(60), await reader.dequeue(60)
+        first[:] = 7
+        assert (second == array(0)).all()
+
+
+async def test_leased_array_that_outlives_its_block_stays_as_it_was() -> None:
+    async with ready_ends(0, 1) as (writer, (reader,)):
+        for number in range(2):
+            await writer.enqueue(array(number))
+        async with reader.lease(60) as leased:
+            kept: Any = leased
+        assert (await reader.dequeue(60) == array(1)).all()
+        assert (kept == array(0)).all()
+
+
+async def test_message_above_the_limit_is_refused_and_nothing_of_it_is_sent(small_parts: None) -> None:
+    async with ready_ends(0, 1, max_message_bytes=100_000) as (writer, (reader,)):
+        with pytest.raises(MessageTooLarge):
+            await writer.enqueue(bytes(100_001))
+        await writer.enqueue(b"x" * 90_000)
+        assert await reader.dequeue(20) == b"x" * 90_000
+
+
+async def test_blocking_reader_gets_large_messages(small_parts: None) -> None:
+    from aioshm.blocking import MessageQueue as BlockingQueue
+
+    async with wide_writer(0, 1) as writer:
+
+        def read() -> Any:
+            with BlockingQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                return reader.dequeue(30)
+
+        reading = asyncio.ensure_future(asyncio.to_thread(read))
+        await writer.enqueue(array(4), timeout=30)
+        assert (await reading == array(4)).all()
+
+
+# The assembly
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 9), st.integers(1, 9))))
+def test_only_whole_messages_come_of_parts_that_are_cut_off_and_sent_again(
+    sent: list[tuple[int, int, int, int]],
+) -> None:
+    """Each message: its number, its parts, the first and the number of parts of it that arrive."""
+    assembly = Assembly(1000)
+    for seq, count, first, length in sent:
+        content = [bytes([seq, number]) for number in range(count)]
+        came = []
+        for number in range(count)[first : first + length]:
+            data = wire.Data(RAW, 0, 0, seq, 2 * count, memoryview(content[number]), b"", 2 * number, 2 * count)
+            if (whole := assembly.add(data)) is not None:
+                came.append(bytes(whole.body))
+        if first == 0:
+            assert came == ([b"".join(content)] if length >= count else [])
+
+
+def test_message_larger_than_its_writer_may_send_takes_no_memory() -> None:
+    outgoing = Outbox().pack(RAW, 0, 5, [b"x" * (PART_BYTES + 1)], (), PART_BYTES + 1)
+    frames = wire.parts(wire.address(SECRET) + outgoing.head, outgoing.body)
+    data = [wire.parse_data(memoryview(head), memoryview(body or b"")) for head, body in frames]
+    assembly = Assembly(PART_BYTES)
+    with pytest.raises(wire.WireError, match=f"a message of {PART_BYTES + 1} bytes, more than {PART_BYTES}"):
+        assembly.add(data[0])
+    assert assembly.add(data[1]) is None
