@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import sys
-from contextlib import suppress
 from pickle import PickleBuffer
-from typing import Any, Self
+from typing import Any
 
 OUT_OF_BAND_BYTES = 4096
 """From this size on, a buffer travels beside the pickle stream; below, copying it into the stream costs less."""
@@ -24,20 +22,8 @@ def is_loaded(name: str) -> bool:
     return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
-class OwnMemory(mmap.mmap):
-    """Memory that belongs to one received message: whoever decodes the message may keep views of it.
-
-    Raises:
-        OSError: There is no memory.
-    """
-
-    def __new__(cls, nbytes: int) -> Self:
-        """Map anonymous memory, with huge pages where the kernel has them."""
-        memory = super().__new__(cls, -1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
+class OwnMemory:
+    """Base of memory that belongs to one received message: whoever decodes the message may keep views of it."""
 
 
 def own_copy(view: memoryview) -> bytearray | memoryview:
@@ -49,7 +35,7 @@ def own_copy(view: memoryview) -> bytearray | memoryview:
     """
     if view.nbytes < HUGE_PAGE_BYTES or not is_loaded("numpy"):
         return bytearray(view)
-    if isinstance(view.obj, OwnMemory) and not view.readonly and 2 * view.nbytes >= len(view.obj):
+    if isinstance(view.obj, OwnMemory) and not view.readonly and 2 * view.nbytes >= memoryview(view.obj).nbytes:
         return view
     import numpy as np
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import monotonic
+from typing import Self
 
 import msgspec
 import zmq
@@ -179,6 +182,22 @@ class Connection:
         return before != (self.up, self.connections, self.refused)
 
 
+class _Memory(mmap.mmap, OwnMemory):
+    """Anonymous memory, with huge pages where the kernel has them.
+
+    Raises:
+        OSError: There is no memory.
+    """
+
+    def __new__(cls, nbytes: int) -> Self:
+        """Map so many bytes."""
+        memory = super().__new__(cls, -1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+
 class Assembly:
     """Puts the parts of a message together, which come in their order.
 
@@ -190,7 +209,7 @@ class Assembly:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._memory: OwnMemory | None = None
+        self._memory: _Memory | None = None
         self._seq = 0
         self._filled = 0
 
@@ -205,7 +224,7 @@ class Assembly:
             self.clear()
             if part.total > self._max_bytes:
                 raise wire.WireError(f"a message of {part.total} bytes, more than {self._max_bytes}")
-            self._memory = OwnMemory(part.total)
+            self._memory = _Memory(part.total)
             self._seq = part.seq
         memory = self._memory
         if memory is None or (part.seq, part.offset, part.total) != (self._seq, self._filled, len(memory)):
