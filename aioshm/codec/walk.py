@@ -1,4 +1,4 @@
-"""Walks over objects for MessagePack: set large parts aside, and find the part that it refuses."""
+"""Walks over objects for MessagePack: set large parts aside, find a refused part; count values that are encoded."""
 
 from __future__ import annotations
 
@@ -130,3 +130,40 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         for field in dataclasses.fields(obj):
             yield f".{field.name}", getattr(obj, field.name, None)
+
+
+def count_values(data: bytes | memoryview, most: int) -> int:
+    """Count the values that MessagePack encodes, those in arrays and maps too, without decoding any.
+
+    Args:
+        data: Whole values, as msgspec takes them for `Raw`. Other bytes make a number that means nothing.
+        most: Counting ends at one more than this.
+    """
+    at, count, end = 0, 0, len(data)
+    while at < end and count <= most:
+        count += 1
+        kind = data[at]
+        width = _LENGTH_BYTES.get(kind)
+        if width is None:
+            at += _BYTES_OF[kind]
+        else:
+            at += 1 + width + (0xC7 <= kind <= 0xC9) + int.from_bytes(data[at + 1 : at + 1 + width], "big")
+    return count
+
+
+def _sizes() -> list[int]:
+    """Return how many bytes each kind of MessagePack object takes, without the items of arrays and maps."""
+    sizes = [1] * 256
+    for kind in range(0xA0, 0xC0):  # short strings
+        sizes[kind] += kind - 0xA0
+    # float, double; unsigned and signed; the smallest extensions; arrays and maps with 2 and 4 bytes of length
+    fixed = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+    fixed |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+    for kind, more in fixed.items():
+        sizes[kind] += more
+    return sizes
+
+
+# bin, ext and str with lengths of 1, 2 and 4 bytes
+_LENGTH_BYTES = {first + n: 1 << n for first in (0xC4, 0xC7, 0xD9) for n in range(3)}
+_BYTES_OF = _sizes()

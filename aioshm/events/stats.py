@@ -50,6 +50,7 @@ class SubscriberStats:
         restarts: Times that a publisher's numbers went back.
         reconnects: Connections that broke and came back.
         garbage: Messages that could not be understood, or that the publisher's own replay does not confirm.
+        unknown_events: Events of unknown types and malformed ones; each is delivered as an `UnknownEvent`.
         replay_failures: Replay requests that were not answered to the end in time.
         handshake_failures: Connections that did not speak ZeroMQ, or not with the right keys.
         cut_off: Connections that sent more than they may and were hung up on.
@@ -63,6 +64,7 @@ class SubscriberStats:
     restarts: int = 0
     reconnects: int = 0
     garbage: int = 0
+    unknown_events: int = 0
     replay_failures: int = 0
     handshake_failures: int = 0
     cut_off: int = 0

@@ -195,6 +195,7 @@ SUBSCRIBER = _counters(
         "restarts": ("publisher_restarts", "{publisher}", "Times that a publisher's numbers went back."),
         "reconnects": ("reconnects", "{connection}", "Connections that broke and came back."),
         "garbage": ("garbage_messages", "{message}", "Messages that could not be understood."),
+        "unknown_events": ("unknown_events", "{event}", "Events of unknown types and malformed ones."),
         "replay_failures": ("replay_failures", "{replay}", "Replays that were not answered to the end in time."),
         "handshake_failures": ("handshake_failures", "{connection}", "Connections without ZeroMQ, or the right keys."),
         "cut_off": ("cut_off_connections", "{connection}", "Connections that sent more than they may."),

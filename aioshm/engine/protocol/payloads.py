@@ -16,6 +16,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from aioshm.codec.buffers import is_loaded, own_copy
+from aioshm.codec.walk import count_values
 from aioshm.errors import CodecError, MessageTooLarge
 from aioshm.process.guard import built
 
@@ -32,7 +33,6 @@ MAX_STRANGE_FRAMES = 1 << 12
 MAX_STRANGE_OBJECTS = 50_000
 """What the MessagePack of a payload may hold that may be a stranger's: decoding so many takes some milliseconds."""
 
-_UNCOUNTED_BYTES = 1 << 15
 _RAW_VIEW = 3
 # What dtype.str can be without Python objects and fields: more would let a sender choose what np.dtype() does.
 _PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\w{1,20}\])?")
@@ -223,38 +223,9 @@ def check_stranger(frames: Sequence[Frame]) -> None:
     """
     if len(frames) > MAX_STRANGE_FRAMES:
         raise CodecError(f"a message of more than {MAX_STRANGE_FRAMES} frames, from a peer without keys")
-    main = frames[0]
-    at, count, end = 0, 0, len(main)
-    if end <= _UNCOUNTED_BYTES:
-        return
-    while at < end:
-        count += 1
-        if count > MAX_STRANGE_OBJECTS:
-            raise CodecError(f"a message of more than {MAX_STRANGE_OBJECTS} objects, from a peer without keys")
-        kind = main[at]
-        width = _LENGTH_BYTES.get(kind)
-        if width is None:
-            at += _BYTES_OF[kind]
-        else:
-            at += 1 + width + (0xC7 <= kind <= 0xC9) + int.from_bytes(main[at + 1 : at + 1 + width], "big")
-
-
-def _sizes() -> list[int]:
-    """Return how many bytes each kind of MessagePack object takes, without the items of arrays and maps."""
-    sizes = [1] * 256
-    for kind in range(0xA0, 0xC0):  # short strings
-        sizes[kind] += kind - 0xA0
-    # float, double; unsigned and signed; the smallest extensions; arrays and maps with 2 and 4 bytes of length
-    fixed = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-    fixed |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-    for kind, more in fixed.items():
-        sizes[kind] += more
-    return sizes
-
-
-# bin, ext and str with lengths of 1, 2 and 4 bytes
-_LENGTH_BYTES = {first + n: 1 << n for first in (0xC4, 0xC7, 0xD9) for n in range(3)}
-_BYTES_OF = _sizes()
+    main = frames[0]  # each object takes a byte at least
+    if len(main) > MAX_STRANGE_OBJECTS and count_values(main, MAX_STRANGE_OBJECTS) > MAX_STRANGE_OBJECTS:
+        raise CodecError(f"a message of more than {MAX_STRANGE_OBJECTS} objects, from a peer without keys")
 
 
 def _looks_like_array(payload: Any) -> bool:

@@ -1,8 +1,12 @@
-"""Bytes to batches, whatever mixture of encodings and generations arrives.
+"""Bytes to batches, in either encoding and of every generation.
 
-The usual batch is small and of one encoding, and is decoded in one go. Anything else (a large one, mixed encodings, a
-type from the future, a field too few or of another type) is taken apart event by event, a slice of time after the
-other, so that what is not understood costs only itself, and a stranger's payload does not stop the loop.
+A batch of one encoding that is small is decoded in one call. A large batch, one of mixed encodings, or one with an
+event that is unknown or malformed is decoded event by event, a slice of time after the other: a bad event costs only
+itself, and a large payload does not stop the loop.
+
+The size of the payload bounds what decoding takes. Numbers, text, bytes and tokens take at most 25 bytes of memory for
+each byte of the payload. Lists and maps take up to 112, so in a large batch the fields and the events that may hold
+anything are counted before they are decoded.
 """
 
 from __future__ import annotations
@@ -10,17 +14,20 @@ from __future__ import annotations
 import math
 import time
 from types import GenericAlias
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import astuple
 
+from aioshm.codec.walk import count_values
 from aioshm.errors import CodecError
 from aioshm.events.protocol.messages import (
+    ARRAY_FIELDS,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
+    KnownEvent,
     KVEvent,
     KVEventBatch,
     UnknownEvent,
@@ -29,117 +36,176 @@ from aioshm.events.protocol.messages import (
 from aioshm.events.protocol.wire import Encoding
 from aioshm.process.guard import built
 
-# Some thousand times what a step's batch has.
-MAX_EVENTS = 1 << 16
-# What is decoded in one go, whatever it is.
+# The largest payload that a subscriber takes, unless it is told otherwise.
+MAX_PAYLOAD_BYTES = 1 << 24
+# The shortest event that says anything, ["BlockRemoved", []]: a batch cannot have more of them than fit its payload.
+MIN_EVENT_BYTES = 15
+# For so many bytes that a payload may have, one value in fields and events that may hold anything.
+BYTES_PER_VALUE = 16
+# A batch of this size is decoded in one call, whatever it holds: at most 7 MB, 25 ms.
 SMALL_BYTES = 1 << 16
-# In an event, of what may hold anything: 20 ms and 5 MB.
-_MAX_CONTAINERS = 1 << 16
-# In all of a larger batch: random hashes and tokens look like one in 8 bytes.
-_BYTES_PER_CONTAINER = 5
 
 # https://github.com/msgpack/msgpack/blob/master/spec.md
 _NIL = 0xC0
-_ARRAYS = frozenset([0xDC, 0xDD])
+_ARRAYS = frozenset([*range(0x90, 0xA0), 0xDC, 0xDD])
 _MAPS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
-_NO_CONTAINERS = bytes(one for one in range(256) if not (one in _MAPS or one in _ARRAYS or 0x90 <= one <= 0x9F))
-# How many bytes a number has behind its type, plus that.
-_TIME_BYTES = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+
+_Decoder: TypeAlias = msgspec.msgpack.Decoder[Any]
 
 # What msgspec raises for bytes from strangers; the last four for strings, nesting and map keys.
 _BAD_BYTES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError, OverflowError)
 
+# How many fields an event must have; the first generations of vLLM, and other engines, leave the others out.
+_REQUIRED: dict[type[KnownEvent], int] = {BlockStored: 4, BlockRemoved: 1, AllBlocksCleared: 0}
+# The fields that may hold lists and maps without an end: in a large batch they are counted first.
+_OPEN_FIELDS = ("extra_keys", "lookahead_token_ids", "mm_keys")
+_NONE = msgspec.Raw(bytes([_NIL]))
+_RAW_FIELDS: dict[str, tuple[Any, Any]] = dict.fromkeys(_OPEN_FIELDS, (msgspec.Raw, _NONE))
 
-_NONE = msgspec.Raw(b"\xc0")
-# In a large event, what may hold anything is left as it is at first.
-_RAW: dict[str, tuple[Any, Any]] = dict.fromkeys(("extra_keys", "lookahead_token_ids"), (msgspec.Raw, _NONE))
-
-_StoredMap, _RemovedMap, _ClearedMap = derived(BlockStored, 4), derived(BlockRemoved, 1), derived(AllBlocksCleared, 0)
-# The first generation: nothing yet said where a block lies.
-_FirstStored = derived(BlockStored, 5, last=5, array_like=True)
-_FirstRemoved = derived(BlockRemoved, 1, last=1, array_like=True)
-_LargeMap, _LargeArray = derived(BlockStored, 4, _RAW), derived(BlockStored, 4, _RAW, array_like=True)
-
-_ArrayEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-_MapEvent: Any = _StoredMap | _RemovedMap | _ClearedMap
+_public: dict[type, type[KnownEvent]] = {}
+"""Which event a struct becomes that stands for it while it is decoded."""
 
 
-def _batch_of(event: Any) -> Any:
-    return derived(EventBatch, 2, {"events": (GenericAlias(list, (event,)), None)}, tag=None, array_like=True)
+def _decoder(kind: Any) -> _Decoder:
+    return built(lambda: msgspec.msgpack.Decoder(kind))
 
 
-_T = TypeVar("_T")
-_array_batch = built(lambda: msgspec.msgpack.Decoder(_batch_of(_ArrayEvent)))
-_map_batch = built(lambda: msgspec.msgpack.Decoder(_batch_of(_MapEvent)))
-_any_batch = built(lambda: msgspec.msgpack.Decoder(_batch_of(msgspec.Raw)))
-_large_map = built(lambda: msgspec.msgpack.Decoder(_LargeMap | _RemovedMap | _ClearedMap))
-_large_array = built(lambda: msgspec.msgpack.Decoder(_LargeArray | BlockRemoved | AllBlocksCleared))
-_extra_keys = built(lambda: msgspec.msgpack.Decoder(list[tuple[Any, ...] | None] | None))
-_lookahead = built(lambda: msgspec.msgpack.Decoder(list[list[int]] | None))
-_array_event = built(lambda: msgspec.msgpack.Decoder(_ArrayEvent))
-_map_event = built(lambda: msgspec.msgpack.Decoder(_MapEvent))
-_first_event = built(lambda: msgspec.msgpack.Decoder(_FirstStored | _FirstRemoved))
-_FIRST_LENGTHS = {"BlockStored": 6, "BlockRemoved": 2}  # tag included
+def _events(maps: bool, replaced: dict[str, tuple[Any, Any]]) -> Any:
+    """Return the union of the structs that stand for the known events in one encoding."""
+    union: Any = None
+    for kind, required in _REQUIRED.items():
+        last = None if maps else ARRAY_FIELDS[kind]
+        struct = derived(kind, required, replaced, last=last, array_like=not maps)
+        _public[struct] = kind
+        union = struct if union is None else union | struct
+    return union
+
+
+def _batches(events: Any) -> list[_Decoder]:
+    """Return the decoders of batches that are arrays, and of those that are maps, as some releases write them."""
+    fields = {"events": (events, None)}
+    return [_decoder(derived(EventBatch, 2, fields, tag=None, array_like=not maps)) for maps in (False, True)]
+
+
+# Each pair is for arrays and for maps.
+_small_batch = [_batches(GenericAlias(list, (_events(maps, {}),))) for maps in (False, True)]
+_any_batch = _batches(msgspec.Raw)
+_raw_events: msgspec.msgpack.Decoder[list[msgspec.Raw]] = _decoder(list[msgspec.Raw])
+_event = [_decoder(_events(maps, _RAW_FIELDS)) for maps in (False, True)]
+_tag = [_decoder(msgspec.defstruct("Tag", [("type", str)], array_like=not maps)) for maps in (False, True)]
+_open_fields = {
+    at: (field.name, _decoder(field.type))
+    for at, field in enumerate(msgspec.structs.fields(BlockStored))
+    if field.name in _OPEN_FIELDS
+}
+_open_at = [[at for at in _open_fields if maps or at < ARRAY_FIELDS[BlockStored]] for maps in (False, True)]
 
 
 class Decoding:
-    """One payload on its way to a batch, a slice of time after the other.
+    """One payload that is decoded event by event, a slice of time after the other.
+
+    Attributes:
+        maps: Whether the first event is a map; None if there is no event.
+        unknown: The first event so far that is not understood.
+        unknown_events: How many are not.
 
     Raises:
-        CodecError: These bytes are not a batch at all, or one that is too large.
+        CodecError: The payload is not a batch, or has too many events.
     """
 
-    def __init__(self, payload: bytes, max_events: int) -> None:
-        count, at = _begin(payload)
-        if count > max_events:
-            raise CodecError(f"not an event batch: {count} events, at most {max_events} are taken")
-        if len(payload) > SMALL_BYTES:
-            _check_containers(payload, len(payload) // _BYTES_PER_CONTAINER)
-        self.maps: bool | None = None if at >= len(payload) or not count else payload[at] in _MAPS
-        self._payload = payload
-        self._batch: Any = None  # with its events as they came
-        self._events: list[KVEvent] = []
-
-    def whole(self) -> KVEventBatch | None:
-        """Decode a small one in one go; None where it is not small, or not of one encoding and well-formed."""
-        if len(self._payload) > SMALL_BYTES:
-            return None
+    def __init__(self, payload: bytes, max_events: int, max_values: int) -> None:
         try:
-            if self.maps:
-                mapped = _map_batch.decode(self._payload)
-                events: list[KVEvent] = [_from_map(event) for event in mapped.events]
-                return KVEventBatch(mapped.ts, events, mapped.data_parallel_rank)
-            batch = _array_batch.decode(self._payload)
-            return KVEventBatch(batch.ts, list(batch.events), batch.data_parallel_rank)
-        except _BAD_BYTES:
-            return None
+            self._batch = _any_batch[_is_map(payload)].decode(payload)
+        except _BAD_BYTES as error:
+            raise CodecError(f"not an event batch: {error}") from None
+        count = _length(memoryview(self._batch.events))
+        if count is None:
+            raise CodecError("not an event batch: no array of events")
+        if count > max_events:
+            raise CodecError(f"a batch of {count} events, at most {max_events} are taken: max_payload_bytes")
+        self.maps: bool | None = None
+        self.unknown: UnknownEvent | None = None
+        self.unknown_events: int = 0
+        self._values_left = max_values
+        self._raws = _raw_events.decode(self._batch.events)
+        self._events: list[KVEvent] = []
+        if self._raws:
+            self.maps = _is_map(self._raws[0])
 
     def work(self, deadline: float) -> KVEventBatch | None:
-        """Decode event by event until the deadline (``time.perf_counter``); None if some are left."""
-        if self._batch is None:
-            try:
-                self._batch = _any_batch.decode(self._payload)
-            except _BAD_BYTES as error:
-                raise CodecError(f"not an event batch: {error}") from None
-        events, raws = self._events, self._batch.events
+        """Decode events until the deadline (``time.perf_counter``); None if some are left."""
+        events, raws = self._events, self._raws
         for index in range(len(events), len(raws)):
-            events.append(decode_event(raws[index]))
+            event = self._decode(raws[index])
+            if isinstance(event, UnknownEvent):
+                self.unknown = self.unknown or event
+                self.unknown_events += 1
+            events.append(event)
             if time.perf_counter() > deadline and len(events) < len(raws):
                 return None
         return KVEventBatch(self._batch.ts, events, self._batch.data_parallel_rank)
+
+    def _decode(self, raw: msgspec.Raw) -> KVEvent:
+        """Decode one event; it may say anything."""
+        first = memoryview(raw)[0]
+        maps = first in _MAPS
+        if not maps and first not in _ARRAYS:
+            return self._unknown(None, raw, "no type")
+        try:
+            found = _event[maps].decode(raw)
+            kind = _public[type(found)]
+            fields = [*astuple(found)]
+            if kind is BlockStored:
+                for at in _open_at[maps]:
+                    fields[at] = None if fields[at] is _NONE else self._decode_field(fields[at], *_open_fields[at])
+            return kind(*fields)
+        except _BAD_BYTES as error:
+            reason = str(error)
+        try:
+            tag = _tag[maps].decode(raw).type
+        except _BAD_BYTES:
+            return self._unknown(None, raw, "no type")
+        known = any(tag == kind.__name__ for kind in _REQUIRED)
+        return self._unknown(tag, raw, f"malformed: {reason}" if known else "unknown type")
+
+    def _decode_field(self, raw: msgspec.Raw, name: str, decoder: _Decoder) -> Any:
+        if not self._can_afford(raw):
+            raise ValueError(f"{name} has too many values")
+        try:
+            return decoder.decode(raw)
+        except _BAD_BYTES as error:
+            raise ValueError(f"{error}, in {name}") from None
+
+    def _unknown(self, tag: str | None, raw: msgspec.Raw, reason: str) -> UnknownEvent:
+        data: Any = msgspec.Raw(bytes(memoryview(raw)))
+        if self._can_afford(raw):
+            try:
+                data = msgspec.msgpack.decode(raw)
+            except _BAD_BYTES as error:
+                reason = f"unreadable: {error}"
+        return UnknownEvent(tag, data, reason)
+
+    def _can_afford(self, raw: msgspec.Raw) -> bool:
+        """Whether the values in ``raw`` still fit what this batch may have; they count from then on."""
+        count = count_values(memoryview(raw), self._values_left)
+        if count > self._values_left:
+            return False
+        self._values_left -= count
+        return True
 
 
 class BatchDecoder:
     """Turns payloads into batches.
 
     Args:
-        max_events: Of one batch; more of them are no batch.
-        max_bytes: Of one payload.
+        max_bytes: The largest payload. A batch may have as many events as fit, and one value for each 16 of these
+            bytes in events of unknown types and in fields that may hold anything.
     """
 
-    def __init__(self, max_events: int = MAX_EVENTS, max_bytes: int | None = None) -> None:
-        self._max_events = max_events
+    def __init__(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._max_bytes = max_bytes
+        self._max_events = max_bytes // MIN_EVENT_BYTES
+        self._max_values = max(max_bytes // BYTES_PER_VALUE, SMALL_BYTES)
         self._maps = True
 
     @property
@@ -148,129 +214,56 @@ class BatchDecoder:
         return "map" if self._maps else "array"
 
     def begin(self, payload: bytes) -> KVEventBatch | Decoding:
-        """Return the batch in ``payload``, or what there is to do for it where that may take long.
+        """Return the batch in ``payload``, or the work that is left where that may take long.
 
         Raises:
-            CodecError: These bytes are not a batch at all, or one that is too large. A single bad event is never
-                that: it arrives as an ``UnknownEvent`` with the reason.
+            CodecError: The payload is not a batch, or is too large. A single bad event raises nothing: it arrives as
+                an ``UnknownEvent`` with the reason.
         """
-        if self._max_bytes is not None and len(payload) > self._max_bytes:
+        if len(payload) > self._max_bytes:
             raise CodecError(
                 f"a payload of {len(payload)} bytes, at most {self._max_bytes} are taken: max_payload_bytes"
             )
-        decoding = Decoding(payload, self._max_events)
-        batch = decoding.whole()
+        if len(payload) <= SMALL_BYTES:
+            for maps in (self._maps, not self._maps):
+                batch = _decode_small(payload, maps)
+                if batch is not None:
+                    if batch.events:
+                        self._maps = maps
+                    return batch
+        decoding = Decoding(payload, self._max_events, self._max_values)
         if decoding.maps is not None:
             self._maps = decoding.maps
-        return decoding if batch is None else batch
+        return decoding
 
     def decode(self, payload: bytes) -> KVEventBatch:
-        """Return the batch in ``payload``, however long it takes; raises what ``begin`` does."""
+        """Return the batch in ``payload``, however long it takes; raises the errors of ``begin``."""
         found = self.begin(payload)
         while isinstance(found, Decoding):
             found = found.work(math.inf) or found
         return found
 
 
-def _begin(payload: bytes) -> tuple[int, int]:
-    """Return how many events a batch says it has, and where the first one begins.
-
-    Raises:
-        CodecError: It does not begin like a batch.
-    """
+def _decode_small(payload: bytes, maps: bool) -> KVEventBatch | None:
+    """Decode a batch in one call; None where its events are of the other encoding, or one is not understood."""
     try:
-        if payload[0] & 0xF0 != 0x90 or payload[0] < 0x92:
-            raise CodecError("not an event batch: not an array of a time, events and a rank")
-        at = 1 + _TIME_BYTES.get(payload[1], 1)
-        kind = payload[at]
-        if kind & 0xF0 == 0x90:
-            return kind & 0x0F, at + 1
-        if kind in _ARRAYS:
-            size = 2 if kind == 0xDC else 4
-            if len(payload) < at + 1 + size:
-                raise IndexError
-            return int.from_bytes(payload[at + 1 : at + 1 + size], "big"), at + 1 + size
-    except IndexError:
-        raise CodecError("not an event batch: cut off") from None
-    raise CodecError("not an event batch: no array of events")
-
-
-def _check_containers(raw: bytes | memoryview, most: int) -> None:
-    """Refuse what would become more small objects than anything that means something: each takes 80 times its byte.
-
-    Raises:
-        CodecError: More bytes than ``most`` look like the beginning of an array or a map.
-    """
-    found = len(bytes(raw).translate(None, _NO_CONTAINERS))
-    if found > most:
-        raise CodecError(f"not an event batch: some {found} nested values in {len(raw)} bytes")
-
-
-def decode_event(raw: msgspec.Raw | bytes) -> KVEvent:
-    """Return the event in ``raw``, well-formed msgpack; never raises for what the event says."""
-    view = memoryview(raw)
-    first = view[0] if len(view) else _NIL
-    maps, arrays = first in _MAPS, 0x90 <= first <= 0x9F or first in _ARRAYS
-    complaint = ""
-    if len(view) > SMALL_BYTES:
-        return _decode_large(raw, view, maps)
-    if maps or arrays:
-        try:
-            return _from_map(_map_event.decode(raw)) if maps else _array_event.decode(raw)
-        except _BAD_BYTES as error:
-            complaint = str(error)
-    try:
-        data = msgspec.msgpack.decode(raw)
-    except _BAD_BYTES as error:
-        return UnknownEvent(None, bytes(raw), f"unreadable: {error}")
-    return _from_anything(data, raw, complaint)
-
-
-def _decode_large(raw: msgspec.Raw | bytes, view: memoryview, maps: bool) -> KVEvent:
-    """Decode an event that takes its time; what may hold anything is looked at before it is decoded."""
-    try:
-        large = (_large_map if maps else _large_array).decode(raw)
-        if isinstance(large, (_LargeMap, _LargeArray)):
-            for some in (large.extra_keys, large.lookahead_token_ids):
-                if len(memoryview(some)) > SMALL_BYTES:
-                    _check_containers(memoryview(some), _MAX_CONTAINERS)
-            fields = list(astuple(large))
-            fields[7] = _extra_keys.decode(large.extra_keys)
-            fields[14] = _lookahead.decode(large.lookahead_token_ids)
-            return BlockStored(*fields)
-        return large if isinstance(large, (BlockRemoved, AllBlocksCleared)) else _from_map(large)
-    except _BAD_BYTES as error:
-        return UnknownEvent(None, bytes(view), f"malformed, and too large to be looked into: {error}")
-
-
-def _from_anything(data: Any, raw: msgspec.Raw | bytes, complaint: str) -> KVEvent:
-    tag: Any = None
-    if isinstance(data, list) and data:
-        tag = data[0]
-        if isinstance(tag, str) and _FIRST_LENGTHS.get(tag) == len(data):
-            first = _attempt(_first_event, raw)
-            if first is not None:
-                fields = (*astuple(first), None)
-                return BlockStored(*fields) if isinstance(first, _FirstStored) else BlockRemoved(*fields)
-    elif isinstance(data, dict):
-        tag = data.get("type")
-    if not isinstance(tag, str):
-        return UnknownEvent(None, data, "no type")
-    if tag in ("BlockStored", "BlockRemoved", "AllBlocksCleared"):
-        return UnknownEvent(tag, data, f"malformed: {complaint}")
-    return UnknownEvent(tag, data)
-
-
-def _from_map(event: Any) -> _ArrayEvent:
-    if isinstance(event, _StoredMap):
-        return BlockStored(*astuple(event))
-    if isinstance(event, _RemovedMap):
-        return BlockRemoved(*astuple(event))
-    return AllBlocksCleared()
-
-
-def _attempt(decoder: msgspec.msgpack.Decoder[_T], raw: msgspec.Raw | bytes) -> _T | None:
-    try:
-        return decoder.decode(raw)
+        batch = _small_batch[maps][_is_map(payload)].decode(payload)
     except _BAD_BYTES:
         return None
+    events: list[KVEvent] = [_public[type(event)](*astuple(event)) for event in batch.events]
+    return KVEventBatch(batch.ts, events, batch.data_parallel_rank)
+
+
+def _is_map(value: bytes | msgspec.Raw) -> bool:
+    view = memoryview(value)
+    return len(view) > 0 and view[0] in _MAPS
+
+
+def _length(array: memoryview) -> int | None:
+    """Return how many items a well-formed array has; None if it is none."""
+    kind = array[0]
+    if kind & 0xF0 == 0x90:
+        return kind & 0x0F
+    if kind in _ARRAYS:
+        return int.from_bytes(array[1 : 3 if kind == 0xDC else 5], "big")
+    return None

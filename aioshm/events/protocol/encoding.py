@@ -1,8 +1,8 @@
 """Batches to bytes, in either of the two encodings that consumers of vLLM's events read.
 
 ``"array"``: an event is ``[tag, field, field, ...]``; the fields that the first consumers knew always, later
-ones up to the last that is set. ``"map"``: an event is ``{"type": tag, name: field, ...}`` with unset fields
-left out.
+ones up to the last that is set, and the newest ones never. ``"map"``: an event is ``{"type": tag, name: field, ...}``
+with unset fields left out.
 
 The usual batch is the native encoder's, where that was built; whatever else one may publish is encoded by its twin
 here, which also says what is wrong with a batch that nobody can encode.
@@ -19,10 +19,12 @@ from msgspec.structs import astuple
 from aioshm.config import native_wanted
 from aioshm.errors import CodecError
 from aioshm.events.protocol.messages import (
+    ARRAY_FIELDS,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
+    KnownEvent,
     KVEventBatch,
     UnknownEvent,
     derived,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 
 # How many of an event's fields are written although they are None.
-_ALWAYS: dict[Encoding, dict[type[msgspec.Struct], int]] = {
+_ALWAYS: dict[Encoding, dict[type[KnownEvent], int]] = {
     "array": {BlockStored: 6, BlockRemoved: 2, AllBlocksCleared: 0},
     "map": {BlockStored: 7, BlockRemoved: 2, AllBlocksCleared: 0},
 }
@@ -61,7 +63,10 @@ def _native_encoder(encoding: Encoding) -> EventEncoder | None:
     kinds = []
     for kind, always in _ALWAYS[encoding].items():
         tag, fields = pack(kind.__name__), kind.__struct_fields__
-        head, keys = (pack("type") + tag, tuple(map(pack, fields))) if maps else (tag, None)
+        if maps:
+            head, keys = pack("type") + tag, tuple(map(pack, fields))
+        else:
+            head, keys, fields = tag, None, fields[: ARRAY_FIELDS[kind]]
         kinds.append((kind, head, fields, keys, always))
     try:
         return NativeEncoder(tuple(kinds), maps)
@@ -138,12 +143,8 @@ def _to_arrays(events: list[Any]) -> list[Any]:
 
 def _to_array(event: Any) -> Any:
     kind = type(event)
-    if kind is BlockStored:
-        return _trimmed("BlockStored", astuple(event), 6)
-    if kind is BlockRemoved:
-        if event.group_idx is None and event.locality is None and event.ownership is None:
-            return ("BlockRemoved", event.block_hashes, event.medium)
-        return _trimmed("BlockRemoved", astuple(event), 2)
+    if kind is BlockStored or kind is BlockRemoved:
+        return _trimmed(kind.__name__, astuple(event)[: ARRAY_FIELDS[kind]], _ALWAYS["array"][kind])
     if kind is UnknownEvent:
         return event.data
     return event  # AllBlocksCleared, and whatever else the caller made: msgspec knows how

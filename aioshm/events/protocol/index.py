@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from aioshm.events.protocol.deliveries import Lost, Received, Restarted, Source
@@ -29,14 +30,21 @@ class BlockIndex(Generic[P]):
 
     A publisher is any hashable key: the ``Source`` of deliveries, a rank, a pod's name.
 
-    A loss is remembered: ``complete`` is False from then on, until the publisher clears its cache or begins
-    again. What was known stays, because most of it is still true and would never be announced again;
-    ``forget_on_loss`` drops it instead, for those who would rather miss a block than look for one in vain.
+    An engine may cache a block twice, and then announces each copy and each removal of a copy. The index
+    counts the copies: it forgets a block when the last copy is removed.
+
+    A loss is remembered: ``complete`` is False from then on, until the publisher clears its cache or restarts.
+    The known blocks stay, because most of them are still cached and would never be announced again;
+    ``forget_on_loss`` drops them instead, for routers that would rather miss a block than look for one in vain.
+    The lost batches may have removed copies, so from then on the index forgets an older block at its next removal.
+
+    Attributes:
+        unknown_events: Events that are not of a known type, or are malformed.
     """
 
     def __init__(self, *, forget_on_loss: bool = False) -> None:
         self.unknown_events: int = 0
-        self._shelves: dict[P, dict[Shelf, set[BlockHash]]] = {}
+        self._shelves: dict[P, dict[Shelf, Counter[BlockHash]]] = {}  # how many copies of each block
         self._incomplete: set[P] = set()
         self._forget_on_loss = forget_on_loss
 
@@ -46,14 +54,12 @@ class BlockIndex(Generic[P]):
         for event in batch.events:
             if isinstance(event, BlockStored):
                 shelf = Shelf(event.medium, event.group_idx)
-                shelves.setdefault(shelf, set()).update(event.block_hashes)
-            elif isinstance(event, BlockRemoved):
-                shelf = Shelf(event.medium, event.group_idx)
                 held = shelves.get(shelf)
-                if held is not None:
-                    held.difference_update(event.block_hashes)
-                    if not held:
-                        del shelves[shelf]
+                if held is None:
+                    held = shelves[shelf] = Counter()
+                held.update(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                _remove(shelves, event)
             elif isinstance(event, AllBlocksCleared):
                 shelves.clear()
                 self._incomplete.discard(publisher)
@@ -66,6 +72,9 @@ class BlockIndex(Generic[P]):
         self._incomplete.add(publisher)
         if self._forget_on_loss:
             self._shelves[publisher].clear()
+        for held in self._shelves[publisher].values():
+            for block in held:
+                held[block] = 0
 
     def restarted(self, publisher: P) -> None:
         """Note that a publisher began again, with an empty cache."""
@@ -128,7 +137,25 @@ class BlockIndex(Generic[P]):
         return sum(len(held) for shelves in self._shelves.values() for held in shelves.values())
 
 
-def _prefix(hashes: Sequence[BlockHash], shelves: list[set[BlockHash]]) -> int:
+def _remove(shelves: dict[Shelf, Counter[BlockHash]], event: BlockRemoved) -> None:
+    """Take one copy of each block away, or leave as many as the event says."""
+    shelf = Shelf(event.medium, event.group_idx)
+    held = shelves.setdefault(shelf, Counter())
+    blocks = event.block_hashes
+    counts = event.remaining_copy_counts
+    if counts is not None and len(counts) != len(blocks):
+        counts = None
+    for number, block in enumerate(blocks):
+        left = held[block] - 1 if counts is None else counts[number]
+        if left > 0:
+            held[block] = left
+        else:
+            del held[block]
+    if not held:
+        del shelves[shelf]
+
+
+def _prefix(hashes: Sequence[BlockHash], shelves: Sequence[Container[BlockHash]]) -> int:
     if len(shelves) == 1:  # the usual case, and the one that must be quick
         held = shelves[0]
         for length, block in enumerate(hashes):

@@ -7,7 +7,7 @@ encoding. They are plain data: how they become bytes is in ``encoding.py``, how 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import astuple
 
 BlockHash: TypeAlias = int | bytes
+TokenId: TypeAlias = int | str | tuple[int, int]
 
 MEDIUM_GPU = "GPU"
 MEDIUM_CPU = "CPU"
@@ -46,9 +47,10 @@ class BlockStored(KVCacheEvent):
     """Blocks are now held by the publisher's cache, one after the other on the same path.
 
     Attributes:
-        block_hashes: The blocks, first to last; each an unsigned 64-bit number or bytes.
+        block_hashes: The blocks, first to last; each a 64-bit number, signed or unsigned, or bytes.
         parent_block_hash: The block before the first one, or None at the start of a prompt.
-        token_ids: The tokens of all the blocks, ``block_size`` a block.
+        token_ids: The tokens of all the blocks, ``block_size`` a block. TensorRT-LLM writes text for tokens of
+            images, SGLang pairs of tokens while it speculates with EAGLE.
         block_size: Tokens in a block.
         lora_id: Superseded by ``lora_name``.
         medium: Where the blocks lie: ``"GPU"``, ``"CPU"``, ``"STORAGE"``; None from publishers that do not
@@ -62,11 +64,12 @@ class BlockStored(KVCacheEvent):
         ownership: Which offloading tier holds the blocks.
         session_id: The session whose request stored or reused them.
         lookahead_token_ids: Tokens beyond each block that went into its hash, one list a block.
+        mm_keys: TensorRT-LLM's keys of images and other media, one list of maps a block. Only maps carry them.
     """
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[int]
+    token_ids: Sequence[TokenId]
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -79,6 +82,7 @@ class BlockStored(KVCacheEvent):
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
+    mm_keys: list[Any] | None = None
 
 
 class BlockRemoved(KVCacheEvent):
@@ -90,6 +94,7 @@ class BlockRemoved(KVCacheEvent):
         group_idx: The cache group of a hybrid model.
         locality: ``"LOCAL"`` or ``"REMOTE"``, as the publisher sees it.
         ownership: Which offloading tier held the blocks.
+        remaining_copy_counts: How many copies of each block are left. Only maps carry it.
     """
 
     block_hashes: list[BlockHash]
@@ -97,6 +102,7 @@ class BlockRemoved(KVCacheEvent):
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
+    remaining_copy_counts: list[int] | None = None
 
 
 class AllBlocksCleared(KVCacheEvent):
@@ -111,7 +117,8 @@ class UnknownEvent:
 
     Attributes:
         type: Its tag, or None where even that is unreadable.
-        data: The event as it was on the wire: a list or a dict, tag included.
+        data: The event as it was on the wire: a list or a dict, tag included; a ``msgspec.Raw`` where decoding
+            would make too many objects.
         reason: Why it is not one of the known events.
     """
 
@@ -123,7 +130,11 @@ class UnknownEvent:
         return hash((self.type, hashable(self.data)))
 
 
+KnownEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent
+
+# In an array the place says which field a value is. No engine writes newer fields in arrays: maps alone carry them.
+ARRAY_FIELDS: dict[type[KnownEvent], int] = {BlockStored: 15, BlockRemoved: 5, AllBlocksCleared: 0}
 
 
 class KVEventBatch(EventBatch):
@@ -138,7 +149,7 @@ def hashable(value: Any) -> Any:
         return tuple(map(hashable, value))
     if isinstance(value, dict):
         return frozenset((key, hashable(item)) for key, item in value.items())
-    if isinstance(value, bytearray):
+    if isinstance(value, (bytearray, msgspec.Raw)):
         return bytes(value)
     return value
 

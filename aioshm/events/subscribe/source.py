@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import zmq
@@ -17,7 +17,7 @@ import zmq
 from aioshm.errors import CodecError
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.decoding import BatchDecoder, Decoding
-from aioshm.events.protocol.deliveries import Delivery, Received
+from aioshm.events.protocol.deliveries import Delivery, Lost, Received
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 from aioshm.events.stats import SubscriberStats
@@ -32,6 +32,8 @@ logger: logging.Logger = logging.getLogger("aioshm.events")
 # A publisher that says nothing is asked whether something was missed after this long, then ever less often.
 CHECK_MAX_S = 30.0
 _SLICE_S = 0.002
+# Refused batches that the reason of a loss can name.
+_MAX_REFUSED = 64
 
 _Where: TypeAlias = Literal["live", "replay"]
 
@@ -90,7 +92,8 @@ class EventSource:
         self._limiter = LogLimiter(10.0)
         self._paused = False
         self._again = False
-        self._delivered = self._replayed = self._garbage = 0
+        self._delivered = self._replayed = self._garbage = self._unknown_events = 0
+        self._refused: dict[tuple[bytes | None, int], str] = {}  # why, by topic and number
         self._replay = ReplayPort(loop, context, replay_endpoint, options.curve, options.replay_timeout, self._run)
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0  # uvloop's handle does not tell, where it is due at once
@@ -134,6 +137,7 @@ class EventSource:
             restarts=tracker.restarts,
             reconnects=self._port.reconnects,
             garbage=self._garbage + tracker.unconfirmed,
+            unknown_events=self._unknown_events,
             replay_failures=self._replay.failures,
             handshake_failures=self._port.handshake_failures,
             cut_off=self._port.cut_off,
@@ -221,6 +225,8 @@ class EventSource:
             if isinstance(delivery, Received):
                 self._delivered += 1
                 self._replayed += delivery.replayed
+            elif isinstance(delivery, Lost):
+                delivery = self._explained(delivery)
             if not self._deliver(delivery):
                 self._pause()
                 return True
@@ -259,7 +265,7 @@ class EventSource:
         try:
             found = self._decoder.begin(frames.payload)
         except CodecError as error:
-            self._complain(where, error)
+            self._refuse(where, frames, error)
             return
         if isinstance(found, Decoding):
             self._unfinished = where, frames, found
@@ -267,16 +273,39 @@ class EventSource:
             self._accept(where, frames, found)
 
     def _go_on(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, decoding: Decoding) -> None:
-        try:
-            batch = decoding.work(time.perf_counter() + _SLICE_S)
-        except CodecError as error:
-            self._unfinished = None
-            self._complain(where, error)
+        batch = decoding.work(time.perf_counter() + _SLICE_S)
+        if batch is None:
             return
-        if batch is not None:
-            self._unfinished = None
-            self._replay.heard()
-            self._accept(where, frames, batch)
+        self._unfinished = None
+        if decoding.unknown is not None:
+            if not self._unknown_events:
+                logger.warning(
+                    "subscriber %s: an event of type %s in batch %d of rank %s is delivered as an UnknownEvent: %s "
+                    "(logged once; stats().unknown_events counts them)",
+                    self.endpoint,
+                    decoding.unknown.type,
+                    frames.seq,
+                    batch.data_parallel_rank,
+                    decoding.unknown.reason,
+                )
+            self._unknown_events += decoding.unknown_events
+        self._replay.heard()
+        self._accept(where, frames, batch)
+
+    def _refuse(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, error: CodecError) -> None:
+        """Drop a batch that cannot be decoded; a later loss of its number gives the reason."""
+        self._complain(where, error)
+        self._refused[frames.topic, frames.seq] = str(error)
+        if len(self._refused) > _MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+    def _explained(self, lost: Lost) -> Lost:
+        """Return a loss with the reason for which one of its batches was refused, if one was."""
+        for (topic, seq), why in self._refused.items():
+            if lost.first <= seq <= lost.last and topic in (lost.source.topic, None):
+                others = "" if lost.first == lost.last else f"; for the others: {lost.reason}"
+                return replace(lost, reason=f"batch {seq} came and was refused: {why}{others}")
+        return lost
 
     def _accept(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, batch: KVEventBatch) -> None:
         message = Message(frames.topic, frames.seq, batch, frames.payload)

@@ -13,6 +13,7 @@ from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.errors import EndClosed, QueueClosed, RoleError
 from aioshm.events.config import DEFAULT_HWM
 from aioshm.events.endpoints import check_endpoint, subscriber_binds
+from aioshm.events.protocol.decoding import MAX_PAYLOAD_BYTES
 from aioshm.events.protocol.deliveries import Delivery, Received
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Start
@@ -35,8 +36,6 @@ CHECK_INTERVAL_S = 1.0
 DEFAULT_MAX_WAITING = 1024
 # A hundred times what a step's batch has, a quarter of a million tokens: what a stranger may make an open port decode.
 OPEN_MAX_PAYLOAD_BYTES = 1 << 21
-# The same of publishers that one has chosen.
-MAX_PAYLOAD_BYTES = 1 << 24
 
 _YIELD_EVERY = 64
 

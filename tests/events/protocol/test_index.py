@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ from aioshm.events import (
 
 def stored(*hashes: int | bytes, medium: str | None = "GPU", group: int | None = None) -> BlockStored:
     return BlockStored(list(hashes), None, [], 1, None, medium, group_idx=group)
+
+
+def removed(*hashes: int | bytes, left: list[int] | None = None) -> BlockRemoved:
+    return BlockRemoved(list(hashes), "GPU", remaining_copy_counts=left)
+
+
+def holds(index: BlockIndex[Any], block: int | bytes) -> bool:
+    return bool(index.holders(block)) and set(index.longest_prefix([block]).values()) == {1}
 
 
 class TestBlockIndex:
@@ -82,24 +91,82 @@ class TestBlockIndex:
         index.remove(source)
         assert index.publishers == []
 
-    @given(st.lists(st.tuples(st.sampled_from("src"), st.integers(0, 5), st.sampled_from(["GPU", "CPU"])), max_size=60))
-    def test_it_equals_a_set_of_pairs(self, steps: list[tuple[str, int, str]]) -> None:
+    @pytest.mark.parametrize("events", [[stored(7), stored(7)], [stored(7, 7)], [stored(7, 8), stored(6, 7)]])
+    def test_block_stored_twice_stays_until_both_copies_are_removed(self, events: list[BlockStored]) -> None:
         index: BlockIndex[int] = BlockIndex()
-        model: set[tuple[str, int]] = set()
+        index.apply(0, EventBatch(0, [*events, removed(7)]))
+        assert holds(index, 7)
+        index.apply(0, EventBatch(0, [removed(7)]))
+        assert not holds(index, 7)
+
+    def test_block_removed_twice_in_one_event_loses_both_copies(self) -> None:
+        index: BlockIndex[int] = BlockIndex()
+        index.apply(0, EventBatch(0, [stored(7, 7), removed(7, 7)]))
+        assert index.blocks(0) == {}
+
+    def test_block_removed_too_often_is_held_after_it_is_stored_again(self) -> None:
+        index: BlockIndex[int] = BlockIndex()
+        index.apply(0, EventBatch(0, [stored(7), removed(7), removed(7), removed(8), stored(7)]))
+        assert index.blocks(0) == {Shelf("GPU", None): {7}}
+
+    @pytest.mark.parametrize("reset", ["cleared", "restarted", "removed"])
+    def test_copies_counted_before_a_reset_are_forgotten(self, reset: str) -> None:
+        index: BlockIndex[int] = BlockIndex()
+        index.apply(0, EventBatch(0, [stored(7, 7)]))
+        if reset == "cleared":
+            index.apply(0, EventBatch(0, [AllBlocksCleared()]))
+        else:
+            {"restarted": index.restarted, "removed": index.remove}[reset](0)
+        index.apply(0, EventBatch(0, [stored(7), removed(7)]))
+        assert not holds(index, 7)
+
+    def test_copies_are_counted_for_each_shelf(self) -> None:
+        index: BlockIndex[int] = BlockIndex()
+        index.apply(0, EventBatch(0, [stored(7), stored(7, medium="CPU"), stored(7, group=1), removed(7)]))
+        assert index.blocks(0) == {Shelf("CPU", None): {7}, Shelf("GPU", 1): {7}}
+
+    def test_removal_that_names_what_is_left_sets_the_count(self) -> None:
+        index: BlockIndex[int] = BlockIndex()
+        index.apply(0, EventBatch(0, [stored(7, 8), removed(7, 8, 9, left=[2, 0, 1])]))
+        assert index.blocks(0) == {Shelf("GPU", None): {7, 9}}
+        index.apply(0, EventBatch(0, [removed(7), removed(9)]))
+        assert index.blocks(0) == {Shelf("GPU", None): {7}}
+        index.apply(0, EventBatch(0, [removed(7, left=[0])]))
+        assert index.blocks(0) == {}
+
+    def test_removal_with_another_number_of_counts_takes_one_copy(self) -> None:
+        index: BlockIndex[int] = BlockIndex()
+        index.apply(0, EventBatch(0, [stored(7, 7, 8), removed(7, 8, left=[0])]))
+        assert index.blocks(0) == {Shelf("GPU", None): {7}}
+
+    def test_block_known_before_a_loss_is_forgotten_at_its_next_removal(self) -> None:
+        index: BlockIndex[int] = BlockIndex()
+        index.apply(0, EventBatch(0, [stored(7, 7), stored(8)]))
+        index.lost(0)  # maybe a removal of both
+        assert holds(index, 7)
+        index.apply(0, EventBatch(0, [stored(8), removed(7), removed(8), stored(9, 9), removed(9)]))
+        assert index.blocks(0) == {Shelf("GPU", None): {9}}
+
+    @given(st.lists(st.tuples(st.sampled_from("src"), st.integers(0, 5), st.sampled_from(["GPU", "CPU"])), max_size=60))
+    def test_index_equals_a_count_of_pairs(self, steps: list[tuple[str, int, str]]) -> None:
+        index: BlockIndex[int] = BlockIndex()
+        model: Counter[tuple[str, int]] = Counter()
         for action, block, medium in steps:
             event: Any
             if action == "s":
                 event = stored(block, medium=medium)
-                model.add((medium, block))
+                model[medium, block] += 1
             elif action == "r":
                 event = BlockRemoved([block], medium)
-                model.discard((medium, block))
+                model[medium, block] = max(0, model[medium, block] - 1)
             else:
                 event = AllBlocksCleared()
                 model.clear()
             index.apply(0, EventBatch(0, [event]))
-        assert {(shelf.medium, block) for shelf, held in index.blocks(0).items() for block in held} == model
-        prefix = next((n for n in range(6) if not {("GPU", n), ("CPU", n)} & model), 6)
+        held = +model
+        assert {(shelf.medium, block) for shelf, blocks in index.blocks(0).items() for block in blocks} == held.keys()
+        assert len(index) == len(held)
+        prefix = next((n for n in range(6) if not {("GPU", n), ("CPU", n)} & held.keys()), 6)
         assert index.longest_prefix(range(6)) == ({0: prefix} if steps else {})
 
 

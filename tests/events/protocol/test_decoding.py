@@ -1,0 +1,275 @@
+"""Events of other engines, the largest batches that are taken, and what a hostile one may cost."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from aioshm.errors import CodecError
+from aioshm.events import AllBlocksCleared, BlockIndex, BlockRemoved, BlockStored, EventBatch, UnknownEvent
+from aioshm.events.protocol.decoding import (
+    BYTES_PER_VALUE,
+    MAX_PAYLOAD_BYTES,
+    MIN_EVENT_BYTES,
+    SMALL_BYTES,
+    BatchDecoder,
+    Decoding,
+)
+from aioshm.events.protocol.encoding import BatchEncoder
+from aioshm.events.subscribe.subscriber import OPEN_MAX_PAYLOAD_BYTES
+
+from ..attacker import STORED, array
+
+ROOT = Path(__file__).parents[3]
+pack = msgspec.msgpack.encode
+
+
+def trtllm(token_ids: list[Any], **more: Any) -> dict[str, Any]:
+    """Return an event as TensorRT-LLM's publishers write it: a map, without the fields that it does not know."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [-5],
+        "parent_block_hash": None,
+        "token_ids": token_ids,
+        "block_size": len(token_ids),
+        "lora_id": None,
+        **more,
+    }
+
+
+def decode_one(event: Any) -> Any:
+    (found,) = BatchDecoder().decode(pack([1.0, [event], 0])).events
+    return found
+
+
+def padding(large: bool) -> list[Any]:
+    """Return events that make a batch a large one."""
+    return [["BlockRemoved", [bytes(SMALL_BYTES)], "CPU"]] if large else []
+
+
+class TestEngines:
+    def test_text_among_token_ids_is_kept(self) -> None:
+        event = trtllm([1, "mm:ab", 3], medium="GPU")
+        assert decode_one(event) == BlockStored([-5], None, [1, "mm:ab", 3], 3, None, "GPU")
+
+    @pytest.mark.parametrize("large", [False, True])
+    def test_keys_of_media_are_kept_and_written_again(self, large: bool) -> None:
+        keys = [[{"type": "mm_key", "hash": "ab", "start_offset": 0}]]
+        payload = pack([1.0, [*padding(large), trtllm([1, 2], mm_keys=keys)], 0])
+        batch = BatchDecoder().decode(payload)
+        assert batch.events[-1] == BlockStored([-5], None, [1, 2], 2, None, None, mm_keys=keys)
+        again = msgspec.msgpack.decode(BatchEncoder("map").encode(batch, None))
+        assert again[1][-1]["mm_keys"] == keys
+
+    @pytest.mark.parametrize("medium", [[], ["GPU"]])
+    def test_array_with_signed_hashes_and_pairs_of_tokens_is_read(self, medium: list[str]) -> None:
+        event = ["BlockStored", [-5], -(1 << 63), [[1, 2], [2, 3]], 2, None, *medium]
+        found = decode_one(event)
+        assert found == BlockStored([-5], -(1 << 63), [(1, 2), (2, 3)], 2, None, *(medium or [None]))
+        again = msgspec.msgpack.decode(BatchEncoder("array").encode(EventBatch(1.0, [found], 0), None))
+        assert again == [1.0, [[*event[:6], *(medium or [None])]], 0]
+
+    @pytest.mark.parametrize("large", [False, True])
+    def test_events_without_newer_fields_are_read(self, large: bool) -> None:
+        events = [["BlockStored", [1], None, [2], 1, None], ["BlockRemoved", [1]], {"type": "AllBlocksCleared"}]
+        found = BatchDecoder().decode(pack([1.0, [*padding(large), *events], 0])).events
+        assert found[-3:] == [BlockStored([1], None, [2], 1, None, None), BlockRemoved([1], None), AllBlocksCleared()]
+
+    @pytest.mark.parametrize("form", ["array", "map"])
+    def test_batch_that_is_a_map_is_read(self, form: Any) -> None:
+        events = msgspec.msgpack.decode(BatchEncoder(form).encode(EventBatch(1.0, [BlockRemoved([1], "GPU")]), 0))[1]
+        batch = BatchDecoder().decode(pack({"ts": 1.5, "events": events, "data_parallel_rank": 3}))
+        assert (batch.ts, batch.events, batch.data_parallel_rank) == (1.5, [BlockRemoved([1], "GPU")], 3)
+
+    def test_removal_with_counts_of_copies_is_read_and_written_again(self) -> None:
+        event = {"type": "BlockRemoved", "block_hashes": [1, 2], "medium": "GPU", "remaining_copy_counts": [1, 0]}
+        found = decode_one(event)
+        assert found == BlockRemoved([1, 2], "GPU", remaining_copy_counts=[1, 0])
+        assert msgspec.msgpack.decode(BatchEncoder("map").encode(EventBatch(1.0, [found], 0), None))[1] == [event]
+
+    @pytest.mark.parametrize("large", [False, True])
+    @pytest.mark.parametrize(
+        ("event", "reason"),
+        [
+            (["BlockStored", [1], None, [2, None], 1, None], "Expected `int | str | array`, got `None` - at `$[3][1]`"),
+            (trtllm([1.5]), "Expected `int | str | array`, got `float` - at `$.token_ids[0]`"),
+            (["BlockRemoved", ["x"], "GPU"], "Expected `int | bytes`, got `str` - at `$[1][0]`"),
+            (trtllm([1], extra_keys=[7]), "Expected `array | null`, got `int`"),
+            (["BlockStored", [1], None], "Expected `array` of at least length 5, got 3"),
+        ],
+    )
+    def test_malformed_event_names_the_field(self, event: Any, reason: str, large: bool) -> None:
+        found = BatchDecoder().decode(pack([1.0, [*padding(large), event], 0])).events[-1]
+        assert isinstance(found, UnknownEvent)
+        assert found.reason.startswith(f"malformed: {reason}")
+        assert found.data == event
+
+
+def prompt(tokens: list[int], block_size: int, *, maps: bool = True, **more: Any) -> bytes:
+    """Return a batch that stores a prompt, as vLLM encodes it."""
+    hashes = [os.urandom(32) for _ in range(len(tokens) // block_size)]
+    event = BlockStored(hashes, None, tokens, block_size, None, "GPU", **more)
+    return BatchEncoder("map" if maps else "array").encode(EventBatch(1.0, [event]), 0)
+
+
+def known(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> int:
+    """Return how many blocks an index has after a batch, which must hold nothing that is not understood."""
+    index: BlockIndex[int] = BlockIndex()
+    index.apply(0, BatchDecoder(max_bytes).decode(payload))
+    assert index.unknown_events == 0
+    return len(index)
+
+
+class TestLargestLegalBatches:
+    """Each limit of the decoder with the largest batches that it lets pass, whatever they hold."""
+
+    @pytest.mark.parametrize("maps", [False, True])
+    @pytest.mark.parametrize("token", [*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])
+    def test_prompt_of_any_one_token_is_read(self, token: int, maps: bool) -> None:
+        wide = [token, token << 8 | token, 0x10000 | token << 8 | token, token << 24 | token << 16 | token << 8 | token]
+        for each in wide:
+            assert known(prompt([each] * 16_384, 16, maps=maps), OPEN_MAX_PAYLOAD_BYTES) == 1024
+
+    @pytest.mark.parametrize("size", [OPEN_MAX_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES])
+    def test_one_event_fills_the_largest_payload(self, size: int) -> None:
+        blocks = size // (16 * 5 + 34) - 2
+        payload = prompt([0x90909090] * (16 * blocks), 16)
+        assert size - 500 < len(payload) <= size
+        assert known(payload, size) == blocks
+
+    @pytest.mark.parametrize("size", [OPEN_MAX_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES])
+    def test_largest_payload_may_have_keys_of_media_at_each_block(self, size: int) -> None:
+        rng = random.Random(1)
+        blocks = size // 184
+        keys: list[Any] = [[[f"{rng.getrandbits(256):064x}", block % 16], "salt"] for block in range(blocks)]
+        more: dict[str, Any] = {"extra_keys": keys, "lookahead_token_ids": [[128_000]] * blocks}
+        payload = prompt([rng.randrange(1 << 17) for _ in range(16 * blocks)], 16, **more)
+        assert size * 0.95 < len(payload) <= size
+        assert known(payload, size) == blocks
+
+    def test_most_values_in_fields_that_may_hold_anything(self) -> None:
+        size = OPEN_MAX_PAYLOAD_BYTES
+        blocks = size // BYTES_PER_VALUE - 1  # and the list of them
+        payload = BatchEncoder().encode(
+            EventBatch(
+                1.0, [BlockStored([*range(blocks)], None, [1] * blocks, 1, None, None, extra_keys=[None] * blocks)]
+            ),
+            0,
+        )
+        assert len(payload) <= size
+        assert known(payload, size) == blocks
+        more = payload.replace(
+            b"\xaaextra_keys\xdd" + blocks.to_bytes(4, "big"),
+            b"\xaaextra_keys\xdd" + (blocks + 1).to_bytes(4, "big") + b"\xc0",
+        )
+        (refused,) = BatchDecoder(size).decode(more).events
+        assert isinstance(refused, UnknownEvent)
+        assert refused.reason == "malformed: extra_keys has too many values"
+
+    @pytest.mark.parametrize("maps", [False, True])
+    def test_largest_payload_may_hold_the_shortest_events(self, maps: bool) -> None:
+        shortest = pack({"type": "BlockRemoved", "block_hashes": []} if maps else ["BlockRemoved", []])
+        assert maps or len(shortest) == MIN_EVENT_BYTES
+        count = (OPEN_MAX_PAYLOAD_BYTES - 16) // len(shortest)
+        payload = b"\x93\x01" + array(count) + shortest * count + b"\xc0"
+        assert OPEN_MAX_PAYLOAD_BYTES - 100 < len(payload) <= OPEN_MAX_PAYLOAD_BYTES
+        assert len(BatchDecoder(OPEN_MAX_PAYLOAD_BYTES).decode(payload).events) == count
+
+    def test_larger_payload_and_more_events_are_refused_by_name(self) -> None:
+        with pytest.raises(CodecError, match="a payload of 101 bytes, at most 100 are taken: max_payload_bytes"):
+            BatchDecoder(100).decode(bytes(101))
+        count = OPEN_MAX_PAYLOAD_BYTES // MIN_EVENT_BYTES
+        decoder = BatchDecoder(OPEN_MAX_PAYLOAD_BYTES)
+        batch = decoder.decode(b"\x93\x01" + array(count) + b"\xc0" * count + b"\xc0")
+        assert {(type(event), event.reason) for event in batch.events} == {(UnknownEvent, "no type")}
+        with pytest.raises(CodecError, match=f"a batch of {count + 1} events, at most {count}"):
+            decoder.decode(b"\x93\x01" + array(count + 1) + b"\xc0" * (count + 1) + b"\xc0")
+
+
+class TestUnknownEvents:
+    def test_large_event_of_an_unknown_type_goes_out_as_it_came_in(self) -> None:
+        event = {"type": "BlockMoved", "blocks": [[]] * (OPEN_MAX_PAYLOAD_BYTES // BYTES_PER_VALUE)}
+        payload = pack([1.0, [event, ["BlockRemoved", [1], "GPU"]], 0])
+        batch = BatchDecoder(OPEN_MAX_PAYLOAD_BYTES).decode(payload)
+        moved, good = batch.events
+        assert good == BlockRemoved([1], "GPU")
+        assert isinstance(moved, UnknownEvent)
+        assert (moved.type, moved.reason, moved.data) == ("BlockMoved", "unknown type", msgspec.Raw(pack(event)))
+        assert hash(moved) == hash(BatchDecoder(OPEN_MAX_PAYLOAD_BYTES).decode(payload).events[0])
+        for form in ("array", "map"):
+            again = BatchDecoder().decode(BatchEncoder(form).encode(batch, None))  # type: ignore[arg-type]
+            assert isinstance(again.events[0], UnknownEvent)
+            assert again.events[0].data == event
+
+    def test_events_that_are_not_understood_are_counted(self) -> None:
+        decoding = BatchDecoder().begin(pack([1.0, [["BlockMoved", 1], ["BlockRemoved", [1]], ["BlockRemoved", 7]], 0]))
+        assert isinstance(decoding, Decoding)
+        decoding.work(time.perf_counter() + 100)
+        assert decoding.unknown_events == 2
+        assert decoding.unknown == UnknownEvent("BlockMoved", ["BlockMoved", 1])
+
+
+# What is repeated, and how many values it has.
+HOSTILE = {
+    "empty lists": (b"\x90", 1),
+    "empty maps": (b"\x80", 1),
+    "maps in maps": (b"\x81\xc0" * 100 + b"\xc0", 201),
+    "lists in lists": (b"\x91" * 100 + b"\xc0", 101),
+    "pairs": (b"\x92\x00\x00", 3),
+    "text": (b"\xa2ab", 1),
+    "nils": (b"\xc0", 1),
+}
+PROGRAM = """
+import resource, sys
+from aioshm.events.protocol.decoding import BatchDecoder
+from tests.events.protocol.test_decoding import OPEN_MAX_PAYLOAD_BYTES, payload_of
+payload = payload_of(sys.argv[1], sys.argv[2])
+status = lambda key: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+decoder, before = BatchDecoder(OPEN_MAX_PAYLOAD_BYTES), status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+batch = decoder.decode(payload)
+print((status("VmHWM") - before) * 1024 / len(payload))
+"""
+
+
+def payload_of(place: str, kind: str) -> bytes:
+    """Return a batch of the size that an open port takes, as much of it as can be of one kind."""
+    unit, values = HOSTILE[kind]
+    room = OPEN_MAX_PAYLOAD_BYTES - 200
+
+    def fill(unit: bytes, count: int) -> bytes:
+        return array(count) + unit * count
+
+    if place == "events":  # of an unknown type, each small
+        each = b"\x92\xa1X" + fill(unit, 1000)
+        return b"\x93\x01" + fill(each, room // len(each)) + b"\xc0"
+    if place == "extra_keys":  # as many as may be, and text for tokens
+        keys = fill(unit, OPEN_MAX_PAYLOAD_BYTES // BYTES_PER_VALUE // values - 2)
+        tokens = fill(b"\xa2ab", (room - len(keys)) // 3)
+        event = b"\x99" + STORED[1:] + tokens + b"\x01\xc0\xc0\xc0\x91" + keys
+    elif place == "token_ids":
+        event = STORED + fill(unit, room // len(unit)) + b"\x01\xc0\xc0"
+    else:
+        event = b"\x92\xacBlockRemoved" + fill(unit, room // len(unit))
+    return b"\x93\x01\x91" + event + b"\xc0"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("place", ["extra_keys", "events", "token_ids", "block_hashes"])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_batch_takes_little_memory(place: str, kind: str) -> None:
+    """At most 34 bytes for each byte of the payload, as SECURITY.md says."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, place, kind], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 34
