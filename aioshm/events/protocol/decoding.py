@@ -101,6 +101,10 @@ _open_fields = {
 _open_at = [[at for at in _open_fields if maps or at < ARRAY_FIELDS[BlockStored]] for maps in (False, True)]
 
 
+class _TooManyValuesError(Exception):
+    """A field has more values than are left to its batch."""
+
+
 class Decoding:
     """One payload that is decoded event by event, a slice of time after the other.
 
@@ -159,6 +163,8 @@ class Decoding:
                 for at in _open_at[maps]:
                     fields[at] = None if fields[at] is _NONE else self._decode_field(fields[at], *_open_fields[at])
             return kind(*fields)
+        except _TooManyValuesError as error:
+            return UnknownEvent(kind.__name__, _copied(raw), str(error))
         except _BAD_BYTES as error:
             reason = str(error)
         try:
@@ -170,14 +176,14 @@ class Decoding:
 
     def _decode_field(self, raw: msgspec.Raw, name: str, decoder: _Decoder) -> Any:
         if not self._can_afford(raw):
-            raise ValueError(f"{name} has too many values")
+            raise _TooManyValuesError(f"{name} has too many values")
         try:
             return decoder.decode(raw)
         except _BAD_BYTES as error:
             raise ValueError(f"{error}, in {name}") from None
 
     def _unknown(self, tag: str | None, raw: msgspec.Raw, reason: str) -> UnknownEvent:
-        data: Any = msgspec.Raw(bytes(memoryview(raw)))
+        data: Any = _copied(raw)
         if self._can_afford(raw):
             try:
                 data = msgspec.msgpack.decode(raw)
@@ -252,6 +258,11 @@ def _decode_small(payload: bytes, maps: bool) -> KVEventBatch | None:
         return None
     events: list[KVEvent] = [_public[type(event)](*astuple(event)) for event in batch.events]
     return KVEventBatch(batch.ts, events, batch.data_parallel_rank)
+
+
+def _copied(raw: msgspec.Raw) -> msgspec.Raw:
+    """Return a copy, which does not keep the payload."""
+    return msgspec.Raw(bytes(memoryview(raw)))
 
 
 def _is_map(value: bytes | msgspec.Raw) -> bool:
