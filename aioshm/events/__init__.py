@@ -17,6 +17,7 @@ from aioshm.events.protocol.messages import (
     KVCacheEvent,
     KVEvent,
     KVEventBatch,
+    TokenId,
     UnknownEvent,
 )
 from aioshm.events.protocol.wire import Encoding, ReplayFormat, Wire
@@ -61,6 +62,7 @@ __all__ = [
     "Source",
     "SubscriberStats",
     "ThreadedEventPublisher",
+    "TokenId",
     "UnknownEvent",
     "Wire",
     "ZmqEventPublisher",

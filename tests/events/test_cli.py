@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import typer
 from hypothesis import given
@@ -117,31 +118,61 @@ def test_tail_shows_losses(tmp_path: Path) -> None:
         assert "0 to 1 lost" in invoke("tail", *where(publisher), "--count", "1").output
 
 
-def test_record_and_replay(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
-    file = tmp_path / "events.rec"
-    result = invoke("record", *where(publisher), "--count", "3", "-o", str(file))
-    assert result.exit_code == 0, result.output
-    assert "3 batches recorded" in result.output
-    replayed = f"ipc://{tmp_path}/replayed"
-    again = tmp_path / "again.rec"
+def replayed(file: Path, tmp_path: Path, count: int) -> list[bytes]:
+    """Replay a recording of so many batches, record that, and return the payloads."""
+    live, replay, again = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replayed", tmp_path / "again.rec"
     player = subprocess.Popen(
         [
             sys.executable, "-c", COMMAND,
-            "events", "replay", str(file), "--endpoint", f"ipc://{tmp_path}/live", "--replay", replayed,
+            "events", "replay", str(file), "--endpoint", live, "--replay", replay,
             "--speed", "0", "--wait", "0", "--hold", "60",
         ],
         cwd=ROOT,
     )  # fmt: skip
     try:
-        result = invoke(
-            "record", f"ipc://{tmp_path}/live", "--replay", replayed, "--from-start", "--duration", "20",
-            "--count", "3", "-o", str(again),
-        )  # fmt: skip
+        options = ["--from-start", "--duration", "20", "--count", str(count)]
+        result = invoke("record", live, "--replay", replay, *options, "-o", str(again))
+        assert result.exit_code == 0, result.output
     finally:
         player.kill()
         player.wait()
-    with file.open("rb") as first, again.open("rb") as second:
-        assert [one.payload for one in read_records(first)] == [one.payload for one in read_records(second)]
+    with again.open("rb") as second:
+        return [one.payload for one in read_records(second)]
+
+
+def test_record_and_replay(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
+    file = tmp_path / "events.rec"
+    result = invoke("record", *where(publisher), "--count", "3", "-o", str(file))
+    assert result.exit_code == 0, result.output
+    assert "3 batches recorded" in result.output
+    with file.open("rb") as first:
+        assert [one.payload for one in read_records(first)] == replayed(file, tmp_path, 3)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockStored", [-5, -(1 << 63)], -7, [[1, 2], [2, 3]], 1, None, "GPU"],
+        {
+            "type": "BlockStored",
+            "block_hashes": [-9],
+            "parent_block_hash": None,
+            "token_ids": [1, "mm:ab"],
+            "block_size": 2,
+            "lora_id": None,
+            "medium": None,
+            "lora_name": None,
+            "mm_keys": [[{"type": "mm_key", "hash": "ab", "start_offset": 0}]],
+        },
+    ],
+    ids=["sglang", "trtllm"],
+)
+def test_replay_of_another_engines_event_says_what_was_recorded(tmp_path: Path, event: Any) -> None:
+    file, batch = tmp_path / "events.rec", [1.5, [event], 0]
+    with file.open("wb") as out:
+        Recorder(out).write(Record(1.0, "tcp://x:1", b"", 0, msgspec.msgpack.encode(batch)))
+    (payload,) = replayed(file, tmp_path, 1)
+    assert msgspec.msgpack.decode(payload) == batch
 
 
 def test_replay_to_the_end(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:

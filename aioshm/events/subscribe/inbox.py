@@ -7,7 +7,7 @@ from collections import deque
 
 from aioshm.events.protocol.deliveries import Delivery, Received
 
-# Payloads that may wait for the consumer together; decoded, they take up to 14 times as much.
+# Payloads that may wait for the consumer together; decoded, they take up to 34 times as much.
 MAX_WAITING_BYTES = 1 << 20
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from support import until
 
 from aioshm.events import (
     BlockIndex,
+    BlockRemoved,
     BlockStored,
     EventBatch,
     EventSubscriber,
@@ -22,11 +24,12 @@ from aioshm.events import (
     Received,
     Restarted,
     Source,
+    UnknownEvent,
     ZmqEventPublisher,
     follow,
 )
 
-from ..helpers import ANY, PATIENCE_S, Ends, batch, take
+from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery, take
 from ..proxy import LossyProxy, kept_endpoint
 from ..truth import Truth, follow_until, held
 
@@ -262,3 +265,58 @@ async def soak(steps: list[tuple[str, int]], share: float, buffer: int, seed: in
         await subscriber.aclose()
         await proxy.close()
         await publisher.aclose()
+
+
+async def test_batches_that_replay_brings_again_are_counted_once(ends: Ends) -> None:
+    publisher = ends.publisher()
+    stored, gone = BlockStored([7], None, [1], 1, None, "GPU"), BlockRemoved([7], "GPU")
+    for events in ([stored], [stored], [gone]):
+        publisher.publish(EventBatch(0.0, events))
+    await publisher.flush(PATIENCE_S)
+    subscriber = ends.subscriber(publisher)  # gets the first three by replay, and asks for them again and again
+    index: BlockIndex[Source] = BlockIndex()
+    for item in await take(subscriber, 3):
+        follow(index, item)
+    await until(lambda: subscriber.stats().replayed == 3 and publisher.stats().replay_requests > 3)
+    assert list(index.longest_prefix([7]).values()) == [1]
+    publisher.publish(EventBatch(0.0, [gone]))
+    for item in await take(subscriber, 1):
+        follow(index, item)
+    assert list(index.longest_prefix([7]).values()) == [0]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+async def test_batch_that_was_refused_is_lost_for_that_reason(ends: Ends, replay: bool) -> None:
+    publisher = ends.publisher()
+    subscriber = ends.subscriber(publisher, start="live", replay=replay, max_payload_bytes=1000)
+    subscriber.open()
+    first = await publish_until_delivery(publisher, subscriber)
+    assert isinstance(first, Received)
+    publisher.publish(EventBatch(0.0, [BlockRemoved([bytes(1000)], "GPU")]))
+    losses = []
+    async with asyncio.timeout(PATIENCE_S):
+        while not losses:
+            publisher.publish(batch(0))
+            with suppress(TimeoutError):
+                item = await subscriber.receive(0.01)
+                losses += [item] if isinstance(item, Lost) else []
+    assert losses[0].reason.startswith(f"batch {losses[0].first} came and was refused: a payload of 1")
+    assert losses[0].reason.endswith("at most 1000 are taken: max_payload_bytes")
+
+
+async def test_events_that_are_not_understood_are_logged_once_and_counted(
+    ends: Ends, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = ends.publisher()
+    for _ in range(3):
+        publisher.publish(EventBatch(0.0, [UnknownEvent("X", ["X", 1]), UnknownEvent("BlockStored", ["BlockStored"])]))
+    publisher.publish(EventBatch(0.0, [BlockRemoved([1], "GPU")]))
+    await publisher.flush(PATIENCE_S)
+    subscriber = ends.subscriber(publisher)
+    await take(subscriber, 4)
+    assert subscriber.stats().unknown_events == 6
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"subscriber {publisher.endpoint}: an event of type X in batch 0 of rank 0 is delivered as an UnknownEvent: "
+        "unknown type (logged once; stats().unknown_events counts them)"
+    )

@@ -64,8 +64,15 @@ def _encode_and_back(ts: float, events: list[Any], rank: int | None, *, typed: b
             assert not typed or len(portable) > 1 << 16, "what was encoded cannot be decoded"
             continue
         assert len(again.events) == len(events)
+        if encoding == "array" and any(newer_fields(event) for event in events):
+            continue
         if typed and ts == ts and not any(isinstance(event, UnknownEvent) for event in events):
             assert repr(again.events) == repr(events), encoding
+
+
+def newer_fields(event: Any) -> bool:
+    """Whether an event has fields that arrays do not carry."""
+    return any(getattr(event, name, None) is not None for name in ("mm_keys", "remaining_copy_counts"))
 
 
 def frames(data: bytes) -> None:
@@ -108,6 +115,10 @@ def _batch_seeds() -> Iterator[bytes]:
         yield made.encode(EventBatch(1.5, []), None)
         yield made.encode(EventBatch(2.5, [BlockStored([1], 0, [1], 1, 3, None)]), 1)
     yield msgspec.msgpack.encode([1.0, [["BlockStored", [1], None, [1], 1, None], ["BlockRemoved", [1]], 7, {}]])
+    stored = {"type": "BlockStored", "block_hashes": [-1], "parent_block_hash": None, "token_ids": ["a", [1, 2]]}
+    more = {"block_size": 1, "mm_keys": [[{"hash": "x"}]]}
+    removed = {"type": "BlockRemoved", "block_hashes": [1], "remaining_copy_counts": [1]}
+    yield msgspec.msgpack.encode({"ts": 1.0, "events": [stored | more, removed]})
 
 
 def _encoder_seeds() -> Iterator[bytes]:
