@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 import time
@@ -43,14 +42,16 @@ def tell_to_end(process: asyncio.subprocess.Process) -> None:
 
 
 @contextmanager
-def sweeping() -> Iterator[None]:
-    """Be the only one, of all processes that run tests, that makes orphans of segments, or removes all there are."""
-    with open(__file__) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # also where a forked child still has the file
+def private_segments() -> Iterator[str]:
+    """Name the segments of this process so that nothing beside it removes them as orphans; give the names' prefix."""
+    import pytest  # not in the processes that tests start
+
+    from aioshm.ring import segment
+
+    prefix = f"private-{os.getpid()}-"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "NAME_PREFIX", prefix)
+        yield prefix
 
 
 async def cancelled_after(call: Coroutine[Any, Any, Any], turns: int) -> Any:

@@ -96,6 +96,7 @@ typedef struct {
     size_t *free;
     Used *used;
     size_t n_free, oldest, n_used;
+    size_t allocated;         /* how many, from the first on, have memory: all of them, but for a named segment */
 } Pool;
 
 /* What a lease shows where it lies, or has kept: its chunk, or a negative number, which stands for an overflow segment, and
@@ -131,6 +132,7 @@ typedef struct {
     uint64_t what;
     bool raw;
     PyObject *code, *on_parked;
+    PyObject *allocate;       /* gives chunks of a named segment their memory, or NULL: all have it */
     PyObject *beside, *measure;  /* what handles messages that have buffers beside them; see bind_beside */
     /* Leases, of a reader: see bind_leases */
     PyObject *show_beside, *end_shown, *open_slowly, *close_slowly, *await_next, *whose, *fail;
@@ -533,6 +535,16 @@ static PyObject *core_bind_beside(Core *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *writer_bind_allocate(Core *self, PyObject *allocate)
+{
+    PyObject *old = self->allocate;
+    self->allocate = Py_NewRef(allocate);
+    for (size_t n = 0; n < self->n_pools; n++)
+        self->pools[n].allocated = 0;
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
 static PyObject *core_belong(Core *self, PyObject *runs)
 {
     PyObject *old = self->runs;
@@ -614,6 +626,31 @@ static void reclaim(Core *self, Pool *pool)
     }
 }
 
+/* How many free chunks have memory. Those that have none are the last ones to be taken from the stack. */
+static inline size_t n_usable(const Pool *pool)
+{
+    size_t without = pool->count - pool->allocated;
+    return pool->n_free > without ? pool->n_free - without : 0;
+}
+
+/* Allocate memory for free chunks, until so many have it; -1 with an error. */
+static int allocate(Core *self, Pool *pool, size_t wanted)
+{
+    size_t usable = n_usable(pool), from = pool->allocated, to = from + wanted - usable;
+    if (wanted <= usable)
+        return 0;
+    self->in_use++;
+    PyObject *done = PyObject_CallFunction(self->allocate, "nn", (Py_ssize_t)(pool->start + from * pool->stride),
+                                           (Py_ssize_t)((to - from) * pool->stride));
+    self->in_use--;
+    if (done == NULL)
+        return -1;
+    Py_DECREF(done);
+    if (pool->allocated < to)  /* another thread may have called this meanwhile */
+        pool->allocated = to;
+    return 0;
+}
+
 /* Take the next slot, and a chunk if need be, and note in its header which: where the body goes, or NULL. */
 static uint8_t *claim(Core *self, size_t nbytes)
 {
@@ -626,8 +663,8 @@ static uint8_t *claim(Core *self, size_t nbytes)
     if (nbytes > self->inline_bytes) {
         pool = pool_for(self, nbytes);
         reclaim(self, pool);
-        if (pool->n_free == 0)
-            return NULL;
+        if (n_usable(pool) == 0)
+            return NULL;  /* find_blocker() allocates memory for a chunk that has none */
         words[1] = 1 + pool->free[pool->n_free - 1];
     }
     store_release(flags_of(self, self->index), 0);
@@ -686,6 +723,8 @@ static int find_blocker(Core *self, Py_ssize_t slots, PyObject *large, uint64_t 
             message = pool->used[(pool->oldest + wanted[n] - pool->n_free - 1) % pool->count].seq;
             if (*blocker == NONE || *blocker < message)
                 *blocker = message;
+        } else if (allocate(self, pool, wanted[n]) < 0) {
+            return -1;
         }
     }
     return 0;
@@ -3731,6 +3770,7 @@ static int make_stacks(Core *self)
             return -1;
         for (size_t more = pool->count; more > 0; more--)
             pool->free[pool->n_free++] = pool->first + more - 1;
+        pool->allocated = pool->count;
     }
     return 0;
 }
@@ -3862,6 +3902,7 @@ static int core_traverse(Core *self, visitproc visit, void *arg)
     Py_VISIT(self->on_parked);
     Py_VISIT(self->beside);
     Py_VISIT(self->measure);
+    Py_VISIT(self->allocate);
     Py_VISIT(self->show_beside);
     Py_VISIT(self->end_shown);
     Py_VISIT(self->open_slowly);
@@ -3891,6 +3932,7 @@ static int core_clear(Core *self)
     Py_CLEAR(self->on_parked);
     Py_CLEAR(self->beside);
     Py_CLEAR(self->measure);
+    Py_CLEAR(self->allocate);
     Py_CLEAR(self->show_beside);
     Py_CLEAR(self->end_shown);
     Py_CLEAR(self->open_slowly);
@@ -4536,6 +4578,7 @@ static PyMethodDef writer_methods[] = {
     {"spin_for", FAST writer_spin_for, METH_FASTCALL, "Let spins wait for room for so many messages."},
     {"claim", FAST writer_claim, METH_FASTCALL, "Return the next slot for writing so many bytes, or None."},
     {"commit", CALL writer_commit, METH_NOARGS, "Publish the claimed slot; return whether a reader is parked."},
+    {"bind_allocate", CALL writer_bind_allocate, METH_O, "Set the callable that allocates memory for chunks, which have none."},
     {"put", CALL writer_put, METH_O, "Publish an encoded message; return whether there was room for it."},
     {"put_many", FAST writer_put_many, METH_FASTCALL, "Publish messages of a list, from one on; return how many."},
     {"send", CALL writer_send, METH_O, "Encode and publish: None, or False if shut, or what was encoded."},

@@ -300,11 +300,18 @@ class _Chunks:
     Attributes:
         free: Numbers of those that are free, the one that became free last at the end.
         used: Message and chunk of those that are not, in the order of the messages.
+        allocated: How many, from the first on, have memory: all of them, but for a named segment.
     """
 
     def __init__(self, pool: Pool) -> None:
+        self.pool = pool
         self.free = list(range(pool.first + pool.chunks - 1, pool.first - 1, -1))
         self.used: deque[tuple[int, int]] = deque()
+        self.allocated = pool.chunks
+
+    def usable(self) -> int:
+        """Return how many free chunks have memory; the others are the last ones to be taken."""
+        return max(0, len(self.free) - (self.pool.chunks - self.allocated))
 
 
 class WriterCore(_Core):
@@ -327,6 +334,13 @@ class WriterCore(_Core):
             self._totals = words[at.BYTES // 8 : at.OVERFLOWS // 8 + 1]
         self._awaited = -1
         self._trace = bytes(at.TRACE_BYTES)
+        self._allocate: Callable[[int, int], object] | None = None
+
+    def bind_allocate(self, allocate: Callable[[int, int], object], /) -> None:
+        """Set the callable that allocates memory for chunks, which have none; it gets their offset and bytes."""
+        self._allocate = allocate
+        for chunks in self._chunks.values():
+            chunks.allocated = 0
 
     @property
     def trace(self) -> bytes:
@@ -356,6 +370,9 @@ class WriterCore(_Core):
         """Return which message has to be read by all before there is room for so many, or -1: there is room.
 
         Messages are read in order, so that one stands for all before it. The arguments are those of `free`.
+
+        Raises:
+            SharedMemoryError: A chunk of a named segment needs memory, and there is none.
         """
         wanted: dict[Pool, int] = {}
         for nbytes in large:
@@ -376,7 +393,24 @@ class WriterCore(_Core):
             missing = amount - len(kept.free)
             if missing > 0:
                 blocker = max(blocker, kept.used[missing - 1][0])
+            else:
+                self._allocate_chunks(kept, amount)
         return blocker
+
+    def _allocate_chunks(self, chunks: _Chunks, wanted: int) -> None:
+        """Allocate memory for free chunks, until so many have it."""
+        usable = chunks.usable()
+        if wanted <= usable:
+            return
+        assert self._allocate is not None
+        pool, first = chunks.pool, chunks.allocated
+        last = first + wanted - usable
+        self._in_use += 1
+        try:
+            self._allocate(pool.start + first * pool.stride, (last - first) * pool.stride)
+        finally:
+            self._in_use -= 1
+        chunks.allocated = max(chunks.allocated, last)
 
     def spin_for(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
         """Let spins wait for room for so many messages, as it is now; return what `blocker` does."""
@@ -633,8 +667,8 @@ class WriterCore(_Core):
         if nbytes > self._inline:
             chunks = self._chunks[self._pool_for(nbytes)]
             self._reclaim(chunks)
-            if not chunks.free:
-                return False
+            if not chunks.usable():
+                return False  # `blocker` allocates memory for a chunk that has none
             chunk = chunks.free[-1]
             self._claimed = chunks, chunk
             number = 1 + chunk

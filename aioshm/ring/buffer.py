@@ -87,7 +87,8 @@ class ShmRingBuffer:
         backing = DEFAULT_BACKING if backing is None else backing
         if backing not in ("memfd", "named"):
             raise ValueError(f"backing must be 'memfd', 'named' or None, not {shown(backing)}")
-        segment = Segment.create(sizes.total_bytes, backing)
+        chunks = sizes.pools[0].start, sizes.pools[-1].end
+        segment = Segment.create(sizes.total_bytes, backing, sparse=chunks)
         queue_id = secrets.token_bytes(at.QUEUE_ID_BYTES)
         preamble = sizes.preamble(queue_id)
         segment.view[: len(preamble)] = preamble
@@ -166,7 +167,11 @@ class ShmRingBuffer:
         view = self.view
         if self._reads:
             raise RoleError("this ring was mapped for reading: its slots cannot be written to")
-        return RingWriter(self.layout, view)
+        writer = RingWriter(self.layout, view)
+        segment = self._mapped()
+        if segment.name is not None:
+            writer.core.bind_allocate(segment.allocate)
+        return writer
 
     def reader(self, reader: int, core: type[ReaderCore] = ReaderCore) -> RingReader:
         """Return the cursor of a reader (0 to n_reader - 1); each has one."""
@@ -195,7 +200,10 @@ class ShmRingBuffer:
         return self.view[start : start + self.layout.flag_bytes]
 
     def prefault(self, total: int, *, write: bool) -> None:
-        """Fault in the header, the flags, and ``total`` bytes of slots and chunks: of those that are used first."""
+        """Fault in the header, the flags, and ``total`` bytes of slots and chunks: of those that are used first.
+
+        The chunks of a named segment have no memory yet, so that touching them would be a SIGBUS on a full /dev/shm.
+        """
         segment, sizes = self._mapped(), self.layout
         if total <= 0:
             return
@@ -204,6 +212,8 @@ class ShmRingBuffer:
         # Half for the slots: a chunk's first page fault costs as much as a slot's, and large messages have many.
         share = min(total // 2, sizes.slots * sizes.slot_bytes)
         segment.prefault(sizes.slot(0), share, write=write)
+        if segment.name is not None:
+            return
         left = total - share
         largest = sizes.pools[0]
         segment.prefault(largest.start, min(left, largest.chunks * largest.stride), write=write)

@@ -36,6 +36,18 @@ def check_memory(size: int) -> None:
         raise _too_large(size, memory.available, "this machine", "use fewer or smaller chunks")
 
 
+def check_shm_dir(size: int) -> None:
+    """Refuse a named segment that can never fit into ``/dev/shm``.
+
+    Raises:
+        SharedMemoryError: ``/dev/shm`` is smaller.
+    """
+    if SHM_DIR.is_dir():
+        fs = os.statvfs(SHM_DIR)
+        if size > fs.f_blocks * fs.f_frsize:
+            raise cannot_create(size, "named", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
 def cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -> SharedMemoryError | OutOfDescriptors:
     """Return the error for a segment of ``size`` bytes that cannot be created."""
     if not isinstance(error, OverflowError) and error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -50,7 +62,10 @@ def cannot_create(size: int, backing: Backing, error: OSError | OverflowError) -
                 "(aioshm doctor --clean removes what dead processes left), mount it with more (nr_inodes), or set "
                 "backing='memfd'",
             )
-        remedy += ", enlarge it (docker: --shm-size), or set backing='memfd'"
+        remedy += (
+            ", remove files there (aioshm ls lists the queues in use, aioshm doctor --clean removes what dead "
+            "processes left), enlarge it (docker: --shm-size), or set backing='memfd'"
+        )
         return _too_large(size, fs.f_bavail * fs.f_frsize, str(SHM_DIR), remedy)
     remedy += ", or raise the limits of this process (ulimit -f, -v) or of its container (memory)"
     return _too_large(size, _available(), "this machine", remedy)

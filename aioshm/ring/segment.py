@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 from aioshm.config import Backing
 from aioshm.errors import HandleError, SharedMemoryError
 from aioshm.ring.mapping import address_of, map_memory, map_shared
-from aioshm.ring.refusals import MIB, SHM_DIR, cannot_create, check_memory, refused
+from aioshm.ring.refusals import MIB, SHM_DIR, cannot_create, check_memory, check_shm_dir, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAME_PREFIX = "aioshm-"
 OVERFLOW_LABEL = "aioshm-overflow-"  # then the first digits of the queue's id
+CAN_ALLOCATE = hasattr(os, "posix_fallocate")
 
 # Linux 5.14: fault pages in without touching their content (madvise(2)); Python has no names for them.
 _MADV_POPULATE_READ = 22
@@ -63,15 +64,32 @@ class Segment:
         self.view: memoryview = memoryview(self._map)
 
     @classmethod
-    def create(cls, size: int, backing: Backing, *, may_grow: bool = False, label: str = "aioshm") -> Segment:
+    def create(
+        cls,
+        size: int,
+        backing: Backing,
+        *,
+        may_grow: bool = False,
+        label: str = "aioshm",
+        sparse: tuple[int, int] = (0, 0),
+    ) -> Segment:
         """Create a segment of ``size`` zero bytes, which may be able to `grow`; a memfd is listed under a label.
+
+        Before a named segment is created, those that no process holds are removed: their processes have died.
+
+        Args:
+            size: Bytes.
+            backing: The kind of segment.
+            may_grow: Whether `grow` can be called.
+            label: The memfd's name in ``/proc``.
+            sparse: Start and end of the bytes that a named segment gets memory for by `allocate` only.
 
         Raises:
             SharedMemoryError: There is not enough memory; the text says what is needed, what is free, what to do.
         """
         if backing == "memfd":
             return cls._create_memfd(size, may_grow, label)
-        return cls._create_named(size)
+        return cls._create_named(size, sparse)
 
     @classmethod
     def open(cls, name: str, size: int) -> Segment:
@@ -129,16 +147,38 @@ class Segment:
             raise cannot_create(size, backing, OSError(error.errno, os.strerror(error.errno or 0))) from None
 
     @classmethod
-    def _create_named(cls, size: int) -> Segment:
+    def _create_named(cls, size: int, sparse: tuple[int, int]) -> Segment:
+        for orphan in orphans():
+            remove_orphan(orphan)
+        check_shm_dir(size)
+        start, end = sparse if CAN_ALLOCATE else (0, 0)
         name, fd = _new_name(size)
         try:
-            _or_close(fd, size, "named", lambda: _reserve(fd, size))
+            if start:
+                _or_close(fd, size, "named", lambda: _allocate(fd, 0, start))
+            _or_close(fd, size, "named", lambda: _allocate(fd, end, size - end))
             segment = cls._mapped(fd, size, name, "named")
         except BaseException:
             _posixshmem.shm_unlink(f"/{name}")
             raise
         segment._owner_pid = os.getpid()
         return segment
+
+    def allocate(self, offset: int, length: int) -> None:
+        """Allocate memory for a range of a named segment that was created ``sparse``.
+
+        Raises:
+            SharedMemoryError: There is not enough memory.
+        """
+        try:
+            _allocate(self.fd, offset, length)
+        except OSError:
+            for orphan in orphans():
+                remove_orphan(orphan)
+            try:
+                _allocate(self.fd, offset, length)
+            except OSError as error:
+                raise cannot_create(length, "named", error) from None
 
     def protect(self, offset: int, length: int) -> None:
         """Make a range of whole pages read-only in this process, for good: writing to it is a SIGSEGV from here on.
@@ -199,7 +239,7 @@ class Segment:
             if self.name is None:
                 os.ftruncate(self.fd, size)
             else:
-                _reserve(self.fd, size)
+                _allocate(self.fd, 0, size)
             grown = map_shared(self.fd, size)
         except OSError:
             return False
@@ -320,11 +360,11 @@ def _hold(fd: int) -> None:
         pass  # macOS knows no lock on shared memory, and has no directory to sweep
 
 
-def _reserve(fd: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, size)  # a full /dev/shm is an error here, not a SIGBUS at some later store
+def _allocate(fd: int, offset: int, length: int) -> None:
+    if CAN_ALLOCATE:
+        os.posix_fallocate(fd, offset, length)  # a full /dev/shm is an error here, not a SIGBUS at some later store
     else:
-        os.ftruncate(fd, size)
+        os.ftruncate(fd, offset + length)
 
 
 def _or_close(fd: int, size: int, backing: Backing, step: Callable[[], None]) -> None:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from aioshm.ring.refusals import SHM_DIR
-from aioshm.ring.segment import NAME_PREFIX, orphans
+from aioshm.ring.segment import orphans
 
 _HAS_LISTS_OF_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
@@ -86,9 +85,7 @@ def leaving_no_task(test: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[.
 
 def _traces() -> set[str]:
     """Return what queues of this process, or of processes that are gone, have outside of themselves."""
-    traces: set[str] = set()
-    if SHM_DIR.is_dir() and any(name.startswith(NAME_PREFIX) for name in os.listdir(SHM_DIR)):
-        traces.update(f"segment {name}" for name in orphans())
+    traces = {f"segment {name}" for name in orphans()}
     sockets, rings = _descriptors()
     traces.update(f"shared memory (inode {inode}), of a queue that was not closed" for inode in rings)
     for line in _unix_sockets():

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import sweeping
+from support import private_segments
 
 from aioshm import ShmRingBuffer
 from aioshm.cli import doctor
@@ -19,8 +19,10 @@ SHM = Path("/dev/shm")
 needs_named_segments = pytest.mark.skipif(not SHM.is_dir(), reason="named segments cannot be listed here")
 
 ORPHAN = """
-import os
+import os, sys
 from aioshm import ShmRingBuffer
+from aioshm.ring import segment
+segment.NAME_PREFIX = sys.argv[1]
 ring = ShmRingBuffer(1, 4096, 2, backing="named")
 print(ring.name, flush=True)
 os._exit(0)
@@ -29,8 +31,8 @@ os._exit(0)
 
 @pytest.fixture
 def orphan():
-    with sweeping():
-        done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True)
+    with private_segments() as prefix:
+        done = subprocess.run([sys.executable, "-c", ORPHAN, prefix], capture_output=True, text=True, check=True)
         path = SHM / done.stdout.strip()
         assert path.exists()
         yield path
@@ -78,7 +80,7 @@ def test_text_has_a_verdict_on_each_line(capsys, monkeypatch):
 
 
 @needs_named_segments
-def test_orphan_is_told_and_removed(capsys, orphan, held):
+def test_orphan_is_told_and_removed(capsys, held, orphan):
     names = [entry["name"] for entry in examined(capsys)["orphans"] if not entry["removed"]]
     assert orphan.name in names
     assert held.name not in names
@@ -93,7 +95,8 @@ def test_orphan_is_told_and_removed(capsys, orphan, held):
 
 
 @needs_named_segments
-def test_text_says_how_to_remove(capsys, orphan):
+def test_text_says_how_to_remove(capsys, monkeypatch, orphan):
+    monkeypatch.setenv("COLUMNS", "200")
     assert run(["doctor"]) == 0
     out = capsys.readouterr().out
     assert f"left behind: {orphan}" in out

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from pairs import attached
-from support import eventually, sweeping
+from support import eventually
 
 from aioshm import Handle, HandleError, MessageQueue, Options, PeerDied, QueueClosed, QueueFull
 from aioshm.ring.layout import PREAMBLE
@@ -299,8 +299,8 @@ async def test_killing_the_whole_tree_leaves_nothing(backing: str, monkeypatch: 
     if backing == "named":
         # Killed between creating the segment and the last reader's attaching, it has a name that nobody can remove.
         # It is recognised as an orphan, which is what `aioshm doctor --clean` removes.
-        with sweeping():  # a test beside this one that looks for orphans holds each for an instant
-            eventually(lambda: all(remove_orphan(name) for name in named_segments(queues)), "the end of the orphans")
+        # A test beside this one that looks for orphans holds each for an instant.
+        eventually(lambda: all(remove_orphan(name) for name in named_segments(queues)), "the end of the orphans")
     assert not named_segments(queues)
 
 

@@ -230,3 +230,54 @@ class TestDamage:
                 slot.header[chance.randrange(64)] = chance.randrange(256)
             assert pair.reader.take() == message
         assert pair.writer.free(3, [100] * 3)
+
+
+class TestAllocating:
+    """A named segment's chunks have no memory until `allocate` has been called for them."""
+
+    def test_claim_fails_until_free_has_allocated(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        calls: list[tuple[int, int]] = []
+        pair.writer.bind_allocate(lambda start, nbytes: calls.append((start, nbytes)))
+        pool = pair.ring.layout.pools[0]
+        assert pair.writer.claim(50) is None
+        assert not pair.writer.put(LARGE)
+        assert pair.writer.put(b"small")
+        assert calls == []
+        assert pair.writer.free(1, [50])
+        assert pair.writer.free(1, [50])
+        assert calls == [(pool.start, pool.stride)]
+        assert pair.writer.put(LARGE)
+        assert pair.writer.claim(50) is None
+        assert pair.writer.free(1, [50, 50])
+        assert calls == [(pool.start, pool.stride), (pool.start + pool.stride, 2 * pool.stride)]
+        assert [pair.writer.put(LARGE) for _ in range(3)] == [True, False, False], "there are three slots"
+
+    def test_error_of_allocate_reaches_the_caller_of_free(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+
+        def refuse(start: int, nbytes: int) -> None:
+            raise MemoryError
+
+        pair.writer.bind_allocate(refuse)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                pair.writer.free(1, [50])
+            assert pair.writer.claim(50) is None
+        assert pair.writer.put(b"small")
+
+    def test_core_cannot_be_closed_or_used_while_it_allocates(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        errors: list[type[Exception]] = []
+
+        def misuse(start: int, nbytes: int) -> None:
+            for call in (pair.writer.close, pair.writer.claim):
+                try:
+                    call()
+                except (BufferError, RuntimeError) as error:
+                    errors.append(type(error))
+
+        pair.writer.bind_allocate(misuse)
+        assert pair.writer.free(1, [50])
+        assert errors == [BufferError, RuntimeError]
+        assert pair.writer.put(LARGE)

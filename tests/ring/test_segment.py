@@ -242,7 +242,7 @@ class TestTooLarge:
         def full(*_: object, **__: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        used_up = SimpleNamespace(f_files=7, f_favail=0, f_bavail=1024, f_frsize=4096)
+        used_up = SimpleNamespace(f_blocks=1 << 20, f_files=7, f_favail=0, f_bavail=1024, f_frsize=4096)
         monkeypatch.setattr(_posixshmem, "shm_open", full)
         monkeypatch.setattr(os, "statvfs", lambda _: used_up)
         with pytest.raises(SharedMemoryError, match=r"all of its 7 inodes are in use: .*nr_inodes") as caught:

@@ -13,23 +13,26 @@ from pathlib import Path
 import psutil
 import pytest
 from rings import NewRing, python
-from support import eventually, sweeping
+from support import eventually, private_segments
 
-from aioshm.ring.segment import NAME_PREFIX, Segment, orphans, remove_orphan
+from aioshm.ring import segment as segment_module
+from aioshm.ring.segment import Segment, orphans, remove_orphan
 
 SHM = Path("/dev/shm")
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with sweeping():
-        yield
+def prefix() -> Iterator[str]:
+    with private_segments() as prefix:
+        yield prefix
 
 
 HOLD = """
 import sys
-from aioshm.ring.segment import Segment
-segment = Segment.create(8192, "named") if len(sys.argv) == 1 else Segment.open(sys.argv[1], 8192)
+from aioshm.ring import segment
+segment.NAME_PREFIX = sys.argv[1]
+Segment = segment.Segment
+segment = Segment.create(8192, "named") if len(sys.argv) == 2 else Segment.open(sys.argv[2], 8192)
 print(segment.name, flush=True)
 sys.stdin.read()
 """
@@ -38,7 +41,7 @@ sys.stdin.read()
 @contextmanager
 def holder(*name: str) -> Iterator[tuple[str, int]]:
     """Let another process create a named segment, or open one; give its name and the process' pid to the block."""
-    process = python(HOLD, *name)
+    process = python(HOLD, segment_module.NAME_PREFIX, *name)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().strip(), process.pid
@@ -90,7 +93,25 @@ class TestOrphans:
         chunk.release()
 
     def test_a_name_of_nothing(self) -> None:
-        assert not remove_orphan(f"{NAME_PREFIX}nothing")
+        assert not remove_orphan("aioshm-nothing")
+
+
+class TestCreation:
+    def test_segment_of_a_killed_process_is_removed_by_the_next_creation(self) -> None:
+        with holder() as (orphan, pid), holder() as (held, _):
+            kill(pid)
+            segment = Segment.create(4096, "named")
+            assert not (SHM / orphan).exists()
+            assert (SHM / held).exists()
+            segment.close()
+
+    def test_ring_of_a_killed_process_leaves_no_more_than_one_segment(self, prefix: str) -> None:
+        for _ in range(5):
+            with holder() as (_, pid):
+                kill(pid)
+        assert len(list(SHM.glob(f"{prefix}*"))) == 1
+        assert len(orphans()) == 1
+        assert remove_orphan(orphans()[0])
 
 
 class TestSweepingAtTheWrongMoment:

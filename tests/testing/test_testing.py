@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import sweeping
 
 from aioshm.testing import Leftovers, leaving_no_task, pair, readers
 
@@ -17,6 +16,9 @@ TESTS = """
 import asyncio, gc, os, subprocess, sys
 import pytest
 from aioshm import MessageQueue, Options
+from aioshm.ring import segment
+
+segment.NAME_PREFIX = f"private-{os.getpid()}-"  # nothing beside these tests removes its orphans
 
 MARK
 
@@ -49,14 +51,14 @@ def test_leaves_a_process(aioshm_clean):
     kept.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
 
 def test_leaves_a_segment(aioshm_clean):
-    code = "from aioshm.ring.segment import Segment; s = Segment.create(4096, 'named'); import os; os._exit(0)"
-    subprocess.run([sys.executable, "-c", code])
+    code = "import os, sys; from aioshm.ring import segment; segment.NAME_PREFIX = sys.argv[1]; "
+    code += "s = segment.Segment.create(4096, 'named'); os._exit(0)"
+    subprocess.run([sys.executable, "-c", code, segment.NAME_PREFIX])
 
 def test_ends_what_was_left():
     kept[-1].communicate()
-    from aioshm.ring.segment import orphans, remove_orphan
-    for name in orphans():
-        remove_orphan(name)
+    for name in segment.orphans():
+        segment.remove_orphan(name)
 """
 LOOPS = {
     "asyncio": ("", ["-p", "pytest_asyncio.plugin", "-o", "asyncio_mode=auto"]),
@@ -79,10 +81,9 @@ def test_in_a_run_of_its_own(loop: str, tmp_path: Path) -> None:
     plugin = ["-p", "aioshm.testing.plugin"]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *plugin, *options]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    with sweeping():
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
-        )
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
     outcomes = {
         line.split()[0].rpartition("::")[2]: line.split()[1]
         for line in reversed(done.stdout.splitlines())  # what comes first counts: the call, then its teardown
@@ -103,7 +104,7 @@ def test_in_a_run_of_its_own(loop: str, tmp_path: Path) -> None:
     for name, what in {
         "test_leaves_a_queue": "shared memory (inode",
         "test_leaves_a_process": "process ",
-        "test_leaves_a_segment": "segment aioshm-",
+        "test_leaves_a_segment": "segment private-",
     }.items():
         assert f"ERROR test_users.py::{name}" in done.stdout, done.stdout
         assert f"the test left behind: {what}" in done.stdout, done.stdout

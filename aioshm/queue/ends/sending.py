@@ -83,7 +83,6 @@ class Sender:
         self.is_local: bool = network is None
         self.bytes_beside: int = 0
         self._core = core = ring.ring.core
-        self._lenient = ring.roster.behind.lenient
         self._code = codec.code
         self._chunk_bytes = ring.ring.layout.max_chunk_bytes
         self._inline_bytes = ring.ring.layout.inline_bytes
@@ -229,9 +228,7 @@ class Sender:
 
     def _put(self, message: Encoded) -> bool:
         if isinstance(message, bytes) and len(message) <= self._chunk_bytes:
-            if self._core.put(message):
-                return True
-            return bool(self._lenient) and self._ring.free(*self.need([message])) and self._core.put(message)
+            return self._core.put(message) or (self._ring.free(*self.need([message])) and self._core.put(message))
         return self._ring.put(message, self.checked_size(message), self._code)
 
     def checked_size(self, message: Encoded) -> int:

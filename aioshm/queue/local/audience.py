@@ -220,9 +220,9 @@ class RingAudience:
     def claim(self, nbytes: int) -> Slot | None:
         """Return the next slot for writing so many bytes, or None while there is no room."""
         slot = self.ring.claim(nbytes)
-        if slot is not None or not self.roster.behind.lenient or not self._make_room(1, self.ring.large(nbytes)):
-            return slot
-        return self.ring.claim(nbytes)
+        if slot is None and self.free(1, self.ring.large(nbytes)):
+            slot = self.ring.claim(nbytes)
+        return slot
 
     def _make_room(self, slots: int, large: Sequence[int]) -> bool:
         self.roster.behind.make_room(slots, large)

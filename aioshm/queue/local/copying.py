@@ -176,8 +176,8 @@ def eviction(gate: Gate, ring: RingReader) -> ReaderEvicted:
             f"{gate!r}: the writer has dismissed this reader; close it, and make another one for what comes next"
         )
     return ReaderEvicted(
-        f"{gate!r}: too slow: the queue goes on without this reader; "
-        "more max_chunks allow longer pauses, and slow='skip' loses messages instead"
+        f"{gate!r}: too slow: the writer no longer waits for this reader; more slots (for messages of more than "
+        f"{ring.layout.inline_bytes} bytes, more max_chunks) allow longer pauses, and slow='skip' loses messages instead"
     )
 
 
