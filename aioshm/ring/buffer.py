@@ -24,7 +24,7 @@ from aioshm.ring import layout as at
 from aioshm.ring.atomics import ReaderCore, memory_fence
 from aioshm.ring.cursors import RingReader, RingWriter
 from aioshm.ring.layout import Layout, chunk_at
-from aioshm.ring.segment import Segment
+from aioshm.ring.segment import CAN_ALLOCATE, Segment
 
 __all__ = ["RingHandle", "RingReader", "RingWriter", "ShmRingBuffer", "memory_fence"]
 
@@ -169,7 +169,7 @@ class ShmRingBuffer:
             raise RoleError("this ring was mapped for reading: its slots cannot be written to")
         writer = RingWriter(self.layout, view)
         segment = self._mapped()
-        if segment.name is not None:
+        if segment.name is not None and CAN_ALLOCATE:
             writer.core.bind_allocate(segment.allocate)
         return writer
 

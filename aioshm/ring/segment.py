@@ -323,10 +323,12 @@ def remove_orphan(name: str) -> bool:
 
 
 def _named_segments() -> list[str]:
-    if not SHM_DIR.is_dir():
+    try:
+        names = os.listdir(SHM_DIR)
+    except FileNotFoundError:
         return []  # macOS keeps no directory of them
     mine = os.geteuid()
-    return sorted(path.name for path in SHM_DIR.glob(f"{NAME_PREFIX}*") if _owner(path) == mine)
+    return sorted(name for name in names if name.startswith(NAME_PREFIX) and _owner(SHM_DIR / name) == mine)
 
 
 def _owner(path: Path) -> int | None:
