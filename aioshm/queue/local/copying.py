@@ -177,7 +177,7 @@ def eviction(gate: Gate, ring: RingReader) -> ReaderEvicted:
         )
     return ReaderEvicted(
         f"{gate!r}: too slow: the writer no longer waits for this reader; more slots (for messages of more than "
-        f"{ring.layout.inline_bytes} bytes, more max_chunks) allow longer pauses, and slow='skip' loses messages instead"
+        f"{ring.layout.inline_bytes} bytes, more max_chunks) allow longer pauses; slow='skip' loses messages instead"
     )
 
 
