@@ -149,6 +149,23 @@ class PublisherRestarted(AioshmError):
         return type(self), (self.source, self.expected)
 
 
+class PublisherDisconnected(AioshmError):
+    """A publisher's connection ended, and nothing was heard of it for a while: the subscriber has forgotten it.
+
+    Attributes:
+        source: The publisher, an `aioshm.events.Source`.
+        after_s: Seconds since the last sign of it.
+    """
+
+    def __init__(self, source: Any, after_s: float) -> None:
+        super().__init__(f"publisher {source} is gone: no sign of it for {after_s:.3g} s")
+        self.source = source
+        self.after_s = after_s
+
+    def __reduce__(self) -> tuple[type[PublisherDisconnected], tuple[Any, float]]:
+        return type(self), (self.source, self.after_s)
+
+
 class EventsLost(_RangeLost):
     """Events that a subscriber missed and the publisher's replay buffer no longer holds.
 

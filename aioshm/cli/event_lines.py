@@ -7,18 +7,22 @@ from typing import Any
 
 import msgspec
 
-from aioshm.events import Delivery, KVEvent, Lost, Restarted, UnknownEvent
+from aioshm.events import Delivery, KVEvent, Lost, PublisherGone, Restarted, UnknownEvent
 
 
 def lines_of(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
     """Return a delivery as lines, one for each event; ``kinds``, unless empty, says which."""
-    source = {"endpoint": item.source.endpoint, "rank": item.source.rank}
+    source: dict[str, Any] = {"endpoint": item.source.endpoint, "rank": item.source.rank}
     if isinstance(item, Lost):
         found = {**source, "type": "lost", "first": item.first, "last": item.last, "reason": item.reason}
         return [json.dumps(found) if as_json else f"{item.source}: {item.first} to {item.last} lost: {item.reason}"]
     if isinstance(item, Restarted):
-        found = {**source, "type": "restarted", "expected": item.expected}
-        return [json.dumps(found) if as_json else f"{item.source}: began again, {item.expected} was next"]
+        found = {**source, "type": "restarted", "expected": item.expected, "reason": item.reason}
+        text = f"{item.source}: began again, {item.expected} was next: {item.reason}"
+        return [json.dumps(found) if as_json else text]
+    if isinstance(item, PublisherGone):
+        found = {**source, "type": "gone", "expected": item.expected, "after_s": round(item.after_s, 3)}
+        return [json.dumps(found) if as_json else f"{item.source}: gone, no sign of it for {item.after_s:.3g} s"]
     lines = []
     for event in item.batch.events:
         kind = kind_of(event)

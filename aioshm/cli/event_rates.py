@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from aioshm.cli.event_lines import kind_of
-from aioshm.events import Delivery, Lost, Restarted
+from aioshm.events import Lost, Received, Restarted
 
 
 class EventMeter:
@@ -18,7 +18,7 @@ class EventMeter:
         self._lag_s: float | None = None
         self._kinds: Counter[str] = Counter()
 
-    def count(self, item: Delivery) -> None:
+    def count(self, item: Received | Lost | Restarted) -> None:
         """Count what has come."""
         if isinstance(item, Lost):
             self._gaps += 1

@@ -19,7 +19,7 @@ from aioshm.cli.event_lines import lines_of
 from aioshm.cli.event_rates import EventMeter
 from aioshm.cli.outcome import UNUSABLE, CommandFailed, run_interruptibly
 from aioshm.errors import AioshmError
-from aioshm.events import Delivery, EventSubscriber, Lost, Received, Restarted, ZmqEventPublisher
+from aioshm.events import Delivery, EventSubscriber, Lost, PublisherGone, Received, ZmqEventPublisher
 from aioshm.events.config import DEFAULT_MAX_QUEUE_SIZE
 from aioshm.events.protocol.decoding import BatchDecoder
 from aioshm.events.protocol.wire import WIRES, Encoding, Wire, resolve_wire
@@ -201,7 +201,11 @@ def stats(
             reporting = asyncio.create_task(_report(subscriber, meters, interval, as_json))
             try:
                 async for item in _deliveries(subscriber, duration):
-                    meters.setdefault(str(item.source), EventMeter()).count(item)
+                    if isinstance(item, PublisherGone):
+                        meters.pop(str(item.source), None)
+                        _complain(item)
+                    else:
+                        meters.setdefault(str(item.source), EventMeter()).count(item)
             finally:
                 reporting.cancel()
                 await asyncio.gather(reporting, return_exceptions=True)
@@ -296,7 +300,7 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _complain(item: Lost | Restarted) -> None:
+def _complain(item: Delivery) -> None:
     for line in lines_of(item, set(), as_json=False):
         print(line, file=sys.stderr, flush=True)
 

@@ -1,9 +1,9 @@
 """KV-cache events: published, subscribed to and replayed, in the wire format of vLLM."""
 
-from aioshm.errors import PublisherClosed, PublisherRestarted
+from aioshm.errors import PublisherClosed, PublisherDisconnected, PublisherRestarted
 from aioshm.events.config import KVEventsConfig
 from aioshm.events.protocol.aggregator import KVEventAggregator
-from aioshm.events.protocol.deliveries import Delivery, Lost, Received, Restarted, Source
+from aioshm.events.protocol.deliveries import Delivery, Lost, PublisherGone, Received, Restarted, Source
 from aioshm.events.protocol.index import BlockIndex, Shelf, follow
 from aioshm.events.protocol.messages import (
     MEDIUM_CPU,
@@ -53,6 +53,8 @@ __all__ = [
     "Lost",
     "NullEventPublisher",
     "PublisherClosed",
+    "PublisherDisconnected",
+    "PublisherGone",
     "PublisherRestarted",
     "PublisherStats",
     "Received",

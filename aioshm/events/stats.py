@@ -20,7 +20,7 @@ class PublisherStats:
         replayed: Batches sent in answer to them.
         malformed_requests: Replay requests that were none.
         abandoned_replays: Clients that left or stalled before they had everything.
-        handshake_failures: Connections that did not speak ZeroMQ, or not with the right keys.
+        handshake_failures: Connections that ended before their handshake: no ZeroMQ, other keys, or hung up.
         cut_off: Connections that sent more than they may and were hung up on.
     """
 
@@ -47,13 +47,14 @@ class SubscriberStats:
         duplicates: Batches that arrived again and were dropped.
         gaps: Times that numbers were missing and a replay, where there is one, was asked for them.
         lost: Numbers that were reported as lost.
-        restarts: Times that a publisher's numbers went back.
+        restarts: Times that a publisher began again, or may have.
         reconnects: Connections that broke and came back.
         garbage: Messages that could not be understood, or that the publisher's own replay does not confirm.
         unknown_events: Events of unknown types and malformed ones; each is delivered as an `UnknownEvent`.
         replay_failures: Replay requests that were not answered to the end in time.
-        handshake_failures: Connections that did not speak ZeroMQ, or not with the right keys.
+        handshake_failures: Connections that ended before their handshake: no ZeroMQ, other keys, or hung up.
         cut_off: Connections that sent more than they may and were hung up on.
+        gone: Publishers that were reported as gone.
     """
 
     delivered: int = 0
@@ -68,3 +69,4 @@ class SubscriberStats:
     replay_failures: int = 0
     handshake_failures: int = 0
     cut_off: int = 0
+    gone: int = 0

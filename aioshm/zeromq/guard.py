@@ -103,9 +103,8 @@ class GuardedMonitor(Monitor):
         self._name = name
         self._nudge = nudge
         self._lock = threading.Lock()
-        self._put_by: deque[tuple[int, str]] = deque()
+        self._put_by: deque[tuple[int, int, str]] = deque()
         self._peers: dict[int, _Peer] = {}
-        self._gone: set[int] = set()
         self._total = 0.0
         self._limiter = LogLimiter(10.0)
         self._closed = False
@@ -117,7 +116,7 @@ class GuardedMonitor(Monitor):
             self.close()
             raise
 
-    def events(self) -> Iterator[tuple[int, str]]:
+    def events(self) -> Iterator[tuple[int, int, str]]:
         with self._lock:
             self._drain()
             events = list(self._put_by)
@@ -130,10 +129,9 @@ class GuardedMonitor(Monitor):
         return self._greeted if self._sentry is not None else self._succeeded - self._accounted
 
     def take_gone(self) -> set[int]:
-        """Return the descriptors of connections that have ended since the last call; they may be in use again."""
         with self._lock:
             nudge = self._drain()
-            gone, self._gone = self._gone, set()
+            gone = super().take_gone()
         nudge()
         return gone
 
@@ -230,12 +228,13 @@ class GuardedMonitor(Monitor):
                 self._forget(value)
                 self._gone.add(value)
                 if self._has_failed(value):
-                    self._put_by.append((zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, endpoint))
+                    unspecified = int(zmq.PROTOCOL_ERROR_ZMTP_UNSPECIFIED)
+                    self._put_by.append((zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, unspecified, endpoint))
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._succeeded += 1
             else:
                 self._failed = True  # the end of that connection follows
-            self._put_by.append((kind, endpoint))
+            self._put_by.append((kind, value, endpoint))
         return self._nudge if self._nudge is not None and len(self._put_by) > before else _nothing
 
     def _has_failed(self, fd: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -12,6 +14,28 @@ from aioshm.process.limits import abandon_when_forked, naming_limits
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+ENDED = "the connection ended during the handshake"
+TIMED_OUT = "the handshake timed out"
+_OTHER_KEYS = "the peer has other keys"
+_REASONS: dict[int, str] = {
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: _OTHER_KEYS,
+    zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE: _OTHER_KEYS,
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "only one of the two ends encrypts",
+}
+
+
+class HandshakeFailure(NamedTuple):
+    """A connection whose handshake failed.
+
+    Attributes:
+        endpoint: The endpoint as ZeroMQ names it.
+        reason: `ENDED`, `TIMED_OUT`, or what is wrong with the peer or with its keys.
+    """
+
+    endpoint: str
+    reason: str
 
 
 class Monitor:
@@ -27,6 +51,7 @@ class Monitor:
         self.connections: int = 0
         self.reconnects: int = 0
         self.handshake_failures: int = 0
+        self._gone: set[int] = set()
         self._monitored = socket
         with naming_limits("the monitor of a ZeroMQ socket"):
             self._pair: zmq.Socket[bytes] = socket.get_monitor_socket(
@@ -41,13 +66,13 @@ class Monitor:
         """The socket to watch."""
         return self._pair
 
-    def read(self) -> tuple[int, list[str]]:
-        """Return how many connections came back since the last call, and the peers whose handshake failed."""
+    def read(self) -> tuple[int, list[HandshakeFailure]]:
+        """Return how many connections came back since the last call, and the handshakes that failed."""
         came_back = 0
-        failed: list[str] = []
-        for kind, endpoint in self.events():
+        failed: list[HandshakeFailure] = []
+        for kind, value, endpoint in self.events():
             if kind & _HANDSHAKE_FAILURES:
-                failed.append(endpoint)
+                failed.append(HandshakeFailure(endpoint, _reason(kind, value)))
             elif kind == zmq.EVENT_DISCONNECTED:
                 self.connections = max(0, self.connections - 1)
                 self._lost = True
@@ -59,10 +84,17 @@ class Monitor:
         self.handshake_failures += len(failed)
         return came_back, failed
 
-    def events(self) -> Iterator[tuple[int, str]]:
-        """Yield what has happened since the last call: one of the kinds above, and the endpoint."""
+    def take_gone(self) -> set[int]:
+        """Return the descriptors of connections that have ended since the last call; they may be in use again."""
+        gone, self._gone = self._gone, set()
+        return gone
+
+    def events(self) -> Iterator[tuple[int, int, str]]:
+        """Yield each event since the last call: its kind, its value (a descriptor or an error), the endpoint."""
         while (event := self._receive()) is not None:
-            yield event[0], event[2]
+            if event[0] == zmq.EVENT_DISCONNECTED:
+                self._gone.add(event[1])
+            yield event
 
     def _receive(self) -> tuple[int, int, str] | None:
         """Return the next event: its kind, its value (a descriptor or an error), the endpoint; None if none is left."""
@@ -88,3 +120,12 @@ class Monitor:
     def abandon_in_child(self) -> None:
         """Touch the sockets no more: ZeroMQ waits for ever for what it believes to be interrupted."""
         self._over = True
+
+
+def _reason(kind: int, value: int) -> str:
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return "the keys were refused"
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        return _REASONS.get(value, "the peer does not speak ZeroMQ")
+    # The last read found nothing when the time was over; of a peer that hangs up it found the end.
+    return TIMED_OUT if value in (errno.EAGAIN, errno.ETIMEDOUT) else ENDED

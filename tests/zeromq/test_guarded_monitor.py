@@ -91,7 +91,7 @@ def test_an_event_is_told_of_whichever_look_found_it(watched: Watched, name: str
     assert watched.nudges == before + 1
     LOOKS[name](watched.monitor, watched.fd)
     assert watched.nudges == before + 1, "once is enough"
-    assert [kind for kind, _ in watched.monitor.events()] == [zmq.EVENT_DISCONNECTED]
+    assert [kind for kind, *_ in watched.monitor.events()] == [zmq.EVENT_DISCONNECTED]
     assert watched.monitor.is_open(watched.fd) is False
 
 

@@ -259,7 +259,7 @@ class CoreSockets:
         self._pumps.append(Pump.of_messages(self._loop, socket, partial(self._take, client), read))
 
     def _read_monitor(self, client: int) -> None:
-        for kind, _ in self._monitors[client].events():
+        for kind, *_ in self._monitors[client].events():
             if kind == zmq.EVENT_DISCONNECTED and client not in self._gone:
                 self._lose(client)
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and client in self._gone:

@@ -75,9 +75,10 @@ class Guard:
             held_back = self._limiter.admit()
             if held_back is not None:
                 logger.warning(
-                    "a peer that connected to %s was refused (and %d more): it does not encrypt, or has other keys",
+                    "a connection to %s failed (and %d more): %s",
                     self._place(),
                     held_back + len(failed) - 1,
+                    failed[-1].reason,
                 )
         for descriptor in self._monitor.take_gone():
             if self._on_end is not None:

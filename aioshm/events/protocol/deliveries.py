@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from aioshm.errors import EventsLost, PublisherRestarted
+from aioshm.errors import EventsLost, PublisherDisconnected, PublisherRestarted
 from aioshm.events.protocol.messages import KVEventBatch
 
 
@@ -73,19 +73,48 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """A publisher's numbers went back; its next batch is numbered from 0 again.
+    """A publisher began again, or nothing shows that it did not; its batches count from 0 again.
+
+    A publisher's numbers go back when its process is replaced. Where the connection broke and no replay confirms that
+    the process is the same, the subscriber assumes a new one: the numbers before the next batch then follow as `Lost`.
 
     Attributes:
-        source: Which publisher.
+        source: The publisher.
         expected: The number that should have come next.
+        reason: How the subscriber noticed.
     """
 
     source: Source
     expected: int
+    reason: str = "its numbers went back"
 
     def error(self) -> PublisherRestarted:
         """Return it as the error that ``async for`` raises."""
-        return PublisherRestarted(self.source, self.expected)
+        error = PublisherRestarted(self.source, self.expected)
+        error.add_note(self.reason)
+        return error
 
 
-Delivery: TypeAlias = Received | Lost | Restarted
+@dataclass(frozen=True, slots=True)
+class PublisherGone:
+    """A publisher is gone: the subscriber forgets it, and so should its consumer.
+
+    The publisher's connection ended, or its replay port answers without its batches, and no batch of it arrived within
+    the subscriber's ``gone_after_s``. A publisher that comes back is a new one, from the subscriber's ``start`` on.
+
+    Attributes:
+        source: The publisher.
+        expected: The number that should have come next.
+        after_s: Seconds since the last sign of it.
+    """
+
+    source: Source
+    expected: int
+    after_s: float
+
+    def error(self) -> PublisherDisconnected:
+        """Return it as the error that ``async for`` raises."""
+        return PublisherDisconnected(self.source, self.after_s)
+
+
+Delivery: TypeAlias = Received | Lost | Restarted | PublisherGone

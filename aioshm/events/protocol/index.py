@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from aioshm.events.protocol.deliveries import Lost, Received, Restarted, Source
+from aioshm.events.protocol.deliveries import Delivery, Lost, Received, Restarted, Source
 from aioshm.events.protocol.messages import (
     AllBlocksCleared,
     BlockHash,
@@ -168,11 +168,13 @@ def _prefix(hashes: Sequence[BlockHash], shelves: Sequence[Container[BlockHash]]
     return len(hashes)
 
 
-def follow(index: BlockIndex[Source], delivery: Received | Lost | Restarted) -> None:
+def follow(index: BlockIndex[Source], delivery: Delivery) -> None:
     """Bring an index of sources up to date with one delivery of a subscriber."""
     if isinstance(delivery, Received):
         index.apply(delivery.source, delivery.batch)
     elif isinstance(delivery, Lost):
         index.lost(delivery.source)
-    else:
+    elif isinstance(delivery, Restarted):
         index.restarted(delivery.source)
+    else:
+        index.remove(delivery.source)

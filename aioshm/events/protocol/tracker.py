@@ -8,6 +8,11 @@ copies.
 A request starts at the number that was delivered *last*, not at the first missing one. The publisher's answer
 then begins with a batch that is already known; if it is another one, or if there is none, the publisher has
 begun again, even where its numbers happen to go on just where the old one's ended.
+
+Without an answer, a batch over a new connection proves nothing: the publisher counts as begun again.
+
+Streams end. A stream is missing while its connection has ended, or its replay port answers without it; the port is then
+asked for the streams that it has, not for this one. ``forget_gone`` reports and forgets what is missing for too long.
 """
 
 from __future__ import annotations
@@ -17,11 +22,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, NamedTuple, TypeAlias
 
-from aioshm.events.protocol.deliveries import Delivery, Lost, Received, Restarted, Source
+from aioshm.events.protocol.deliveries import Delivery, Lost, PublisherGone, Received, Restarted, Source
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.numbering import Numbering, Verdict, fingerprint
 
 Start: TypeAlias = int | Literal["live"] | None
+
+_UNPROVED = "it has a new connection, and no replay shows that it is the same process"
 
 
 class Message(NamedTuple):
@@ -44,6 +51,10 @@ class _Stream:
     source: Source
     numbers: Numbering
     doubted: bool = False  # what comes live may be another publisher's, until one batch of it is known to be its own
+    connection: object = None  # the one that its last live batch came over
+    moved: bool = False  # that one is new, and no replay has shown that the process is the same
+    ended: bool = False  # that one has ended
+    absent: bool = False  # the replay port has nothing of it, and is not asked for it
 
 
 @dataclass(slots=True)
@@ -65,20 +76,24 @@ class SourceTracker:
         duplicates: Batches that came again.
         gaps: Times that numbers were missing.
         lost: Numbers that were given up.
-        restarts: Times that numbers went back.
+        restarts: Times that a publisher began again, or may have.
         unconfirmed: Live batches that the publisher's own replay does not know.
+        gone: Publishers that were reported as gone.
     """
 
-    def __init__(self, endpoint: str, start: Start, *, can_replay: bool) -> None:
+    def __init__(self, endpoint: str, start: Start, *, can_replay: bool, gone_after_s: float | None = None) -> None:
         self.out: deque[Delivery] = deque()
         self.duplicates: int = 0
         self.gaps: int = 0
         self.lost: int = 0
         self.restarts: int = 0
         self.unconfirmed: int = 0
+        self.gone: int = 0
         self._endpoint = endpoint
         self._start = start
         self._can_replay = can_replay
+        self._gone_after_s = gone_after_s
+        self._missing: dict[_Stream, float | None] = {}  # and since when, once `gone_at` was asked
         self._streams: dict[tuple[bytes | None, int | None], _Stream] = {}
         self._jobs: deque[_Job] = deque()
         if can_replay and start != "live":
@@ -97,9 +112,23 @@ class SourceTracker:
             return 0 if job.why is _Why.SCAN else numbers.expected
         return numbers.last[0]
 
-    def live(self, message: Message) -> None:
-        """Take a live message; read no more of them while ``asking`` is not None."""
+    def live(self, message: Message, connection: object = 0) -> None:
+        """Take a live message; read no more of them while ``asking`` is not None.
+
+        Args:
+            message: The batch.
+            connection: Identifies the connection that the message came over.
+        """
         stream = self._stream(message)
+        stream.absent = False
+        if self._missing:
+            self._missing.pop(stream, None)
+        if stream.connection != connection:
+            if stream.connection is not None and stream.numbers.last is not None:
+                stream.moved = True
+                stream.doubted = self._can_replay
+            stream.connection = connection
+            stream.ended = False
         if not self._jobs:
             self._judge_live(stream, message)
         else:  # a connection came back just before it: it waits for the answer that is asked for anyway
@@ -113,11 +142,45 @@ class SourceTracker:
             job.outdated = True
         self.check()
 
+    def disconnected(self, connection: object) -> None:
+        """Note that a connection ended, and that all its messages were taken."""
+        for stream in self._streams.values():
+            if stream.connection in (None, connection):
+                stream.connection = connection
+                stream.ended = True
+                self._missing.setdefault(stream, None)
+
+    def gone_at(self, now: float) -> float | None:
+        """Return when the next publisher will have been missing for too long; None if there is none."""
+        if not self._missing or self._gone_after_s is None:
+            return None
+        for stream, since in self._missing.items():
+            if since is None:
+                self._missing[stream] = now
+        return min(since for since in self._missing.values() if since is not None) + self._gone_after_s
+
+    def forget_gone(self, now: float) -> None:
+        """Report and forget the publishers that have been missing for too long."""
+        due = self.gone_at(now)
+        if due is None or due > now:
+            return
+        for stream, since in list(self._missing.items()):
+            assert since is not None
+            assert self._gone_after_s is not None
+            if since + self._gone_after_s > now:
+                continue
+            if any(job.stream is stream and job.pending is not None for job in self._jobs):
+                self._missing[stream] = now  # a batch of it waits for an answer
+                continue
+            self._forget(stream)
+            self.gone += 1
+            self.out.append(PublisherGone(stream.source, stream.numbers.expected, now - since))
+
     def check(self) -> None:
         """Ask the publisher what there is, although nothing seems to be missing."""
         if not self._can_replay or self._jobs:
             return
-        streams = [stream for stream in self._streams.values() if stream.numbers.last is not None]
+        streams = [stream for stream in self._streams.values() if stream.numbers.last is not None and not stream.absent]
         self._jobs.extend(_Job(_Why.CHECK, stream) for stream in streams)
         if not streams and self._start != "live":
             self._jobs.append(_Job(_Why.BEGIN, None))
@@ -126,6 +189,10 @@ class SourceTracker:
         """Take one reply to the request at hand."""
         job = self._jobs[0]
         stream = self._stream(message, job.stream)
+        if stream.absent and stream is not job.stream:  # it is back: its own answer shows as which process
+            job.disowned = stream
+            self._jobs.insert(1, _Job(_Why.CHECK, stream))
+        self._confirm(stream)
         if stream is job.disowned:
             return
         numbers = stream.numbers
@@ -163,6 +230,8 @@ class SourceTracker:
             self._judge_pending(job, stream, job.pending, reason, ended=True)
         elif not job.answered and stream.numbers.last is not None:
             stream.doubted = True
+            stream.absent = True
+            self._missing.setdefault(stream, None)
 
     def replay_failed(self, reason: str) -> None:
         """Note that there will be no answer; go on without it."""
@@ -178,6 +247,8 @@ class SourceTracker:
         """Say what a live message means after the answer; it had come before the request was sent."""
         mark = fingerprint(pending.payload)
         verdict = stream.numbers.judge(pending.seq, mark)
+        if job.answered:
+            stream.moved = False
         if verdict is Verdict.COPY or (job.answered and verdict is Verdict.UNSURE):
             self.duplicates += 1
             if verdict is Verdict.COPY and (job.answered or not ended):  # where nobody answers, asking on is no use
@@ -215,6 +286,25 @@ class SourceTracker:
         self._streams[key] = stream
         return stream
 
+    def _confirm(self, stream: _Stream) -> None:
+        """Note that the replay port has something of a stream."""
+        stream.absent = False
+        if stream not in self._missing:
+            return
+        if stream.ended:
+            self._missing[stream] = None  # counted anew: answers alone do not tell when a publisher ends
+        else:
+            del self._missing[stream]
+
+    def _forget(self, stream: _Stream) -> None:
+        del self._missing[stream]
+        self._streams = {key: known for key, known in self._streams.items() if known is not stream}
+        asked, others = list(self._jobs)[:1], list(self._jobs)[1:]
+        for job in asked:
+            if job.stream is stream:
+                job.stream = None
+        self._jobs = deque(asked + [job for job in others if job.stream is not stream])
+
     def _judge_live(self, stream: _Stream, message: Message) -> None:
         mark = fingerprint(message.payload)
         verdict = stream.numbers.judge(message.seq, mark)
@@ -234,6 +324,8 @@ class SourceTracker:
         """Deliver a live message where there is no replay: what is missing is lost, what goes back is new."""
         if message.seq < stream.numbers.expected:
             self._begin_again(stream)
+        elif stream.moved:
+            self._begin_again(stream, _UNPROVED)
         if message.seq > stream.numbers.expected:
             self._give_up(stream, message.seq, reason)
         self._deliver(stream, message, mark, replayed=False)
@@ -249,7 +341,8 @@ class SourceTracker:
         self.lost += last - first + 1
         self.out.append(Lost(stream.source, first, last, reason))
 
-    def _begin_again(self, stream: _Stream) -> None:
+    def _begin_again(self, stream: _Stream, reason: str = "its numbers went back") -> None:
         stream.doubted = False
+        stream.moved = False
         self.restarts += 1
-        self.out.append(Restarted(stream.source, stream.numbers.begin_again()))
+        self.out.append(Restarted(stream.source, stream.numbers.begin_again(), reason))

@@ -230,9 +230,8 @@ class PublisherEnds:
             held_back = self._limiter.admit()
             if held_back is not None:
                 logger.warning(
-                    "publisher %s: %d connections failed their handshake, the last at %s: "
-                    "not ZeroMQ, or not with the right keys (%d in all)",
-                    self.endpoint, len(failed) + held_back, failed[-1], self.handshake_failures,
+                    "publisher %s: %d connections failed their handshake, the last at %s: %s (%d in all)",
+                    self.endpoint, len(failed) + held_back, *failed[-1], self.handshake_failures,
                 )  # fmt: skip
 
     @staticmethod

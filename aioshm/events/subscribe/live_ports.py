@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from typing import Protocol
 
 import zmq
@@ -14,7 +15,7 @@ import zmq
 from aioshm.events.protocol.zmtp import GREETING, Refused, SubPeer
 from aioshm.zeromq.curve import CurveKeys
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
-from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.monitor import ENDED, Monitor
 from aioshm.zeromq.pump import Pump
 
 # Of all messages that are not whole yet, at an open port; the peer that has sent most of that is hung up on.
@@ -29,13 +30,15 @@ class LivePort(Protocol):
 
     Attributes:
         endpoint: What it is really bound or connected to.
+        sender: Identifies the connection that the last message came over.
         connections: Publishers that it is connected with.
         reconnects: Connections that broke and came back.
-        handshake_failures: Connections that did not speak ZeroMQ, or not with the right keys.
+        handshake_failures: Connections that ended before their handshake.
         cut_off: Connections that sent more than they may.
     """
 
     endpoint: str
+    sender: object
 
     @property
     def connections(self) -> int: ...
@@ -52,8 +55,11 @@ class LivePort(Protocol):
     def receive(self) -> list[bytes] | None:
         """Return the next message, or None if there is none now."""
 
+    def ended(self) -> list[object]:
+        """Return the connections that have ended, and whose messages were all received, since the last call."""
+
     def read(self) -> tuple[int, list[str]]:
-        """Return how many connections came back since the last call, and what to say of peers that were refused."""
+        """Return how many connections came back since the last call, and what to log of peers that were refused."""
 
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Pump, Pump | None]:
         """Have ``callback`` called when there may be a message, and when there may be news of connections only."""
@@ -91,6 +97,13 @@ class SubPort:
             self._sub.close()
             raise
         self._file = BoundFile(self.endpoint) if bind else None
+        self._encrypted = curve is not None
+        self._bound = bind
+        self._numbers = count()
+        self._senders: dict[int, int] = {}  # by descriptor, of a port that is bound
+        self._left: set[int] = set()
+        self._ended: list[object] = []
+        self.sender: object = next(self._numbers)
         self.cut_off = 0
 
     @property
@@ -108,13 +121,41 @@ class SubPort:
 
     def receive(self) -> list[bytes] | None:
         try:
-            return self._sub.recv_multipart(zmq.NOBLOCK)
+            if not self._bound:
+                return self._sub.recv_multipart(zmq.NOBLOCK)
+            frames = self._sub.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
+            self._end_connections()
             return None
+        try:
+            descriptor = int(frames[0].get(zmq.SRCFD))
+        except zmq.ZMQError:  # a transport without descriptors
+            descriptor = -1
+        self.sender = self._senders.get(descriptor)
+        if self.sender is None:
+            self.sender = self._senders[descriptor] = next(self._numbers)
+        return [frame.bytes for frame in frames]
+
+    def _end_connections(self) -> None:
+        """Note the connections that ended; until the socket was empty, their last messages waited in it."""
+        if not self._left:
+            return
+        if self._bound:
+            self._ended += [self._senders.pop(each) for each in self._left if each in self._senders]
+        else:
+            self._ended.append(self.sender)
+            self.sender = next(self._numbers)
+        self._left.clear()
+
+    def ended(self) -> list[object]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def read(self) -> tuple[int, list[str]]:
         came_back, failed = self._monitor.read()
-        return came_back, [f"the handshake at {one} failed: not ZeroMQ, or wrong keys" for one in failed]
+        self._left |= self._monitor.take_gone()
+        hint = ", or the peer refuses these keys" if self._encrypted else ""
+        return came_back, [each.reason + (hint if each.reason == ENDED else "") for each in failed]
 
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Pump, Pump | None]:
         return Pump(loop, self._sub, callback), Pump(loop, self._monitor.pair, callback)
@@ -145,6 +186,8 @@ class OpenPort:
         self._peers: dict[bytes, SubPeer] = {}
         self._since: dict[bytes, float] = {}  # of those who have not finished the handshake
         self._messages: deque[list[bytes]] = deque()
+        self._ended: list[object] = []
+        self.sender: object = None
         self._held = 0
         self._lost = False
         self._came_back = 0
@@ -167,8 +210,13 @@ class OpenPort:
                 identity, chunk = self._stream.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
+            self.sender = identity.bytes
             self._hear(identity.bytes, chunk)
         return self._messages.popleft() if self._messages else []
+
+    def ended(self) -> list[object]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def read(self) -> tuple[int, list[str]]:
         came_back, self._came_back = self._came_back, 0
@@ -242,6 +290,8 @@ class OpenPort:
         peer = self._peers.pop(identity, None)
         if peer is not None:
             self._held -= peer.held
+            if peer.ready:
+                self._ended.append(identity)
         self._since.pop(identity, None)
 
     def _say(self, identity: bytes, data: bytes) -> bool:

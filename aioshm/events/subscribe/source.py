@@ -48,6 +48,7 @@ class SourceOptions:
     curve: CurveKeys | None
     replay_timeout: float
     check_interval: float | None
+    gone_after_s: float | None
 
 
 class EventSource:
@@ -85,6 +86,7 @@ class EventSource:
         self._topic = options.topic.encode()
         self._replay_timeout = options.replay_timeout
         self._check_interval = options.check_interval if replay_endpoint is not None else None
+        self._gone_after_s = options.gone_after_s
         self._deliver = deliver
         self._fail = fail
         self._decoder = BatchDecoder(max_bytes=max_payload_bytes)
@@ -116,7 +118,12 @@ class EventSource:
             )
         self.endpoint: str = self._port.endpoint
         self._closed = False
-        self._tracker = SourceTracker(self.endpoint, options.start, can_replay=replay_endpoint is not None)
+        self._tracker = SourceTracker(
+            self.endpoint,
+            options.start,
+            can_replay=replay_endpoint is not None,
+            gone_after_s=options.gone_after_s,
+        )
         self._sub_pump, self._monitor_pump = self._port.watch(loop, self._run)
         abandon_when_forked(self)
 
@@ -141,6 +148,7 @@ class EventSource:
             replay_failures=self._replay.failures,
             handshake_failures=self._port.handshake_failures,
             cut_off=self._port.cut_off,
+            gone=tracker.gone,
         )
 
     def resume(self) -> None:
@@ -236,6 +244,9 @@ class EventSource:
 
     def _read_live(self) -> bool:
         frames = self._port.receive()
+        if not frames:
+            for connection in self._port.ended():
+                self._tracker.disconnected(connection)
         if frames is None:
             return False
         # What is said of connections now happened before this message was received, or soon after: both are safe.
@@ -254,9 +265,10 @@ class EventSource:
         came_back, refused = self._port.read()
         if came_back:
             logger.debug("subscriber %s: connected again", self.endpoint)
+            self._quiet_checks = 0
             self._tracker.reconnected()
         for one in refused:
-            self._complain("live", ConnectionError(one))
+            self._limiter.warn(logger, "subscriber %s: %s", self.endpoint, one)
 
     # Payloads
 
@@ -310,7 +322,7 @@ class EventSource:
     def _accept(self, where: _Where, frames: wire.LiveFrames | wire.ReplayFrames, batch: KVEventBatch) -> None:
         message = Message(frames.topic, frames.seq, batch, frames.payload)
         if where == "live":
-            self._tracker.live(message)
+            self._tracker.live(message, self._port.sender)
         else:
             self._tracker.replayed(message)
 
@@ -337,18 +349,28 @@ class EventSource:
     # Time
 
     def _arm(self) -> None:
-        """Set when something is overdue: an answer, or a word from a publisher."""
+        """Set when something is overdue: an answer, a word from a publisher, or one that is missing."""
+        now = self._loop.time()
+        gone_at = self._tracker.gone_at(now)
         if self._tracker.asking is not None:
             self._overdue = self._replay.overdue_at
         elif self._check_interval is not None:
-            pause = min(CHECK_MAX_S, self._check_interval * 2 ** min(self._quiet_checks, 16))
-            self._overdue = self._loop.time() + pause
+            due = now + min(CHECK_MAX_S, self._check_interval * 2 ** min(self._quiet_checks, 16))
+            if gone_at is not None and self._gone_after_s is not None:
+                # Batches of other publishers do not put off the question whether the missing one is there.
+                due = min(due, now + self._gone_after_s / 3, self._overdue or due)
+            self._overdue = due
         else:
             self._overdue = None
-            return
+        self._schedule(gone_at)
+
+    def _schedule(self, gone_at: float | None) -> None:
+        due = self._overdue
+        if gone_at is not None and (due is None or gone_at < due):
+            due = gone_at
         # The timer is left alone if it is early, and asks again: setting it anew for every message is dear.
-        if self._timer is None or self._timer_at > self._overdue:
-            self._set_timer(self._overdue)
+        if due is not None and (self._timer is None or self._timer_at > due):
+            self._set_timer(due)
 
     def _set_timer(self, when: float | None) -> None:
         if self._timer is not None:
@@ -359,17 +381,23 @@ class EventSource:
 
     def _tick(self) -> None:
         self._timer = None
-        if self._overdue is None or self._paused:
+        if self._paused:
             return
+        now = self._loop.time()
+        self._tracker.forget_gone(now)
         if self._unfinished is not None:  # the answer is here; it is being read
-            self._overdue = self._loop.time() + self._replay_timeout
+            self._overdue = now + self._replay_timeout
         elif self._tracker.asking is not None:  # much may have been read of it since the timer was set
             self._overdue = self._replay.overdue_at
-        if self._loop.time() < self._overdue:
-            self._set_timer(self._overdue)
+        if self._overdue is None or now < self._overdue:
+            if self._tracker.out:
+                self._run()
+            else:
+                self._schedule(self._tracker.gone_at(now))
             return
         if self._tracker.asking is None:
             self._quiet_checks += 1
+            self._overdue = None
             self._tracker.check()
         elif self._replay.has_answer:  # only the loop was late
             self._replay.heard()

@@ -32,6 +32,8 @@ logger: logging.Logger = logging.getLogger("aioshm.events")
 REPLAY_TIMEOUT_S = 5.0
 # How long a publisher may be silent before it is asked whether its last messages were lost on the way.
 CHECK_INTERVAL_S = 1.0
+# How long nothing may be heard of a publisher whose connection has ended.
+GONE_AFTER_S = 60.0
 # Deliveries that may wait for the consumer; beyond that the sockets are not read.
 DEFAULT_MAX_WAITING = 1024
 # A hundred times what a step's batch has, a quarter of a million tokens: what a stranger may make an open port decode.
@@ -47,16 +49,18 @@ class EventSubscriber(AsyncClosing):
     before this subscriber came, what was published while a connection was down, and the end of a stream after
     which nothing else came. What cannot be fetched is reported, as is a publisher whose numbers go back.
 
-    There are two ways to read. ``async for seq, batch in subscriber`` raises ``EventsLost`` or
-    ``PublisherRestarted`` in its place in the stream, and continues behind it when it is entered again.
-    ``deliveries()`` and ``receive()`` return ``Received``, ``Lost`` and ``Restarted`` and also say which
-    publisher.
+    There are two ways to read. ``async for seq, batch in subscriber`` raises ``EventsLost``,
+    ``PublisherRestarted`` or ``PublisherDisconnected`` in its place in the stream, and continues behind it when it is
+    entered again. ``deliveries()`` and ``receive()`` return ``Received``, ``Lost``, ``Restarted`` and
+    ``PublisherGone`` and also name the publisher.
 
     Cancelling a wait loses nothing. A consumer that does not read makes the subscriber stop reading, after
     ``max_waiting`` deliveries; what ZeroMQ then drops is fetched later, like any gap.
 
-    Without a replay endpoint, a publisher that restarts and happens to continue with exactly the expected
-    number cannot be told from the old one.
+    A publisher is recognised by replay after its connection broke. Without a replay endpoint, or where it does not
+    answer, nothing shows that the next batch is of the same process: the publisher is then reported as ``Restarted``,
+    and the numbers before that batch as ``Lost``. A publisher whose connection ended, and of which nothing was heard
+    for ``gone_after_s``, is reported as ``PublisherGone`` and forgotten.
 
     Args:
         endpoints: One or several addresses of publishers, each with its own numbers.
@@ -70,6 +74,8 @@ class EventSubscriber(AsyncClosing):
         replay_timeout: Seconds that a replay may be silent. After three such silences a gap counts as lost.
         check_interval: Seconds of silence after which a publisher's replay endpoint is asked whether
             something was missed; doubled up to 30 s as long as it stays silent. None never asks.
+        gone_after_s: Seconds without a sign of a publisher after its connection ended, or its replay endpoint answered
+            without any of its batches, until it is reported as gone and forgotten. None never forgets.
         max_waiting: Deliveries that may wait for the consumer, as long as their payloads have 1 MiB together.
         max_payload_bytes: The largest payload that is taken; a publisher that connects and sends a larger one is hung
             up on. None is 2 MiB where this subscriber binds without keys, so that any process may connect, else 16 MiB.
@@ -93,6 +99,7 @@ class EventSubscriber(AsyncClosing):
         curve: CurveKeys | None = None,
         replay_timeout: float = REPLAY_TIMEOUT_S,
         check_interval: float | None = CHECK_INTERVAL_S,
+        gone_after_s: float | None = GONE_AFTER_S,
         max_waiting: int = DEFAULT_MAX_WAITING,
         max_payload_bytes: int | None = None,
     ) -> None:
@@ -106,6 +113,8 @@ class EventSubscriber(AsyncClosing):
             raise ValueError(
                 f"replay_timeout ({replay_timeout}) and check_interval ({check_interval}) must be positive"
             )
+        if gone_after_s is not None and gone_after_s <= 0:
+            raise ValueError(f"gone_after_s must be positive, not {gone_after_s}")
         if max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, not {max_waiting}")
         if max_payload_bytes is not None and max_payload_bytes < 1:
@@ -117,6 +126,7 @@ class EventSubscriber(AsyncClosing):
             curve=curve,
             replay_timeout=replay_timeout,
             check_interval=check_interval,
+            gone_after_s=gone_after_s,
         )
         self._bind = bind
         self._max_payload_bytes = max_payload_bytes
@@ -194,7 +204,7 @@ class EventSubscriber(AsyncClosing):
         return delivery
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
-        """Iterate over everything that is received, lost or restarted; ends when the subscriber is closed."""
+        """Iterate over batches, losses, restarts and departures; ends when the subscriber is closed."""
         while not self._closed:
             try:
                 delivery = await self.receive()
@@ -211,6 +221,7 @@ class EventSubscriber(AsyncClosing):
         Raises:
             EventsLost: Batches before the next one are lost; iterate again to continue behind them.
             PublisherRestarted: The next batch of that publisher is from a new one; iterate again to continue.
+            PublisherDisconnected: A publisher is gone and forgotten; iterate again to continue.
         """
         try:
             delivery = await self.receive()

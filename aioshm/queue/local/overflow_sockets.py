@@ -346,7 +346,7 @@ class OverflowSubscriber:
             self._changed()
 
     def _look_at_connection(self) -> None:
-        for event, _endpoint in self._monitor.events():
+        for event, *_ in self._monitor.events():
             self._over = event != zmq.EVENT_HANDSHAKE_SUCCEEDED
         while not self._sockets.closed and self._inbox.look():  # what came before the connection's end is there now
             pass

@@ -172,7 +172,7 @@ class Connection:
     def changed(self) -> bool:
         """Read what has become known; return whether anything has."""
         before = self.up, self.connections, self.refused
-        for event, _endpoint in self._monitor.events():
+        for event, *_ in self._monitor.events():
             self.refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (self.refused and not self.up)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.up, self.down_since, self.refused = True, None, False
