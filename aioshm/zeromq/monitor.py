@@ -18,11 +18,12 @@ _HANDSHAKE_FAILURES = (
 
 ENDED = "the connection ended during the handshake"
 TIMED_OUT = "the handshake timed out"
+MISMATCH = "only one of the two ends encrypts"
 _OTHER_KEYS = "the peer has other keys"
 _REASONS: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: _OTHER_KEYS,
     zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE: _OTHER_KEYS,
-    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "only one of the two ends encrypts",
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: MISMATCH,
 }
 
 
@@ -31,7 +32,7 @@ class HandshakeFailure(NamedTuple):
 
     Attributes:
         endpoint: The endpoint as ZeroMQ names it.
-        reason: `ENDED`, `TIMED_OUT`, or what is wrong with the peer or with its keys.
+        reason: `ENDED`, `TIMED_OUT`, `MISMATCH`, or another text about the peer or its keys.
     """
 
     endpoint: str

@@ -341,6 +341,13 @@ BUGS = (
         "an old copy is taken for a restart where a replay was cut off",
     ),
     Bug(
+        "unproved",
+        _TRACKER,
+        "elif stream.moved:",
+        "elif False:",
+        "the next number over a new connection is taken for the old publisher's",
+    ),
+    Bug(
         "forgotten",
         _HANDSHAKE,
         "        self.engines[index].state = CoreEngineState.NEW\n",

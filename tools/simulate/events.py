@@ -94,12 +94,14 @@ class Subscriber:
         self._unheard = chance.choice([0, 0.5])  # so many questions, of those to a publisher that is gone meanwhile
         self._patience = chance.choice([1, 3])  # so often it asks
         self._slowest_s = chance.choice([0.05, 0.05, 0.2])
+        # Where replay answers, a connection that came back raises the same doubt as a batch over a new one.
+        self._sees_connections = not can_replay
         self._attempts = 0
         self.restarts = 0
         self.up = True
         self._epoch = 0
         self._last = 0.0
-        self._live: list[Message] = []  # has come, and is not read while there is a question
+        self._live: list[tuple[Message, int]] = []  # has come, and is not read while there is a question
         self._answering = False
         self.next = self.failed = 0
         self.blind = False  # whether a question was not answered at all
@@ -118,10 +120,10 @@ class Subscriber:
             return
         epoch = self._epoch
         self._last = at = max(self._last + 1e-6, self.world.now + self.world.between(0.0005, 0.03))
-        self.world.loop.call_at(at, lambda: self._arrive(message) if epoch == self._epoch else None)
+        self.world.loop.call_at(at, lambda: self._arrive(message, epoch) if epoch == self._epoch else None)
 
-    def _arrive(self, message: Message) -> None:
-        self._live.append(message)
+    def _arrive(self, message: Message, epoch: int) -> None:
+        self._live.append((message, epoch))
         self._work()
 
     def cut(self) -> None:
@@ -146,7 +148,8 @@ class Subscriber:
             if start is not None:
                 self._ask(start)
             elif self._live:
-                tracker.live(self._live.pop(0))
+                message, epoch = self._live.pop(0)
+                tracker.live(message, epoch if self._sees_connections else 0)
             else:
                 return
 
@@ -228,6 +231,10 @@ class Subscriber:
         check(each.seq == self.next, f"batch {each.seq} is delivered instead of {self.next}")
         incarnation = int(each.payload.partition(b"/")[0])
         check(self.publisher.sent[incarnation].get(each.seq) == each.payload, f"batch {each.seq} has another's content")
+        if not self.can_replay:
+            check(
+                self.incarnation in (-1, incarnation), f"batch {each.seq} is of a publisher of which nothing was said"
+            )
         # Where a replay lacks what came last, nothing tells a publisher from the one before it.
         if self.can_replay and not self.blind and self.publisher.complete:
             same = self.incarnation in (-1, incarnation)

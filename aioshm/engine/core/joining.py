@@ -17,7 +17,7 @@ from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.process.background import give_back
 from aioshm.zeromq.endpoint import attach, check_endpoint, open_socket
-from aioshm.zeromq.monitor import Monitor
+from aioshm.zeromq.monitor import ENDED, MISMATCH, Monitor
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import Sockets
 
@@ -177,13 +177,20 @@ class _FrontEnd:
                 pump.pause()
 
     def _look_at_connection(self) -> None:
-        if self._monitor is not None and self._monitor.read()[1] and not self._refused:
-            self._refused = (
-                f"{self._address} refuses these keys, or does not encrypt: they have to be of the front end's "
-                "EngineKeys, and with a front end that knows none, such as vLLM's, secure=False is needed"
-                if self._encrypts
-                else f"{self._address} refuses connections that are not encrypted: leave out secure=False"
-            )
+        if self._monitor is None:
+            return
+        failed = self._monitor.read()[1]
+        if failed and not self._refused:
+            reason = failed[-1].reason
+            if reason == MISMATCH and not self._encrypts:
+                hint = "; leave out secure=False"
+            elif reason == MISMATCH:
+                hint = "; with a front end that has no keys, such as vLLM's, secure=False is needed"
+            elif reason == ENDED and self._encrypts:
+                hint = ", or the front end refuses these keys, which have to be of its EngineKeys"
+            else:
+                hint = ""
+            self._refused = f"{self._address}: {reason}{hint}"
             logger.warning("%s", self._refused)
 
     async def flush(self) -> None:

@@ -126,7 +126,7 @@ class SourceTracker:
         if stream.connection != connection:
             if stream.connection is not None and stream.numbers.last is not None:
                 stream.moved = True
-                stream.doubted = self._can_replay
+                stream.doubted = True
             stream.connection = connection
             stream.ended = False
         if not self._jobs:

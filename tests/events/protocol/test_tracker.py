@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
 
-from aioshm.events import KVEventBatch, Lost, Received, Restarted
+from aioshm.events import KVEventBatch, Lost, PublisherGone, Received, Restarted
 from aioshm.events.protocol.numbering import REMEMBERED, Numbering, Verdict
 from aioshm.events.protocol.tracker import Message, SourceTracker, Start
 
@@ -19,7 +19,7 @@ def message(seq: int, body: str = "", rank: int = 0, topic: bytes | None = b"") 
 
 
 def said(tracker: SourceTracker) -> list[object]:
-    """Take what came out, in short: numbers, (first, last) of a loss, "restarted"."""
+    """Take what came out, in short: numbers, (first, last) of a loss, "restarted", "gone"."""
     out: list[object] = []
     while tracker.out:
         item = tracker.out.popleft()
@@ -28,12 +28,12 @@ def said(tracker: SourceTracker) -> list[object]:
         elif isinstance(item, Lost):
             out.append((item.first, item.last))
         else:
-            out.append("restarted")
+            out.append("gone" if isinstance(item, PublisherGone) else "restarted")
     return out
 
 
-def make(start: Start = None, *, can_replay: bool = True) -> SourceTracker:
-    tracker = SourceTracker("tcp://x:1", start, can_replay=can_replay)
+def make(start: Start = None, *, can_replay: bool = True, gone_after_s: float | None = None) -> SourceTracker:
+    tracker = SourceTracker("tcp://x:1", start, can_replay=can_replay, gone_after_s=gone_after_s)
     if can_replay and start != "live":
         assert tracker.asking == (start or 0)
         tracker.replay_ended()
@@ -299,6 +299,199 @@ class TestWithReplay:
         tracker.live(message(3, topic=b"kv"))
         answer(tracker, *[message(seq, topic=None) for seq in (1, 2, 3)])
         assert said(tracker) == [0, 1, 2, 3]
+
+
+class TestNewConnections:
+    @pytest.mark.parametrize("seq", [3, 7])
+    def test_batch_over_a_new_connection_without_replay_counts_as_a_restart(self, seq: int) -> None:
+        tracker = make(can_replay=False)
+        for number in range(3):
+            tracker.live(message(number), 1)
+        tracker.disconnected(1)
+        tracker.reconnected()
+        tracker.live(message(seq), 2)
+        tracker.live(message(seq + 1), 2)
+        assert said(tracker) == [0, 1, 2, "restarted", (0, seq - 1), seq, seq + 1]
+        assert (tracker.restarts, tracker.gaps) == (1, 1 if seq > 3 else 0)
+
+    @pytest.mark.parametrize("seq", [0, 1])
+    def test_restart_over_a_new_connection_without_replay_is_reported_once(self, seq: int) -> None:
+        tracker = make(can_replay=False)
+        for number in range(3):
+            tracker.live(message(number), 1)
+        tracker.live(message(seq, "new"), 2)
+        assert said(tracker)[3:] == ["restarted", *([(0, seq - 1)] if seq else []), seq]
+
+    def test_new_connection_of_one_publisher_says_nothing_of_the_others(self) -> None:
+        tracker = make(can_replay=False)
+        for rank in range(3):
+            tracker.live(message(0, rank=rank), rank)
+        tracker.disconnected(1)
+        tracker.reconnected()
+        for rank, connection in ((0, 0), (1, 7), (2, 2)):
+            tracker.live(message(1, rank=rank), connection)
+        assert said(tracker) == [0, 0, 0, 1, "restarted", (0, 0), 1, 1]
+
+    @pytest.mark.parametrize("replies", [None, []], ids=["silent", "empty"])
+    def test_batch_over_a_new_connection_that_no_replay_confirms_counts_as_a_restart(
+        self, replies: list[Message] | None
+    ) -> None:
+        tracker = make()
+        for number in range(3):
+            tracker.live(message(number), 1)
+        tracker.live(message(3), 2)
+        while tracker.asking is not None:
+            tracker.replay_failed("silence") if replies is None else answer(tracker, *replies)
+        tracker.live(message(4), 2)
+        assert tracker.asking is None
+        assert said(tracker) == [0, 1, 2, "restarted", (0, 2), 3, 4]
+
+    def test_batch_over_a_new_connection_that_a_replay_confirms_is_the_next(self) -> None:
+        tracker = make()
+        for number in range(3):
+            tracker.live(message(number), 1)
+        tracker.live(message(3), 2)
+        answer(tracker, message(2), message(3))
+        tracker.live(message(4), 2)
+        assert said(tracker) == [0, 1, 2, 3, 4]
+
+
+class TestGonePublishers:
+    def test_publisher_whose_connection_ended_is_reported_once_and_forgotten(self) -> None:
+        tracker = make(can_replay=False, gone_after_s=10)
+        tracker.live(message(0), 1)
+        assert tracker.gone_at(0) is None
+        tracker.disconnected(1)
+        assert tracker.gone_at(5) == 15
+        tracker.forget_gone(14)
+        assert said(tracker) == [0]
+        tracker.forget_gone(15)
+        assert [(item.source.rank, item.expected, item.after_s) for item in tracker.out] == [(0, 1, 10)]  # type: ignore[union-attr]
+        tracker.out.clear()
+        tracker.forget_gone(100)
+        assert tracker.gone_at(100) is None
+        assert (said(tracker), tracker.gone) == ([], 1)
+        tracker.live(message(0), 2)
+        assert said(tracker) == [0]
+
+    def test_publisher_that_comes_back_in_time_is_not_gone(self) -> None:
+        tracker = make(can_replay=False, gone_after_s=10)
+        tracker.live(message(0), 1)
+        tracker.disconnected(1)
+        assert tracker.gone_at(0) == 10
+        tracker.live(message(1), 2)
+        assert tracker.gone_at(20) is None
+        tracker.forget_gone(20)
+        assert said(tracker) == [0, "restarted", (0, 0), 1]
+
+    def test_silent_publisher_whose_connection_stays_is_not_gone(self) -> None:
+        tracker = make(can_replay=False, gone_after_s=10)
+        for rank in range(2):
+            tracker.live(message(0, rank=rank), rank)
+        tracker.disconnected(1)
+        tracker.gone_at(0)
+        tracker.forget_gone(50)
+        assert said(tracker) == [0, 0, "gone"]
+        assert tracker.gone_at(50) is None
+
+    def test_idle_publisher_that_its_replay_confirms_is_not_gone_until_that_ends(self) -> None:
+        tracker = make(gone_after_s=10)
+        tracker.live(message(0), 1)
+        tracker.disconnected(1)
+        tracker.reconnected()
+        for now in range(0, 50, 5):
+            tracker.gone_at(now)
+            answer(tracker, message(0))
+            tracker.forget_gone(now)
+            tracker.check()
+        for now in range(50, 80, 5):
+            tracker.gone_at(now)
+            tracker.replay_failed("silence")
+            tracker.forget_gone(now)
+            tracker.check()
+        assert said(tracker) == [0, "gone"]
+
+    def test_publisher_known_by_replay_alone_is_gone_with_its_connection(self) -> None:
+        tracker = SourceTracker("tcp://x:1", None, can_replay=True, gone_after_s=10)
+        answer(tracker, message(0))
+        tracker.disconnected(1)
+        tracker.gone_at(0)
+        tracker.forget_gone(10)
+        assert said(tracker) == [0, "gone"]
+
+    def test_stream_that_the_replay_port_does_not_have_is_not_asked_for_again(self) -> None:
+        tracker = make(gone_after_s=10)
+        tracker.live(message(7, topic=b"old"))
+        answer(tracker, message(0, topic=b"old"))
+        while tracker.asking is not None:
+            answer(tracker, *[message(seq, topic=b"old") for seq in range(tracker.asking, 8)])
+        tracker.live(message(0, topic=b"new"))
+        asked = 0
+        for _ in range(20):
+            tracker.check()
+            while tracker.asking is not None:
+                asked += 1
+                answer(tracker, *[message(seq, topic=b"new") for seq in range(tracker.asking, 1)])
+        assert asked == 20 + 2  # the old stream's last number, and once more from the first one on
+        assert tracker.gone_at(0) == 10
+        tracker.forget_gone(10)
+        assert said(tracker)[-2:] == [0, "gone"]
+
+    def test_stream_that_the_replay_port_has_again_is_asked_for_again(self) -> None:
+        tracker = make(gone_after_s=10)
+        for seq in range(3):
+            tracker.live(message(seq))
+        tracker.check()
+        answer(tracker)
+        answer(tracker)  # another publisher, which has nothing
+        tracker.check()
+        answer(tracker, *[message(seq) for seq in range(4)])
+        assert tracker.asking == 2
+        answer(tracker, message(2), message(3))
+        assert tracker.gone_at(0) is None
+        assert said(tracker) == [0, 1, 2, 3]
+
+    def test_answer_to_a_question_about_a_forgotten_publisher_is_a_new_one(self) -> None:
+        tracker = make(gone_after_s=10)
+        tracker.live(message(0), 1)
+        tracker.check()
+        tracker.disconnected(1)
+        tracker.gone_at(0)
+        tracker.forget_gone(10)
+        assert tracker.asking is not None
+        answer(tracker, message(0, "new"))
+        assert tracker.asking is None
+        assert said(tracker) == [0, "gone", 0]
+
+    def test_batch_that_waits_for_an_answer_keeps_its_publisher(self) -> None:
+        tracker = make(gone_after_s=10)
+        tracker.live(message(0), 1)
+        tracker.live(message(2), 1)
+        tracker.disconnected(1)
+        tracker.gone_at(0)
+        tracker.forget_gone(10)
+        assert tracker.gone_at(10) == 20
+        answer(tracker, message(0), message(1), message(2))
+        tracker.gone_at(20)
+        tracker.forget_gone(30)
+        assert said(tracker) == [0, 1, 2, "gone"]
+
+    def test_fleet_that_changes_leaves_nothing_behind(self) -> None:
+        tracker = make(gone_after_s=10)
+        for life in range(50):
+            for pod in range(30):
+                topic = f"{life}.{pod}".encode()
+                tracker.live(message(0, topic=topic), (life, pod))
+            for pod in range(30):
+                tracker.disconnected((life, pod))
+            tracker.gone_at(100 * life)
+            tracker.forget_gone(100 * life + 10)
+        assert tracker.gone == 50 * 30
+        assert said(tracker).count("gone") == 50 * 30
+        tracker.check()
+        assert tracker.asking == 0  # whatever there is: there is no stream to ask for
+        answer(tracker)
+        assert tracker.asking is None
 
 
 class World:
