@@ -38,6 +38,7 @@ from aioshm.errors import (
     PeerDied,
     ProcessDied,
     PublisherClosed,
+    PublisherDisconnected,
     PublisherRestarted,
     QueueCancelled,
     QueueClosed,
@@ -98,6 +99,7 @@ PARENTS: dict[type[AioshmError], tuple[type[Exception], ...]] = {
     WorkerError: (AioshmError, RuntimeError),
     EventsLost: (AioshmError,),
     PublisherRestarted: (AioshmError,),
+    PublisherDisconnected: (AioshmError,),
     GroupBroken: (AioshmError, ConnectionError),
 }
 
@@ -109,6 +111,7 @@ TELLING = {
     CorruptSlot,
     EventsLost,
     PublisherRestarted,
+    PublisherDisconnected,
     ProcessDied,
     WorkerDied,
     WorkerError,
@@ -145,6 +148,11 @@ EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
         PublisherRestarted("tcp://a:1 rank 0", 7),
         {"source": "tcp://a:1 rank 0", "expected": 7},
         "publisher tcp://a:1 rank 0 began again, where batch 7 should have been next",
+    ),
+    (
+        PublisherDisconnected("tcp://a:1 rank 0", 60.2),
+        {"source": "tcp://a:1 rank 0", "after_s": 60.2},
+        "publisher tcp://a:1 rank 0 is gone: no sign of it for 60.2 s",
     ),
     (
         RESTARTED,

@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import zmq
 
@@ -73,3 +73,50 @@ def kept_endpoint() -> Iterator[str]:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         keeper.bind(("127.0.0.1", 0))
         yield f"tcp://127.0.0.1:{keeper.getsockname()[1]}"
+
+
+class TcpProxy:
+    """Forwards TCP connections to an endpoint, and can cut them."""
+
+    def __init__(self, upstream: str) -> None:
+        self._upstream = int(upstream.rpartition(":")[2])
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> TcpProxy:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.endpoint = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        """End all connections; peers may connect again."""
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._upstream)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_forward(reader, up_writer))
+                group.create_task(_forward(up_reader, writer))
+        except asyncio.CancelledError:  # the connection is cut
+            return
+        finally:
+            for each in (writer, up_writer):
+                each.close()
+
+
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.close()

@@ -1,11 +1,14 @@
-"""A plain socket, as any other consumer of events has it."""
+"""Plain sockets, as any other consumer or publisher of events has them."""
 
 from __future__ import annotations
 
 import zmq
 from support import until
 
+from aioshm.events import BlockStored, CurveKeys, EventBatch
 from aioshm.events.protocol import wire
+from aioshm.events.protocol.encoding import BatchEncoder
+from aioshm.zeromq.endpoint import attach, open_socket
 
 
 class Raw:
@@ -29,3 +32,29 @@ class Raw:
         while answer[-1][-2:] != [wire.END_SEQ, b""]:
             answer.append(await self.receive())
         return answer
+
+
+class RawPublisher:
+    """A process of a publisher, reduced to its socket: it sends whatever number it is told to."""
+
+    def __init__(self, endpoint: str, *, bind: bool, topic: bytes = b"", curve: CurveKeys | None = None) -> None:
+        self._topic = topic
+        self._encoder = BatchEncoder()
+        self._socket = open_socket(zmq.Context.instance(), zmq.XPUB, endpoint, bind=bind, hwm=1000, curve=curve)
+        attach(self._socket, endpoint, bind=bind)
+
+    async def subscribed(self) -> RawPublisher:
+        """Wait for a subscription: what is sent from now on arrives."""
+        await until(lambda: bool(self._socket.poll(0)), "a subscription")
+        self._socket.recv()
+        return self
+
+    def send(self, seq: int, block: int) -> None:
+        """Send batch ``seq``, which stores one block."""
+        stored = BlockStored([block], None, [1], 1, None, "GPU")
+        payload = self._encoder.encode(EventBatch(float(seq), [stored]), 0)
+        self._socket.send_multipart([self._topic, wire.pack_seq(seq), payload])
+
+    def close(self) -> None:
+        """Be gone, as after a crash."""
+        self._socket.close(linger=1000)

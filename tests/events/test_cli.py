@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from support import eventually
 from typer.testing import CliRunner
 
+from aioshm.cli.event_lines import lines_of
 from aioshm.cli.events import register
 from aioshm.errors import CodecError
 from aioshm.events import (
@@ -27,6 +28,9 @@ from aioshm.events import (
     BlockRemoved,
     BlockStored,
     EventBatch,
+    PublisherGone,
+    Restarted,
+    Source,
     ThreadedEventPublisher,
     UnknownEvent,
 )
@@ -116,6 +120,22 @@ def test_tail_shows_losses(tmp_path: Path) -> None:
         result = invoke("tail", *where(publisher), "--count", "1", "--json")
         assert json.loads(result.output.splitlines()[0])["type"] == "lost"
         assert "0 to 1 lost" in invoke("tail", *where(publisher), "--count", "1").output
+
+
+@pytest.mark.parametrize(
+    ("item", "kind", "text"),
+    [
+        (Restarted(Source("tcp://h:1", b"pod", 2), 7), "restarted", "7 was next: its numbers went back"),
+        (PublisherGone(Source("tcp://h:1", b"pod", 2), 7, 60.02), "gone", "gone, no sign of it for 60 s"),
+    ],
+)
+def test_line_of_a_publisher_that_ended_names_it(item: Any, kind: str, text: str) -> None:
+    (line,) = lines_of(item, set(), as_json=False)
+    assert line.startswith("tcp://h:1 topic pod rank 2: ")
+    assert line.endswith(text)
+    (line,) = lines_of(item, set(), as_json=True)
+    found = json.loads(line)
+    assert (found["type"], found["rank"], found["expected"]) == (kind, 2, 7)
 
 
 def replayed(file: Path, tmp_path: Path, count: int) -> list[bytes]:

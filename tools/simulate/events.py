@@ -94,8 +94,6 @@ class Subscriber:
         self._unheard = chance.choice([0, 0.5])  # so many questions, of those to a publisher that is gone meanwhile
         self._patience = chance.choice([1, 3])  # so often it asks
         self._slowest_s = chance.choice([0.05, 0.05, 0.2])
-        # Where replay answers, a connection that came back raises the same doubt as a batch over a new one.
-        self._sees_connections = not can_replay
         self._attempts = 0
         self.restarts = 0
         self.up = True
@@ -149,7 +147,8 @@ class Subscriber:
                 self._ask(start)
             elif self._live:
                 message, epoch = self._live.pop(0)
-                tracker.live(message, epoch if self._sees_connections else 0)
+                # Where replay answers, a connection that came back raises the same doubt as a batch over a new one.
+                tracker.live(message, 0 if self.can_replay else epoch)
             else:
                 return
 

@@ -1,0 +1,313 @@
+"""The subscriber of a fleet that changes: publishers that are replaced over a new connection, and that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+from support import until
+
+from aioshm.events import (
+    BlockIndex,
+    CurveKeys,
+    Delivery,
+    EventSubscriber,
+    PublisherDisconnected,
+    PublisherGone,
+    Received,
+    Source,
+    ZmqEventPublisher,
+    follow,
+)
+
+from ..helpers import ANY, PATIENCE_S, Ends, batch
+from ..proxy import TcpProxy, kept_endpoint
+from ..raw import RawPublisher
+
+GONE_S = 0.5
+FLEET = 30
+ROUNDS = 7
+BATCHES = 200
+
+
+class Following:
+    """Reads a subscriber into an index.
+
+    Attributes:
+        index: The index.
+        items: All deliveries.
+    """
+
+    def __init__(self, subscriber: EventSubscriber) -> None:
+        self.index: BlockIndex[Source] = BlockIndex()
+        self.items: list[Delivery] = []
+        self._task = asyncio.create_task(self._read(subscriber))
+
+    async def _read(self, subscriber: EventSubscriber) -> None:
+        async for item in subscriber.deliveries():
+            follow(self.index, item)
+            self.items.append(item)
+
+    async def received(self, seq: int, topic: bytes = b"") -> None:
+        """Wait until the last batch of a topic has this number."""
+        await until(lambda: self._last(topic) == seq, f"batch {seq}")
+
+    def _last(self, topic: bytes) -> int | None:
+        of_topic = [item for item in self.items if item.source.topic == topic]
+        return of_topic[-1].seq if of_topic and isinstance(of_topic[-1], Received) else None
+
+    def kinds(self, topic: bytes = b"") -> list[str]:
+        """Return the types of a topic's deliveries."""
+        return [type(item).__name__ for item in self.items if item.source.topic == topic]
+
+    def topics(self) -> set[bytes | None]:
+        return {source.topic for source in self.index.publishers}
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def followed(*args: Any, **options: Any) -> AsyncIterator[tuple[EventSubscriber, Following]]:
+    """Open a subscriber and follow it."""
+    async with EventSubscriber(*args, **{"check_interval": 0.05, "gone_after_s": GONE_S, **options}) as subscriber:
+        following = Following(subscriber)
+        try:
+            yield subscriber, following
+        finally:
+            await following.close()
+
+
+@pytest.fixture
+def publishers() -> Iterator[list[RawPublisher]]:
+    """Give a list of publishers, which are closed when the test is over."""
+    made: list[RawPublisher] = []
+    yield made
+    for publisher in made:
+        publisher.close()
+
+
+@pytest.mark.parametrize("seq", [10, 15, 3, 0], ids=["expected", "gap", "back", "first"])
+async def test_publisher_without_replay_that_is_replaced_is_reported(
+    nothing_left: None, publishers: list[RawPublisher], seq: int
+) -> None:
+    with kept_endpoint() as endpoint:
+        async with followed(endpoint, gone_after_s=None) as (subscriber, following):
+            old = await RawPublisher(endpoint, bind=True).subscribed()
+            for number in range(10):
+                old.send(number, 1000 + number)
+            await following.received(9)
+            old.close()
+            await until(lambda: subscriber.unconnected, "the end of the connection")
+            publishers.append(await RawPublisher(endpoint, bind=True).subscribed())
+            publishers[0].send(seq, 2000)
+            await following.received(seq)
+    kinds = following.kinds()[10:]
+    assert kinds == (["Restarted", "Received"] if seq == 0 else ["Restarted", "Lost", "Received"])
+    (source,) = following.index.publishers
+    assert following.index.complete(source) is (seq == 0)
+    assert not following.index.holders(1000)
+    assert following.index.holders(2000)
+
+
+async def test_publisher_that_keeps_its_connection_is_not_reported(
+    nothing_left: None, publishers: list[RawPublisher]
+) -> None:
+    with kept_endpoint() as endpoint:
+        async with followed(endpoint) as (subscriber, following):
+            publishers.append(await RawPublisher(endpoint, bind=True).subscribed())
+            for number in range(10):
+                publishers[0].send(number, number)
+                await following.received(number)
+            assert following.kinds() == ["Received"] * 10
+            assert subscriber.stats().reconnects == 0
+
+
+@pytest.mark.parametrize("port", ["open", "encrypted", "ipc"])
+async def test_port_of_many_publishers_reports_only_those_that_are_replaced_or_gone(
+    nothing_left: None, publishers: list[RawPublisher], tmp_path: Any, port: str
+) -> None:
+    keys = CurveKeys.generate() if port == "encrypted" else None
+    where = f"ipc://{tmp_path}/events" if port == "ipc" else ANY
+    async with followed(where, bind=True, curve=keys) as (subscriber, following):
+        (endpoint,) = subscriber.endpoints
+
+        async def connect(topic: bytes) -> RawPublisher:
+            curve = None if keys is None else CurveKeys.generate(keys.public)
+            publisher = RawPublisher(endpoint, bind=False, topic=topic, curve=curve)
+            publishers.append(publisher)
+            return await publisher.subscribed()
+
+        pods = {topic: await connect(topic) for topic in (b"stays", b"restarts", b"leaves")}
+        for topic, pod in pods.items():
+            pod.send(0, 1000)
+            await following.received(0, topic)
+        pods[b"restarts"].close()
+        pods[b"restarts"] = await connect(b"restarts")
+        pods[b"restarts"].send(1, 2000)
+        await following.received(1, b"restarts")
+        pods[b"leaves"].close()
+        await until(lambda: b"leaves" not in following.topics(), "the publisher that leaves is forgotten")
+        pods[b"stays"].send(1, 2000)
+        await following.received(1, b"stays")
+        assert following.kinds(b"stays") == ["Received", "Received"]
+        assert following.kinds(b"restarts") == ["Received", "Restarted", "Lost", "Received"]
+        assert following.kinds(b"leaves") == ["Received", "PublisherGone"]
+        assert following.topics() == {b"stays", b"restarts"}
+        assert subscriber.stats().gone == 1
+
+
+async def test_publisher_that_is_gone_is_reported_once_and_forgotten(ends: Ends) -> None:
+    publisher = ends.publisher()
+    async with followed(publisher.endpoint, publisher.replay_endpoint, replay_timeout=0.1) as (subscriber, following):
+        publisher.publish(batch(0))
+        await following.received(0)
+        await publisher.aclose()
+        await until(lambda: following.kinds() == ["Received", "PublisherGone"], "the publisher is gone")
+        assert following.index.publishers == []
+        assert len(following.index) == 0
+        gone = following.items[-1]
+        assert isinstance(gone, PublisherGone)
+        assert (gone.expected, gone.source.endpoint) == (1, publisher.endpoint)
+        assert gone.after_s >= GONE_S
+        failures = subscriber.stats().replay_failures
+        await until(lambda: subscriber.stats().replay_failures >= failures + 3, "more questions")
+        assert following.kinds() == ["Received", "PublisherGone"]
+
+
+async def test_iteration_raises_for_a_publisher_that_is_gone(ends: Ends) -> None:
+    publisher = ends.publisher(replay=None)
+    publisher.publish(batch(0))
+    async with EventSubscriber(publisher.endpoint, start="live", gone_after_s=0.05) as subscriber:
+        while True:
+            publisher.publish(batch(0))
+            try:
+                async with asyncio.timeout(0.05):
+                    await anext(subscriber)
+                break
+            except TimeoutError:
+                continue
+        await publisher.aclose()
+        with pytest.raises(PublisherDisconnected, match="is gone") as caught:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    await anext(subscriber)
+        assert caught.value.source.endpoint == publisher.endpoint
+
+
+async def test_idle_publisher_whose_connection_broke_is_not_gone_where_replay_confirms_it(ends: Ends) -> None:
+    publisher = ends.publisher()
+    async with (
+        TcpProxy(publisher.endpoint) as proxy,
+        followed(proxy.endpoint, publisher.replay_endpoint) as (subscriber, following),
+    ):
+        publisher.publish(batch(0))
+        await following.received(0)
+        await until(lambda: not subscriber.unconnected, "the connection")
+        await proxy.cut()
+        await until(lambda: subscriber.stats().reconnects, "another connection")
+        asked = publisher.stats().replay_requests
+        # Each question comes within a third of `gone_after_s`.
+        await until(lambda: publisher.stats().replay_requests >= asked + 10, "questions of a quiet subscriber")
+        assert following.kinds() == ["Received"]
+        publisher.publish(batch(1))
+        await following.received(1)
+        assert following.kinds() == ["Received", "Received"]
+
+
+async def test_connection_that_ends_in_its_handshake_is_named_and_no_garbage(
+    nothing_left: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As at a proxy that has no backend."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    with caplog.at_level(logging.WARNING, "aioshm.events"):
+        async with EventSubscriber(endpoint) as subscriber:
+            await until(lambda: subscriber.stats().handshake_failures >= 2, "connections that fail")
+            await until(lambda: caplog.records, "a warning")
+            assert subscriber.stats().garbage == 0
+    server.close()
+    await server.wait_closed()
+    assert f"subscriber {endpoint}: the connection ended during the handshake" in caplog.text
+    assert "message" not in caplog.text
+
+
+@pytest.mark.slow
+async def test_publishers_replaced_at_the_same_endpoints_leave_nothing_behind(nothing_left: None) -> None:
+    with ExitStack() as stack:
+        lives, replays = ([stack.enter_context(kept_endpoint()) for _ in range(FLEET)] for _ in range(2))
+        async with followed(lives, replays, replay_timeout=2.0, gone_after_s=2.0) as (subscriber, following):
+            await replace_fleets(subscriber, following, lives, replays)
+            assert subscriber.stats().lost == 0
+
+
+@pytest.mark.slow
+async def test_publishers_replaced_at_a_port_of_many_leave_nothing_behind(nothing_left: None) -> None:
+    async with followed(ANY, bind=True, gone_after_s=2.0) as (subscriber, following):
+        await replace_fleets(subscriber, following, subscriber.endpoints * FLEET, [None] * FLEET)
+
+
+async def replace_fleets(
+    subscriber: EventSubscriber, following: Following, lives: Sequence[str], replays: Sequence[str | None]
+) -> None:
+    """Add publishers and delete them, again and again: index, memory, descriptors, idle replays stay as they were."""
+    objects = descriptors = 0
+    for life in range(ROUNDS):
+        async with AsyncExitStack() as stack:
+            fleet: list[ZmqEventPublisher] = []
+            for pod, (live, replay) in enumerate(zip(lives, replays, strict=True)):
+                publisher = ZmqEventPublisher(0, live, replay, bind=replay is not None, topic=f"{life}.{pod}")
+                fleet.append(await stack.enter_async_context(publisher))
+            for number in range(BATCHES):
+                for publisher in fleet:
+                    publisher.publish(batch(number))
+                await asyncio.sleep(0)
+            topics = {f"{life}.{pod}".encode() for pod in range(FLEET)}
+            async with asyncio.timeout(4 * PATIENCE_S):
+                while following.topics() != topics:  # of a publisher that connects, the first batches may be lost
+                    for publisher in fleet:
+                        publisher.publish(batch(0))
+                    await asyncio.sleep(0.05)
+            assert subscriber.stats().gone == life * FLEET
+            if None not in replays:
+                await idle_replays_bring_one_batch_each(fleet)
+            following.items.clear()
+            gc.collect()
+            if not life:
+                objects, descriptors = len(gc.get_objects()), psutil.Process().num_fds()
+            assert len(gc.get_objects()) < objects + 3000
+            await descriptors_at_most(descriptors + 8)
+    await until(lambda: not following.topics(), "all are gone", 4 * PATIENCE_S)
+    assert (subscriber.stats().gone, subscriber.stats().restarts) == (ROUNDS * FLEET, 0)
+
+
+async def descriptors_at_most(most: int) -> None:
+    """Wait for that: questions that are under way have sockets of their own."""
+    process = psutil.Process()
+    await until(lambda: process.num_fds() <= most, f"at most {most} descriptors")
+
+
+async def idle_replays_bring_one_batch_each(fleet: Sequence[ZmqEventPublisher]) -> None:
+    def replays() -> list[tuple[int, int]]:
+        return [(stats.replay_requests, stats.replayed) for stats in (publisher.stats() for publisher in fleet)]
+
+    async def questions(count: int) -> list[tuple[int, int]]:
+        began = replays()
+        await until(lambda: all(now[0] >= then[0] + count for now, then in zip(replays(), began, strict=True)))
+        return replays()
+
+    before = await questions(3)  # the first ones may bring what a publisher has sent just now
+    after = await questions(2)
+    for then, now in zip(before, after, strict=True):
+        assert now[1] - then[1] <= now[0] - then[0] + 1
