@@ -10,6 +10,7 @@ from aioshm.events import (
     EventBatch,
     EventSubscriber,
     Lost,
+    Received,
     Restarted,
     ThreadedEventPublisher,
     ZmqEventPublisher,
@@ -81,7 +82,11 @@ async def subscribe(part: Part) -> None:
 async def _subscribe(part: Part) -> None:
     note = part.journal.note
     subscriber = EventSubscriber(
-        part.spec["live"], part.spec["replay"], replay_timeout=REPLAY_TIMEOUT_S, check_interval=CHECK_S
+        part.spec["live"],
+        part.spec["replay"],
+        replay_timeout=REPLAY_TIMEOUT_S,
+        check_interval=CHECK_S,
+        gone_after_s=None,  # the same publishers come back, however long they are away
     )
     async with subscriber:
         async for item in subscriber.deliveries():
@@ -89,7 +94,7 @@ async def _subscribe(part: Part) -> None:
                 note("lost", item.first, item.last, item.reason)
             elif isinstance(item, Restarted):
                 note("again", item.expected)
-            else:
+            elif isinstance(item, Received):
                 [event] = item.batch.events
                 epoch, number = getattr(event, "block_hashes", (0, -1))
                 if number != item.seq:

@@ -222,7 +222,7 @@ class Subscriber:
                 )
                 self.lost += each.last - each.first + 1
                 self.next = each.last + 1
-            else:
+            elif isinstance(each, Received):
                 self._received(each)
 
     def _received(self, each: Received) -> None:

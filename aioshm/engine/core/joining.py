@@ -180,8 +180,9 @@ class _FrontEnd:
         if self._monitor is None:
             return
         failed = self._monitor.read()[1]
-        if failed and not self._refused:
-            reason = failed[-1].reason
+        reason = failed[-1].reason if failed else ENDED
+        # The end that finds a mismatch hangs up, so the other end may name the mismatch at a later attempt only.
+        if failed and (not self._refused or reason != ENDED):
             if reason == MISMATCH and not self._encrypts:
                 hint = "; leave out secure=False"
             elif reason == MISMATCH:
@@ -190,8 +191,10 @@ class _FrontEnd:
                 hint = ", or the front end refuses these keys, which have to be of its EngineKeys"
             else:
                 hint = ""
-            self._refused = f"{self._address}: {reason}{hint}"
-            logger.warning("%s", self._refused)
+            text = f"{self._address}: {reason}{hint}"
+            if text != self._refused:
+                logger.warning("%s", text)
+            self._refused = text
 
     async def flush(self) -> None:
         """Close it once everything has left; goes on in a thread when it is cancelled."""

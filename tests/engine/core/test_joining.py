@@ -13,10 +13,13 @@ import pytest
 import zmq
 from startups import addresses, ready_with, tasks
 
-from aioshm.engine import EngineHandshakeMetadata, EngineZmqAddresses, shake_hands
+from aioshm.engine import EngineHandshakeMetadata, EngineKeys, EngineZmqAddresses, shake_hands
 from aioshm.errors import HandshakeError
+from aioshm.zeromq.endpoint import open_socket
 
 INIT = msgspec.msgpack.encode(EngineHandshakeMetadata(addresses(), {"data_parallel_size": 2}))
+
+LOOPBACK = "tcp://127.0.0.1:*"
 
 
 class FrontEnd:
@@ -233,3 +236,32 @@ async def test_bad_arguments_are_named(arguments: Any, error: type[Exception], t
         await shake_hands(*arguments, initialize=ready_with())
     with pytest.raises(ValueError, match="timeout"):
         await shake_hands("ipc:///tmp/x", 5, initialize=ready_with(), timeout=0)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+async def test_front_end_that_hangs_up_in_the_handshake_is_named(secure: bool) -> None:
+    """As a proxy does that has no backend: with keys it might be one that refuses them, without there is one reason."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    keys = EngineKeys.generate() if secure else None
+    with pytest.raises(TimeoutError) as caught:
+        await shake_hands(address, 5, initialize=lambda metadata: None, timeout=2, keys=keys, secure=secure)  # type: ignore[arg-type,return-value]
+    server.close()
+    await server.wait_closed()
+    end = ", or the front end refuses these keys, which have to be of its EngineKeys" if secure else ""
+    assert str(caught.value).endswith(f"{address}: the connection ended during the handshake{end}")
+
+
+@pytest.mark.parametrize(("secure", "hint"), [(True, "secure=False is needed"), (False, "leave out secure=False")])
+async def test_front_end_that_encrypts_or_does_not_is_named(secure: bool, hint: str) -> None:
+    keys = EngineKeys.generate()
+    curve = None if secure else keys.front_end
+    with zmq.Context() as context, open_socket(context, zmq.ROUTER, LOOPBACK, bind=True, hwm=1, curve=curve) as router:
+        router.bind(LOOPBACK)
+        address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        with pytest.raises(TimeoutError, match=f"only one of the two ends encrypts; .*{hint}"):
+            await shake_hands(address, 5, initialize=lambda metadata: None, timeout=2, keys=keys, secure=secure)  # type: ignore[arg-type,return-value]

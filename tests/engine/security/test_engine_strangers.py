@@ -16,10 +16,11 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from events.attacker import GREETING
 from peers import Peers, complete, pack, published, start, starts
 from served_engine import Engine, Serving, ask, collected, served
 from startups import engine
-from support import tell_to_end
+from support import tell_to_end, until
 
 from aioshm.engine import (
     CoreEngine,
@@ -31,6 +32,7 @@ from aioshm.engine import (
 )
 from aioshm.engine.dp.coordination import CoordinatorAddresses
 from aioshm.errors import EngineDead, EngineStartupError
+from aioshm.zeromq.monitor import ENDED, MISMATCH
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
@@ -128,6 +130,22 @@ async def over_tcp(secure: bool) -> AsyncIterator[tuple[Serving, list[str]]]:
 
 
 class TestSecure:
+    async def test_connection_that_ends_in_its_handshake_is_not_called_one_with_other_keys(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As those do that a front end finds which was stopped for longer than they waited."""
+        async with over_tcp(True) as (_, ports):
+            _, writer = await asyncio.open_connection("127.0.0.1", int(ports[0].rpartition(":")[2]))
+            writer.close()
+            await eventually_logged(caplog, f"a connection to {ports[0]} failed (and 0 more): {ENDED}")
+
+    async def test_peer_that_does_not_encrypt_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with over_tcp(True) as (_, ports):
+            _, writer = await asyncio.open_connection("127.0.0.1", int(ports[0].rpartition(":")[2]))
+            writer.write(GREETING)
+            await eventually_logged(caplog, f"a connection to {ports[0]} failed (and 0 more): {MISMATCH}")
+            writer.close()
+
     @pytest.mark.parametrize(
         "name", [*AT_DATA[:-3], *(pytest.param(name, marks=pytest.mark.slow) for name in AT_DATA[-3:])]
     )
@@ -460,6 +478,10 @@ def curved(context: Any, kind: int, address: str, keys: Any, identity: bytes = b
         peer.routing_id = identity
     peer.connect(address)
     return peer
+
+
+async def eventually_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    await until(lambda: text in caplog.text, f"{text!r} in the log")
 
 
 async def until_logged(caplog: pytest.LogCaptureFixture, text: str, client: EngineClient) -> None:
