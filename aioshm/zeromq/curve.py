@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import zmq
 
+_ENCRYPTED_BYTES = 64
+"""More than CURVE adds to a frame, which is 33 bytes (https://rfc.zeromq.org/spec/26/)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveKeys:
@@ -32,3 +35,8 @@ class CurveKeys:
 
     def __repr__(self) -> str:
         return f"CurveKeys(public={self.public!r}, secret=<hidden>, server={self.server!r})"
+
+
+def limit_frames(socket: zmq.Socket[bytes], nbytes: int) -> None:
+    """Let ZeroMQ hang up on peers that send a larger frame; it counts frames as they are encrypted."""
+    socket.setsockopt(zmq.MAXMSGSIZE, nbytes + _ENCRYPTED_BYTES)

@@ -11,7 +11,7 @@ import zmq
 
 from aioshm.engine.protocol.membership import MAX_MEMBERSHIP_BYTES, Membership, Progress, decode_membership, encode
 from aioshm.logs import LogLimiter
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, whole
@@ -67,7 +67,7 @@ class MembershipLink:
                     heartbeats=True,
                 )
             )
-            self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MEMBERSHIP_BYTES)
+            limit_frames(self._dealer, MAX_MEMBERSHIP_BYTES)
             self._monitor = Monitor(self._dealer)
             self._sockets.add(self._monitor.pair)
             attach(self._dealer, address, bind=False)

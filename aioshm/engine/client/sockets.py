@@ -16,7 +16,7 @@ from aioshm.engine.security.doorkeeper import Doorkeeper
 from aioshm.engine.security.guard import STRANGE_BYTES, Guard, heartbeat_rate
 from aioshm.engine.security.reading import First, MessageReader, plain, sender_of, user_of, with_property, with_sender
 from aioshm.process.background import give_back
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
 from aioshm.zeromq.pump import Pump, T, whole
 from aioshm.zeromq.sockets import Socket, Sockets
@@ -206,7 +206,7 @@ class ClientSockets:
         open_to_all = over_tcp([address]) and not self._protection.encrypts(address)
         hwm = _OF_STRANGERS if kind == zmq.PULL and open_to_all else _UNBOUNDED
         socket = self._protection.open(self._sockets, kind, address, hwm=hwm, silence_s=silence_s)
-        socket.setsockopt(zmq.MAXMSGSIZE, STRANGE_BYTES // 2 if kind == zmq.ROUTER and open_to_all else max_bytes)
+        limit_frames(socket, STRANGE_BYTES // 2 if kind == zmq.ROUTER and open_to_all else max_bytes)
         return socket
 
     def _bind(self, socket: Socket, address: str) -> str:

@@ -16,6 +16,7 @@ from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
 from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.process.background import give_back
+from aioshm.zeromq.curve import limit_frames
 from aioshm.zeromq.endpoint import attach, check_endpoint, open_socket
 from aioshm.zeromq.monitor import ENDED, MISMATCH, Monitor
 from aioshm.zeromq.pump import Pump, whole
@@ -135,7 +136,7 @@ class _FrontEnd:
             self._sockets.add(self._monitor.pair)
             name = handshake.identity if credentials is None else credentials.name
             self._dealer.setsockopt(zmq.ROUTING_ID, name)
-            self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_INIT_BYTES)
+            limit_frames(self._dealer, MAX_INIT_BYTES)
             attach(self._dealer, address, bind=False)
         except BaseException:
             self.close()

@@ -18,6 +18,7 @@ from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import EngineCredentials
 from aioshm.engine.security.reading import MessageReader, plain
 from aioshm.process.background import give_back
+from aioshm.zeromq.curve import limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
@@ -243,7 +244,7 @@ class CoreSockets:
                 heartbeats=kind == zmq.DEALER,  # the end of its connection is the end of the client
             )
         )
-        socket.setsockopt(zmq.MAXMSGSIZE, self._max_bytes)
+        limit_frames(socket, self._max_bytes)
         if kind == zmq.DEALER:
             socket.setsockopt(zmq.ROUTING_ID, self._identity if mine is None else mine.name)
             self._monitors.append(Monitor(socket))

@@ -23,7 +23,7 @@ from aioshm.process.guard import built
 Frame: TypeAlias = "bytes | memoryview"
 
 INLINE_BYTES = 256
-"""From this size on, an array's memory is a frame of its own."""
+"""From this size on, an array's memory is a frame of its own, while there are fewer than `MAX_FRAMES`."""
 
 MAX_FRAMES = 1 << 16
 MAX_DIMENSIONS = 64
@@ -98,7 +98,7 @@ class PayloadEncoder:
 
         shape = array.shape
         memory = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        if inline or memory.nbytes < INLINE_BYTES:
+        if inline or memory.nbytes < INLINE_BYTES or len(self._aside) == MAX_FRAMES - 1:
             return dtype, shape, Ext(_RAW_VIEW, bytes(memory))
         self._aside.append(memory)
         return dtype, shape, len(self._aside)

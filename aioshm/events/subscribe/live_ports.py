@@ -13,7 +13,7 @@ from typing import Protocol
 import zmq
 
 from aioshm.events.protocol.zmtp import GREETING, Refused, SubPeer
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
 from aioshm.zeromq.monitor import ENDED, Monitor
 from aioshm.zeromq.pump import Pump
@@ -86,7 +86,7 @@ class SubPort:
         try:
             self._sub.setsockopt(zmq.SUBSCRIBE, topic)
             if bind:  # a socket that connects would not be connected again after a message that is too large
-                self._sub.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+                limit_frames(self._sub, max_bytes)
             self._monitor = Monitor(self._sub)
             try:
                 self.endpoint: str = attach(self._sub, endpoint, bind=bind)

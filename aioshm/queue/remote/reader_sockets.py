@@ -16,7 +16,7 @@ import zmq
 from aioshm.codec.buffers import OwnMemory
 from aioshm.config import Options
 from aioshm.queue.remote import wire
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.inbox import Inbox
 from aioshm.zeromq.monitor import Monitor
@@ -79,7 +79,7 @@ class ReaderSockets:
             add(self.control_connection.pair)
             self._sub.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
             self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
-            self._dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_CONTROL_BYTES)
+            limit_frames(self._dealer, wire.MAX_CONTROL_BYTES)
             attach(self._sub, data, bind=False)
             attach(self._dealer, control, bind=False)
             self._payloads = Inbox(self._sub, on_data)

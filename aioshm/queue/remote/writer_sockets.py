@@ -18,7 +18,7 @@ from aioshm.process.limits import naming_limits
 from aioshm.process.threads import start_thread
 from aioshm.queue.names.identity import Identity
 from aioshm.queue.remote import wire
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.curve import CurveKeys, limit_frames
 from aioshm.zeromq.endpoint import attach, open_socket
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, send_frames
@@ -103,7 +103,7 @@ class WriterSockets:
             )
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # tells who cannot be reached
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reader's new connection replaces its old one
-            self._router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_CONTROL_BYTES)
+            limit_frames(self._router, wire.MAX_CONTROL_BYTES)
             data, control = (0, 0) if identity is None else identity.ports
             self.data: str = self._bind(self._xpub, host, ip, data)
             self.control: str = self._bind(self._router, host, ip, control)

@@ -90,6 +90,19 @@ class TestRefusals:
             with pytest.raises(error, match="request_id"):
                 serving.client.submit(request_)
 
+    async def test_request_of_exactly_the_largest_size_reaches_an_encrypted_engine(self) -> None:
+        size = 10_000
+        request = ask("a", text="x" * 300)
+        request["text"] += "x" * (size - len(msgspec.msgpack.encode(request)))
+        loopback = ["tcp://127.0.0.1:0"]
+        async with served(
+            Engine(),
+            addresses=EngineZmqAddresses(loopback, [*loopback]),
+            handshake=loopback[0],
+            options=Options(max_message_bytes=size),
+        ) as serving:
+            assert len(await collected(serving.client.submit(request))) == 3
+
     async def test_requests_of_another_type_or_too_large(self) -> None:
         options = Options(max_message_bytes=10_000)
         async with served(Engine(), output_type=Output, options=options) as serving:

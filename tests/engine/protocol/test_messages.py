@@ -23,7 +23,15 @@ from aioshm.engine.protocol.messages import (
     is_finished,
     request_id_of,
 )
-from aioshm.engine.protocol.payloads import MAX_FRAMES, PayloadDecoder, PayloadEncoder
+from aioshm.engine.protocol.payloads import (
+    INLINE_BYTES,
+    MAX_FRAMES,
+    MAX_STRANGE_FRAMES,
+    MAX_STRANGE_OBJECTS,
+    PayloadDecoder,
+    PayloadEncoder,
+    check_stranger,
+)
 from aioshm.errors import CodecError, MessageTooLarge
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_data_path.json").read_text())
@@ -304,6 +312,23 @@ class TestArrays:
     def test_too_many_frames(self) -> None:
         with pytest.raises(CodecError, match="frames"):
             PayloadDecoder().decode([b"\x90"] * (MAX_FRAMES + 1))
+
+    def test_more_arrays_than_frames_travel_inside_the_first(self) -> None:
+        array = np.arange(INLINE_BYTES, dtype="u1")
+        frames = PayloadEncoder(1 << 30).encode([array] * (MAX_FRAMES + 10))
+        assert len(frames) == MAX_FRAMES
+        found = PayloadDecoder().decode(frames)
+        assert len(found) == MAX_FRAMES + 10
+        assert all((each == array).all() for each in found)
+
+    def test_most_objects_and_frames_of_a_peer_without_keys_pass(self) -> None:
+        most = msgspec.msgpack.encode([0x9090] * (MAX_STRANGE_OBJECTS - 1))
+        check_stranger([most] + [b""] * (MAX_STRANGE_FRAMES - 1))
+        with pytest.raises(CodecError, match=f"more than {MAX_STRANGE_FRAMES} frames"):
+            check_stranger([most] + [b""] * MAX_STRANGE_FRAMES)
+        with pytest.raises(CodecError, match=f"more than {MAX_STRANGE_OBJECTS} objects"):
+            check_stranger([msgspec.msgpack.encode([0] * MAX_STRANGE_OBJECTS)])
+        check_stranger([msgspec.msgpack.encode([b"\x90" * 10_000_000, "\x7f" * 10_000_000])])
 
 
 class TestIds:

@@ -10,9 +10,19 @@ import pytest
 from support import until
 
 from aioshm.errors import EventsLost, QueueClosed, RoleError
-from aioshm.events import BlockIndex, EventBatch, EventSubscriber, Received, Source
+from aioshm.events import (
+    BlockIndex,
+    BlockRemoved,
+    CurveKeys,
+    EventBatch,
+    EventSubscriber,
+    Received,
+    Source,
+    ZmqEventPublisher,
+)
+from aioshm.events.protocol.encoding import BatchEncoder
 
-from ..helpers import PATIENCE_S, Ends, batch, publish_until_delivery, take
+from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery, take
 from ..truth import Truth, follow_until, held
 
 
@@ -203,3 +213,20 @@ async def test_an_address_that_is_taken_is_named(ends: Ends) -> None:
     publisher = ends.publisher()
     with pytest.raises(OSError, match=publisher.endpoint):
         EventSubscriber(publisher.endpoint, bind=True).open()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_payload_of_exactly_the_limit_arrives(nothing_left: None, encrypted: bool) -> None:
+    server = CurveKeys.generate() if encrypted else None
+    client = CurveKeys.generate(server.public) if server else None
+    largest = EventBatch(1.0, [BlockRemoved([bytes(1000)], "GPU")])
+    size = len(BatchEncoder().encode(largest, 0))
+    async with EventSubscriber(ANY, start="live", bind=True, curve=server, max_payload_bytes=size) as subscriber:
+        async with ZmqEventPublisher(0, subscriber.endpoints[0], curve=client) as publisher:
+            await publish_until_delivery(publisher, subscriber)
+            publisher.publish(largest)
+            async with asyncio.timeout(PATIENCE_S):
+                async for _, got in subscriber:
+                    if got.events == largest.events:
+                        break
+    assert subscriber.stats().cut_off == subscriber.stats().garbage == subscriber.stats().reconnects == 0
