@@ -103,6 +103,11 @@ class RestartHistory:
         return min(policy.backoff_s * 2.0**doublings, policy.backoff_max_s)
 
     @property
+    def number(self) -> str:
+        """Which restart comes next, of those that the policy allows."""
+        return f"{len(self._recent)} of {self._policy.max_restarts}"
+
+    @property
     def story(self) -> str:
         """The deaths that count now, for the text of an error."""
         causes = [cause for _, cause in self._recent]

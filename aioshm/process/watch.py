@@ -17,6 +17,7 @@ from aioshm.closing import Closing
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.25
 _CODE_WITHIN_S = 1.0
 """How long the exit code of a process may take that has exited; more, and another part of the program has taken it."""
+_SHOWN_CHARACTERS = 500
 _LOOK_FOR_S = 2.0
 """How long a manager is asked after one of its descriptors became readable, which may tell what is known already."""
 
@@ -72,6 +73,7 @@ class ProcessExit:
         exitcode: Its exit code, or minus the signal that killed it; None where that is not known.
         managed: Whether it is one of a watched manager's.
         host: The address of its host, if it may be another one than this.
+        last_line: The last line that it wrote to stderr, where its manager knows that and the exit code is not 0.
     """
 
     name: str
@@ -79,14 +81,24 @@ class ProcessExit:
     exitcode: int | None
     managed: bool = False
     host: str = ""
+    last_line: str = ""
 
-    def describe(self, phase: str = "") -> str:
-        """Say it in a sentence, with the ``phase`` that the process had reached, if that is given."""
+    def describe(self, phase: str = "", *, who: str = "") -> str:
+        """Say it in a sentence.
+
+        Args:
+            phase: How far the process had come, if that matters.
+            who: What the process is to people; its name by default.
+        """
         known = [f"pid {self.pid}{f' on {self.host}' if self.host else ''}"] if self.pid is not None else []
         if phase:
             known.append(phase)
-        who = f"{self.name} ({', '.join(known)})" if known else self.name
-        return f"{who} {self._manner()}"
+        who = who or self.name
+        text = f"{who} ({', '.join(known)}) {self._manner()}" if known else f"{who} {self._manner()}"
+        if not self.last_line:
+            return text
+        killed = self.exitcode is not None and self.exitcode < 0  # by others, maybe, of whom its stderr says nothing
+        return f"{text}; last line of its stderr: {self.last_line}" if killed else f"{text}: {self.last_line}"
 
     def _manner(self) -> str:
         if self.exitcode is None:
@@ -130,6 +142,7 @@ class ProcessWatch(Closing):
         self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()
         self._gone_and_kept: set[WatchedProcess] = set()  # no weak reference can be made of these
         self._managers: list[WatchedManager] = []  # those that do not say which processes they have
+        self._last_lines: list[Callable[[str], Sequence[str]]] = []  # of the managers
         self._descriptors: set[int] = set()
         # Processes whose exit code is to be asked for again, and when they count as exited without one.
         self._due: dict[WatchedProcess, float] = {}
@@ -167,6 +180,9 @@ class ProcessWatch(Closing):
         Raises:
             ValueError: One was not started.
         """
+        last_lines = getattr(manager, "last_lines", None)
+        if last_lines is not None and last_lines not in self._last_lines:
+            self._last_lines.append(last_lines)
         for processes in ("processes", "actors"):
             if hasattr(manager, processes):
                 self.add(getattr(manager, processes), managed=True)
@@ -190,12 +206,15 @@ class ProcessWatch(Closing):
                 managed = self._running.pop(process)
                 self._note_gone(process)
                 self._due.pop(process, None)
-                self._exits.append(ProcessExit(process.name, process.pid, code, managed, getattr(process, "host", "")))
+                line = self._last_line(process.name) if managed and code != 0 else ""
+                host = getattr(process, "host", "")
+                self._exits.append(ProcessExit(process.name, process.pid, code, managed, host, line))
         for manager in self._managers:
             for name, code in manager.finished_procs().items():
                 if name not in self._named:
                     self._named.add(name)
-                    self._exits.append(ProcessExit(name, None, code, managed=True))
+                    line = self._last_line(name) if code != 0 else ""
+                    self._exits.append(ProcessExit(name, None, code, managed=True, last_line=line))
         return self._exits.copy()
 
     def take(self) -> list[ProcessExit]:
@@ -240,6 +259,13 @@ class ProcessWatch(Closing):
             self._next_look.cancel()
         for descriptor in [*self._descriptors]:
             self._forget(descriptor)
+
+    def _last_line(self, name: str) -> str:
+        for last_lines in self._last_lines:
+            with suppress(Exception):  # whatever a user's manager raises: an exit is reported all the same
+                line = next((line for line in reversed(last_lines(name)) if line.strip()), "")
+                return line.strip()[:_SHOWN_CHARACTERS]
+        return ""
 
     def _note_gone(self, process: WatchedProcess) -> None:
         try:

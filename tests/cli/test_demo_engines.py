@@ -37,7 +37,7 @@ def test_json_tells_everything(start_demo, options, loop):
     assert first["ready_s"] > 0
     killed = report["killed"]
     assert (killed["engine"], killed["requests"], killed["went_on"]) == (1, 2, 2)
-    assert killed["error"] == f"EngineCore_1 (pid {killed['pid']}) was killed by SIGKILL"
+    assert killed["error"] == f"engine 1 (pid {killed['pid']}) was killed by SIGKILL"
     assert second["pid"] == killed["new_pid"] != killed["pid"]
     assert killed["back_s"] > killed["noticed_ms"] / 1e3
     assert 0 < killed["noticed_ms"] < 2000
@@ -57,7 +57,7 @@ def test_plain_output(start_demo, tmp_path):
         "three",
     }
     assert "engine 2 is killed now, with more requests in flight" in lines
-    assert any(line.startswith("EngineCore_2 (pid ") and line.endswith(") was killed by SIGKILL") for line in lines)
+    assert any(line.startswith("engine 2 (pid ") and line.endswith(") was killed by SIGKILL") for line in lines)
     assert any("was killed by SIGKILL; the others go on" in line for line in lines)
     assert any(line.startswith("engine 2 is back after ") for line in lines)
     assert "its 2 requests in flight were told so" in output
@@ -95,7 +95,7 @@ def test_an_engine_that_somebody_else_kills_is_named(start_demo, long_text):
         victim.kill()
     _, errors, code = demo.end()
     assert code == 1
-    assert errors.startswith("aioshm: EngineCore_")
+    assert errors.startswith("aioshm: engine ")
     assert any(f"(pid {victim.pid}) was killed by SIGKILL" in errors for victim in victims)
     demo.wait_until_none_is_left()
 

@@ -248,7 +248,7 @@ def test_a_killed_worker_ends_its_engine_which_comes_back() -> None:
         [successor] = server.health()[1]["engines"]
         assert successor["pid"] != engine["pid"]
         assert successor["workers"] != engine["workers"]
-        assert f"EngineCore_0 (pid {engine['pid']}, running) exited with code 1" in successor["cause"]
+        assert f"engine 0 (pid {engine['pid']}) exited with code 1" in successor["cause"]
         assert server.complete("hello", 3)[0] == 200
         with server.request("GET", "/metrics") as response:
             lines = response.read().decode().splitlines()
@@ -270,7 +270,7 @@ def test_engines_die_come_back_become_more_and_fewer(changing_server: Server) ->
 
 def _a_killed_engine_fails_its_own_requests_only(server: Server) -> None:
     engines = server.health()[1]["engines"]
-    culprit = f"EngineCore_1 (pid {engines[1]['pid']}) was killed by SIGKILL"
+    culprit = f"engine 1 (pid {engines[1]['pid']}) was killed by SIGKILL"
     with ExitStack() as stack:
         streams = [stack.enter_context(server.stream("hello", 200)) for _ in range(4)]
         for engine in engines:

@@ -207,3 +207,43 @@ async def test_what_no_weak_reference_can_be_made_of_exits_once() -> None:
         assert [each.name for each in await watch.next()] == ["X"]
         watch.add([ended])
         assert not watch.running
+
+
+class Written:
+    """A manager whose processes have written these lines."""
+
+    def __init__(self, process: FakeProcess, lines: list[str] | Exception) -> None:
+        self.processes = [process]
+        self._lines = lines
+
+    def sentinels(self) -> list[int]:
+        return []
+
+    def finished_procs(self) -> dict[str, int]:
+        return {}
+
+    def last_lines(self, name: str) -> list[str]:
+        if isinstance(self._lines, Exception):
+            raise self._lines
+        return self._lines
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "text"),
+    [
+        ("raise SystemExit(3)", ["Traceback", "KeyError: 'a'", "", "  "], "exited with code 3: KeyError: 'a'"),
+        ("raise SystemExit(3)", [], "exited with code 3"),
+        ("raise SystemExit(3)", OSError("no lines"), "exited with code 3"),
+        ("raise SystemExit(0)", ["all is well"], "exited with code 0"),
+        ("import os; os.abort()", ["what():  oh"], "was killed by SIGABRT; last line of its stderr: what():  oh"),
+    ],
+)
+async def test_exit_of_a_managed_process_names_the_last_line_of_its_stderr(
+    code: str, lines: list[str] | Exception, text: str
+) -> None:
+    process = FakeProcess("one", "-c", code)
+    with ProcessWatch(manager=Written(process, lines)) as watch:
+        [found] = await watch.next()
+    assert found.describe() == f"one (pid {process.pid}) {text}"
+    process.said()
+    os.close(process.sentinel)

@@ -20,7 +20,7 @@ from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
 from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.stats import EngineClientStats
-from aioshm.errors import EngineDead, RoleError
+from aioshm.errors import CodecError, EngineDead, RoleError
 from aioshm.process.watch import WatchedManager, WatchedProcess
 
 _ADD = EngineCoreRequestType.ADD.value
@@ -165,6 +165,10 @@ class EngineClient(AsyncClosing):
             deaths=link.roster.died,
         )
 
+    def leave_deaths_to_supervisor(self) -> None:
+        """Log only what becomes of requests when an engine dies: a supervisor logs how it has died."""
+        self._link.logs_deaths = False
+
     # Opened, ready, closed
 
     async def __aenter__(self) -> Self:
@@ -294,16 +298,19 @@ class EngineClient(AsyncClosing):
             engine: The rank of the engine that gets it; None: the one with the least to do.
 
         Raises:
-            CodecError: It cannot be encoded, or has no id.
+            CodecError: It cannot be encoded.
             EngineDead: An engine is gone.
             QueueClosed, RoleError: The client is closed, or not ready.
-            TypeError, ValueError: It is no ``request_type``, its id is in use, or there is no such engine.
+            TypeError, ValueError: It is no ``request_type``, it has no id or one in use, or there is no such engine.
         """
         link = self._link
         link.check_ready()
         if self._request_type is not None and not isinstance(request, self._request_type):
             raise TypeError(f"request must be a {self._request_type.__name__}, not {request!r}")
-        request_id = request_id_of(request)
+        try:
+            request_id = request_id_of(request, "request")
+        except CodecError as error:
+            raise ValueError(*error.args) from None
         if request_id in link.pending.inboxes:
             raise ValueError(f"request_id {request_id!r} is that of another request in flight")
         position = link.roster.choose(engine)

@@ -66,6 +66,7 @@ class EngineLink:
         wave: The wave that the coordinator has told of.
         goes_on: Whether the others go on when an engine dies.
         dead: Why nothing is sent any more, once that is so.
+        logs_deaths: Whether to log how an engine has died; a supervisor logs that itself.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class EngineLink:
         self.pending: Pending = roster.pending
         self.wave: int = 0
         self.dead: EngineDead | None = None
+        self.logs_deaths: bool = membership_address is None
         self._began = self._complete = False
         self._membership_address = membership_address
         self._membership: MembershipLink | None = None
@@ -297,7 +299,10 @@ class EngineLink:
         self.sockets.read_outputs()  # its last words
         if self.goes_on and error.engine in self.engines.ranks:
             self._expect_more()
-            self.roster.go_on_without(error.engine, error, self.send)
+            failed, moved = self.roster.go_on_without(error.engine, error, self.send)
+            if failed or moved or self.logs_deaths:
+                what = error if self.logs_deaths else f"engine {error.engine} is gone"
+                logger.warning("%s; %d of its requests failed, %d went to other engines", what, failed, moved)
             self._tell_change(error.engine, error)
             self._say_progress()
             return

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from aioshm.engine.protocol.progress import engine_of
+from aioshm.engine.protocol.progress import describe_exit, engine_of
 from aioshm.errors import EngineDead
 from aioshm.process.watch import ProcessWatch, WatchedManager, WatchedProcess
 
@@ -165,7 +165,7 @@ class Liveness:
             if engine in self._told_first:  # of other hosts it may be known late
                 self._told_first.discard(engine)
             elif engine is None or engine not in self._dismissed:
-                self._tell(EngineDead(each.describe(), engine=engine, pid=each.pid))
+                self._tell(EngineDead(describe_exit(each), engine=engine, pid=each.pid))
 
     def _settle(self, engine: int | None) -> None:
         if engine is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -14,8 +13,6 @@ from aioshm.engine.protocol.messages import EngineCoreRequestType
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.protocol.registrations import Registrations
 from aioshm.errors import EngineDead
-
-logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _ADD = EngineCoreRequestType.ADD.value
 
@@ -106,13 +103,16 @@ class Roster:
 
     # Engines that die
 
-    def go_on_without(self, rank: int, error: EngineDead, send: Send) -> None:
+    def go_on_without(self, rank: int, error: EngineDead, send: Send) -> tuple[int, int]:
         """Fail what only a dead engine could have finished, and send to others what it had not begun.
 
         Args:
             rank: The engine.
             error: How it has died.
             send: Sends an engine something, or raises `EngineDead`.
+
+        Returns:
+            How many requests failed, and how many other engines got.
         """
         position = self.engines.position(rank)
         self.engines.died(rank)
@@ -125,9 +125,7 @@ class Roster:
             if request_id not in moved:
                 self.pending.finish(request_id, lambda: again(error))
         self.pending.fail_calls(position, lambda: again(error))
-        logger.warning(
-            "%s; %d of its requests failed, %d went to other engines", error, len(its_own) - len(moved), len(moved)
-        )
+        return len(its_own) - len(moved), len(moved)
 
     def _resubmit(self, request_id: str, send: Send) -> bool:
         """Send a request of a dead engine to another one, if it has brought nothing yet; return whether it was sent."""

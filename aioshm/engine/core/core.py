@@ -214,9 +214,9 @@ class EngineCore:
     async def _add(self, client: int, payload: list[Frame]) -> None:
         try:
             request = self._decode_request(payload)
-            request_id = request_id_of(request)
+            request_id = request_id_of(request, "request")
         except CodecError as error:
-            request_id = request_id_of(self._decode(payload))  # or nobody can be told
+            request_id = request_id_of(self._decode(payload), "request")  # or nobody can be told
             self._refuse(client, request_id, str(error))
             return
         owner = self._clients.get(request_id)

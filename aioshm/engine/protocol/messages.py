@@ -18,6 +18,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from aioshm.arguments import shown
 from aioshm.errors import CodecError
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
@@ -100,11 +101,11 @@ class StartWave(NamedTuple):
     exclude: int | None
 
 
-def request_id_of(payload: Any) -> str:
+def request_id_of(payload: Any, what: str = "output") -> str:
     """Return the id of a request, or of what an output belongs to: an attribute, a key, or the first of an array.
 
     Raises:
-        CodecError: It has none.
+        CodecError: It has none; ``what`` says what the payload is.
     """
     kind = type(payload)
     if kind is dict:
@@ -114,7 +115,7 @@ def request_id_of(payload: Any) -> str:
     else:
         found = getattr(payload, "request_id", None)
     if type(found) is not str:
-        raise CodecError(f"{kind.__qualname__} has no request_id that is a string, but {found!r}")
+        raise CodecError(f'{what} needs "request_id", a string; got {shown(found)}')
     return found
 
 

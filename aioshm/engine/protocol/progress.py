@@ -107,6 +107,7 @@ class Exit(Protocol):
     def name(self) -> str: ...
     @property
     def managed(self) -> bool: ...
+    def describe(self, phase: str = "", *, who: str = "") -> str: ...
 
 
 def engine_index(name: str) -> int | None:
@@ -118,6 +119,12 @@ def engine_index(name: str) -> int | None:
 def engine_of(found: Exit) -> int | None:
     """Return the rank of the engine whose process has exited; None if it was no engine's."""
     return engine_index(found.name) if found.managed else None
+
+
+def describe_exit(found: Exit, phase: str = "") -> str:
+    """Say how a process has exited, and which engine's it was, if it was one's."""
+    rank = engine_of(found)
+    return found.describe(phase, who="" if rank is None else f"engine {rank}")
 
 
 def describe_failure(

@@ -59,6 +59,7 @@ class Waves:
         self._lockstep = lockstep
         self._kv_cache_usage = kv_cache_usage
         self._loads = [SchedulerStats()] * n_engines
+        self._most = n_engines  # engines that there have been at one time
         self._subscribed = 0
         self._known: set[int] = set()  # engines that have subscribed at some time
         self._ready = False
@@ -106,6 +107,7 @@ class Waves:
 
     def scale(self, n_engines: int, now: float) -> None:
         """Have more engines, or fewer: the ones with the lowest ranks."""
+        self._most = max(self._most, n_engines)
         self._loads = self._loads[:n_engines] + [SchedulerStats()] * (n_engines - len(self._loads))
         self._of_last_step = None
         self._change(now)
@@ -129,9 +131,10 @@ class Waves:
         Raises:
             ValueError: There is no such engine, or wave.
         """
-        if index >= len(self._loads):
-            raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
+        self._check(index)
         self._check_wave(index, load.current_wave)
+        if index >= len(self._loads):
+            return
         step = load.current_wave, load.step_counter
         if self._lockstep and step > self._step:
             self._step = step
@@ -190,8 +193,9 @@ class Waves:
         return StartWave(self.wave, exclude if wave >= self.wave else None)
 
     def _check(self, index: int) -> None:
-        # A new engine, which has subscribed, may get a request before this is told that there are more engines.
-        if index >= max(len(self._loads), self._subscribed):
+        # A new engine, which has subscribed, may get a request before this is told that there are more engines. The
+        # last reports of an engine that was taken out may come after this is told that there are fewer.
+        if index >= max(self._most, self._subscribed):
             raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
 
     def _check_wave(self, index: int, wave: int) -> None:

@@ -16,8 +16,6 @@ from aioshm.process.watch import ProcessExit, ProcessWatch
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
-_SHOWN_LINES = 5  # of a dead server's stderr
-
 
 class ServerRestarts:
     """Watches the processes of a manager, and starts again those that exit with a code other than 0; on a loop.
@@ -25,7 +23,7 @@ class ServerRestarts:
     Args:
         loop: The loop.
         processes: The processes, by rank.
-        manager: Starts them again, and has their last lines.
+        manager: Has them, and starts them again.
         restart: When to start one again.
         on_change: Called when a process' state has changed.
 
@@ -53,7 +51,7 @@ class ServerRestarts:
         self.failure: ProcessDied | None = None
         self.over: asyncio.Event = asyncio.Event()
         self.closed: bool = False
-        self._watch = ProcessWatch(processes, on_exit=self._process_exited)
+        self._watch = ProcessWatch(manager=manager, on_exit=self._process_exited)
 
     def close(self) -> None:
         """Start nothing any more. Idempotent; on a closed loop, too."""
@@ -84,7 +82,7 @@ class ServerRestarts:
     async def _bring_back(self, life: Life, found: ProcessExit) -> None:
         def wait(cause: str) -> None:
             life.cause = cause
-            logger.warning("%s; its restart is number %d", cause, life.history.restarts)
+            logger.warning("%s; restarting it (%s)", cause, life.history.number)
             self._set(life, "waiting")
 
         async def start() -> str:
@@ -94,12 +92,11 @@ class ServerRestarts:
             except Exception as error:
                 return f"{found.name} could not be started: {error}"
             life.pid = process.pid
-            self._watch.add([process])
+            self._watch.add([process], managed=True)
             self._set(life, "running")
             return ""
 
-        lines = self._manager.last_lines(found.name, _SHOWN_LINES)
-        cause = f"{found.describe()}; last of its stderr: {lines[-1]}" if lines else found.describe()
+        cause = found.describe()
         if not await bring_back(life.history, cause, start, wait):
             life.cause = cause
             self._set(life, "exited")

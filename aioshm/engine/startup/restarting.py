@@ -12,7 +12,7 @@ from aioshm.engine.client.client import EngineClient
 from aioshm.engine.dp.coordinator import NAME as COORDINATOR
 from aioshm.engine.dp.coordinator import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine
-from aioshm.engine.protocol.progress import engine_index, engine_of
+from aioshm.engine.protocol.progress import describe_exit, engine_index, engine_of
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup.front_ends import FrontEnds
@@ -26,8 +26,6 @@ from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
-
-_SHOWN_LINES = 5  # of a dead engine's stderr, in what is logged and in the error of a crash loop
 
 
 class EngineLife(Life):
@@ -146,7 +144,7 @@ class Restarting:
 
     def _engine_exited(self, life: EngineLife, found: ProcessExit) -> None:
         if isinstance(self._members, FrontEnds):
-            error = EngineDead(found.describe(), engine=life.rank, pid=found.pid)
+            error = EngineDead(describe_exit(found), engine=life.rank, pid=found.pid)
             self._members.died(error, self._manager.next_incarnation(life.rank) - 1)
         self._void_keys(life.rank)
         if self.failure is not None or life.settle(found):
@@ -183,9 +181,12 @@ class Restarting:
     async def _bring_up(self, life: EngineLife, found: ProcessExit | None) -> None:
         """Start an engine until it is ready, or a crash loop is found; ``found`` is how it has died, if it has."""
         cause = "" if found is None else self._died(life, found)
-        if not await bring_back(
-            life.history, cause, lambda: self._start(life), lambda _: self.set_state(life, "waiting")
-        ):
+
+        def wait(cause: str) -> None:
+            logger.warning("%s; restarting it (%s)", cause, life.history.number)
+            self.set_state(life, "waiting")
+
+        if not await bring_back(life.history, cause, lambda: self._start(life), wait):
             self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
 
     async def _bring_back_all(self, life: EngineLife, found: ProcessExit) -> None:
@@ -197,6 +198,7 @@ class Restarting:
             if delay is None:
                 self._give_up(f"the engines are in a crash loop: {self._of_all.story}", life)
                 return
+            logger.warning("%s; restarting all engines (%s)", cause, self._of_all.number)
             for each in self.lives.values():
                 self.set_state(each, "waiting")
             await asyncio.sleep(delay)
@@ -254,14 +256,12 @@ class Restarting:
             life.doomed = True
             process.kill()
             await life.turn
-            life.cause = (
-                f"{process.name} (pid {process.pid}) was not ready after {self._start_timeout:g} s, and was killed"
-            )
+            life.cause = f"engine {rank} (pid {process.pid}) was killed: not ready after {self._start_timeout:g} s"
             return life.cause
         found = life.turn.result()
         if found is None:
             self.set_state(life, "running")
-            logger.info("%s is ready: pid %d, restart %d", process.name, life.pid, life.history.restarts)
+            logger.info("engine %d (pid %d) is ready, after %d restarts", rank, life.pid, life.history.restarts)
             return ""
         return self._died(life, found)
 
@@ -275,7 +275,7 @@ class Restarting:
             if delay is None:
                 self._give_up(f"the coordinator is in a crash loop: {self._of_coordinator.story}", None)
                 return
-            logger.warning("%s; it is started again", cause)
+            logger.warning("%s; restarting it (%s)", cause, self._of_coordinator.number)
             await asyncio.sleep(delay)
             try:
                 await self._coordinator_back(coordinator)
@@ -300,11 +300,7 @@ class Restarting:
 
     def _died(self, life: EngineLife, found: ProcessExit) -> str:
         """Note how an engine has died, and return it."""
-        lines = self._manager.last_lines(found.name, _SHOWN_LINES) if found.exitcode != 0 else []
-        whose = "Ray says" if isinstance(self._manager, CoreEngineActorManager) else "last of its stderr"
-        last = f"; {whose}: {lines[-1]}" if lines else ""
-        life.cause = f"{found.describe(life.state)}{last}"
-        logger.warning("%s; its restart is number %d", life.cause, life.history.restarts + 1)
+        life.cause = describe_exit(found, "starting" if life.state == "starting" else "")
         return life.cause
 
     def set_state(self, life: EngineLife, state: ProcessPhase) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -85,7 +86,8 @@ class Supervision:
         for each in exits:
             rank = engine_of(each)
             engine = None if rank is None else engines.get(rank)
-            said.append(each.describe("" if engine is None else PHASES[engine.state]))
+            found = replace(each, last_line="")  # the last lines come below
+            said.append(found.describe("" if engine is None else PHASES[engine.state]))
         failed = {each.name: each.exitcode for each in exits}
         late = [processes[engine.index] for engine in progress.waiting if engine.index in processes]
         alive = [process for process in late if process.name not in failed]

@@ -137,6 +137,8 @@ class EngineSupervisor(AsyncClosing):
                 launch_core_engines(self._target, self._count, **self._options)
             )
             self._launch.watch_coordinator = False
+            if self._launch.has_client:
+                self._launch.client.leave_deaths_to_supervisor()
             await self._launch.wait_until_ready()
             self._restarting: Restarting = Restarting(
                 self._launch,

@@ -124,7 +124,7 @@ class Replacing:
 
         def wait(cause: str) -> None:
             life.cause = cause
-            logger.warning("%s; its restart is number %d", cause, life.history.restarts)
+            logger.warning("%s; restarting it (%s)", cause, life.history.number)
             self._set(life, "waiting")
 
         if not await bring_back(life.history, cause, lambda: self._start(life), wait):

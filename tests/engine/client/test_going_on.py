@@ -216,7 +216,7 @@ async def test_processes_that_are_killed(watched: bool, place: str) -> None:
             await anext(endless[2])
         assert caught.value.engine == 2
         if watched:
-            assert f"EngineCore_2 (pid {pids[2]}) was killed by SIGKILL" in str(caught.value)
+            assert f"engine 2 (pid {pids[2]}) was killed by SIGKILL" in str(caught.value)
         stop(pids[0])
         with pytest.raises(EngineDead):
             await anext(endless[0])

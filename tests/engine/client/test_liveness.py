@@ -52,9 +52,9 @@ async def test_an_exit_that_is_known_late_is_no_second_death(monkeypatch: pytest
         await until(lambda: len(deaths) == 4)
         assert [str(each) for each in deaths] == [
             "engine 1 (10.0.0.6) is gone: its connection has ended",
-            "EngineCore_2 (pid 4 on 10.0.0.6) exited; its exit code is not known",
-            "EngineCore_1 (pid 2 on 10.0.0.6) exited; its exit code is not known",
-            "EngineCore_1 (pid 3 on 10.0.0.6) exited; its exit code is not known",
+            "engine 2 (pid 4 on 10.0.0.6) exited; its exit code is not known",
+            "engine 1 (pid 2 on 10.0.0.6) exited; its exit code is not known",
+            "engine 1 (pid 3 on 10.0.0.6) exited; its exit code is not known",
         ]
     finally:
         liveness.stop()

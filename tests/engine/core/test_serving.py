@@ -75,7 +75,7 @@ async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Sign
             assert (error.engine, error.pid) == (1, victim.pid)
             assert str(victim.pid) in str(error)
             if watched and number == signal.SIGKILL:
-                assert f"EngineCore_1 (pid {victim.pid}) was killed by SIGKILL" in str(error)
+                assert f"engine 1 (pid {victim.pid}) was killed by SIGKILL" in str(error)
         for client in serving.clients:
             assert client.in_flight == 0
             for attempt in (client.submit, client.abort, client.call):
@@ -137,3 +137,13 @@ async def test_an_engine_whose_client_is_gone_ends_at_once() -> None:
         began = time.monotonic()
         await serving.manager.aclose()
         assert time.monotonic() - began < WITHIN_S
+
+
+async def test_engine_that_fails_in_a_step_is_dead_of_the_last_line_of_its_stderr() -> None:
+    async with served_by_processes(2) as serving:
+        stream = serving.client.submit(ask("a", crash="CUDA out of memory"), engine=1)
+        assert serving.manager is not None
+        pid = serving.manager.processes[1].pid
+        with pytest.raises(EngineDead) as caught:
+            await collected(stream)
+    assert str(caught.value) == f"engine 1 (pid {pid}) exited with code 1: RuntimeError: CUDA out of memory"

@@ -155,6 +155,16 @@ class TestScaling:
         made.scale(1, 0)
         assert made.publish(0).counts == [[1, 2, 0.0]]
 
+    def test_last_reports_of_an_engine_that_was_taken_out_change_nothing(self) -> None:
+        made = waves(1)
+        made.scale(3, 0)
+        made.scale(1, 0)
+        made.load(2, load(3, 4), 0)
+        made.complete(2, 0)
+        assert made.publish(0) == ([[0, 0, 0.0]], 0, False)
+        with pytest.raises(ValueError, match="there is no engine 3: there are 1"):
+            made.load(3, load(3, 4), 0)
+
     def test_is_published(self) -> None:
         made = waves(1)
         made.publish(10)
@@ -251,6 +261,7 @@ class Model(RuleBasedStateMachine):
         self.changed_at: float | None = None
         self.last_was_news = False
         self.loads: list[SchedulerStats] = [load()] * n_engines
+        self.most = n_engines
         self.before: tuple[int, bool] = (0, False)
 
     def changed(self) -> None:
@@ -282,7 +293,10 @@ class Model(RuleBasedStateMachine):
     @rule(index=st.integers(0, 5), waiting=st.integers(0, 3), wave=st.integers(0, 2), step=st.integers(0, 3))
     def report(self, index: int, waiting: int, wave: int, step: int) -> None:
         stats = load(waiting, 1, 0.5, wave, step)
-        if index >= len(self.loads):
+        if len(self.loads) <= index < self.most:
+            self.waves.load(index, stats, self.now)  # taken out, and nothing changes
+            return
+        if index >= self.most:
             with pytest.raises(ValueError, match="there is no engine"):
                 self.waves.load(index, stats, self.now)
             return
@@ -293,6 +307,7 @@ class Model(RuleBasedStateMachine):
     @rule(n_engines=st.integers(1, 5))
     def scale(self, n_engines: int) -> None:
         self.waves.scale(n_engines, self.now)
+        self.most = max(self.most, n_engines)
         self.loads = (self.loads + [load()] * n_engines)[:n_engines]
         self.changed()
 

@@ -155,7 +155,7 @@ async def test_a_crash_loop_has_the_cause_of_every_attempt(ray_cluster: Any, tmp
         text = str(caught.value)
         assert f"EngineCore_1 (pid {first} on" in text
         assert f"EngineCore_1 (pid {supervisor.engines[1].pid} on" in text
-        assert "exited with code 1; Ray says: ArithmeticError: the model does not fit any more" in text
+        assert "exited with code 1: ArithmeticError: the model does not fit any more" in text
 
 
 async def test_in_lockstep_all_are_made_again(ray_cluster: Any) -> None:

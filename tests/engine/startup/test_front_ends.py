@@ -220,7 +220,7 @@ async def test_each_is_told_how_one_has_died(secure: bool, tmp_path: Path) -> No
             victim = pids(supervisor)[1]
             stop(victim)
             for stream in streams:
-                with pytest.raises(EngineDead, match=rf"EngineCore_1 \(pid {victim}\) was killed by SIGKILL") as caught:
+                with pytest.raises(EngineDead, match=rf"engine 1 \(pid {victim}\) was killed by SIGKILL") as caught:
                     await anext(stream)
                 assert (caught.value.engine, caught.value.pid) == (1, victim)
             await until(lambda: supervisor.engines[1].state == "running", 30)

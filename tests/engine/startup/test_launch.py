@@ -271,7 +271,7 @@ class TestFailures:
             stream = launch.client.submit(ask("a", None), engine=0)
             await anext(stream)
             stop(pids_of(launch)[1 if victim == "engine" else 2])
-            name = "EngineCore_1" if victim == "engine" else "DPCoordinator"
+            name = "engine 1" if victim == "engine" else "DPCoordinator"
             with pytest.raises(EngineDead, match=rf"{name} \(pid \d+\) was killed by SIGKILL"):
                 async for _ in stream:
                     pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -43,13 +44,35 @@ async def test_one_that_is_killed_comes_back_while_the_others_serve() -> None:
             assert [(info.rank, info.state) for info in seen] == [(1, "waiting"), (1, "starting"), (1, "running")]
             assert str(victim) in seen[-1].cause
             assert seen[-1].pid == pids(supervisor)[1] != victim
-        with pytest.raises(EngineDead, match=r"EngineCore_1 .* was killed by SIGKILL"):
+        with pytest.raises(EngineDead, match=r"engine 1 \(pid \d+\) was killed by SIGKILL"):
             await collected(streams[1])
         assert pids(supervisor)[0] == before[0]
         assert [info.restarts for info in supervisor.engines] == [0, 2]
         await client.abort("0")
     for pid in pids(supervisor):
         assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+async def test_engine_that_dies_is_logged_once(lockstep: bool, caplog: pytest.LogCaptureFixture) -> None:
+    restart = Restart(max_restarts=5)
+    async with EngineSupervisor(
+        serve, 2, restart=restart, lockstep=lockstep, kwargs={"lockstep": lockstep}
+    ) as supervisor:
+        [victim, _] = pids(supervisor)
+        stream = supervisor.client.submit(ask("a", None), engine=0)
+        await anext(stream)
+        with caplog.at_level(logging.INFO, "aioshm.engine"):
+            stop(victim)
+            with pytest.raises(EngineDead):
+                await collected(stream)
+            await until(lambda: supervisor.engines[0].restarts or pids(supervisor)[0] != victim)
+            await supervisor.wait_until_ready(30)
+            await until(lambda: {info.state for info in supervisor.engines} == {"running"})
+    what = "all engines" if lockstep else "it"
+    told = [record.getMessage() for record in caplog.records if str(victim) in record.getMessage()]
+    assert told == [f"engine 0 (pid {victim}) was killed by SIGKILL; restarting {what} (1 of 5)"]
+    assert "engine 0 is gone; 1 of its requests failed, 0 went to other engines" in caplog.messages
 
 
 async def test_a_crash_loop_ends_everything_with_every_cause(tmp_path: Path) -> None:
@@ -65,7 +88,7 @@ async def test_a_crash_loop_ends_everything_with_every_cause(tmp_path: Path) -> 
             await supervisor.wait()
         text = str(caught.value)
         assert "was killed by SIGKILL" in text
-        assert text.count("exited with code 1; last of its stderr: no memory left on device 1") == 2
+        assert text.count("exited with code 1: no memory left on device 1") == 2
         assert caught.value.engine == 1
         for attempt in (lambda: anext(stream), lambda: supervisor.client.call("add", 1), supervisor.wait):
             with pytest.raises(EngineDead, match="crash loop"):
@@ -79,7 +102,7 @@ async def test_one_that_does_not_get_ready_is_killed_and_tried_again(tmp_path: P
     async with EngineSupervisor(serve, 1, restart=MANY, start_timeout=2.0, kwargs={"stuck": str(stuck)}) as supervisor:
         stuck.touch()
         stop(pids(supervisor)[0])
-        await until(lambda: "was not ready after 2 s, and was killed" in supervisor.engines[0].cause)
+        await until(lambda: "was killed: not ready after 2 s" in supervisor.engines[0].cause)
         with pytest.raises(EngineDead):
             supervisor.client.submit(ask("x"))
         stuck.unlink()

@@ -186,6 +186,14 @@ class TestDeath:
             async with asyncio.timeout(3):  # the other one, which would wait for long, is not waited for
                 await group.aclose()
 
+    async def test_names_the_last_line_of_its_stderr(self) -> None:
+        async with group_of() as group:
+            pid = group.pids[1]
+            with pytest.raises(WorkerDied) as caught:
+                await group.collective_rpc("end_or_wait", (1, "_exit"))
+        first = str(caught.value).splitlines()[0]
+        assert first == f"Worker_1 (pid {pid}) exited with code 3: rank 1 goes"
+
     async def test_of_an_idle_worker(self) -> None:
         async with group_of() as group:
             first = asyncio.create_task(group.join_first())
