@@ -160,7 +160,6 @@ class TestScaling:
         made.scale(3, 0)
         made.scale(1, 0)
         made.load(2, load(3, 4), 0)
-        made.complete(2, 0)
         assert made.publish(0) == ([[0, 0, 0.0]], 0, False)
         with pytest.raises(ValueError, match="there is no engine 3: there are 1"):
             made.load(3, load(3, 4), 0)
