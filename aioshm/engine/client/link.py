@@ -268,8 +268,9 @@ class EngineLink:
         try:
             counts, self.wave, _running = _decode_counts(payload)
             if counts is not None:
-                self.balance.update([counts[rank] for rank in self.engines.ranks])
-        except (ValueError, IndexError) as error:
+                # An engine that was just added may not be counted yet.
+                self.balance.update([counts[rank] if rank < len(counts) else [0, 0] for rank in self.engines.ranks])
+        except ValueError as error:
             self._limiter.warn(logger, "counts from the coordinator are ignored: %s", error)
 
     # Requests left, engines dead
