@@ -311,7 +311,7 @@ class TestCoordinator:
             coordinator.tell_fronts(None, 4, False)
             await until(lambda: serving.client._link.wave == 4)
 
-    async def test_counts_without_an_engine_that_was_just_added_are_used(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_counts_without_an_engine_just_added_are_used(self, caplog: pytest.LogCaptureFixture) -> None:
         async with coordinated(Engine(), Engine()) as (serving, coordinator):
             assert await _received(coordinator.fronts) == [b"\x01"]
             coordinator.tell_fronts([[0, 90]], 3, True)
