@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import zmq
 
-_ENCRYPTED_BYTES = 64
-"""More than CURVE adds to a frame, which is 33 bytes (https://rfc.zeromq.org/spec/26/)."""
+ADDED_BYTES = 64
+"""More than ZeroMQ adds to a frame: 33 bytes with CURVE (https://rfc.zeromq.org/spec/26/), 10 to a subscription."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,4 +39,4 @@ class CurveKeys:
 
 def limit_frames(socket: zmq.Socket[bytes], nbytes: int) -> None:
     """Let ZeroMQ hang up on peers that send a larger frame; it counts frames as they are encrypted."""
-    socket.setsockopt(zmq.MAXMSGSIZE, nbytes + _ENCRYPTED_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, nbytes + ADDED_BYTES)

@@ -35,6 +35,8 @@ WIRES: dict[Wire, tuple[Encoding, ReplayFormat]] = {
 """
 
 SEQ_BYTES = 8
+MAX_TOPIC_BYTES = 512
+"""Of a topic that is subscribed to: publishers hang up on longer ones."""
 END_SEQ = b"\xff" * SEQ_BYTES
 MAX_SEQ = 2**64 - 2
 

@@ -11,6 +11,7 @@ import zmq
 
 from aioshm.errors import OutOfThreads
 from aioshm.events.endpoints import check_endpoint, for_rank, is_wildcard, publisher_binds
+from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
 from aioshm.events.publish.admission import Admission
 from aioshm.events.publish.reading_apart import ReadingApart
 from aioshm.events.publish.replay_server import CLIENT_BUFFER_BYTES, CLIENT_HWM, MAX_REQUEST_BYTES
@@ -19,7 +20,7 @@ from aioshm.lifeline.address import is_own_address
 from aioshm.logs import LogLimiter
 from aioshm.process.threads import start_thread
 from aioshm.zeromq.context import context_for
-from aioshm.zeromq.curve import CurveKeys
+from aioshm.zeromq.curve import ADDED_BYTES, CurveKeys
 from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
 from aioshm.zeromq.guard import GuardedMonitor, PeerLimits
 from aioshm.zeromq.monitor import Monitor
@@ -27,8 +28,8 @@ from aioshm.zeromq.pump import Pump
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
-# The longest subscription, or command of a handshake; ZeroMQ hangs up on a peer that sends more.
-MAX_SUBSCRIPTION_BYTES = 512
+# ZeroMQ hangs up on a peer that sends a longer subscription, or command of a handshake.
+_MAX_FRAME_BYTES = MAX_TOPIC_BYTES + ADDED_BYTES
 # All that subscribers send and that was not read yet, in a turn of the loop: ZeroMQ takes some 10 ms for so much.
 _PUB_TOTAL_BYTES = 1 << 15
 # The same of those who ask for replay: 32 MB, if all of it are empty parts.
@@ -37,7 +38,7 @@ _REPLAY_TOTAL_BYTES = 1 << 20
 _FREE_BYTES, _FREE_CURVE_BYTES = 256, 1024
 
 # What must stand before binding: connections take it from there.
-_PUB_OPTIONS: dict[int, int] = {zmq.MAXMSGSIZE: MAX_SUBSCRIPTION_BYTES}
+_PUB_OPTIONS: dict[int, int] = {zmq.MAXMSGSIZE: _MAX_FRAME_BYTES}
 # Where strangers come, little may lie between them and the loop: what is not read yet cannot be refused.
 _XPUB_OPTIONS: dict[int, int] = _PUB_OPTIONS | {zmq.XPUB_VERBOSER: 1, zmq.RCVBUF: 1 << 12, zmq.RCVHWM: 8}
 _REPLAY_OPTIONS: dict[int, int] = {

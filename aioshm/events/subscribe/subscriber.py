@@ -17,7 +17,7 @@ from aioshm.events.protocol.decoding import MAX_PAYLOAD_BYTES
 from aioshm.events.protocol.deliveries import Delivery, Received
 from aioshm.events.protocol.messages import KVEventBatch
 from aioshm.events.protocol.tracker import Start
-from aioshm.events.protocol.wire import MAX_SEQ
+from aioshm.events.protocol.wire import MAX_SEQ, MAX_TOPIC_BYTES
 from aioshm.events.stats import SubscriberStats
 from aioshm.events.subscribe.inbox import Inbox
 from aioshm.events.subscribe.source import EventSource, SourceOptions
@@ -65,7 +65,7 @@ class EventSubscriber(AsyncClosing):
     Args:
         endpoints: One or several addresses of publishers, each with its own numbers.
         replay_endpoints: As many replay addresses; None for those without.
-        topic: Only topics that begin with it.
+        topic: Only topics that begin with it; at most 512 bytes.
         start: The first number wanted of every publisher. None is 0: what was published before is replayed,
             or reported as lost. ``"live"`` begins with whatever comes first.
         bind: Bind the endpoints, for publishers that connect. None binds ``tcp://*:port`` only.
@@ -109,6 +109,8 @@ class EventSubscriber(AsyncClosing):
         self._pairs = _pair_up(endpoints, replay_endpoints)
         if not (start is None or start == "live" or (isinstance(start, int) and 0 <= start <= MAX_SEQ)):
             raise ValueError(f"start must be a number from 0 to {MAX_SEQ}, 'live' or None, not {start!r}")
+        if len(topic.encode()) > MAX_TOPIC_BYTES:
+            raise ValueError(f"topic must have at most {MAX_TOPIC_BYTES} bytes, not {len(topic.encode())}")
         if replay_timeout <= 0 or (check_interval is not None and check_interval <= 0):
             raise ValueError(
                 f"replay_timeout ({replay_timeout}) and check_interval ({check_interval}) must be positive"

@@ -21,6 +21,7 @@ from aioshm.events import (
     ZmqEventPublisher,
 )
 from aioshm.events.protocol.encoding import BatchEncoder
+from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
 
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery, take
 from ..truth import Truth, follow_until, held
@@ -201,11 +202,13 @@ async def test_another_loop_is_refused(ends: Ends) -> None:
         (("tcp://h:1",), {"replay_timeout": 0}),
         (("tcp://h:1",), {"check_interval": 0}),
         (("tcp://h:1",), {"max_waiting": 0}),
+        (("tcp://h:1",), {"topic": "t" * 513}),
+        (("tcp://h:1",), {"topic": "\u00e9" * 257}),
         (("tcp://h:1",), {"max_payload_bytes": 0}),
     ],
 )
 def test_bad_arguments_are_named(arguments: Any, options: Any) -> None:
-    with pytest.raises(ValueError, match=r"endpoint|start|replay_timeout|max_waiting|max_payload_bytes"):
+    with pytest.raises(ValueError, match=r"endpoint|topic|start|replay_timeout|max_waiting|max_payload_bytes"):
         EventSubscriber(*arguments, **options)
 
 
@@ -230,3 +233,14 @@ async def test_payload_of_exactly_the_limit_arrives(nothing_left: None, encrypte
                     if got.events == largest.events:
                         break
     assert subscriber.stats().cut_off == subscriber.stats().garbage == subscriber.stats().reconnects == 0
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_longest_topic_is_subscribed_to(nothing_left: None, encrypted: bool) -> None:
+    server = CurveKeys.generate() if encrypted else None
+    client = CurveKeys.generate(server.public) if server else None
+    topic = "t" * MAX_TOPIC_BYTES
+    async with ZmqEventPublisher(0, ANY, bind=True, topic=topic, curve=server) as publisher:
+        async with EventSubscriber(publisher.endpoint, topic=topic, start="live", curve=client) as subscriber:
+            item = await publish_until_delivery(publisher, subscriber)
+            assert item.source.topic == topic.encode()
