@@ -94,6 +94,13 @@ def start_another_and_leave(code: int, **_: Any) -> None:
     os._exit(code)
 
 
+def interrupt_another(**_: Any) -> None:
+    """Exit with the signal that a program of this one has died of."""
+    other = subprocess.Popen(["sleep", str(LONG_S)])
+    other.send_signal(signal.SIGINT)
+    os._exit(-other.wait())
+
+
 def chatter(size: int, **_: Any) -> None:
     line = "x" * 99 + "\n"
     for _number in range(size // 100):

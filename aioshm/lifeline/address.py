@@ -8,12 +8,15 @@ import socket
 import stat
 import struct
 import sys
+from contextlib import suppress
 from ipaddress import ip_address
+from multiprocessing import util
 from pathlib import Path
 
 from aioshm.config import Options
 from aioshm.errors import SharedMemoryError
 from aioshm.process.limits import naming_limits
+from aioshm.ring.segment import orphans, remove_orphan
 
 _PATH_BYTES = 103 if sys.platform == "darwin" else 107  # sun_path without its final zero (unix(7))
 _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # macOS: sys/un.h
@@ -28,12 +31,15 @@ def new_address(options: Options, queue_id: bytes, kind: str) -> str:
     Raises:
         SharedMemoryError: ``runtime_dir`` is unusable: another user's, open to others, or too long a path.
     """
+    global _uses_segments
+    _uses_segments = _uses_segments or options.backing == "named"
     if options.lifeline == "abstract":
         return f"@aioshm-{queue_id.hex()}.{kind}"
     directory = Path(options.runtime_dir)
     with naming_limits(f"looking into {directory}"):
         secure_directory(directory)
         _sweep(directory)
+    _directories.add(directory)
     path = socket_file(options, queue_id, kind)
     if len(os.fsencode(path)) > _PATH_BYTES:
         raise SharedMemoryError(
@@ -154,6 +160,24 @@ def _sweep(directory: Path) -> None:
                 path.unlink(missing_ok=True)
         except OSError:
             continue
+
+
+def sweep_leftovers() -> None:
+    """Remove what dead processes have left where this process has had queues or sockets; call it after stopping some.
+
+    It is called when Python ends, too: an interrupt may have kept this process' own ends from being closed.
+    """
+    for directory in _directories:
+        with suppress(OSError):
+            _sweep(directory)
+    if _uses_segments:
+        for name in orphans():
+            remove_orphan(name)
+
+
+_directories: set[Path] = set()
+_uses_segments = False
+util.Finalize(None, sweep_leftovers, exitpriority=-1)  # below 0: after multiprocessing has joined all children
 
 
 def _is_bound(path: Path) -> bool:

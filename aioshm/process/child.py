@@ -4,8 +4,9 @@
 
 * it calls `die_with_parent` before it imports the main module, which may take seconds;
 * its standard error can be a pipe from the beginning on, so that a target that cannot be imported is heard, too;
-* it leads a process group. Ctrl-C in a terminal reaches only who started it, who knows what to do about it; and what is
-  left of the group when it exits is killed, wherever in the tree that has got to (not on macOS before Python 3.13);
+* it leads a process group, and SIGINT does nothing to it unless the target sets a handler. Ctrl-C in a terminal reaches
+  only the process that started it, which stops it; and what is left of the group when it exits is killed, wherever in
+  the tree that has got to (not on macOS before Python 3.13);
 * on Linux its sentinel is a pidfd (pidfd_open(2)), which is readable exactly when the process has exited. The
   pipe that ``multiprocessing`` uses also ends when the process closes it, and lasts while anything forked from it does.
 """
@@ -18,8 +19,8 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
 from typing import Any
@@ -28,6 +29,9 @@ from aioshm.process import parent
 
 STATUS_UNKNOWN = 255
 """The exit code of a process that another part of the program has waited for, as asyncio has it."""
+
+_EXIT_PRIORITY = 0
+"""When Python ends: below the managers', which stop their processes; not below 0: before multiprocessing joins them."""
 
 _HAVE_WAITID = hasattr(os, "waitid")  # macOS: from Python 3.13 on
 
@@ -97,30 +101,35 @@ class _Popen(popen_spawn_posix.Popen):
         assert tracker is not None
         self.duplicate_for_child(tracker)
         message = self._pickled(process_obj)
-        with ExitStack() as theirs, ExitStack() as ours:
+        with ExitStack() as theirs, ExitStack() as ours, ExitStack() as undo:
             orders, orders_in = _pipe(theirs, ours)  # its other end is what the new process holds of this one's life
             ended_in, ended = _pipe(ours, theirs)
             self.duplicate_for_child(orders)
             self.duplicate_for_child(ended)
-            self._process = subprocess.Popen(
-                _command(tracker_fd=tracker, pipe_handle=orders),
-                pass_fds=self._passed,
-                stdin=subprocess.DEVNULL,
-                stderr=process_obj._stderr,
-                process_group=0,
-            )
+            command = _command(tracker_fd=tracker, pipe_handle=orders)
+            with _sigint_blocked("-c" in command):  # the new process inherits the mask, until `boot`
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=self._passed,
+                    stdin=subprocess.DEVNULL,
+                    stderr=process_obj._stderr,
+                    process_group=0,
+                )
+                undo.callback(self._kill)
             self.pid = self._process.pid
-            try:
-                theirs.close()
-                self.sentinel = self._exact_sentinel(ours, ended_in)
-                with suppress(BrokenPipeError):  # if it has ended before it has read that, its exit code says why
-                    while message:
-                        message = message[os.write(orders_in, message) :]
-            except BaseException:
-                self._process.kill()
-                self._process.wait()
-                raise
-            self.finalizer = util.Finalize(self, ours.pop_all().close)
+            theirs.close()
+            self.sentinel = self._exact_sentinel(ours, ended_in)
+            with suppress(BrokenPipeError):  # if it has ended before it has read that, its exit code says why
+                while message:
+                    message = message[os.write(orders_in, message) :]
+            self.finalizer = util.Finalize(self, _release, (self._process, ours.pop_all()), exitpriority=_EXIT_PRIORITY)
+            undo.pop_all()
+            if util.is_exiting():  # in a daemon thread, maybe too late for the end of Python to find the finalizer
+                self.finalizer()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def _pickled(self, process_obj: Any) -> memoryview:
         message = io.BytesIO()
@@ -175,6 +184,24 @@ class _Popen(popen_spawn_posix.Popen):
             pass
 
 
+@contextmanager
+def _sigint_blocked(wanted: bool) -> Iterator[None]:
+    """Block SIGINT in this thread: it is handled on leaving the block, if no other thread takes it."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if wanted else ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _release(process: subprocess.Popen[bytes], ours: ExitStack) -> None:
+    # When Python ends, multiprocessing waits for this process without a timeout, whoever has forgotten to stop it.
+    if util.is_exiting() and process.returncode is None:
+        with suppress(OSError):
+            os.kill(process.pid, signal.SIGKILL)
+    ours.close()
+
+
 def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
     reader, writer = os.pipe()
     reading.callback(os.close, reader)
@@ -183,14 +210,14 @@ def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
 
 
 def _command(**handles: int) -> list[str]:
-    """Return the command line of ``multiprocessing``, with `die_with_parent` before everything else."""
+    """Return the command line of ``multiprocessing``, with `boot` of ``parent.py`` before everything else."""
     command = list(multiprocessing.spawn.get_command_line(**handles))
     if "-c" in command:  # else the program is frozen, and the target has to see to it
         load = (
             "from importlib.util import module_from_spec, spec_from_file_location; "
             f"spec = spec_from_file_location('aioshm_parent', {parent.__file__!r}); "
             "parent = module_from_spec(spec); spec.loader.exec_module(parent); "
-            f"parent.die_with_parent({os.getpid()}); "
+            f"parent.boot({os.getpid()}); "
         )
         program = command.index("-c") + 1
         command[program] = load + command[program]

@@ -52,6 +52,16 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         ).start()
 
 
+def boot(parent_pid: int) -> None:
+    """Prepare a new process before its first import; SIGINT is blocked until here.
+
+    A handler that does nothing, rather than ``SIG_IGN``: what this process runs in turn would inherit that.
+    """
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    die_with_parent(parent_pid)
+
+
 def _ask_the_kernel(parent_pid: int) -> None:
     # The setting is the calling thread's own and is lost with it, hence only from the main one.
     on_main_thread = threading.get_native_id() == os.getpid()

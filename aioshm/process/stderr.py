@@ -129,6 +129,7 @@ class StderrRelay:
             self._thread.join(2 * FLUSH_S)  # longer only if another process filled the pipe that was writable just now
 
     def _run(self) -> None:
+        self._thread = threading.current_thread()  # known also where an interrupt came while it was started
         while not self._closing:
             self._turn(None)
         with self._lock:
@@ -213,7 +214,7 @@ class StderrRelay:
             for fd in (self._called, self._calling, self._out):
                 if fd >= 0:
                     os.close(fd)
-            self._calling = self._out = -1
+            self._called = self._calling = self._out = -1
 
 
 def _standard_error() -> int:

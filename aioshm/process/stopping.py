@@ -31,17 +31,20 @@ _log = logging.getLogger("aioshm.engine")
 def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
     """Stop processes: SIGTERM to all, one deadline for all, then kill the tree of each that still runs.
 
-    What a process that exits in time has left behind of its own is killed, too. Blocks; see `ashutdown`.
+    What a process that exits in time has left behind of its own is killed, too. Blocks; see `ashutdown`. An exception
+    that a signal handler raises meanwhile, as Ctrl-C does, kills all of them immediately and then leaves this call.
 
     Args:
         procs: The processes; those that have exited, or were never started, do no harm.
         timeout: Seconds that all of them together may take; 0 kills at once.
     """
     stopping = _Stopping(procs, timeout)
-    stopping.add(_below(stopping.pids()))
-    stopping.ask()
-    stopping.wait(timeout)
-    stopping.kill()
+    try:
+        stopping.add(_below(stopping.pids()))
+        stopping.ask()
+        stopping.wait(timeout)
+    finally:
+        stopping.kill()
     stopping.wait(KILLED_S)
     deadline = time.monotonic() + KILLED_S
     while stopping.below_run() and time.monotonic() < deadline:
@@ -52,9 +55,20 @@ def shutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) 
 async def ashutdown(procs: Iterable[BaseProcess], timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
     """Stop processes as `shutdown` does, without blocking the loop.
 
-    Cancelling this kills what still runs at once; it returns, cancelled, when nothing is left.
+    Cancelling this kills what still runs at once; it returns, cancelled, when nothing is left. An exception that a
+    signal handler raises in it kills all of them immediately and then leaves this call: its loop may run no more.
     """
     stopping = _Stopping(procs, timeout)
+    try:
+        await _stop(stopping, timeout)
+    except asyncio.CancelledError:
+        raise
+    except BaseException:
+        stopping.kill()
+        raise
+
+
+async def _stop(stopping: _Stopping, timeout: float) -> None:
     loop = asyncio.get_running_loop()
     cancelled: asyncio.CancelledError | None = None
     with ProcessWatch(stopping.procs) as watch:

@@ -14,6 +14,7 @@ import atexit
 import logging
 import os
 from collections.abc import Callable
+from multiprocessing import util
 from typing import TypeAlias
 
 import zmq
@@ -101,6 +102,7 @@ def _close_all() -> None:
         sockets.close()
 
 
+assert util  # imported first, so that its finalizers run later: they remove the files of sockets that are closed
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_open.clear)  # they are the parent's to close
 

@@ -7,6 +7,8 @@ import os
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -187,6 +189,40 @@ class TestSweep:
         (base / "run" / "link").symlink_to(elsewhere / "theirs")
         address_in(base / "run")
         assert (elsewhere / "theirs").exists()
+
+
+PROGRAM = """
+import os, socket, sys
+import zmq
+from aioshm.config import Options
+from aioshm.lifeline.address import new_address, sweep_leftovers
+from aioshm.ring.segment import Segment
+from aioshm.zeromq.sockets import Sockets
+
+options = Options(lifeline="directory", backing="named", runtime_dir=sys.argv[1])
+sockets = Sockets()
+own = new_address(options, bytes(16), "engine")
+sockets.add(sockets.context.socket(zmq.ROUTER)).bind(f"ipc://{own}")
+if os.fork() == 0:
+    socket.socket(socket.AF_UNIX).bind(new_address(options, bytes(16), "lifeline"))
+    print(Segment.create(8192, "named").name, flush=True)
+    os._exit(1)
+os.wait()
+if sys.argv[2] == "asked":
+    sweep_leftovers()
+    print(*os.listdir(sys.argv[1]))
+"""
+
+
+class TestLeftovers:
+    @pytest.mark.parametrize("when", ["asked", "at exit"])
+    def test_leftovers_of_a_dead_child_are_removed(self, base: Path, when: str) -> None:
+        ran = subprocess.run([sys.executable, "-c", PROGRAM, str(base), when], capture_output=True, text=True)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        segment, *listed = ran.stdout.split()
+        assert not Path("/dev/shm", segment).exists()
+        assert listed == ([f"{bytes(16).hex()}.engine"] if when == "asked" else [])
+        assert os.listdir(base) == []
 
 
 class TestCredentials:

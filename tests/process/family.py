@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -36,6 +38,24 @@ def idle(**_: Any) -> None:
     time.sleep(LONG_S)
 
 
+def stubborn(**_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    idle()
+
+
+async def interrupted_twice() -> None:
+    """Get the second interrupt when the engine has been asked to end, and does not."""
+    from aioshm.process.stopping import _Stopping
+
+    def interrupt(_self: object) -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    _Stopping.ask = interrupt  # type: ignore[method-assign]
+    async with start(stubborn) as manager:
+        say("engine", manager.processes[0].pid)
+
+
 def slow_to_import() -> None:
     """Start an engine that has to import this module first, which takes a while there."""
     start(idle)
@@ -50,7 +70,16 @@ def start(target: Any) -> Any:
 def main() -> None:
     say("front end", os.getpid())
     way = sys.argv[1]
-    if way == "thread":  # one that has ended by the time
+    if way == "interrupted":
+        asyncio.run(interrupted_twice())
+    elif way == "forgotten":
+        from aioshm.process.child import Child
+
+        child = Child(stubborn, "engine")
+        child.start()
+        say("engine", child.pid or 0)
+        return
+    elif way == "thread":  # one that has ended by the time
         kept: list[Any] = []
         thread = threading.Thread(target=lambda: kept.append(start(idle)))
         thread.start()

@@ -65,6 +65,9 @@ class Family:
         with self.front_end:
             pass
 
+    def exited(self) -> int:
+        return self.front_end.wait(60)
+
 
 @pytest.fixture
 def start_family() -> Iterator[Callable[[str], Family]]:
@@ -177,6 +180,16 @@ def started_between(program: str) -> Iterator[tuple[subprocess.Popen[str], int]]
     with between:
         assert between.stdout is not None
         yield between, int(between.stdout.readline())
+
+
+@pytest.mark.parametrize("way", ["interrupted", "forgotten"])
+def test_program_that_did_not_stop_its_processes_ends_and_kills_them(
+    start_family: Callable[[str], Family], way: str
+) -> None:
+    family = start_family(way)
+    family.wait_for("engine")
+    assert family.exited() == (-signal.SIGINT if way == "interrupted" else 0)
+    eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
 
 
 def test_a_parent_that_nothing_tells_of_is_looked_at() -> None:

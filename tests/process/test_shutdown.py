@@ -115,6 +115,21 @@ def test_what_they_have_started_is_killed(stop: Stop, start: Started, stubborn: 
     assert gone(other)
 
 
+def test_second_interrupt_while_processes_are_asked_kills_them(
+    stop: Stop, start: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_self: object) -> None:
+        signal.raise_signal(signal.SIGINT)  # `asyncio.run` makes a cancellation of the first one
+        signal.raise_signal(signal.SIGINT)
+
+    process = start(targets.refuse_to_end)
+    monkeypatch.setattr(stopping._Stopping, "ask", interrupt)  # there is no other moment that both ways go through
+    with pytest.raises(KeyboardInterrupt):
+        stop([process], 1000)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
 def test_one_that_is_stopped(stop: Stop, start: Started) -> None:
     process = start(targets.say_and_stay)
     child = psutil.Process(process.pid)

@@ -333,8 +333,7 @@ async def _run(told: Connection, notices: socket.socket, begin: Callable[[], Coo
     with notices, coordination:
         loop.add_reader(notices, notice)
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, coordination.end)
+            loop.add_signal_handler(signal.SIGTERM, coordination.end)
             with told:
                 told.send(tuple(coordination.addresses))
             await coordination.over

@@ -59,6 +59,7 @@ class DPCoordinator(ProcessManager):
         kv_cache_usage: Whether counts are ``[waiting, running, kv_cache_usage]``, as the newest front ends take them;
             ``[waiting, running]`` otherwise.
         timeout: Seconds until it must be bound.
+        wait: Whether to wait until it is bound. False: `wait_until_bound` does that.
         shutdown_timeout: See `ProcessManager`.
         capture_stderr: See `ProcessManager`.
         keys: Who may connect over TCP, and as whom; None: those of this process.
@@ -80,6 +81,7 @@ class DPCoordinator(ProcessManager):
         enable_wave_coordination: bool = True,
         kv_cache_usage: bool = True,
         timeout: float = START_TIMEOUT_S,
+        wait: bool = True,
         shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
         capture_stderr: bool = True,
         keys: EngineKeys | None = None,
@@ -99,28 +101,45 @@ class DPCoordinator(ProcessManager):
         self._waves = Waves(n_engines, lockstep=enable_wave_coordination, kv_cache_usage=kv_cache_usage)
         self._valid: dict[int, int] = {}  # the first incarnations whose keys are not void
         self._notices: socket.socket | None = None
-        self._files: list[BoundFile] = []
+        self._bound = wanted
         super().__init__(run_coordinator, (), shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
         try:
-            self._bound = self._run(wanted, lambda job: self.start_more(job))
+            self._told = self._launch(lambda job: self.start_more(job))
+            if wait:
+                self.wait_until_bound()
         except BaseException:
             self._shutdown_timeout = 0
             self.close()
             raise
+
+    def wait_until_bound(self) -> None:
+        """Block until its process is bound, see ``wait``.
+
+        Raises:
+            EngineStartupError: It exited, or was not bound in time.
+        """
+        with self._told:
+            self._bound = self._await_addresses(self._told, self._timeout)
         self._addresses = CoordinatorAddresses(*map(connectable, self._bound))
-        self._files += [BoundFile(address) for address in self._addresses]
 
     @classmethod
     async def start(cls, n_engines: int, **options: Any) -> Self:
         """Make one, without blocking the loop.
 
-        Cancelling this ends the wait at once, and the process as soon as it can be told.
+        Cancelling this kills the process, and returns when it is gone.
 
         Args:
             n_engines: How many engines there are.
             options: Every other argument of the class.
         """
-        return await in_thread(lambda: cls(n_engines, **options), discard=cls.close)
+        coordinator = cls(n_engines, wait=False, **options)
+        try:
+            await in_thread(coordinator.wait_until_bound)
+        except BaseException:
+            coordinator._shutdown_timeout = 0
+            await coordinator.aclose()
+            raise
+        return coordinator
 
     @property
     def proc(self) -> Child:
@@ -172,9 +191,11 @@ class DPCoordinator(ProcessManager):
         """
         if n_engines is not None:
             self._waves.scale(_checked(n_engines), 0.0)
-        self._run(self._bound, lambda job: self.start_again(NAME, job))
+        self._told = self._launch(lambda job: self.start_again(NAME, job))
+        self.wait_until_bound()
 
-    def _run(self, wanted: CoordinatorAddresses, start: Callable[[Job], Child]) -> CoordinatorAddresses:
+    def _launch(self, start: Callable[[Job], Child]) -> Connection:
+        """Start its process at its addresses; return the pipe in which that says where it is bound."""
         with ExitStack() as stack:
             with naming_limits(NAME):
                 told, tells = map(stack.enter_context, multiprocessing.Pipe(duplex=False))
@@ -184,9 +205,10 @@ class DPCoordinator(ProcessManager):
             if former is not None:
                 former.close()
             with tells, noticed:
-                given = (tells, noticed, self._waves, wanted, self._given_keys, self._secure, self._valid.copy())
+                given = (tells, noticed, self._waves, self._bound, self._given_keys, self._secure, self._valid.copy())
                 start(Job(NAME, given))
-            return self._await_addresses(told, self._timeout)
+            stack.pop_all()
+            return told
 
     def _await_addresses(self, told: Connection, timeout: float) -> CoordinatorAddresses:
         try:
@@ -207,8 +229,8 @@ class DPCoordinator(ProcessManager):
         super()._release()
         if self._notices is not None:
             self._notices.close()
-        for file in self._files:  # of one that was killed
-            file.remove()
+        for address in self._bound:  # of one that was killed, maybe before it said where it is bound
+            BoundFile(address).remove()
 
 
 def _checked(n_engines: int) -> int:

@@ -23,6 +23,7 @@ from aioshm.engine.startup.layout import Layout
 from aioshm.engine.startup.processes import CoreEngineProcManager
 from aioshm.engine.startup.rejoining import Rejoining
 from aioshm.errors import RoleError
+from aioshm.lifeline.address import sweep_leftovers
 from aioshm.process.child import Child
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.process.watch import WatchedManager, WatchedProcess
@@ -260,6 +261,7 @@ async def launch_core_engines(
     elif num_api_servers not in (0, len(addresses.inputs)):
         raise ValueError(f"addresses must be one for each of {num_api_servers} API servers, not {addresses.inputs}")
     async with AsyncExitStack() as stack:
+        stack.callback(sweep_leftovers)
         coordination = None
         if layout.coordinator:
             coordination = await stack.enter_async_context(

@@ -14,6 +14,7 @@ from aioshm.config import Options
 from aioshm.engine.workers.performing import Step
 from aioshm.engine.workers.process import LoopFactory, Place, run_worker
 from aioshm.errors import WorkerDied
+from aioshm.lifeline.address import sweep_leftovers
 from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
@@ -265,6 +266,7 @@ class WorkerCrew:
                     await watch.all_exited(asyncio.get_running_loop().time() + patience)
         finally:
             await self._manager.aclose()
+            sweep_leftovers()
 
     def _exited(self) -> None:
         gone = []

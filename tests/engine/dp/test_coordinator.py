@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ class TestFailure:
         assert os.listdir(runtime_dir) == []
         eventually(lambda: open_things() <= before)
 
-    async def test_its_start_is_cancelled(self) -> None:
+    async def test_start_that_is_cancelled_leaves_nothing(self, runtime_dir: Path) -> None:
         before, children = open_things(), set(psutil.Process().children())
         starting = asyncio.create_task(DPCoordinator.start(2))
         while not set(psutil.Process().children()) - children:
@@ -116,9 +117,20 @@ class TestFailure:
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
+        assert not set(psutil.Process().children()) - children
+        assert os.listdir(runtime_dir) == []
         async with asyncio.timeout(30):
-            while set(psutil.Process().children()) - children or not open_things() <= before:
+            while not open_things() <= before:  # of the thread that waited
                 await asyncio.sleep(0.01)
+
+    async def test_start_that_is_cancelled_once_it_is_bound_leaves_no_file(self, runtime_dir: Path) -> None:
+        starting = asyncio.create_task(DPCoordinator.start(2))
+        while not runtime_dir.is_dir() or len(os.listdir(runtime_dir)) < 3:
+            await asyncio.sleep(0)
+        starting.cancel()
+        with suppress(asyncio.CancelledError):  # or it was just in time
+            await (await starting).aclose()
+        assert os.listdir(runtime_dir) == []
 
     @pytest.mark.parametrize(
         ("arguments", "error", "name"),

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import types
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -146,6 +147,23 @@ class TestNoEngines:
         with pytest.warns(ResourceWarning, match="was not closed"):
             CoreEngineProcManager(targets.stay, 0)
             gc.collect()
+
+
+class TestInterrupts:
+    def test_processes_that_start_ignore_interrupts(self) -> None:
+        with CoreEngineProcManager(targets.say_and_stay, 1) as manager:
+            process = manager.processes[0]
+            while process.exitcode is None and not manager.last_lines(process.name):
+                os.kill(process.pid or 0, signal.SIGINT)
+                time.sleep(0.001)
+            os.kill(process.pid or 0, signal.SIGINT)
+            assert manager.last_lines(process.name) == ["up 0"]
+        assert process.exitcode == -signal.SIGTERM
+
+    def test_programs_that_a_process_starts_heed_interrupts(self) -> None:
+        with CoreEngineProcManager(targets.interrupt_another, 1) as manager:
+            eventually(manager.finished_procs)
+            assert manager.finished_procs() == {"EngineCore_0": signal.SIGINT}
 
 
 class TestWatching:
