@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,23 @@ async def test_encrypting_a_large_message_does_not_make_a_living_reader_count_as
             received = await reader.dequeue(100)
             await sending
             assert (received[0], received[-1]) == (number, (50 << 20) - 1 + number)
+
+
+@pytest.mark.slow
+async def test_memory_of_the_parts_of_a_large_message_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    async with ready_ends(0, 1) as (writer, (reader,)):
+        await writer.enqueue("small")
+        await reader.dequeue(60)
+        before = resident()
+        sent = array(5, 400 << 20)
+        sending = asyncio.ensure_future(writer.enqueue(sent))
+        assert ((await reader.dequeue(100)) == sent).all()
+        await sending
+        del sent
+        await until(lambda: resident() < before + (100 << 20), "the end of the memory's use")
 
 
 # Connections that end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import mmap
 import secrets
 from collections.abc import Callable, Sequence
@@ -22,6 +23,15 @@ from aioshm.zeromq.inbox import Inbox
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, whole
 from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets
+
+TRIM_BYTES = 64 << 20
+"""After a longer message, memory of its parts is given back to the system.
+
+The parts that wait to be put together come from malloc. glibc keeps that memory when it is free, all of it where some
+smaller block lies behind it (malloc_trim(3)).
+"""
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
 
 
 class ReaderSockets:
@@ -235,6 +245,8 @@ class Assembly:
         if self._filled < part.total:
             return None
         self.clear()
+        if part.total > TRIM_BYTES and _malloc_trim is not None:
+            _malloc_trim(0)
         return msgspec.structs.replace(part, body=memoryview(memory), offset=0)
 
     def clear(self) -> None:
