@@ -349,6 +349,20 @@ class RequestFailed(AioshmError, RuntimeError):
         self.request_id = request_id
 
 
+class RequestAborted(AioshmError):
+    """A request was aborted before its last output: its stream was left, or its id was aborted or submitted again.
+
+    Attributes:
+        engine: The rank of the engine that had the request, or of the worker that had the stream.
+        request_id: Of the request; of a worker's stream the name of its method.
+    """
+
+    def __init__(self, *args: object, engine: int | None = None, request_id: str = "") -> None:
+        super().__init__(*args)
+        self.engine = engine
+        self.request_id = request_id
+
+
 class ProcessDied(AioshmError, RuntimeError):
     """A process that was to run, or to exit well, has exited with a code other than 0.
 

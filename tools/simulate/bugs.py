@@ -410,8 +410,8 @@ BUGS = (
     Bug(
         "double",
         _PENDING,
-        "            inbox.put(output)\n",
-        "            inbox.put(output)\n            inbox.put(output)\n",
+        "            self.inboxes[request_id].put(output)\n",
+        "            self.inboxes[request_id].put(output)\n            self.inboxes[request_id].put(output)\n",
         "each output comes twice",
     ),
     Bug(

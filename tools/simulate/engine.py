@@ -232,7 +232,7 @@ class Cluster:
         self.manager = Manager(self)
         self.balance = LoadBalancer(count)
         self.ranks = list(range(count))
-        self.pending = Pending(EnvelopeDecoder(), self.balance, self.ranks, strict=True)
+        self.pending = Pending(EnvelopeDecoder(), self.balance, self.ranks)
         self.down: set[int] = set()
         self.outcomes: dict[str, str] = {}
         self.failure: EngineDead | None = None
@@ -317,7 +317,8 @@ class Cluster:
         if not choices or self.failure is not None:
             return
         position = self.balance.choose()
-        self.streams[request_id] = self.pending.add(request_id, position)
+        generation, _ = self.pending.new_generation(position, [])
+        self.streams[request_id] = self.pending.add(request_id, position, generation)
         engine, wave = self.manager.table[position], self.waves.wave
         engine._later(lambda: engine.process.does(lambda: engine.add(request_id, wave)))
 

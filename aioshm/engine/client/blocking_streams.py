@@ -49,6 +49,7 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
         Raises:
             EngineDead: An engine is gone.
             RequestFailed: The engine has refused the request.
+            RequestAborted: The stream was closed, or its id was aborted.
             QueueClosed: The client was closed.
             RoleError: Another thread waits for the next output, or this is a forked child.
             TimeoutError: It took longer than ``timeout``; the request goes on.

@@ -17,7 +17,7 @@ from aioshm.engine.client.pending import PendingCall
 from aioshm.engine.client.streams import OutputStream
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
-from aioshm.engine.protocol.payloads import PayloadEncoder
+from aioshm.engine.protocol.payloads import Frame, PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.stats import EngineClientStats
 from aioshm.errors import CodecError, EngineDead, RoleError
@@ -294,14 +294,17 @@ class EngineClient(AsyncClosing):
 
         Args:
             request: Has a ``request_id``, a string that no other request in flight has, as an attribute, a key, or the
-                first of an array. Do not use that of an aborted one again: what was on its way may still come.
+                first of an array. The id of an aborted request may be used again at once, also that of a stream whose
+                last wait was cancelled, which is aborted then. With ``resubmit``, arrays are copied; without, they may
+                be changed as soon as this returns, too.
             engine: The rank of the engine that gets it; None: the one with the least to do.
 
         Raises:
             CodecError: It cannot be encoded.
             EngineDead: An engine is gone.
             QueueClosed, RoleError: The client is closed, or not ready.
-            TypeError, ValueError: It is no ``request_type``, it has no id or one in use, or there is no such engine.
+            TypeError, ValueError: It is no ``request_type``, it has no id or one in use, or there is no such engine; or
+                its id is that of an aborted request, and the engine, no aioshm one, cannot tell the two apart.
         """
         link = self._link
         link.check_ready()
@@ -311,24 +314,33 @@ class EngineClient(AsyncClosing):
             request_id = request_id_of(request, "request")
         except CodecError as error:
             raise ValueError(*error.args) from None
-        if request_id in link.pending.inboxes:
+        former = link.pending.inboxes.get(request_id)
+        if former is not None and not former.interrupted:
             raise ValueError(f"request_id {request_id!r} is that of another request in flight")
         position = link.roster.choose(engine)
         self._stamp(request)
         frames = self._encode(request)
+        if former is not None:
+            link.leave(request_id, former)
         while True:
+            link.pending.check_reuse(request_id, position)
+            generation, marked = link.pending.new_generation(position, frames)
             try:
-                link.send(position, _ADD, frames)
+                link.send(position, _ADD, marked)
                 break
             except EngineDead:
                 if engine is not None or not link.goes_on:
                     raise
                 position = link.roster.choose(None)  # another one: this one is none of the choices any more
-        inbox = link.pending.add(request_id, position, frames if self._resubmits else None)
+        # Frames of arrays are views of the caller's memory, who may change it by the time that an engine dies.
+        kept: list[Frame] | None = [bytes(frame) for frame in frames] if self._resubmits else None
+        inbox = link.pending.add(request_id, position, generation, kept)
         return OutputStream(request_id, inbox, link.leave)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests: their streams end after what has come. Ids of requests that are not in flight do no harm.
+        """Abort requests: their streams raise `RequestAborted` after what has come.
+
+        Ids of requests that are not in flight do no harm.
 
         Raises:
             EngineDead: An engine is gone.
@@ -338,7 +350,7 @@ class EngineClient(AsyncClosing):
         link.check_ready()
         for position, ids in link.pending.by_engine(request_ids).items():
             for request_id in ids:
-                link.pending.finish(request_id)
+                link.pending.abort(request_id)
             link.send(position, _ABORT, [_encode_plain(ids)])
 
     async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:

@@ -99,7 +99,7 @@ class EngineLink:
         self._on_change = on_engine_change
         self._given_keys = keys
         self.index = client_index
-        roster = self.roster = Roster(ranks, client_index, n_clients, output_type, goes_on=self.goes_on)
+        roster = self.roster = Roster(ranks, client_index, n_clients, output_type)
         self.engines: Registrations = roster.engines
         self.balance: LoadBalancer = roster.balance
         self.pending: Pending = roster.pending
@@ -220,6 +220,7 @@ class EngineLink:
                 logger, "a registration of %s by %s is ignored: %s", sender_identity[:16].hex(), sender, error
             )
             return
+        self.pending.registered(rank, self.engines.ready[rank])
         self.liveness.connected(rank, connection, sender)
         if self.dead is not None:  # of its predecessor, which was not known before
             return
@@ -285,7 +286,7 @@ class EngineLink:
             return
         if self._loop.is_closed():
             return
-        self.pending.finish(request_id)
+        self.pending.abort(request_id)
         self.abort(inbox.position, [request_id])
 
     def _lose(self, rank: int) -> None:

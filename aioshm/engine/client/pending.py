@@ -6,14 +6,18 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from time import monotonic
 from typing import Any, NamedTuple
 
 from aioshm.engine.client.streams import Inbox
 from aioshm.engine.protocol.balance import LoadBalancer
-from aioshm.engine.protocol.envelopes import EnvelopeDecoder
-from aioshm.engine.protocol.messages import EngineCoreOutputs, UtilityOutput, is_finished, request_id_of
+from aioshm.engine.protocol.envelopes import EnvelopeDecoder, Failure, generations_of
+from aioshm.engine.protocol.messages import MarkedOutputs, UtilityOutput, is_finished, mark, request_id_of
 from aioshm.engine.protocol.payloads import Frame
-from aioshm.errors import CallFailed, CodecError
+from aioshm.errors import CallFailed, CodecError, RequestAborted
+
+REUSE_AFTER_S = 60.0
+"""How long after its abort an id is refused for an engine that sends no generations and does not confirm the abort."""
 
 
 class PendingCall(NamedTuple):
@@ -39,8 +43,6 @@ class Pending:
         decoder: Of what engines send.
         balance: Is told where requests begin and end.
         ranks: Of the engines, by position.
-        strict: Whether an engine speaks only for the requests that it has, also where it is not recognised by its keys:
-            what a dead engine has sent may come when its requests are another one's.
 
     Attributes:
         inboxes: Of the requests in flight, by id.
@@ -51,46 +53,96 @@ class Pending:
             was taken for dead, or they were those of a client that was here before; and answers to calls, likewise.
     """
 
-    def __init__(
-        self, decoder: EnvelopeDecoder, balance: LoadBalancer, ranks: Sequence[int], *, strict: bool = False
-    ) -> None:
+    def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer, ranks: Sequence[int]) -> None:
         self.inboxes: dict[str, Inbox] = {}
         self.late_outputs: int = 0
         self.requests: int = 0
         self.failed: int = 0
         self.idle: Callable[[int], None] | None = None
-        self._strict = strict
         self._decoder = decoder
         self._balance = balance
         self._ranks = ranks
         self._calls: dict[int, PendingCall] = {}
         # Answers to the calls of a client that was here before this one shall not be taken for this one's.
         self._call_ids = count(secrets.randbits(48))
+        self._generations = count(1 + secrets.randbits(48))
+        self._sends_generations: dict[int, bool] = {}  # by rank, once it is known
+        self._aborted: dict[tuple[int, str], float] = {}  # when, at engines that may not send generations
 
     @property
     def calls(self) -> int:
         """How many calls wait for their answers."""
         return len(self._calls)
 
-    def add(self, request_id: str, position: int, request: list[Frame] | None = None) -> Inbox:
+    def registered(self, rank: int, fields: dict[str, Any]) -> None:
+        """Note what an engine has said when it registered: vLLM's name their release, and send no generations."""
+        self._sends_generations.pop(rank, None)
+        if "vllm_version" in fields:
+            self._sends_generations[rank] = False
+
+    def new_generation(self, position: int, request: list[Frame]) -> tuple[int, list[Frame]]:
+        """Return the generation of one more submission, and the frames that its engine is sent."""
+        generation = next(self._generations)
+        if self._sends_generations.get(self._ranks[position]) is False:
+            return generation, request
+        return generation, mark(request, generation)
+
+    def check_reuse(self, request_id: str, position: int) -> None:
+        """Make sure that an engine can tell a new request from an aborted one with the same id.
+
+        Raises:
+            ValueError: It cannot, as it sends no generations.
+        """
+        key = self._ranks[position], request_id
+        if key not in self._aborted or self._sends_generations.get(key[0]) is not False:
+            return
+        left = self._aborted[key] + REUSE_AFTER_S - monotonic()
+        if left > 0:
+            raise ValueError(
+                f"request_id {request_id!r} is that of an aborted request, and engine {key[0]} has not confirmed the "
+                f"abort: its outputs could not be told apart; use another id, or wait for {left:.0f} s"
+            )
+        del self._aborted[key]
+
+    def add(self, request_id: str, position: int, generation: int, request: list[Frame] | None = None) -> Inbox:
         """Wait for the outputs of a request that an engine was sent."""
         self._balance.sent(position)
         self.requests += 1
-        inbox = self.inboxes[request_id] = Inbox(position, self._ranks[position], request)
+        inbox = self.inboxes[request_id] = Inbox(position, self._ranks[position], generation, request)
         return inbox
 
-    def move(self, request_id: str, position: int) -> None:
+    def move(self, request_id: str, position: int, generation: int) -> None:
         """Wait for the outputs of a request from another engine: the one that had it is dead."""
         inbox = self.inboxes[request_id]
         self._balance.done(inbox.position)
         self._balance.sent(position)
         inbox.tried += (inbox.position,)
-        inbox.position, inbox.engine = position, self._ranks[position]
+        inbox.position = position
+        inbox.engine = self._ranks[position]
+        inbox.generation = generation
+
+    def abort(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
+        """Let a request end that its engine is told to abort; ``error`` is why, where that is a failure."""
+        engine = self.inboxes[request_id].engine
+        if not self._sends_generations.get(engine):
+            now = monotonic()
+            while self._aborted and now - next(iter(self._aborted.values())) > REUSE_AFTER_S:
+                del self._aborted[next(iter(self._aborted))]
+            self._aborted.pop((engine, request_id), None)
+            self._aborted[engine, request_id] = now
+        if error is None:
+            text = f"request {request_id!r} was aborted before its last output"
+            self._end(request_id, lambda: RequestAborted(text, engine=engine, request_id=request_id))
+        else:
+            self.finish(request_id, error)
 
     def finish(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
-        """Let a request end."""
-        inbox = self.inboxes.pop(request_id)
+        """Let a request end; ``error`` is why it has failed."""
         self.failed += error is not None
+        self._end(request_id, error)
+
+    def _end(self, request_id: str, error: Callable[[], Exception] | None) -> None:
+        inbox = self.inboxes.pop(request_id)
         self._balance.done(inbox.position)
         inbox.end(error)
         if self.idle is not None and not self._balance.in_flight[inbox.position]:
@@ -158,54 +210,94 @@ class Pending:
             envelope = self._decoder.decode(frames)
         except CodecError:
             return self._salvage(frames, sender)
-        self._deliver(envelope, sender)
-        return ()
+        return self._deliver(envelope, sender)
 
-    def _deliver(self, envelope: EngineCoreOutputs[Any], sender: int | None) -> None:
-        if sender is not None and envelope.engine_index != sender:
-            raise CodecError(f"engine {sender} speaks for engine {envelope.engine_index}")
-        if self._strict:
-            sender = envelope.engine_index
+    def _deliver(self, envelope: MarkedOutputs[Any], sender: int | None) -> list[tuple[int, str]]:
+        if sender is None and len(self._ranks) == 1:
+            envelope.engine_index = self._ranks[0]  # there are engines that count otherwise
+        engine = envelope.engine_index
+        if sender is not None and engine != sender:
+            raise CodecError(f"engine {sender} speaks for engine {engine}")
         if envelope.utility_output is not None:
-            self._answer(envelope.engine_index, envelope.utility_output)
-        inboxes, nobodys = self.inboxes, None
-        for output in envelope.outputs:
+            self._answer(engine, envelope.utility_output)
+        generations = generations_of(envelope)
+        unwanted = self._learn(engine, envelope)
+        nobodys = None
+        for output, generation in zip(envelope.outputs, generations, strict=True):
             try:
                 request_id = request_id_of(output)
             except CodecError as error:
                 nobodys = error
                 continue
-            inbox = inboxes.get(request_id)
-            if inbox is None or (sender is not None and inbox.engine != sender):
+            if not self._has(engine, request_id, generation):
                 self.late_outputs += 1
+                if generation is None and self._aborted and is_finished(output):
+                    self._aborted.pop((engine, request_id), None)
                 continue
-            inbox.put(output)
+            self.inboxes[request_id].put(output)
             if is_finished(output):
                 self.finish(request_id)
-        for request_id in envelope.finished_requests or ():
-            inbox = inboxes.get(request_id)
-            if inbox is not None and (sender is None or inbox.engine == sender):
-                self.finish(request_id)
+        self._finish_all(envelope)
         if nobodys is not None:
             raise nobodys
+        return unwanted
+
+    def _finish_all(self, envelope: MarkedOutputs[Any]) -> None:
+        engine, generations = envelope.engine_index, envelope.generations
+        for request_id in envelope.finished_requests or ():
+            if generations is None:
+                self._aborted.pop((engine, request_id), None)
+                if self._has(engine, request_id, None):
+                    self.finish(request_id)
+            elif any(self._has(engine, request_id, generation) for generation in generations):
+                self.finish(request_id)
+
+    def _has(self, engine: int, request_id: str, generation: int | None) -> bool:
+        """Return whether this is a request that an engine has, in the generation that it names, if it does."""
+        inbox = self.inboxes.get(request_id)
+        if inbox is None or inbox.engine != engine:
+            return False
+        return inbox.generation == generation or (generation is None and not self._sends_generations.get(engine))
+
+    def _learn(self, engine: int, envelope: MarkedOutputs[Any]) -> list[tuple[int, str]]:
+        """Note whether an engine sends generations, which its first outputs show; return requests to be aborted.
+
+        Where it sends none, outputs of a request whose id is that of an aborted one may be either's.
+        """
+        sends = envelope.generations is not None
+        if engine in self._sends_generations or not (sends or envelope.outputs or envelope.finished_requests):
+            return []
+        self._sends_generations[engine] = sends
+        aborted = [request_id for rank, request_id in self._aborted if rank == engine]
+        unwanted = []
+        for request_id in aborted:
+            if sends:
+                del self._aborted[engine, request_id]
+            elif self._has(engine, request_id, None):
+                text = (
+                    f"its id, {request_id!r}, is that of an aborted request, and outputs of engine {engine} do not say "
+                    "whose they are: use another id"
+                )
+                unwanted.append((self.inboxes[request_id].position, request_id))
+                self.abort(request_id, Failure(request_id, text, finished=False).raising(engine))
+        return unwanted
 
     def _salvage(self, frames: list[Frame], sender: int | None) -> list[tuple[int, str]]:
         """Take what can be read of an envelope whose outputs are not all of the right type."""
         envelope, failures = self._decoder.salvage(frames)
-        if self._strict and sender is None:
-            sender = envelope.engine_index
         finished, envelope.finished_requests = envelope.finished_requests or set(), None
-        self._deliver(envelope, sender)
-        unwanted = []
+        unwanted = self._deliver(envelope, sender)
         for failure in failures:
-            inbox = self.inboxes.get(failure.request_id)
-            if inbox is not None and (sender is None or inbox.engine == sender):
-                if not (failure.finished or failure.request_id in finished):
-                    unwanted.append((inbox.position, failure.request_id))
-                self.finish(failure.request_id, failure.raising(envelope.engine_index))
-        for request_id in finished & self.inboxes.keys():
-            if sender is None or self.inboxes[request_id].engine == sender:
-                self.finish(request_id)
+            request_id, error = failure.request_id, failure.raising(envelope.engine_index)
+            if not self._has(envelope.engine_index, request_id, failure.generation):
+                continue
+            if failure.finished or request_id in finished:
+                self.finish(request_id, error)
+            else:
+                unwanted.append((self.inboxes[request_id].position, request_id))
+                self.abort(request_id, error)
+        envelope.finished_requests = finished
+        self._finish_all(envelope)
         return unwanted
 
     def _answer(self, engine: int, answer: UtilityOutput) -> None:

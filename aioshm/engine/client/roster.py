@@ -27,7 +27,6 @@ class Roster:
         client_index: Which of several clients this is, which begin with different engines.
         n_clients: How many clients there are.
         output_type: See `EngineClient`.
-        goes_on: Whether the others go on when an engine dies.
 
     Attributes:
         engines: The engines, and what they have said.
@@ -38,13 +37,11 @@ class Roster:
         leaving: The ranks of engines that get nothing more.
     """
 
-    def __init__(
-        self, ranks: Iterable[int], client_index: int, n_clients: int, output_type: Any, *, goes_on: bool
-    ) -> None:
+    def __init__(self, ranks: Iterable[int], client_index: int, n_clients: int, output_type: Any) -> None:
         self.engines: Registrations = Registrations(ranks)
         n_engines = len(self.engines.ranks)
         self.balance: LoadBalancer = LoadBalancer(n_engines, n_engines * client_index // n_clients, n_clients)
-        self.pending: Pending = Pending(EnvelopeDecoder(output_type), self.balance, self.engines.ranks, strict=goes_on)
+        self.pending: Pending = Pending(EnvelopeDecoder(output_type), self.balance, self.engines.ranks)
         self.deaths: dict[int, EngineDead] = {}
         self.died: int = 0
         self.leaving: set[int] = set()
@@ -137,11 +134,12 @@ class Roster:
         while choices := [position for position in self.balance.choices if position not in tried]:
             position = self.balance.choose(choices)
             tried.add(position)
+            generation, frames = self.pending.new_generation(position, inbox.request)
             try:
-                send(position, _ADD, inbox.request)
+                send(position, _ADD, frames)
             except EngineDead:
                 continue  # its own death is told soon
-            self.pending.move(request_id, position)
+            self.pending.move(request_id, position, generation)
             return True
         return False
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from aioshm.engine.protocol.payloads import Frame
@@ -31,25 +32,44 @@ class Inbox:
     Attributes:
         position: Of the engine that has the request.
         engine: The rank of that engine.
+        generation: The generation of the submission that it has.
         request: What to send another engine if this one dies before the first output; None: that is not to be done.
         tried: The positions of engines that had the request, and died.
         outputs: What has come.
         waiter: Is told of what comes.
         ended: Whether no more will come.
         error: Why, if that is not because the request is finished.
+        interrupted: Whether the last wait was cancelled, and nobody has waited since.
     """
 
-    __slots__ = ("ended", "engine", "error", "outputs", "position", "request", "tried", "waiter")
+    __slots__ = (
+        "_consumer",
+        "_on_consumer_end",
+        "ended",
+        "engine",
+        "error",
+        "generation",
+        "interrupted",
+        "outputs",
+        "position",
+        "request",
+        "tried",
+        "waiter",
+    )
 
-    def __init__(self, position: int, engine: int, request: list[Frame] | None = None) -> None:
+    def __init__(self, position: int, engine: int, generation: int, request: list[Frame] | None = None) -> None:
         self.position: int = position
         self.engine: int = engine
+        self.generation: int = generation
         self.request: list[Frame] | None = request
         self.tried: tuple[int, ...] = ()
         self.outputs: deque[Any] = deque()
         self.waiter: Waiter | None = None
         self.ended: bool = False
         self.error: Callable[[], Exception] | None = None
+        self.interrupted: bool = False
+        self._consumer: asyncio.Task[Any] | None = None
+        self._on_consumer_end: Callable[[asyncio.Task[Any]], None] | None = None
 
     def put(self, output: Any) -> None:
         """Add an output."""
@@ -60,7 +80,23 @@ class Inbox:
     def end(self, error: Callable[[], Exception] | None = None) -> None:
         """Let nothing come any more."""
         self.ended, self.error = True, error
+        self.resume()
         self._wake()
+
+    def interrupt(self, consumer: asyncio.Task[Any] | None, leave: Callable[[], None]) -> None:
+        """Note that a wait was cancelled, and leave the stream when the task that it was for ends."""
+        self.interrupted = True
+        if consumer is not None:
+            self._consumer = consumer
+            self._on_consumer_end = lambda _consumer: leave()
+            consumer.add_done_callback(self._on_consumer_end)
+
+    def resume(self) -> None:
+        """Note that somebody waits again, or nobody has to any more."""
+        self.interrupted = False
+        if self._consumer is not None and self._on_consumer_end is not None:
+            self._consumer.remove_done_callback(self._on_consumer_end)
+            self._consumer = self._on_consumer_end = None
 
     def _wake(self) -> None:
         waiter = self.waiter
@@ -71,7 +107,11 @@ class Inbox:
 class OutputStream(AsyncIterator[Output], Generic[Output]):
     """The outputs of one request: ``async for`` gets them; it ends after the last one.
 
-    Leaving it before that, by breaking off, by being cancelled in it, or with `aclose`, aborts the request.
+    Leaving it before that aborts the request: breaking off and forgetting it, `aclose`, or the end of a task that was
+    cancelled while it waited. Iterating on then raises `RequestAborted`; only a finished request ends without an error.
+
+    A timeout aborts nothing as long as the task goes on: ``await asyncio.wait_for(anext(stream), 1)`` may be tried
+    again, and loses no output.
 
     Attributes:
         request_id: Of the request.
@@ -87,16 +127,23 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Output:
+    def __anext__(self) -> Coroutine[Any, Any, Output]:
         """Wait for the next output.
+
+        Cancelling this loses nothing: the next call returns the same output.
 
         Raises:
             EngineDead: The engine is gone; with ``on_engine_death="fail"`` another one may be it, too.
+            RequestAborted: The stream was left, or its id was aborted, or submitted again after a cancelled wait.
             RequestFailed: The engine has refused the request.
             QueueClosed: The client was closed.
             RoleError: Another task waits for the next output.
         """
+        return self._next(asyncio.current_task())  # wait_for() of CPython 3.11 awaits this in a task of its own
+
+    async def _next(self, consumer: asyncio.Task[Any] | None) -> Output:
         inbox = self._inbox
+        inbox.resume()
         while not inbox.outputs:
             if inbox.ended:
                 if inbox.error is not None:
@@ -108,7 +155,8 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
             try:
                 await waiter
             except asyncio.CancelledError:
-                self._leave(self.request_id, inbox)
+                if not inbox.ended:
+                    inbox.interrupt(consumer, partial(self._leave, self.request_id, inbox))
                 raise
             finally:
                 inbox.waiter = None

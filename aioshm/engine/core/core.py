@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,11 +20,13 @@ from aioshm.engine.protocol.lockstep import Lockstep
 from aioshm.engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequestType,
+    MarkedOutputs,
     SchedulerStats,
     StartWave,
     UtilityOutput,
     error_output,
     is_finished,
+    pop_mark,
     request_id_of,
 )
 from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder
@@ -50,6 +52,21 @@ _START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
 _encode_plain = msgspec.msgpack.Encoder().encode
+
+
+class _Owner(NamedTuple):
+    """The client of an open request, and the generation that it has given it."""
+
+    client: int
+    generation: int
+
+
+class _Batch(NamedTuple):
+    """Outputs for one client, the generations of their requests, and the ids of those that they finish."""
+
+    outputs: list[Any]
+    generations: list[int]
+    finished: set[str]
 
 
 class EngineCore:
@@ -89,7 +106,7 @@ class EngineCore:
         self._decode_request = PayloadDecoder(request_type).decode
         self._decode = PayloadDecoder().decode
         self._inbox: deque[tuple[int, list[Frame]]] = deque()
-        self._clients: dict[str, int] = {}  # of the requests that are open
+        self._owners: dict[str, _Owner] = {}  # of the requests that are open
         self._calls = Calls(engine, self._answer)
         self._waiter: asyncio.Future[None] | None = None
         self._counts: Any = None
@@ -130,7 +147,7 @@ class EngineCore:
                 continue
             busy = await self._step()
             if self._lockstep is not None:
-                unfinished = await _awaited(engine.has_unfinished_dp(bool(self._clients)))
+                unfinished = await _awaited(engine.has_unfinished_dp(bool(self._owners)))
                 self._report_wave(complete=self._lockstep.stepped(unfinished))
                 busy = busy or unfinished  # others would have to wait, too
             self._report_counts()
@@ -154,7 +171,7 @@ class EngineCore:
     # Steps
 
     def _has_work(self) -> bool:
-        if self._clients or (self._lockstep is not None and self._lockstep.running):
+        if self._owners or (self._lockstep is not None and self._lockstep.running):
             return True
         has_work = getattr(self._engine, "has_work", None)
         return has_work is not None and bool(has_work())
@@ -162,7 +179,7 @@ class EngineCore:
     async def _step(self) -> bool:
         """Let the engine take a step; return whether it has brought anything."""
         dummy = getattr(self._engine, "execute_dummy_batch", None)
-        if dummy is not None and not self._clients and self._lockstep is not None:
+        if dummy is not None and not self._owners and self._lockstep is not None:
             await _awaited(dummy())
             return False
         outputs = await _awaited(self._engine.step())
@@ -191,7 +208,7 @@ class EngineCore:
 
     async def _handle(self, client: int, frames: list[Frame]) -> None:
         if not frames:  # the client is gone
-            await self._drop([each for each, owner in self._clients.items() if owner == client])
+            await self._drop([each for each, owner in self._owners.items() if owner.client == client])
             return
         kind, payload = frames[0], frames[1:]
         try:
@@ -212,26 +229,30 @@ class EngineCore:
             self._limiter.warn(logger, "engine %d ignores a message from %s: %s", self._index, who, error)
 
     async def _add(self, client: int, payload: list[Frame]) -> None:
+        sender = _Owner(client, pop_mark(payload))
         try:
             request = self._decode_request(payload)
             request_id = request_id_of(request, "request")
         except CodecError as error:
             request_id = request_id_of(self._decode(payload), "request")  # or nobody can be told
-            self._refuse(client, request_id, str(error))
+            self._refuse(sender, request_id, str(error))
             return
-        owner = self._clients.get(request_id)
-        if owner is not None and owner != client:
-            self._refuse(client, request_id, f"request_id {request_id!r} is that of another request in flight")
+        owner = self._owners.get(request_id)
+        if owner is not None and owner.client != client:
+            self._refuse(sender, request_id, f"request_id {request_id!r} is that of another request in flight")
             return
+        if owner is not None and owner.generation != sender.generation:  # the client was restarted: it is its former
+            await self._drop([request_id])
+            owner = None
         try:  # the id of an open request: there are front ends that send one in parts
             await _awaited(self._engine.add_request(request))
         except Exception as error:
             logger.debug("engine %d has refused request %r", self._index, request_id, exc_info=True)
             if owner is not None:
                 await self._drop([request_id])
-            self._refuse(client, request_id, described(error))
+            self._refuse(sender, request_id, described(error))
             return
-        self._clients[request_id] = client
+        self._owners[request_id] = sender
         if self._lockstep is not None:
             wave = getattr(request, "current_wave", 0)
             self._report_wave(start=self._lockstep.add(wave if isinstance(wave, int) else 0))
@@ -241,14 +262,15 @@ class EngineCore:
         if not isinstance(ids, list):
             raise CodecError(f"an abort of {type(ids).__qualname__}")
         named = dict.fromkeys(each for each in ids if isinstance(each, str))
-        its_own = [each for each in named if self._clients.get(each) == client]
+        its_own = [each for each in named if each in self._owners and self._owners[each].client == client]
         if its_own:
+            marked = any(self._owners[each].generation for each in its_own)
             await self._drop(its_own)
-            self._send(client, EngineCoreOutputs(self._index, finished_requests=set(its_own)))
+            self._send_batch(client, _Batch([], [], set(its_own)), marked=marked)
 
     async def _drop(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self._clients.pop(request_id, None)
+            self._owners.pop(request_id, None)
         try:
             if request_ids:
                 await _awaited(self._engine.abort_requests(request_ids))
@@ -272,57 +294,68 @@ class EngineCore:
 
     async def _send_outputs(self, outputs: Iterable[Any]) -> bool:
         """Send each client what is for it; return whether there was anything."""
-        by_client: dict[int, tuple[list[Any], set[str]]] = {}
+        by_client: dict[int, _Batch] = {}
         for output in outputs:
             request_id = request_id_of(output)
-            client = self._clients.get(request_id)
-            if client is None:  # aborted meanwhile
+            owner = self._owners.get(request_id)
+            if owner is None:  # aborted meanwhile
                 continue
-            its_own, finished = by_client.setdefault(client, ([], set()))
-            its_own.append(output)
+            batch = by_client.get(owner.client)
+            if batch is None:
+                batch = by_client[owner.client] = _Batch([], [], set())
+            batch.outputs.append(output)
+            batch.generations.append(owner.generation)
             if is_finished(output):
-                finished.add(request_id)
-                del self._clients[request_id]
-        for client, (its_own, finished) in by_client.items():
+                batch.finished.add(request_id)
+                del self._owners[request_id]
+        for client, batch in by_client.items():
             try:
-                self._send(client, EngineCoreOutputs(self._index, its_own, finished_requests=finished or None))
+                self._send_batch(client, batch, marked=any(batch.generations))
             except CodecError:
-                await self._send_one_by_one(client, its_own, finished)
+                await self._send_one_by_one(client, batch)
         return bool(by_client)
 
-    async def _send_one_by_one(self, client: int, outputs: list[Any], finished: set[str]) -> None:
+    def _send_batch(self, client: int, batch: _Batch, *, marked: bool) -> None:
+        outputs, generations, finished = batch
+        if marked:
+            self._send(client, MarkedOutputs(self._index, outputs, finished_requests=finished, generations=generations))
+        else:
+            self._send(client, EngineCoreOutputs(self._index, outputs, finished_requests=finished or None))
+
+    async def _send_one_by_one(self, client: int, batch: _Batch) -> None:
         """Send what can be encoded; whose outputs cannot has failed."""
-        for output in outputs:
+        for output, generation in zip(batch.outputs, batch.generations, strict=True):
             request_id = request_id_of(output)
-            ends = {request_id} if request_id in finished and is_finished(output) else None
+            ends = {request_id} if request_id in batch.finished and is_finished(output) else set()
             try:
-                self._send(client, EngineCoreOutputs(self._index, [output], finished_requests=ends))
+                self._send_batch(client, _Batch([output], [generation], ends), marked=bool(generation))
             except CodecError as error:
-                if request_id not in finished:
+                if request_id not in batch.finished:
                     await self._drop([request_id])
-                self._refuse(client, request_id, str(error))
+                self._refuse(_Owner(client, generation), request_id, str(error))
 
     def _send(self, client: int, envelope: EngineCoreOutputs[Any], *, counts: bool = True) -> None:
         assert self._sockets is not None
         self._sockets.send(client, self._encode(envelope), counts=counts)
 
-    def _refuse(self, client: int, request_id: str, text: str) -> None:
+    def _refuse(self, owner: _Owner, request_id: str, text: str) -> None:
         """Send the last output of a request that has failed."""
         try:
-            self._send_last(client, request_id, getattr(self._engine, "error_output", error_output)(request_id, text))
+            self._send_last(owner, request_id, getattr(self._engine, "error_output", error_output)(request_id, text))
         except Exception:
             logger.exception("engine %d has no error_output that can be sent for %r", self._index, request_id)
-            self._send_last(client, request_id, error_output(request_id, text))
+            self._send_last(owner, request_id, error_output(request_id, text))
 
-    def _send_last(self, client: int, request_id: str, output: Any) -> None:
-        self._send(client, EngineCoreOutputs(self._index, [output], finished_requests={request_id}))
+    def _send_last(self, owner: _Owner, request_id: str, output: Any) -> None:
+        batch = _Batch([output], [owner.generation], {request_id})
+        self._send_batch(owner.client, batch, marked=bool(owner.generation))
 
     def _report_counts(self) -> None:
         """Tell the coordinator how much there is to do, if that has changed."""
         if self._sockets is None or not self._sockets.coordinated:
             return
         counts = getattr(self._engine, "request_counts", None)
-        waiting, running = (0, len(self._clients)) if counts is None else counts()
+        waiting, running = (0, len(self._owners)) if counts is None else counts()
         usage = getattr(self._engine, "kv_cache_usage", None)
         used = 0.0 if usage is None else usage()
         found = waiting, running, int(_USAGE_STEPS * used)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aioshm.engine.protocol.messages import EngineCoreOutputs, is_finished, request_id_of
+from aioshm.engine.protocol.messages import MarkedOutputs, is_finished, request_id_of
 from aioshm.engine.protocol.payloads import Frame, PayloadDecoder
 from aioshm.errors import CodecError, RequestFailed
 
@@ -19,11 +19,13 @@ class Failure(NamedTuple):
         request_id: Whose output it is.
         text: Why, for people; what the engine says, if it says that the request has failed.
         finished: Whether it is the last one.
+        generation: The generation of its request; None if the engine sends none.
     """
 
     request_id: str
     text: str
     finished: bool
+    generation: int | None = None
 
     def raising(self, engine: int) -> Callable[[], RequestFailed]:
         """Return what makes the error that says so."""
@@ -39,14 +41,14 @@ class EnvelopeDecoder:
 
     def __init__(self, output_type: Any = None) -> None:
         self._type = output_type
-        generic: Any = EngineCoreOutputs  # or the type checker takes what is in the brackets for a type
+        generic: Any = MarkedOutputs  # or the type checker takes what is in the brackets for a type
         self._outputs = PayloadDecoder(generic[Any if output_type is None else output_type])
-        self._any = PayloadDecoder(EngineCoreOutputs[Any])
+        self._any = PayloadDecoder(MarkedOutputs[Any])
         self._one = PayloadDecoder(output_type)
-        self._raw = PayloadDecoder(EngineCoreOutputs[msgspec.Raw])
+        self._raw = PayloadDecoder(MarkedOutputs[msgspec.Raw])
         self.decode: Callable[[Sequence[Frame]], Any] = self._outputs.decode
 
-    def salvage(self, frames: list[Frame]) -> tuple[EngineCoreOutputs[Any], list[Failure]]:
+    def salvage(self, frames: list[Frame]) -> tuple[MarkedOutputs[Any], list[Failure]]:
         """Return an envelope with those of its outputs that can be read, and what is wrong with the others.
 
         Raises:
@@ -55,11 +57,16 @@ class EnvelopeDecoder:
         envelope = self._raw.decode(frames)
         parts = list(frames)
         readable: list[Any] = []
+        generations: list[int] = []
         failures: list[Failure] = []
-        for raw, plain in zip(envelope.outputs, self._any.decode(frames).outputs, strict=True):
+        for raw, plain, generation in zip(
+            envelope.outputs, self._any.decode(frames).outputs, generations_of(envelope), strict=True
+        ):
             try:
                 parts[0] = bytes(raw)
                 readable.append(self._one.decode(parts))
+                if generation is not None:
+                    generations.append(generation)
             except CodecError as error:
                 try:
                     request_id = request_id_of(plain)
@@ -67,6 +74,21 @@ class EnvelopeDecoder:
                     continue  # nobody's
                 says = plain.get("error") if type(plain) is dict else None
                 text = says if isinstance(says, str) else f"its output is no {self._type}: {error}"
-                failures.append(Failure(request_id, text, is_finished(plain)))
+                failures.append(Failure(request_id, text, is_finished(plain), generation))
         envelope.outputs = readable
+        if envelope.generations is not None:
+            envelope.generations = generations
         return envelope, failures
+
+
+def generations_of(envelope: MarkedOutputs[Any]) -> Sequence[int | None]:
+    """Return the generation of each output of an envelope; None for each where the engine sends none.
+
+    Raises:
+        CodecError: There are not as many generations as outputs.
+    """
+    if envelope.generations is None:
+        return [None] * len(envelope.outputs)
+    if len(envelope.generations) != len(envelope.outputs):
+        raise CodecError(f"{len(envelope.generations)} generations for {len(envelope.outputs)} outputs")
+    return envelope.generations

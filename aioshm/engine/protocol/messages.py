@@ -8,6 +8,11 @@ To an engine, ROUTER to DEALER: the engine's identity, a type byte, the payload'
     UTILITY        03  [client_index, call_id, method, args]
 
 and back, PUSH to PULL, an envelope, or the one frame `ENGINE_CORE_DEAD`. The names and the forms are vLLM's.
+
+aioshm's clients and engines add one number to that: the generation of each submission, so that outputs of an aborted
+request are never taken for those of a later request with the same id. It is the last frame of an ADD (`mark`), which
+vLLM's engines ignore, and comes back in the ninth field of the envelope, which vLLM's front ends never get: an engine
+sends it only to clients that have sent it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from aioshm.arguments import shown
+from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import CodecError
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
@@ -28,6 +34,12 @@ SUBSCRIBE_TO_ALL = b"\x01"
 
 FINISH_REASON = 5
 """Where vLLM's outputs, which are arrays, say why they are the last ones; the first is the request's id."""
+
+NO_GENERATION = 0
+"""The generation of requests that were submitted without one."""
+
+_MARK = b"aioshm generation "
+_MARK_BYTES = len(_MARK) + 8
 
 Output = TypeVar("Output")
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -94,6 +106,16 @@ class EngineCoreOutputs(msgspec.Struct, Generic[Output], array_like=True, omit_d
             self.timestamp = monotonic()
 
 
+class MarkedOutputs(EngineCoreOutputs[Output], Generic[Output], array_like=True, gc=False):
+    """The envelope for a client that has sent generations.
+
+    Attributes:
+        generations: The generation of each output's request; None: the engine sends none.
+    """
+
+    generations: list[int] | None = None
+
+
 class StartWave(NamedTuple):
     """What the coordinator tells engines: to run, except for the one that runs already."""
 
@@ -117,6 +139,19 @@ def request_id_of(payload: Any, what: str = "output") -> str:
     if type(found) is not str:
         raise CodecError(f'{what} needs "request_id", a string; got {shown(found)}')
     return found
+
+
+def mark(frames: list[Frame], generation: int) -> list[Frame]:
+    """Return the frames of a request with its generation behind them."""
+    return [*frames, _MARK + generation.to_bytes(8, "little")]
+
+
+def pop_mark(frames: list[Frame]) -> int:
+    """Remove the generation from the frames of a request, and return it; `NO_GENERATION` if there is none."""
+    last = frames[-1]
+    if len(frames) == 1 or len(last) != _MARK_BYTES or bytes(last[: len(_MARK)]) != _MARK:
+        return NO_GENERATION
+    return int.from_bytes(frames.pop()[len(_MARK) :], "little")
 
 
 def is_finished(output: Any) -> bool:

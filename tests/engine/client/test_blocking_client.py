@@ -35,7 +35,7 @@ from aioshm.engine import (
     run_engine_core,
 )
 from aioshm.engine.blocking import CoreEngineLaunch, EngineClient, OutputStream, launch_core_engines
-from aioshm.errors import CallFailed, EngineDead, EngineStartupError, QueueClosed, RoleError
+from aioshm.errors import CallFailed, EngineDead, EngineStartupError, QueueClosed, RequestAborted, RoleError
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
@@ -142,7 +142,8 @@ class TestStreams:
             assert client.call("report", engine=0)["open"] == ["a"]
             stream.timeout = None
             client.abort("a")
-            assert list(stream) == []
+            with pytest.raises(RequestAborted, match="request 'a' was aborted before its last output"):
+                next(stream)
 
     @pytest.mark.parametrize("way", ["break", "with", "close", "forget", "abort"])
     def test_whoever_leaves_aborts(self, way: str) -> None:
@@ -186,7 +187,7 @@ class TestStreams:
             stream.close()
             for thread in threads:
                 thread.join()
-            assert [type(error) for error in errors] == [RoleError, StopIteration]
+            assert [type(error) for error in errors] == [RoleError, RequestAborted]
 
     def test_errors_are_raised_where_it_was_called(self) -> None:
         with served(request_type=dict) as client:
@@ -226,7 +227,7 @@ class TestInterrupts:
             interrupt_when(stream._turn.locked)
             with pytest.raises(KeyboardInterrupt):
                 next(stream)
-            with pytest.raises(StopIteration):
+            with pytest.raises(RequestAborted):
                 next(stream)
             interrupt_when(lambda: client._client._link.pending.calls)
             with pytest.raises(KeyboardInterrupt):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,24 @@ from aioshm.errors import (
     CallFailed,
     CodecError,
     QueueClosed,
+    RequestAborted,
     RoleError,
 )
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+
+class Slow(Engine):
+    """Takes a step whenever it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = asyncio.Event()
+
+    async def step(self) -> list[Any]:  # type: ignore[override]
+        await self.may_go_on.wait()
+        self.may_go_on.clear()
+        return self._step()
 
 
 class TestStreams:
@@ -126,8 +141,9 @@ class TestLeaving:
             stream = client.submit(ask("closed", None))
             await stream.aclose()
             await stream.aclose()
-            with pytest.raises(StopAsyncIteration):
+            with pytest.raises(RequestAborted) as caught:
                 await anext(stream)
+            assert (caught.value.engine, caught.value.request_id) == (0, "closed")
             await until(lambda: engine.aborted[1:] == ["closed"])
 
             client.submit(ask("forgotten", None))
@@ -143,10 +159,65 @@ class TestLeaving:
             stream = client.submit(ask("aborted", None))
             await anext(stream)
             await client.abort("aborted")
-            assert await collected(stream) == []
+            with pytest.raises(RequestAborted, match="request 'aborted' was aborted"):
+                await anext(stream)
             await until(lambda: engine.aborted[4:] == ["aborted"])
             assert client.in_flight == 0
             assert engine.requests == {}
+
+    async def test_timeout_for_one_output_aborts_nothing_while_its_task_goes_on(self) -> None:
+        async with served(Slow()) as serving:
+            client, engine = serving.client, serving.engines[0]
+            stream = client.submit(ask("a", 4))
+            outputs: list[Any] = []
+            timeouts = 0
+            while len(outputs) < 4:
+                try:
+                    if timeouts % 2:
+                        async with asyncio.timeout(0.005):
+                            outputs.append(await anext(stream))
+                    else:
+                        outputs.append(await asyncio.wait_for(anext(stream), 0.005))
+                except TimeoutError:
+                    timeouts += 1
+                    engine.may_go_on.set()
+            assert timeouts >= 4
+            assert [output["token"] for output in outputs] == [0, 1, 2, 3]
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            assert engine.aborted == []
+
+    async def test_task_that_ends_after_a_timeout_aborts(self) -> None:
+        async with served(Slow()) as serving:
+            stream = serving.client.submit(ask("a", 4))
+
+            async def give_up() -> None:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(anext(stream), 0.001)
+
+            await asyncio.create_task(give_up())
+            with pytest.raises(RequestAborted, match="request 'a' was aborted before its last output"):
+                await anext(stream)
+            serving.engines[0].may_go_on.set()
+            await until(lambda: serving.engines[0].aborted == ["a"])
+
+    async def test_stream_that_goes_on_after_a_timeout_leaves_nothing_at_its_task(self) -> None:
+        async with served(Engine()) as serving:
+            for way in ("goes on", "aclose", "forgotten"):
+                stream = serving.client.submit(ask(way, None))
+                inbox = stream.inbox
+                await anext(stream)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(stream), 0.001)
+                assert inbox.interrupted
+                if way == "goes on":
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(anext(stream), 0.001)
+                elif way == "aclose":
+                    await stream.aclose()
+                del stream
+                assert not inbox.interrupted
+                await until(lambda way=way: way in serving.engines[0].aborted)
 
     async def test_forgotten_in_another_thread(self) -> None:
         async with served(Engine()) as serving:

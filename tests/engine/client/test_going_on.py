@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 import zmq
 from served_engine import (
     Engine,
@@ -33,7 +35,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
-from aioshm.errors import EngineDead
+from aioshm.errors import EngineDead, RequestAborted
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
@@ -86,7 +88,7 @@ async def test_only_what_the_dead_engine_had_fails() -> None:
         with pytest.raises(TimeoutError, match=r"engines 1 have not registered after 0\.01 s; engine 1 .*ends"):
             await client.wait_until_ready(0.01)
         await client.abort("0")
-        with pytest.raises(StopAsyncIteration):
+        with pytest.raises(RequestAborted):
             await anext(streams[0])
         waiting[0].cancel()
 
@@ -157,6 +159,34 @@ async def test_a_request_is_given_to_each_engine_once_at_most() -> None:
             with pytest.raises(EngineDead) as caught:
                 await anext(stream)  # engine 0 has had it, and what its first process has sent may still come
             assert caught.value.engine == 1
+
+
+@pytest.mark.parametrize("x", [np.zeros(16), np.zeros(1000), np.zeros((40, 40))[:, ::2], torch.zeros(1000)], ids=str)
+async def test_resubmitted_request_carries_what_was_submitted(x: Any) -> None:
+    class Summing(Idle):
+        def add_request(self, request: Any) -> None:
+            sum_ = float(request["x"].sum())
+            super().add_request(ask(request["request_id"], output={"request_id": "a", "sum": sum_, "finished": True}))
+
+    engines = Summing(), Summing()
+    async with served(*engines, on_engine_death="continue", resubmit="unstarted") as serving:
+        x[:] = 0
+        stream = serving.client.submit({"request_id": "a", "x": x}, engine=0)
+        x[:] = 1
+        await end(serving, 0)
+        engines[1].may_begin.set()
+        assert [output["sum"] for output in await collected(stream)] == [0.0]
+        assert stream.engine == 1
+
+
+async def test_request_is_kept_only_where_it_may_be_sent_again() -> None:
+    for resubmit in ("unstarted", None):
+        async with served(Idle(), on_engine_death="continue", resubmit=resubmit) as serving:
+            stream = serving.client.submit({**ask("a", 1), "x": np.zeros(1000)})
+            assert (stream.inbox.request is None) == (resubmit is None)
+            serving.engines[0].may_begin.set()
+            await anext(stream)
+            assert stream.inbox.request is None
 
 
 async def test_without_any_engine_everything_says_so_until_one_is_back() -> None:

@@ -12,7 +12,7 @@ from aioshm.errors import EngineDead
 
 def roster() -> Roster:
     """Return that of a client of three engines, which have registered."""
-    return Roster([4, 5, 6], 0, 1, Any, goes_on=True)
+    return Roster([4, 5, 6], 0, 1, Any)
 
 
 def test_engines_that_cannot_be_reached_are_named_before_their_deaths_are_told() -> None:

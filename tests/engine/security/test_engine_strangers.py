@@ -359,14 +359,25 @@ class TestInsecure:
                 await collected(stream)
             assert len(await collected(serving.clients[1].submit(ask("s", 5)))) == 5
 
-    async def test_tokens_reach_the_request_whose_id_is_known(self) -> None:
+    async def test_tokens_without_the_generation_reach_no_request(self) -> None:
         async with over_tcp(False) as (serving, ports):
             stream, other = serving.client.submit(ask("r", None)), serving.client.submit(ask("secret", None))
             assert [(await anext(each))["token"] for each in (stream, other)] == [0, 0]
+            await attack("tokens", *ports, until=lambda _: serving.client.late_outputs)
+            assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
+            assert serving.client.in_flight == 2
+            for each in (stream, other):
+                await each.aclose()
+
+    async def test_tokens_for_an_engine_without_generations_reach_the_request_whose_id_is_known(self) -> None:
+        async with over_tcp(False) as (serving, ports):
             pending = serving.client._link.pending
+            pending.registered(0, {"vllm_version": "0.33.0"})
+            stream, other = serving.client.submit(ask("r", None)), serving.client.submit(ask("secret", None))
+            assert [(await anext(each))["token"] for each in (stream, other)] == [0, 0]
             await attack("tokens", *ports, until=lambda _: "r" not in pending.inboxes)
             assert [output["token"] for output in await collected(stream)] == [666]
-            assert list(serving.client._link.pending.inboxes) == ["secret"]
+            assert list(pending.inboxes) == ["secret"]
             assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
             await other.aclose()
 

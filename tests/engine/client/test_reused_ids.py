@@ -1,0 +1,231 @@
+"""Ids of requests that are used again: right after an abort, after a death, by a front end that was restarted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
+
+from aioshm.engine import EngineClient
+from aioshm.engine.client import pending
+from aioshm.engine.protocol.messages import MarkedOutputs, mark, pop_mark
+from aioshm.errors import RequestAborted, RequestFailed
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+
+
+class Wordy(Engine):
+    """Says a request's words, one in each step."""
+
+    async def step(self) -> list[Any]:
+        await asyncio.sleep(0.001)
+        outputs = []
+        for request_id, request in list(self.requests.items()):
+            output = {"request_id": request_id, "word": request["words"].pop(0)}
+            if not request["words"]:
+                output["finish_reason"] = "stop"
+                del self.requests[request_id]
+            outputs.append(output)
+        return outputs
+
+
+def saying(request_id: str, words: str) -> dict[str, Any]:
+    return {"request_id": request_id, "words": words.split()}
+
+
+async def words(stream: Any) -> str:
+    return " ".join([output["word"] async for output in stream])
+
+
+async def leave(client: EngineClient, stream: Any, way: str) -> None:
+    if way == "aclose":
+        await stream.aclose()
+    elif way == "abort":
+        await client.abort(stream.request_id)
+    elif way == "wait_for":
+        with pytest.raises(TimeoutError):
+            while True:  # until none is there already
+                await asyncio.wait_for(anext(stream), 1e-9)
+    else:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                while True:
+                    await anext(stream)
+
+
+@pytest.mark.parametrize("n_engines", [1, 2])
+@pytest.mark.parametrize("way", ["aclose", "abort", "wait_for", "timeout"])
+async def test_id_used_again_at_once_gets_its_own_outputs(way: str, n_engines: int) -> None:
+    async with served(*(Wordy() for _ in range(n_engines))) as serving:
+        client = serving.client
+        for number in range(30):
+            former = client.submit(saying("a", "1 2 3 4 5 6 7 8 " * 100), engine=0 if number % 3 == 0 else None)
+            for _ in range(number % 4):
+                await anext(former)
+            await leave(client, former, way)
+            assert await words(client.submit(saying("a", "x y z"))) == "x y z"
+            with pytest.raises(RequestAborted, match="request 'a' was aborted before its last output"):
+                await words(former)
+        await until(lambda: not any(engine.requests for engine in serving.engines))
+        assert client.in_flight == 0
+        assert client.stats().failed == 0
+
+
+async def test_id_of_a_request_that_somebody_waits_for_is_refused() -> None:
+    async with served(Engine()) as serving:
+        stream = serving.client.submit(ask("a", None))
+        await anext(stream)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.01)
+        waiting = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="another request in flight"):
+            serving.client.submit(ask("a"))
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+async def test_request_of_a_restarted_front_end_replaces_that_of_its_life_before() -> None:
+    async with served(Engine()) as serving:
+        client, engine = serving.client, serving.engines[0]
+        former = mark([msgspec.msgpack.encode(ask("a", None))], 7)
+        client._link.send(0, b"\x00", former)  # as if it came from the life before, whose end nobody has read
+        await until(lambda: engine.given.get("a"))
+        assert [output["token"] for output in await collected(client.submit(ask("a", 3)))] == [0, 1, 2]
+        assert engine.aborted == ["a"]
+
+
+class BareEngine:
+    """The sockets of an engine."""
+
+    def __init__(self, context: Any, client: EngineClient, **ready: Any) -> None:
+        self.dealer, self.push = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
+        self.dealer.setsockopt(zmq.ROUTING_ID, b"\0\0")
+        self.dealer.connect(client.addresses.inputs[0])
+        self.push.connect(client.addresses.outputs[0])
+        self.dealer.send(msgspec.msgpack.encode(ready))
+
+    async def hears(self) -> list[bytes]:
+        async with asyncio.timeout(30):
+            while not self.dealer.poll(0):
+                await asyncio.sleep(0.001)
+        frames: list[bytes] = self.dealer.recv_multipart()
+        return frames
+
+    async def hears_request(self) -> int:
+        """Return the generation of the next request."""
+        kind, *frames = await self.hears()
+        assert kind == b"\x00"
+        return pop_mark(frames)
+
+    def says(self, *outputs: Any, **more: Any) -> None:
+        self.push.send(msgspec.msgpack.encode(MarkedOutputs(0, [*outputs], **more)))
+
+    def __enter__(self) -> BareEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dealer.close(linger=0)
+        self.push.close(linger=0)
+
+
+def said(word: str, **more: Any) -> dict[str, Any]:
+    return {"request_id": "a", "word": word, **more}
+
+
+async def test_late_outputs_and_ends_of_other_generations_reach_nobody() -> None:
+    async with clients_of(here_and_there(), 1, 1) as serving:
+        client = serving.client
+        with zmq.Context() as context, BareEngine(context, client) as engine:
+            await client.wait_until_ready(30)
+            former = client.submit(ask("a"))
+            first = await engine.hears_request()
+            await former.aclose()
+            stream = client.submit(ask("a"))
+            assert (await engine.hears())[0] == b"\x01"
+            second = await engine.hears_request()
+            assert second != first
+            engine.says(said("old"), generations=[first])
+            engine.says(said("of the life before", finish_reason="stop"), generations=[7], finished_requests={"a"})
+            engine.says(finished_requests={"a"}, generations=[])  # the abort is confirmed
+            engine.says(said("new"), generations=[second])
+            engine.says(said("without a generation"))
+            engine.says(said("last", finish_reason="stop"), generations=[second], finished_requests={"a"})
+            assert await words(stream) == "new last"
+            assert client.late_outputs == 3
+
+
+async def test_unreadable_output_of_another_generation_fails_nobody() -> None:
+    class Said(msgspec.Struct):
+        request_id: str
+        word: str
+        finish_reason: str | None = None
+
+    async with clients_of(here_and_there(), 1, 1, output_type=Said) as serving:
+        with zmq.Context() as context, BareEngine(context, serving.client) as engine:
+            await serving.client.wait_until_ready(30)
+            stream = serving.client.submit(ask("a"))
+            generation = await engine.hears_request()
+            engine.says({"request_id": "a", "word": 5}, said("new"), generations=[7, generation])
+            engine.says({"request_id": "a", "word": 5}, generations=[generation], finished_requests={"a"})
+            assert (await anext(stream)).word == "new"
+            with pytest.raises(RequestFailed, match="its output is no"):
+                await anext(stream)
+
+
+async def test_generations_that_do_not_fit_their_outputs_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async with served(Engine()) as serving:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+            stranger.connect(serving.client.addresses.outputs[0])
+            stranger.send(msgspec.msgpack.encode(MarkedOutputs(0, [said("x")], generations=[1, 2])))
+            await until(lambda: "2 generations for 1 outputs" in caplog.text)
+            stranger.close(linger=0)
+        assert len(await collected(serving.client.submit(ask("a")))) == 3
+
+
+async def test_engine_of_vllm_never_sees_generations_and_unconfirmed_ids_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with clients_of(here_and_there(), 1, 1) as serving:
+        client = serving.client
+        with zmq.Context() as context, BareEngine(context, client, vllm_version="0.33.0") as engine:
+            await client.wait_until_ready(30)
+            stream = client.submit(ask("a"))
+            assert await engine.hears() == [b"\x00", msgspec.msgpack.encode(ask("a"))]
+            await stream.aclose()
+            with pytest.raises(ValueError, match=r"engine 0 has not confirmed the abort.*use another id, or wait for"):
+                client.submit(ask("a"))
+            assert client.in_flight == 0
+            engine.says(said("late"))
+            engine.says(finished_requests={"a"})  # as with several engines
+            await until(lambda: client.late_outputs == 1 and not client._link.pending._aborted)
+            stream = client.submit(ask("a"))
+            engine.says(said("own", finish_reason="stop"))
+            assert await words(stream) == "own"
+
+            await client.submit(ask("b")).aclose()
+            monkeypatch.setattr(pending, "REUSE_AFTER_S", 0.0)
+            assert client.submit(ask("b")).engine == 0
+
+
+async def test_engine_that_ignores_generations_fails_a_request_that_may_get_anothers_outputs() -> None:
+    async with clients_of(here_and_there(), 1, 1) as serving:
+        client = serving.client
+        with zmq.Context() as context, BareEngine(context, client) as engine:
+            await client.wait_until_ready(30)
+            await client.submit(ask("a")).aclose()
+            stream = client.submit(ask("a"))  # it is not known yet that the engine sends no generations
+            for kind in (b"\x00", b"\x01", b"\x00"):
+                assert (await engine.hears())[0] == kind
+            engine.says(said("whose?"))
+            with pytest.raises(RequestFailed, match="do not say whose they are: use another id"):
+                await anext(stream)
+            assert await engine.hears() == [b"\x01", msgspec.msgpack.encode(["a"])]
+            other = client.submit({"request_id": "b"})
+            assert await engine.hears() == [b"\x00", msgspec.msgpack.encode({"request_id": "b"})]
+            engine.says({"request_id": "b", "word": "own", "finished": True})
+            assert await words(other) == "own"
