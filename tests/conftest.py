@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import compileall
 import gc
+import importlib.util
 import inspect
 import os
+import re
 import shutil
 import signal
 import sys
@@ -34,6 +36,8 @@ pytest_plugins = ["aioshm.testing.plugin"]  # also where what is installed is ol
 SLOW_COLLECTION_S = 0.01
 MAX_WORKERS = 6
 SAYS_NO_BYTECODE = sys.dont_write_bytecode
+HAVE_TORCH = importlib.util.find_spec("torch") is not None
+NEEDS_TORCH = re.compile(r"^(import torch|from (tensor_helpers|windowed) import)", re.MULTILINE)
 
 # A deadline for each example would measure what else the machine does. What stands already, in CI, is kept.
 settings.register_profile("unhurried", settings(), deadline=None)
@@ -58,6 +62,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(2 * cpus, MAX_WORKERS)  # half of the time is spent waiting
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the modules that need torch where torch is not installed."""
+    if HAVE_TORCH or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    return True if NEEDS_TORCH.search(collection_path.read_text()) else None
+
+
+def pytest_report_header() -> str | None:
+    return None if HAVE_TORCH else "torch is not installed: test modules that import it are left out"
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

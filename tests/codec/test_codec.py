@@ -72,6 +72,7 @@ class TestImports:
         )
 
     def test_torch_imported_after_the_first_message_is_noticed(self) -> None:
+        pytest.importorskip("torch")
         in_new_process(
             "from aioshm.codec import get_codec\n"
             "codec = get_codec('pickle')\n"
@@ -83,6 +84,7 @@ class TestImports:
 
     @pytest.mark.slow
     def test_torch_without_numpy_pickles_in_its_own_way(self) -> None:
+        pytest.importorskip("torch")
         in_new_process(
             "import sys, warnings\n"
             "sys.modules['numpy'] = None\n"
