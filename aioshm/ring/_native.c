@@ -2657,6 +2657,7 @@ typedef struct {
 } Calls;
 
 typedef enum { NEW, RUNNING, WAITING, ENDED } Stage;
+typedef enum { RECEIVES, SENDS, ITERATES, CLOSES } CallKind;
 
 typedef struct {
     PyObject_HEAD
@@ -2664,7 +2665,7 @@ typedef struct {
     PyObject *args[3];        /* enqueue: obj, timeout; dequeue: timeout, cancel, indefinite */
     PyObject *rest;           /* the coroutine that goes on where the core could not */
     Stage stage;
-    bool sends;
+    CallKind kind;
 } Call;
 
 static const char *const ENQUEUE[] = {"obj", "timeout"}, *const DEQUEUE[] = {"timeout", "cancel", "indefinite"};
@@ -2695,7 +2696,7 @@ static int find_arguments(const char *name, const char *const *names, Py_ssize_t
     return 0;
 }
 
-static PyObject *new_call(Calls *calls, bool sends, PyObject *const *args)
+static PyObject *new_call(Calls *calls, CallKind kind, PyObject *const *args)
 {
     Call *made = calls->spare;
     if (made != NULL) {
@@ -2711,7 +2712,7 @@ static PyObject *new_call(Calls *calls, bool sends, PyObject *const *args)
         made->args[n] = Py_XNewRef(args[n]);
     made->rest = NULL;
     made->stage = NEW;
-    made->sends = sends;
+    made->kind = kind;
     PyObject_GC_Track(made);
     return (PyObject *)made;
 }
@@ -2725,7 +2726,7 @@ static PyObject *calls_enqueue(Calls *self, PyObject *const *args, Py_ssize_t na
         PyErr_SetString(PyExc_TypeError, "enqueue() missing 1 required positional argument: 'obj'");
         return NULL;
     }
-    return new_call(self, true, found);
+    return new_call(self, SENDS, found);
 }
 
 static PyObject *calls_dequeue(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
@@ -2733,7 +2734,13 @@ static PyObject *calls_dequeue(Calls *self, PyObject *const *args, Py_ssize_t na
     PyObject *found[3] = {NULL};
     if (find_arguments("dequeue", DEQUEUE, 3, args, nargs, kwnames, found) < 0)
         return NULL;
-    return new_call(self, false, found);
+    return new_call(self, RECEIVES, found);
+}
+
+static PyObject *calls_aclose(Calls *self, PyObject *Py_UNUSED(ignored))
+{
+    PyObject *none[3] = {NULL};
+    return new_call(self, CLOSES, none);
 }
 
 /* Return what makes the blocks that the core does not give, called with these arguments, which this takes. */
@@ -2818,28 +2825,33 @@ static void raise_as(PyObject *shown)
 static int begin_call(Call *self, PyObject **result)
 {
     Calls *calls = self->calls;
-    PyObject *core = calls->core, *timeout = self->args[self->sends], *answer = NULL;
+    const bool sends = self->kind == SENDS;
+    PyObject *core = calls->core, *timeout = self->args[sends], *answer = NULL;
+    if (self->kind == CLOSES) {
+        *result = Py_NewRef(Py_None);
+        return 1;
+    }
     timeout = timeout == NULL ? Py_None : timeout;
-    if (core != NULL && Py_TYPE(core) != (self->sends ? calls->writer : calls->reader))
+    if (core != NULL && Py_TYPE(core) != (sends ? calls->writer : calls->reader))
         core = NULL;
     if (core != NULL) {
         Py_INCREF(core);
-        answer = self->sends ? writer_send((Core *)core, self->args[0]) : reader_receive((Core *)core, NULL);
+        answer = sends ? writer_send((Core *)core, self->args[0]) : reader_receive((Core *)core, NULL);
         if (answer == NULL) {
-            if (!self->sends)
+            if (!sends)
                 raise_as(calls->fail);
             Py_DECREF(core);
             return -1;
         }
-        bool done = self->sends ? answer == Py_None
-                                : answer != ((Core *)core)->nothing && answer != ((Core *)core)->elsewhere;
+        bool done = sends ? answer == Py_None
+                          : answer != ((Core *)core)->nothing && answer != ((Core *)core)->elsewhere;
         Py_DECREF(core);
         if (done) {
             *result = answer;
             return 1;
         }
     }
-    if (self->sends) {
+    if (sends) {
         PyObject *message = answer == NULL ? Py_False : answer;
         self->rest = PyObject_CallFunctionObjArgs(calls->rest, self->args[0], message, timeout, NULL);
     } else {
@@ -2989,7 +3001,8 @@ static PyObject *call_close(Call *self, PyObject *Py_UNUSED(ignored))
 
 static PyObject *call_await(Call *self)
 {
-    if (self->stage == RUNNING || self->stage == WAITING) {
+    /* anext(iterator, default) asks again before each step, and coroutines let that pass. */
+    if ((self->stage == RUNNING || self->stage == WAITING) && self->kind != ITERATES) {
         PyErr_SetString(PyExc_RuntimeError, "coroutine is being awaited already");
         return NULL;
     }
@@ -3016,7 +3029,9 @@ static int call_clear(Call *self)
 
 static const char *name_of(const Call *self)
 {
-    return self->sends ? "MessageQueue.enqueue" : "MessageQueue.dequeue";
+    return self->kind == SENDS    ? "MessageQueue.enqueue"
+           : self->kind == CLOSES ? "MessageQueue.aclose"
+                                  : "MessageQueue.dequeue";
 }
 
 static void call_dealloc(Call *self)
@@ -4719,6 +4734,7 @@ static PyMethodDef calls_methods[] = {
     {"loan", FAST calls_loan, METH_FASTCALL | METH_KEYWORDS,
      "loan($self, shape, dtype='float32', like='numpy', timeout=None)\n--\n\n"
      "Lend an array to the block, to be filled and sent; see `aioshm.MessageQueue.loan`."},
+    {"aclose", (PyCFunction)calls_aclose, METH_NOARGS, "End an iteration: the queue stays open."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -4731,7 +4747,7 @@ static PyGetSetDef calls_attributes[] = {
 static PyObject *calls_next(PyObject *self)
 {
     PyObject *none[3] = {NULL};
-    return new_call((Calls *)self, false, none);
+    return new_call((Calls *)self, ITERATES, none);
 }
 
 static PyType_Slot calls_slots[] = {

@@ -1314,6 +1314,9 @@ class Calls:
     def __anext__(self) -> Coroutine[Any, Any, Any]:
         return self.dequeue()
 
+    async def aclose(self) -> None:
+        """End an iteration: the queue stays open."""
+
     def lease(self, timeout: float | None = None, cancel: Any = None, indefinite: bool = False) -> Any:
         """Give the next message to the block, decoded where it lies; see `aioshm.MessageQueue.lease`."""
         if self.leasing is not None and timeout is None and cancel is None and not indefinite:

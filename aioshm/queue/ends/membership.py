@@ -36,6 +36,9 @@ class Membership:
             raise StopAsyncIteration
         return change
 
+    async def aclose(self) -> None:
+        """End an iteration; the writer stays open."""
+
     async def next(self, timeout: float | None) -> Change | None:
         """Wait for the next change, and return it; None: the queue was closed.
 

@@ -256,11 +256,11 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                 self._tell_silence(0)
             entered = sorted((place for place in running if place.entered), key=lambda place: not place.hidden)
             while True:
-                self._note_ready(entered)
                 if not self._may_go_on():
                     await self._sleep(entered)
                 if self._changed or not self._round.running:
                     return None
+                self._note_ready(entered)  # after the sleep: a writer may have sent and closed during it
                 for place in entered:
                     if place.running and (item := self._take(place)) is not None:
                         return item
