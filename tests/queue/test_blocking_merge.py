@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -236,3 +237,27 @@ def test_a_message_that_another_thread_takes_first_is_not_missed(monkeypatch: py
         writers[0].enqueue("second")
         monkeypatch.setattr(sys.modules[Merged.__module__], "monotonic", another_thread_takes_it)
         assert (next(merged), taken) == ((0, "second"), ["first"])
+
+
+@pytest.mark.parametrize("n_local", [1, 0])
+@pytest.mark.parametrize("sends", [True, False])
+def test_merge_sees_what_its_reader_has_read_from_sockets_since_it_polled(n_local: int, sends: bool) -> None:
+    """The private loop may read from its sockets after the last poll, and then nothing wakes a sleep."""
+    with queues(n_local, 1 - n_local) as (writers, readers):
+        merged = merge(readers)
+        place = merged._round.running[0]
+        poll = place._look
+
+        async def poll_too_early() -> None:
+            await poll()
+            place._look = poll  # type: ignore[method-assign]
+            done = Thread(writers[0].enqueue, "sent", 20) if sends else Thread(writers[0].close)
+            while done.running or not place.reader.may_go_on():
+                await asyncio.sleep(0.001)
+            done.result()
+
+        place._look = poll_too_early  # type: ignore[method-assign]
+        if sends:
+            assert Thread(next, merged).result() == (0, "sent")
+        else:
+            assert Thread(list, merged).result() == []

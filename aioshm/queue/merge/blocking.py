@@ -248,7 +248,8 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             for ring in parked:
                 ring.parked[0] = 1
             memory_fence()
-            if guard.error is None and running is self._round.running and not any(ring.ready() for ring in parked):
+            unchanged = guard.error is None and running is self._round.running
+            if unchanged and not any(place.may_go_on() for place in taken):
                 poll.poll(max(0.0, min(due) - now) * 1000 + 1 if due else None)
         finally:
             for ring in parked:

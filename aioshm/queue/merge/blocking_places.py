@@ -29,6 +29,7 @@ class BlockingPlace:
         self.reader = reader
         self.late: bool = False
         self.running = True
+        self._news: asyncio.Future[None] | None = None  # done when anything but a message has come since `poll`
 
     @property
     def ring(self) -> RingReader | None:
@@ -60,6 +61,7 @@ class BlockingPlace:
             gone = reader.source.gone
             if not gate.ready and gone is not None:
                 reader.go_on_after(gone())
+        self._news = gate.news()
         gate.check_refusal()
         news = reader.tell()
         if news is not None:
@@ -77,6 +79,10 @@ class BlockingPlace:
         elif gone is not None:
             reader.go_on_after(source.lost() if self.late else gone())
             self.late = False
+
+    def may_go_on(self) -> bool:
+        """Return whether there is anything to do by now: the loop may have read from its sockets after `poll` looked."""
+        return (self._news is not None and self._news.done()) or (not self.late and self.reader.may_go_on())
 
     def damage(self, error: Exception) -> AioshmError:
         """Return what is wrong with a message that could not be received."""
