@@ -56,8 +56,8 @@ def start(handle: Handle, rank: int, again: Handle) -> None:
 async def schedule() -> None:
     context = multiprocessing.get_context("spawn")
     async with (
-        MessageQueue(WORKERS, WORKERS, max_chunk_bytes=1 << 20) as mq,
-        MessageQueue(WORKERS, WORKERS, max_chunk_bytes=1 << 20) as second,
+        MessageQueue(WORKERS, max_chunk_bytes=1 << 20) as mq,
+        MessageQueue(WORKERS, max_chunk_bytes=1 << 20) as second,
     ):
         handles = mq.export_handle(), second.export_handle()
         workers = [context.Process(target=start, args=(handles[0], rank, handles[1])) for rank in range(WORKERS)]

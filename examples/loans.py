@@ -33,7 +33,7 @@ def in_a_process(handle: Handle, rank: int) -> None:
 async def main() -> None:
     """Send the frames to two readers."""
     spawn = multiprocessing.get_context("spawn")
-    async with MessageQueue(2, 2) as mq:
+    async with MessageQueue(2) as mq:
         readers = [spawn.Process(target=in_a_process, args=(mq.export_handle(), rank)) for rank in range(2)]
         for reader in readers:
             reader.start()

@@ -11,7 +11,7 @@ Request = tuple[int, asyncio.Future[int]]
 
 
 async def work(name: str) -> None:
-    async with MessageQueue.attach(f"{name}-in", 0) as jobs, MessageQueue(1, 1, name=name) as answers:
+    async with MessageQueue.attach(f"{name}-in", 0) as jobs, MessageQueue(1, name=name) as answers:
         await answers.wait_until_ready(timeout=10)
         async for number in jobs:
             await answers.enqueue(sum(range(number)))
@@ -19,7 +19,7 @@ async def work(name: str) -> None:
 
 async def keep_worker(rank: int, requests: asyncio.Queue[Request]) -> None:
     for name in (f"pool-{os.getpid()}-{rank}-{number}" for number in itertools.count()):
-        async with MessageQueue(1, 1, name=f"{name}-in") as jobs, MessageQueue.attach(name, 0, timeout=None) as answers:
+        async with MessageQueue(1, name=f"{name}-in") as jobs, MessageQueue.attach(name, 0, timeout=None) as answers:
             worker = await asyncio.create_subprocess_exec(sys.executable, __file__, name)
             serving = asyncio.create_task(serve(requests, jobs, answers, f"worker {rank} (pid {worker.pid}) died"))
             try:

@@ -14,7 +14,7 @@ def reader(handle: Handle) -> None:
 
 
 async def main() -> None:
-    async with MessageQueue(n_reader=1, n_local_reader=1) as mq:
+    async with MessageQueue(n_reader=1) as mq:
         multiprocessing.get_context("spawn").Process(target=reader, args=(mq.export_handle(),)).start()
         for number in range(3):
             await mq.enqueue({"number": number})

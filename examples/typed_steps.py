@@ -34,7 +34,7 @@ def work(handle: Handle) -> None:
 
 
 async def main() -> None:
-    async with MessageQueue(1, 1, max_chunk_bytes=1 << 20, codec="msgpack", type=Step) as mq:
+    async with MessageQueue(1, max_chunk_bytes=1 << 20, codec="msgpack", type=Step) as mq:
         worker = multiprocessing.get_context("spawn").Process(target=work, args=(mq.export_handle(),))
         worker.start()
         for first in range(0, 6, 3):

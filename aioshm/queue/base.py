@@ -28,7 +28,7 @@ class QueueBase(ABC, Generic[T]):
     def __init__(
         self,
         n_reader: int,
-        n_local_reader: int,
+        n_local_reader: int | None = None,
         local_reader_ranks: Sequence[int] | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunks: int = MAX_CHUNKS,
@@ -47,7 +47,7 @@ class QueueBase(ABC, Generic[T]):
         Args:
             n_reader: Readers in all; each receives every message. With none, as in a group of one, everything is sent
                 at once, to nobody.
-            n_local_reader: Readers on this host, which read the ring; the others connect over TCP.
+            n_local_reader: Readers on this host, which read the ring; the others connect over TCP. None: all of them.
             local_reader_ranks: Their ranks; None means 0 to n_local_reader - 1.
             max_chunk_bytes: Room for one message in the ring, in bytes; larger ones lie in memory beside it.
             max_chunks: How many messages of that size the ring has room for before the writer has to wait for the

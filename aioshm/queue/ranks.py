@@ -10,13 +10,13 @@ from aioshm.queue.remote.wire import MAX_RANK
 
 
 def checked_ranks(
-    n_reader: int, n_local_reader: int, local: Sequence[int] | None, remote: Sequence[int] | None
+    n_reader: int, n_local_reader: int | None, local: Sequence[int] | None, remote: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks of the local and of the remote readers.
 
     Args:
         n_reader: Readers in all.
-        n_local_reader: Those that read the ring.
+        n_local_reader: Those that read the ring; None: all.
         local: Their ranks; None: the first ones from 0 on.
         remote: The others' ranks; None: the first ones from 0 on that are not local.
 
@@ -24,6 +24,8 @@ def checked_ranks(
         TypeError, ValueError: They do not fit together; the text names what.
     """
     check_int("n_reader", n_reader, minimum=0, maximum=MAX_READERS)
+    if n_local_reader is None:
+        n_local_reader = n_reader
     if check_int("n_local_reader", n_local_reader, minimum=0) > n_reader:
         raise ValueError(f"n_local_reader must be at most n_reader ({n_reader}), not {shown(n_local_reader)}")
     here = _checked("local_reader_ranks", range(n_local_reader) if local is None else local, n_local_reader)

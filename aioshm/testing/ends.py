@@ -40,7 +40,7 @@ async def readers(count: int, **arguments: Any) -> AsyncIterator[tuple[MessageQu
         if name in arguments:
             raise TypeError(f"{name} must not be given: it is the number of readers, {count}")
     async with AsyncExitStack() as stack:
-        writer: MessageQueue[Any] = await stack.enter_async_context(MessageQueue(count, count, **arguments))
+        writer: MessageQueue[Any] = await stack.enter_async_context(MessageQueue(count, **arguments))
         handle, kind = writer.export_handle(), arguments.get("type")
         ends: list[MessageQueue[Any]] = [
             await stack.enter_async_context(MessageQueue.create_from_handle(handle, rank, type=kind))

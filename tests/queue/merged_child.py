@@ -1,6 +1,6 @@
-"""Writers of queues that are merged, in processes forked on request: ``python merged_child.py``, a line of JSON for each.
+"""Writers of queues that are merged, in processes that are forked on request: ``python merged_child.py``.
 
-A process says on standard output, as one line of JSON, the handles of its queues.
+Each line of standard input asks for a process, which says on standard output the handles of its queues; both are JSON.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ SIZES = {"n_reader": 1, "n_local_reader": 1, "max_chunk_bytes": 100, "max_chunks
 
 QUEUE: list[tuple[str, list[Any]]] = [
     ("n_reader", [*NO_SMALL_COUNT, 1 << 17]),
-    ("n_local_reader", [*NO_SMALL_COUNT, 2]),
+    ("n_local_reader", [value for value in [*NO_SMALL_COUNT, 2] if value is not None]),
     ("max_chunk_bytes", [*NO_COUNT, 0]),
     ("max_chunks", [*NO_COUNT, 0]),
     ("slots", [*(value for value in NO_COUNT if value is not None), 0]),
@@ -206,6 +206,18 @@ def test_more_than_there_is_memory(name: str, value: Any) -> None:
 
 def test_every_argument_of_a_queue_was_tried() -> None:
     assert {name for name, _ in QUEUE} == {*inspect.signature(MessageQueue.__init__).parameters} - {"self"}
+
+
+@pytest.mark.parametrize("n_reader", [0, 1, 3])
+async def test_queue_without_n_local_reader_has_local_readers_only(n_reader: int) -> None:
+    async with MessageQueue(n_reader) as writer:
+        assert writer.export_handle().local_reader_ranks == tuple(range(n_reader))
+
+
+@pytest.mark.parametrize("n_reader", [0, 1, 3])
+def test_blocking_queue_without_n_local_reader_has_local_readers_only(n_reader: int) -> None:
+    with blocking.MessageQueue(n_reader) as writer:
+        assert writer.export_handle().local_reader_ranks == tuple(range(n_reader))
 
 
 def test_both_faces_show_the_same_arguments_and_describe_each() -> None:

@@ -81,7 +81,7 @@ class BlockingPlace:
             self.late = False
 
     def may_go_on(self) -> bool:
-        """Return whether there is anything to do by now: the loop may have read from its sockets after `poll` looked."""
+        """Return whether anything has come since `poll` looked: the loop may have read from its sockets afterwards."""
         return (self._news is not None and self._news.done()) or (not self.late and self.reader.may_go_on())
 
     def damage(self, error: Exception) -> AioshmError:
