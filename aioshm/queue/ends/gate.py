@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import current_thread, get_ident
@@ -292,9 +293,9 @@ class Gate:
         """Whether a block of the task that asks has the slot."""
         if self.core.leased:
             self._adopt_lease()
-        if self._lease_of is not None and (self.blocks or self._lease_of == id(self._caller())):
+        if self._lease_of is not None and (self.blocks or self._lease_of == id(asyncio.current_task())):
             return True
-        return self._holder is not None and self._holder is self._caller()
+        return self._holder is not None and self._holder == self._caller()
 
     @property
     def waits(self) -> bool:
@@ -326,8 +327,14 @@ class Gate:
         self._watcher = None
 
     def _caller(self) -> object:
-        """Return what cannot wait for itself: the task; where calls block, all are one thread's."""
-        return True if self.blocks else asyncio.current_task()
+        """Return what cannot wait for itself: a reference to the task; where calls block, all are one thread's.
+
+        A weak reference: a lease may end by nobody referring to its task, which refers to the lease, any more.
+        """
+        if self.blocks:
+            return True
+        task = asyncio.current_task()
+        return None if task is None else weakref.ref(task)
 
     def _left(self) -> None:
         self._in_line -= 1

@@ -1,0 +1,93 @@
+"""Whatever takes an asynchronous iterator takes those of a queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, Callable
+from typing import Any
+
+import pytest
+from iterating import EACH_WAY, END, Way
+from pairs import EITHER_PLACE, attached
+from remotes import ready_ends
+
+from aioshm import MessageQueue, Options, ReaderJoined, ReaderLeft, merge
+
+NEW: dict[str, Callable[[MessageQueue[Any]], AsyncIterable[Any]]] = {
+    "queue": lambda reader: reader,
+    "leases": lambda reader: reader.leases(),
+    "merge": lambda reader: merge({0: reader}),
+}
+
+
+@EACH_WAY
+@EITHER_PLACE
+@pytest.mark.parametrize("kind", list(NEW))
+async def test_iterator_taken_by_a_builtin_gives_each_message_and_the_end(
+    kind: str, n_local: int, n_remote: int, way: Way
+) -> None:
+    def item_of(message: str) -> Any:
+        return (0, message) if kind == "merge" else message
+
+    async with ready_ends(n_local, n_remote, slots=8) as (writer, [reader]):
+        await writer.enqueue("there")
+        assert await way(NEW[kind](reader)) == item_of("there")
+        for turns in range(3):
+            waiting = asyncio.create_task(way(NEW[kind](reader)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await writer.enqueue(f"after {turns}")
+            assert await waiting == item_of(f"after {turns}")
+        ending = asyncio.create_task(way(NEW[kind](reader)))
+        await asyncio.sleep(0)
+        await writer.aclose()
+        assert await ending == END
+
+
+@EACH_WAY
+async def test_membership_taken_by_a_builtin_gives_each_change_and_the_end(way: Way) -> None:
+    async with MessageQueue(0, options=Options(max_readers=4)) as writer:
+        await writer.wait_until_ready(30)
+        joining = asyncio.create_task(way(writer.membership()))
+        await asyncio.sleep(0)
+        async with MessageQueue.create_from_handle(writer.export_handle()) as reader:
+            await reader.wait_until_ready(30)
+            assert type(await joining) is ReaderJoined
+            leaving = asyncio.create_task(way(writer.membership()))
+            await asyncio.sleep(0)
+        assert type(await leaving) is ReaderLeft
+        ending = asyncio.create_task(way(writer.membership()))
+        await asyncio.sleep(0)
+        await writer.aclose()
+        assert await ending == END
+
+
+@pytest.mark.parametrize("kind", list(NEW))
+async def test_anext_with_default_that_is_cancelled_loses_nothing(kind: str) -> None:
+    async with attached() as (writer, [reader]):
+        items = aiter(NEW[kind](reader))
+        for turns in range(6):
+            waiting = asyncio.ensure_future(anext(items, END))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert waiting.cancelled()
+        await writer.enqueue("kept")
+        assert await anext(items, END) in ("kept", (0, "kept"))
+
+
+async def test_item_awaited_by_two_tasks_is_an_error_and_loses_nothing() -> None:
+    async with attached() as (writer, [reader]):
+
+        async def receive(item: Any) -> Any:
+            return await item
+
+        item = anext(aiter(reader))
+        waiting = [asyncio.create_task(receive(item)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await writer.enqueue("sent")
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert any(isinstance(result, RuntimeError) for result in results)
+        if "sent" not in results:
+            assert await reader.dequeue(timeout=30) == "sent"
