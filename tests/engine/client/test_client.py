@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from iterating import EACH_WAY, END, Way, by_aclosing
 from served_engine import Engine, ask, collected, here_and_there, served, until
 from typed_messages import Output, Request
 
@@ -49,6 +50,15 @@ class TestStreams:
             assert [output["token"] for output in outputs] == [0, 1, 2, 3]
             assert outputs[-1]["finish_reason"] == "length"
             assert serving.client.in_flight == 0
+
+    @EACH_WAY
+    async def test_stream_taken_by_a_builtin_gives_outputs_and_the_end(self, way: Way) -> None:
+        async with served(Engine()) as serving:
+            stream = serving.client.submit(ask("a", 2))
+            assert (await way(stream))["token"] == 0
+            if way is not by_aclosing:  # which has aborted the request
+                assert (await way(stream))["token"] == 1
+                assert await way(stream) == END
 
     async def test_typed_outputs(self) -> None:
         async with served(Engine(), output_type=Output) as serving:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import worker_targets as targets
+from iterating import END, WAYS, by_aclosing, by_for
 from support import until
 
 from aioshm import Options, WorkerDied, WorkerError
@@ -47,6 +48,17 @@ async def test_items_come_in_order_of_generators_of_either_kind_and_of_other_ite
         array = np.arange(100_000, dtype=np.float32)
         async for row in group.stream(0, "double", array[:3000].reshape(3, 1000)):
             assert row.shape == (1000,)
+
+
+async def test_stream_taken_by_a_builtin_gives_items_and_the_end() -> None:
+    async with group_of() as group:
+        for way in WAYS:
+            stream = group.stream(0, "count", 2)
+            assert await way(stream) == 0, way
+            if way not in (by_aclosing, by_for):  # which have ended the stream
+                assert await way(stream) == 1, way
+                assert await way(stream) == END, way
+            await stream.aclose()
 
 
 async def test_two_streams_and_calls_go_on_side_by_side() -> None:

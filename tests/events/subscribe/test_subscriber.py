@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from iterating import EACH_WAY, END, Way, by_aclosing
 from support import until
 
 from aioshm.errors import EventsLost, QueueClosed, RoleError
@@ -43,6 +44,23 @@ async def test_a_burst_arrives_whole_and_in_order(ends: Ends) -> None:
         if number == 10_000:
             break
     assert subscriber.stats().lost == 0
+
+
+@EACH_WAY
+async def test_subscriber_taken_by_a_builtin_gives_batches_and_the_end(ends: Ends, way: Way) -> None:
+    publisher = ends.publisher()
+    subscriber = ends.subscriber(publisher)
+    publisher.publish(batch(0))
+    assert (await way(subscriber))[0] == 0
+    if way is not by_aclosing:  # which has closed the subscriber
+        waiting = asyncio.create_task(way(subscriber))
+        await asyncio.sleep(0)
+        publisher.publish(batch(1))
+        assert (await waiting)[0] == 1
+    ending = asyncio.create_task(way(subscriber))
+    await asyncio.sleep(0)
+    await subscriber.aclose()
+    assert await ending == END
 
 
 async def test_a_late_joiner_gets_everything_or_hears_what_is_gone(ends: Ends) -> None:
