@@ -49,7 +49,7 @@ class ProcessManager(Closing, AsyncClosing):
     """Processes that are started together, watched together and stopped together; a context manager of either kind.
 
     They exit when this process does, however that happens, and so does what they start if it calls `die_with_parent`.
-    They lead process groups of their own: Ctrl-C reaches this process only, and `close` stops them.
+    They lead process groups of their own, and ignore SIGINT: Ctrl-C is for this process only, and `close` stops them.
 
     Args:
         target: What each process runs; importable in it, without side effects.

@@ -33,6 +33,13 @@ class Worker:
         pass
 
 
+class SlowWorker(Worker):
+    """Warms up."""
+
+    def __init__(self, rank: int) -> None:
+        time.sleep(3)
+
+
 class Engine:
     """May have a worker; never finishes a request."""
 
@@ -43,7 +50,8 @@ class Engine:
     async def initialize(self, _metadata: object) -> dict[str, Any]:
         """Start the worker."""
         if self._moment in WITH_WORKERS:
-            self._group = await WorkerGroup(Worker, 1).__aenter__()
+            kind = SlowWorker if self._moment == "none" else Worker
+            self._group = await WorkerGroup(kind, 1).__aenter__()
         if self._again and self._moment == "in initialize":
             stop_here()
         return {}
@@ -197,6 +205,11 @@ def coordinator_at(hook: Callable[[], None]) -> Work:
     return lambda supervisor: kill(supervisor, hook, coordinator=True)
 
 
+async def serve_on(_supervisor: EngineSupervisor) -> None:
+    """Go on until it is interrupted."""
+    await asyncio.sleep(FOR_EVER)
+
+
 OF_ENGINES: dict[str, Work] = {
     "before spawn": engine_at(before(CoreEngineProcManager, "start_engine")),
     "before it has its orders": engine_at(before(_Popen, "_exact_sentinel")),
@@ -220,10 +233,10 @@ OF_GROUPS: dict[str, Work] = {
     "group: one is spawned": engine_at(after(CoreEngineProcManager, "start_engine")),
     "group: one has registered": engine_at(after(EngineLink, "registered")),
 }
-MOMENTS = OF_ENGINES | OF_COORDINATORS | OF_GROUPS
-WITH_WORKERS = {"in initialize", "draining"}
+MOMENTS = OF_ENGINES | OF_COORDINATORS | OF_GROUPS | {"none": serve_on}
+WITH_WORKERS = {"in initialize", "draining", "none"}
 WITH_COORDINATOR = {"before spawn", "at backoff", *OF_COORDINATORS, *OF_GROUPS}
-WITH_TWO_ENGINES = {"draining", *OF_GROUPS}
+WITH_TWO_ENGINES = {"draining", "none", *OF_GROUPS}
 IN_IMPORTS = {  # which process goes no further there
     "in imports": "EngineCore_0",
     "coordinator: in imports": "DPCoordinator",

@@ -1,8 +1,10 @@
-"""A supervisor that is killed at any moment of a restart leaves no process, of whatever generation."""
+"""A supervisor that is killed at any moment of a restart, or interrupted twice, leaves no process of any generation."""
 
 from __future__ import annotations
 
 import os
+import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from select import select
 
 import killed_supervisor as moments
 import pytest
+from support import eventually
 
 pytestmark = [
     pytest.mark.usefixtures("runtime_dir"),
@@ -88,3 +91,31 @@ def test_while_an_engine_or_the_coordinator_starts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", ["OF_ENGINES", "OF_COORDINATORS", "OF_GROUPS"])
 def test_at_every_moment(which: str, tmp_path: Path) -> None:
     check(seconds_until_gone(getattr(moments, which), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backing", ["memfd", "named"])
+def test_two_interrupts_at_any_moment_leave_nothing(backing: str, tmp_path: Path, runtime_dir: Path) -> None:
+    rng = random.Random(backing)
+    environment = {**os.environ, "AIOSHM_BACKING": backing}
+    if backing == "named":
+        environment["AIOSHM_LIFELINE"] = "directory"
+    for trial in range(12):
+        mark = str(tmp_path / f"{trial}")
+        supervisor = subprocess.Popen(
+            [sys.executable, moments.__file__, "none"],
+            stderr=subprocess.DEVNULL,
+            env={**environment, "AIOSHM_TEST_DIED": mark},
+        )
+        try:
+            for seconds in (rng.uniform(0.2, 3), rng.choice([rng.uniform(0, 0.02), rng.uniform(0, 0.5)])):
+                try:
+                    supervisor.wait(seconds)
+                except subprocess.TimeoutExpired:
+                    supervisor.send_signal(signal.SIGINT)
+            supervisor.wait(PATIENCE_S)
+        finally:
+            supervisor.kill()
+            supervisor.wait()
+        eventually(lambda mark=mark: not trees([mark])[mark])  # type: ignore[misc]
+        assert not runtime_dir.exists() or os.listdir(runtime_dir) == []
