@@ -4,7 +4,8 @@ Four engines with a worker each, under an `EngineSupervisor`, and a `WorkerGroup
 load. Again and again a process of the tree is killed (SIGKILL), or stopped for two seconds (SIGSTOP), or two are killed
 at once; never this one. Every request and every call has to end: with what it asked for, or with an error that names a
 process that has died. Afterwards there are as many processes, descriptors and as much memory as before. Then one engine
-after the other is killed, see `survival_outages`: how soon it is back, and what the others do meanwhile.
+after the other is killed, see `survival_outages`: how soon it is back, and what the others do meanwhile. Last,
+a front end is stopped while its engine streams to it: how much the engine keeps for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from aioshm.engine import EngineSupervisor, Restart, WorkerGroup, die_with_paren
 from aioshm.errors import EngineDead, WorkerDied
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report, percentile
-from benchmarks.survival_outages import Requests, outages
+from benchmarks.survival_outages import Requests, outages, stopped_front_end
 
 ENGINES, WORKERS, STANDBYS = 4, 4, 1
 ASKING, CALLING = 16, 2
@@ -309,6 +310,7 @@ async def run(settings: Settings, report: Report) -> None:
         result.add(back_p50_ms=percentile(survival.back_ms, 50), back_p99_ms=percentile(survival.back_ms, 99))
     rounds = max(2, min(int(seconds / 2), 16))
     await outages(report.result("one engine at a time", "aioshm", ENGINES), report, rounds)
+    await stopped_front_end(report.result("a front end that is stopped", "aioshm", 1), report)
 
 
 def _whole(supervisor: EngineSupervisor, group: WorkerGroup) -> bool:

@@ -1,4 +1,6 @@
-"""The part of `benchmarks.survival` about one engine at a time: how soon it is back, and what the others do meanwhile.
+"""The parts of `benchmarks.survival` about one process at a time: an engine is killed, a front end is stopped.
+
+How soon the engine is back, and what the others do meanwhile; how much an engine keeps for a front end that is stopped.
 
 The engines take a fixed time for each step, as those do that wait for a device: so the processors have time for the
 start of an engine, and what is measured is what its death and its return do to the others, not what its imports do.
@@ -12,10 +14,23 @@ import asyncio
 import os
 import signal
 import time
+from itertools import count
 from statistics import median
 from typing import Any
 
-from aioshm.engine import EngineSupervisor, Restart, die_with_parent, launch_core_engines, run_engine_core
+import psutil
+
+from aioshm.engine import (
+    APIServerProcessManager,
+    EngineClient,
+    EngineSupervisor,
+    EngineZmqAddresses,
+    Restart,
+    die_with_parent,
+    launch_core_engines,
+    run_engine_core,
+)
+from aioshm.engine.core.sockets import MAX_PENDING_BYTES
 from aioshm.errors import EngineDead
 from benchmarks.framework.report import Report, Result, percentile
 
@@ -25,6 +40,8 @@ STARTS = 5
 BEFORE_S = 1.0  # how long throughput is measured before each kill
 PATIENCE_S = 60.0
 BACK_MS, SHARE = 100.0, 0.9
+STREAMS, OUTPUT_BYTES = 20, 1 << 16
+KEPT_MIB = MAX_PENDING_BYTES / 2**20 + 24  # and the messages that ZeroMQ and the kernel have
 
 
 class Requests:
@@ -168,3 +185,83 @@ async def outages(result: Result, report: Report, rounds: int) -> None:
         report.hold(text, found - own, "ms", BACK_MS)
     text = f"throughput of the other {ENGINES - 1} engines in {rounds} outages, median, of what it was before"
     report.hold(text, median(shares), "x", SHARE, at_least=True)
+
+
+class Endless(Requests):
+    """Gives each request a large output in each step."""
+
+    def initialize(self, _metadata: object) -> dict[str, Any]:
+        """Be ready at once."""
+        return {}
+
+    async def step(self) -> list[dict[str, Any]]:
+        """Give each request its next output."""
+        await asyncio.sleep(STEP_S)
+        return [{"request_id": request_id, "text": "x" * OUTPUT_BYTES} for request_id in self.given]
+
+
+def serve_endlessly(handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
+    """Run an engine; the target of a process."""
+    die_with_parent()
+    asyncio.run(run_engine_core(Endless(), handshake_address, dp_rank))
+
+
+def read_on(_listen_address: str, _sock: object, _args: object, config: dict[str, Any]) -> None:
+    """Run a front end that reads its streams, and begins again when they are lost; the target of a process."""
+    die_with_parent()
+
+    async def read(client: EngineClient, who: int) -> None:
+        for number in count():
+            await client.wait_until_ready(PATIENCE_S)
+            try:
+                async for _ in client.submit({"request_id": f"{who} {number}"}):
+                    pass
+            except EngineDead:
+                await asyncio.sleep(STEP_S)
+
+    async def work() -> None:
+        addresses = EngineZmqAddresses([config["input_address"]], [config["output_address"]])
+        where = config["membership_address"]
+        async with EngineClient(addresses, 1, on_engine_death="continue", membership_address=where) as client:
+            await asyncio.gather(*(read(client, who) for who in range(STREAMS)))
+
+    asyncio.run(work())
+
+
+async def stopped_front_end(result: Result, report: Report) -> None:
+    """Stop a front end while its engine streams to it, and let it go on when the engine has dropped it."""
+    async with EngineSupervisor(serve_endlessly, 1, num_api_servers=1) as supervisor:
+        launch = supervisor.launch
+        async with APIServerProcessManager(
+            read_on, "", None, None, 1, launch.addresses.inputs, launch.addresses.outputs,
+            membership_address=launch.membership_address,
+        ) as servers:  # fmt: skip
+            engine, front_end = (psutil.Process(each.pid) for each in (launch.processes[0], servers.processes[0]))
+
+            async def streaming() -> None:
+                """Wait until the front end takes time to read."""
+                before = front_end.cpu_times().user
+                while front_end.cpu_times().user < before + 0.5:  # noqa: ASYNC110 -- of another process
+                    await asyncio.sleep(STEP_S)
+
+            dropped, back, kept = False, False, 0.0
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await streaming()
+                    before = engine.memory_info().rss
+                    front_end.suspend()
+                    stopped = time.monotonic()
+                    while not dropped:
+                        await asyncio.sleep(STEP_S)
+                        kept = max(kept, (engine.memory_info().rss - before) / 2**20)
+                        said = launch.engine_manager.last_lines(launch.processes[0].name, 5)
+                        dropped = any("dropped front end 0" in line for line in said)
+                    result.add(dropped_after_s=time.monotonic() - stopped, kept_mib=kept)
+                    front_end.resume()
+                    await streaming()
+                    back = True
+            except TimeoutError:
+                front_end.resume()
+    report.hold("an engine whose front end is stopped has kept for it", kept, "MiB", KEPT_MIB)
+    report.hold("stopped front ends that their engine has not dropped by name", float(not dropped), "", 0)
+    report.hold("front ends that are not served again when they go on", float(not back), "", 0)
