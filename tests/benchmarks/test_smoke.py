@@ -198,13 +198,14 @@ def test_survival(loop: str) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert {"next call, standby", "next call, cold"} < {result["case"] for result in report["results"]}
-    result, outages = report["results"][2:]
+    result, outages, stopped = report["results"][2:]
     assert result["figures"]["completed"]["median"] > 0
     assert result["figures"]["killed"]["median"] > 0
     assert outages["figures"]["back_p50_ms"]["median"] > 0
     assert outages["figures"]["share"]["median"] > 0
+    assert stopped["figures"]["kept_mib"]["median"] > 0
     counted = [promise for promise in report["promises"] if promise["unit"] == ""]
-    assert len(counted) == 8
+    assert len(counted) == 10
     assert [promise for promise in counted if not promise["kept"]] == [], done.stderr
 
 
