@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioshm.config import Options
 from aioshm.engine.metering import StreamMeter
@@ -17,7 +17,50 @@ from aioshm.engine.workers.fate import Fate
 from aioshm.engine.workers.inbox import Inbox, Waiter
 from aioshm.engine.workers.schedule import Schedule, Ticket
 from aioshm.engine.workers.steps import CODE_WITHIN_S
-from aioshm.errors import AioshmError, PeerDied, QueueClosed, RemoteFailure, WorkerError
+from aioshm.errors import AioshmError, PeerDied, QueueClosed, RemoteFailure, RequestAborted, WorkerError
+
+
+class WorkerStream(AsyncIterator[Any]):
+    """The items of a worker's generator, see `WorkerGroup.stream`.
+
+    A timeout ends nothing: the next item may be waited for again. Leaving the stream closes the generator: breaking off
+    and forgetting it, `aclose`, or being cancelled in it. Iterating on then raises `RequestAborted`.
+    """
+
+    def __init__(self, items: AsyncGenerator[Any, None], call: Call) -> None:
+        self._items = items
+        self._call = call
+        self._left = False
+
+    async def __anext__(self) -> Any:
+        if self._left:
+            method, channel = self._call.method, self._call.channel
+            rank = self._call.wanted if channel is None else channel.rank
+            text = f"{method}: the stream was left before its last item"
+            raise RequestAborted(text, engine=rank, request_id=method)
+        try:
+            item = await anext(self._items)
+        except asyncio.CancelledError:
+            self._left = True
+            raise
+        except StopAsyncIteration:
+            if self._call.failure is not None:
+                raise self._call.failure() from None
+            raise
+        if type(item) is _TimedOut:
+            raise TimeoutError(item.text)
+        return item
+
+    async def aclose(self) -> None:
+        """Close the generator unless it is finished. Idempotent."""
+        self._left = self._left or not self._call.done or bool(self._call.items)
+        await self._items.aclose()
+
+
+class _TimedOut(NamedTuple):
+    """What stands for an item that has not come in time: an error would end the generator that raises it."""
+
+    text: str  # not the error: its traceback would keep a stream alive that is forgotten
 
 
 class Calls:
@@ -82,10 +125,8 @@ class Calls:
             raise call.failure()
         return call.value
 
-    async def stream(
-        self, call: Call, request: Request, timeout: float | None, meter: StreamMeter
-    ) -> AsyncGenerator[Any, None]:
-        """Make a call, and yield the items of what it returns.
+    def stream(self, call: Call, request: Request, timeout: float | None, meter: StreamMeter) -> WorkerStream:
+        """Make a call when it is iterated over, and return the items of its result.
 
         Args:
             call: The call.
@@ -93,15 +134,31 @@ class Calls:
             timeout: Seconds for each item; None: as long as it takes.
             meter: Counts the stream and its items.
         """
+        return WorkerStream(self._items(call, request, timeout, meter), call)
+
+    async def _items(
+        self, call: Call, request: Request, timeout: float | None, meter: StreamMeter
+    ) -> AsyncGenerator[Any, None]:
         with meter.stream() as count_item:
             taken, batch = 0, max(1, request.items // 2)
             try:
-                async with self._within(timeout, call):
-                    await self._send(call, STREAM, request)
                 while True:
-                    if not call.ready:
-                        async with self._within(timeout, call):
-                            await self._inbox.wait(call)
+                    late = None
+                    try:
+                        if not call.sent:
+                            async with self._within(timeout, call):
+                                await self._send(call, STREAM, request)
+                        if not call.ready:
+                            async with self._within(timeout, call):
+                                await self._inbox.wait(call)
+                    except TimeoutError as error:
+                        late = _TimedOut(str(error))
+                    if late is not None:
+                        if not call.sent and call.ticket not in self._asking:
+                            self._leave(call)  # its turn had come, but there was no room for it
+                            call.ticket = call.channel = None
+                        yield late
+                        continue
                     if not call.items:
                         break
                     item = call.items.popleft()
@@ -135,18 +192,19 @@ class Calls:
                 call.channel = None
 
     async def _turn_of(self, call: Call) -> Channel | None:
-        call.ready = False
-        self.channels.want(call.wanted)
-        call.ticket = ticket = self._schedule.ask(call.wanted, stream=call.stream)
-        if ticket.rank is None:
-            self._asking[ticket] = call
-            try:
+        ticket = call.ticket
+        if ticket is None or ticket not in self._asking:  # else it has waited before, until its timeout
+            call.ready = False
+            self.channels.want(call.wanted)
+            call.ticket = ticket = self._schedule.ask(call.wanted, stream=call.stream)
+            if ticket.rank is None:
+                self._asking[ticket] = call
                 self.channels.open_wanted()
                 if call.wanted is None:
                     self._catch_up()
-                await self._inbox.wait(call)
-            finally:
-                del self._asking[ticket]
+        if ticket in self._asking:
+            await self._inbox.wait(call)
+            del self._asking[ticket]
             if call.failure is not None:
                 raise call.failure()
         assert ticket.rank is not None
@@ -167,6 +225,7 @@ class Calls:
             if call.channel is not None:
                 call.channel.calls.pop(call.number, None)
             if call.ticket is not None:
+                self._asking.pop(call.ticket, None)
                 self._schedule.withdraw(call.ticket)
             self._look_at_drained()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from aioshm.arguments import check_int, check_plain, check_seconds, check_timeout
@@ -12,6 +12,7 @@ from aioshm.config import Options
 from aioshm.engine.metering import StreamMeter, meter_of, metered
 from aioshm.engine.stats import WorkerGroupStats
 from aioshm.engine.workers.asked import arguments, keywords, method_name
+from aioshm.engine.workers.calls import WorkerStream
 from aioshm.engine.workers.channel import Call
 from aioshm.engine.workers.envelope import Request
 from aioshm.engine.workers.fate import Fate
@@ -231,7 +232,7 @@ class WorkerGroup(AsyncClosing):
         timeout: float | None = None,
         prefetch: int = PREFETCH,
         **kwargs: Any,
-    ) -> AsyncGenerator[Any, None]:
+    ) -> WorkerStream:
         """Iterate with ``async for`` over what a method of one worker yields.
 
         The method is a generator, an asynchronous generator, or returns something else that can be iterated over. It is
@@ -239,14 +240,16 @@ class WorkerGroup(AsyncClosing):
         between two items, and while an asynchronous generator awaits something. At most ``prefetch`` items are made
         that nobody has taken.
 
-        Leaving the iteration early, or closing it with ``aclose``, closes the worker's generator: at the ``yield``
-        where it is, or, with `asyncio.CancelledError`, at an ``await``.
+        Leaving the iteration early, being cancelled in it, or closing it with ``aclose``, closes the worker's
+        generator: at the ``yield`` where it is, or, with `asyncio.CancelledError`, at an ``await``. Iterating on raises
+        `RequestAborted`: only a finished generator ends without an error.
 
         Args:
             rank: The worker; None: one that is idle, as for `call_any`.
             method: As for `call`.
             args: For the method.
-            timeout: Seconds to wait for each item; None: as long as it takes.
+            timeout: Seconds to wait for each item; None: as long as it takes. `TimeoutError` ends nothing: the item may
+                be waited for again, and the call keeps its place among those that wait for the worker.
             prefetch: How many items may be made before any is taken.
             kwargs: For the method.
 

@@ -12,7 +12,7 @@ import worker_targets as targets
 from iterating import END, WAYS, by_aclosing, by_for
 from support import until
 
-from aioshm import Options, WorkerDied, WorkerError
+from aioshm import Options, RequestAborted, WorkerDied, WorkerError
 from aioshm.engine import Restart, WorkerGroup
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -137,6 +137,77 @@ async def test_cancelling_its_consumer_closes_the_generator_where_it_is() -> Non
         with pytest.raises(TimeoutError, match=r"^count_slowly: no answer from Worker_0 \(pid \d+\) within 0.05 s"):
             await anext(group.stream(0, "count_slowly", None, targets.LONG_S, timeout=0.05))
         await ended(group, "CancelledError", "CancelledError")
+
+
+async def test_timeout_for_one_item_ends_nothing() -> None:
+    async with group_of() as group:
+        for method in GENERATORS:
+            stream = group.stream(0, method, 3, prefetch=1, timeout=0.001)
+            busy = asyncio.create_task(group.call(0, "slowly", 0.05))  # before its turn
+            await asyncio.sleep(0)
+            items: list[int] = []
+            timeouts = 0
+            while True:
+                try:
+                    items.append(await anext(stream))
+                except TimeoutError:
+                    timeouts += 1
+                except StopAsyncIteration:
+                    break
+            assert items == [0, 1, 2]
+            assert timeouts
+            await busy
+        await ended(group, "done", "done")
+        await until_idle(group)
+        assert await group.call_any("add", timeout=60) == 0
+
+
+async def test_timeouts_keep_the_place_among_those_that_wait() -> None:
+    async with group_of() as group:
+        busy = asyncio.create_task(group.call(0, "slowly", 0.3))
+        await asyncio.sleep(0)
+        stream = group.stream(None, "count", 1, timeout=0.01)
+        with pytest.raises(TimeoutError, match="no idle worker"):
+            await anext(stream)
+        later = asyncio.create_task(group.call_any("state"))
+        item = None
+        while item is None:
+            with suppress(TimeoutError):
+                item = await anext(stream)
+        assert item == 0
+        assert not busy.cancelled()
+        assert (await later)[0] == 0, "the call that came later went first"
+
+
+async def test_stream_that_was_left_never_ends_as_if_it_were_finished() -> None:
+    async with group_of() as group:
+        for way in ("aclose", "cancelled", "aclose while it waits for its turn"):
+            stream = group.stream(0, "count_slowly", None, 0.01, timeout=0.02)
+            if way == "aclose while it waits for its turn":
+                busy = asyncio.create_task(group.call(0, "slowly", 0.1))
+                await asyncio.sleep(0)
+                with pytest.raises(TimeoutError):
+                    await anext(stream)
+            else:
+                with suppress(TimeoutError):
+                    await anext(stream)
+            if way == "cancelled":
+                waiting = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.wait([waiting])
+            else:
+                await stream.aclose()
+            with pytest.raises(RequestAborted, match="count_slowly: the stream was left before its last item"):
+                await anext(stream)
+        await busy
+        failing = group.stream(0, "count", 1, fail=True)
+        assert await anext(failing) == 0
+        for _ in range(2):
+            with pytest.raises(WorkerError):
+                await anext(failing)
+        await until_idle(group)
+        assert await group.call_any("add", timeout=60) == 0
 
 
 @pytest.mark.parametrize("method", GENERATORS)
