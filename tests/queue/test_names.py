@@ -32,6 +32,7 @@ from aioshm import (
     merge,
 )
 from aioshm.process.state import process_state
+from aioshm.queue.names.registry import NamedWriters
 from aioshm.ring.atomics import native_core
 
 NAMED = Path(__file__).with_name("named_child.py")
@@ -75,6 +76,26 @@ async def test_a_reader_that_goes_on_to_the_next_writer_does_not_wake_the_one_be
         await writer.aclose()
         await until(lambda: reader.end.source is not source)
         source.waker.wake()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(5, "Input/output error")])
+async def test_reader_whose_look_for_a_writer_fails_once_looks_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, failures = NamedWriters.look, [error]
+
+    def look_after_a_failure(writers: NamedWriters) -> Any:
+        if failures:
+            raise failures.pop()
+        return look(writers)
+
+    async with MessageQueue.attach("steps", 0) as reader:
+        monkeypatch.setattr(NamedWriters, "look", look_after_a_failure)
+        receiving = asyncio.create_task(reader.dequeue(timeout=20))
+        await until(lambda: not failures)
+        async with new_writer(1) as writer:
+            await writer.enqueue("sent", 20)
+            assert await receiving == "sent"
 
 
 # Finding

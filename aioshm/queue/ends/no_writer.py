@@ -113,6 +113,8 @@ class NoWriter:
                 return
         except AioshmError as error:
             self._failed(error)
+        except (MemoryError, OSError):
+            logger.debug("%r: cannot look for a writer now; trying again", self._gate, exc_info=True)
         if self._timer is not None:
             self._timer = loop.call_later(self._pause_s, _look, weakref.ref(self), loop)
             self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)
