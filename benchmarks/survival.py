@@ -3,9 +3,10 @@
 Four engines with a worker each, under an `EngineSupervisor`, and a `WorkerGroup` of four with a standby have a steady
 load. Again and again a process of the tree is killed (SIGKILL), or stopped for two seconds (SIGSTOP), or two are killed
 at once; never this one. Every request and every call has to end: with what it asked for, or with an error that names a
-process that has died. Afterwards there are as many processes, descriptors and as much memory as before. Then one engine
-after the other is killed, see `survival_outages`: how soon it is back, and what the others do meanwhile. Last,
-a front end is stopped while its engine streams to it: how much the engine keeps for it.
+process that has died. Every fourth request has the id of one that was aborted just before. Afterwards there are as
+many processes, descriptors and as much memory as before. Then one engine after the other is killed, see
+`survival_outages`: how soon it is back, and what the others do meanwhile. Last, a front end is stopped while its
+engine streams to it: how much the engine keeps for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from aioshm.engine import EngineSupervisor, Restart, WorkerGroup, die_with_parent, run_engine_core
+from aioshm.engine import EngineClient, EngineSupervisor, Restart, WorkerGroup, die_with_parent, run_engine_core
 from aioshm.errors import EngineDead, WorkerDied
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report, percentile
@@ -34,6 +35,10 @@ ENGINES, WORKERS, STANDBYS = 4, 4, 1
 ASKING, CALLING = 16, 2
 TOKENS = 6
 PERIOD_S, STOPPED_S = 0.3, 2.0
+ABORTED = 100
+"""The first token of requests that are aborted; others begin with 0."""
+USED_AGAIN = 4
+"""Of so many requests one has the id of one that was aborted just before."""
 PATIENCE_S = 60.0
 RESTART = Restart(max_restarts=1_000_000, backoff_s=0.01, backoff_max_s=0.1)
 AT_ONCE = Restart(max_restarts=1_000_000, backoff_s=0.001, backoff_max_s=0.001)
@@ -54,7 +59,7 @@ class Adder:
 
 
 class Engine(Requests):
-    """Gives each request the numbers from 0 on, which its worker has added 0 to."""
+    """Gives each request the numbers from its first on, which its worker has added 0 to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,6 +69,10 @@ class Engine(Requests):
         """Start the worker."""
         self._group = await WorkerGroup(Adder, 1).__aenter__()
         return {}
+
+    def add_request(self, request: dict[str, Any]) -> None:
+        """Begin."""
+        self.given[request["request_id"]] = request.get("first", 0)
 
     async def step(self) -> list[dict[str, Any]]:
         """Give each request its next number."""
@@ -75,7 +84,7 @@ class Engine(Requests):
         for request_id, number in zip(list(self.given), numbers, strict=True):
             output = {"request_id": request_id, "token": number}
             self.given[request_id] += 1
-            if number + 1 == TOKENS:
+            if (number + 1) % ABORTED == TOKENS:
                 output["finish_reason"] = "length"
                 del self.given[request_id]
             outputs.append(output)
@@ -91,6 +100,14 @@ def serve(handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
     """Run an engine; the target of a process."""
     die_with_parent()
     asyncio.run(run_engine_core(Engine(), handshake_address, dp_rank))
+
+
+async def abort_one(client: EngineClient, request_id: str, within_s: float) -> None:
+    """Submit a request and leave it after its first output, or when that has not come in time."""
+    stream = client.submit({"request_id": request_id, "first": ABORTED})
+    with suppress(TimeoutError):
+        await asyncio.wait_for(anext(stream), within_s)
+    await stream.aclose()
 
 
 class Survival:
@@ -114,6 +131,9 @@ class Survival:
             tokens: list[int] = []
             try:
                 async with asyncio.timeout(PATIENCE_S):
+                    if number % USED_AGAIN == 0:
+                        self.counts["used again"] += 1
+                        await abort_one(self._supervisor.client, f"{who} {number}", number % 7 / 1e3)
                     stream = self._supervisor.client.submit({"request_id": f"{who} {number}"})
                     tokens.extend([output["token"] async for output in stream])
             except EngineDead as error:
@@ -294,7 +314,7 @@ async def run(settings: Settings, report: Report) -> None:
         after = await _settled(supervisor, group)
         well = await survival.everyone_answers()
     counts, result = survival.counts, report.result("survival", "aioshm", ENGINES + WORKERS)
-    for name in ("requests", "completed", "failed", "starved", "killed", "stopped"):
+    for name in ("requests", "used again", "completed", "failed", "starved", "killed", "stopped"):
         result.add(**{name: counts[name]})
     for oddity in survival.oddities[:10]:
         progress(f"odd: {oddity}")

@@ -7,12 +7,14 @@ from collections import Counter
 
 from aioshm.engine import EngineSupervisor, WorkerGroup
 from aioshm.errors import EngineDead, WorkerDied
-from benchmarks.survival import RESTART, TOKENS, Adder, serve
+from benchmarks.survival import RESTART, TOKENS, Adder, abort_one, serve
 from tools.campaign.stage import Actor, Part
 
 ENGINES, WORKERS, STANDBYS = 2, 2, 1
 ASKING, CALLING = 3, 2
 PATIENCE_S, PAUSE_S, TELL_S = 90.0, 0.03, 1.0
+ABORTED_BEFORE = 0.25
+"""How many requests have the id of one that was aborted just before."""
 
 
 def actors() -> list[Actor]:
@@ -43,6 +45,8 @@ class Load:
             name = f"{who} {self.counts['requests']}"
             try:
                 async with asyncio.timeout(PATIENCE_S):
+                    if self._part.chance.random() < ABORTED_BEFORE:
+                        await abort_one(self._supervisor.client, name, self._part.chance.uniform(0.0, 0.02))
                     stream = self._supervisor.client.submit({"request_id": name})
                     tokens = [output["token"] async for output in stream]
             except Exception as error:
