@@ -8,22 +8,28 @@
   only the process that started it, which stops it; and what is left of the group when it exits is killed, wherever in
   the tree that has got to (not on macOS before Python 3.13);
 * on Linux its sentinel is a pidfd (pidfd_open(2)), which is readable exactly when the process has exited. The
-  pipe that ``multiprocessing`` uses also ends when the process closes it, and lasts while anything forked from it does.
+  pipe that ``multiprocessing`` uses also ends when the process closes it, and lasts while anything forked from it does;
+* starting it never waits for it. ``multiprocessing`` writes the pickled target and arguments into a pipe, which blocks
+  the caller, an event loop maybe, until the process has imported the main module; here they are in an anonymous file
+  that the process inherits, and the pipe carries only the few bytes that make ``multiprocessing`` read that file.
 """
 
 from __future__ import annotations
 
 import io
 import multiprocessing.spawn
+import operator
 import os
+import pickle
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
-from typing import Any
+from typing import IO, Any
 
 from aioshm.process import parent
 
@@ -100,8 +106,8 @@ class _Popen(popen_spawn_posix.Popen):
         tracker = resource_tracker.getfd()
         assert tracker is not None
         self.duplicate_for_child(tracker)
-        message = self._pickled(process_obj)
         with ExitStack() as theirs, ExitStack() as ours, ExitStack() as undo:
+            message = self._store(process_obj, theirs.enter_context(_anonymous_file()))
             orders, orders_in = _pipe(theirs, ours)  # its other end is what the new process holds of this one's life
             ended_in, ended = _pipe(ours, theirs)
             self.duplicate_for_child(orders)
@@ -119,9 +125,9 @@ class _Popen(popen_spawn_posix.Popen):
             self.pid = self._process.pid
             theirs.close()
             self.sentinel = self._exact_sentinel(ours, ended_in)
+            # This does not block: an empty pipe takes PIPE_BUF bytes at once (pipe(7)), and the message has fewer.
             with suppress(BrokenPipeError):  # if it has ended before it has read that, its exit code says why
-                while message:
-                    message = message[os.write(orders_in, message) :]
+                os.write(orders_in, message)
             self.finalizer = util.Finalize(self, _release, (self._process, ours.pop_all()), exitpriority=_EXIT_PRIORITY)
             undo.pop_all()
             if util.is_exiting():  # in a daemon thread, maybe too late for the end of Python to find the finalizer
@@ -131,15 +137,20 @@ class _Popen(popen_spawn_posix.Popen):
         self._process.kill()
         self._process.wait()
 
-    def _pickled(self, process_obj: Any) -> memoryview:
+    def _store(self, process_obj: Any, file: IO[bytes]) -> bytes:
+        """Pickle into a file what the new process reads, and return the message that makes it read the file."""
+        fd = self.duplicate_for_child(file.fileno())
         message = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump(multiprocessing.spawn.get_preparation_data(process_obj.name), message)
-            reduction.dump(process_obj, message)
+            reduction.dump(_stored(fd, file.tell(), close=False), message)
+            reduction.dump(multiprocessing.spawn.get_preparation_data(process_obj.name), file)
+            reduction.dump(_stored(fd, file.tell(), close=True), message)
+            reduction.dump(process_obj, file)
         finally:
             set_spawning_popen(None)
-        return message.getbuffer()
+        file.flush()
+        return message.getvalue()
 
     def _exact_sentinel(self, ours: ExitStack, pipe: int) -> int:
         try:
@@ -200,6 +211,30 @@ def _release(process: subprocess.Popen[bytes], ours: ExitStack) -> None:
         with suppress(OSError):
             os.kill(process.pid, signal.SIGKILL)
     ours.close()
+
+
+class _Call:
+    """Becomes the result of a call when it is unpickled; of the standard library's, so that nothing is imported."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._function, self._args = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._function, self._args
+
+
+def _stored(fd: int, offset: int, *, close: bool) -> _Call:
+    """Return an object that becomes the one that is pickled at ``offset`` of an inherited file."""
+    file = _Call(os.fdopen, fd, "rb", -1, None, None, None, close)
+    seek = _Call(operator.methodcaller("seek", offset), file)
+    load = _Call(pickle.load, file)
+    return _Call(operator.getitem, (seek, load, _Call(operator.methodcaller("close"), file)), 1)
+
+
+def _anonymous_file() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("process-arguments"), "wb")
+    return tempfile.TemporaryFile()
 
 
 def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:

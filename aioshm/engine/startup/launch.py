@@ -318,7 +318,7 @@ async def launch_core_engines(
             )
         else:
             more.setdefault("shutdown_timeout", shutdown_timeout)
-            manager = CoreEngineProcManager(
+            manager = await CoreEngineProcManager.start(
                 target_fn, layout.local_engine_count, start_index, args=args, **more, **told
             )
         startup.proc_manager = await stack.enter_async_context(manager)

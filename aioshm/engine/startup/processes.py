@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from aioshm.arguments import check_int, check_plain
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
@@ -17,7 +18,8 @@ class CoreEngineProcManager(ProcessManager):
 
     Each runs ``target_fn(*args, **kwargs, dp_rank=global index, local_dp_rank=local index)``. When the constructor
     returns they have been started, not more: `wait_for_engine_startup` says how they fare. It blocks for some
-    milliseconds for each; it may be called in a thread, too.
+    milliseconds for each, longer where arguments of more than a few MiB are pickled, and never waits for a process; it
+    may be called in a thread, too. `start` lets the loop run between them.
 
     Args:
         target_fn: What each process runs.
@@ -54,6 +56,32 @@ class CoreEngineProcManager(ProcessManager):
         jobs = [self._job(start_index + number) for number in range(local_engine_count)]
         super().__init__(target_fn, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
         self._started = dict.fromkeys(range(start_index, start_index + local_engine_count), 1)
+
+    @classmethod
+    async def start(
+        cls, target_fn: Callable[..., object], local_engine_count: int, start_index: int = 0, **options: Any
+    ) -> Self:
+        """Make one, and let the loop run after the start of each engine. Cancelling this leaves nothing.
+
+        Args:
+            target_fn: What each process runs.
+            local_engine_count: How many engines this machine has.
+            start_index: The first one's global index.
+            options: Every other argument of the class.
+        """
+        check_int("local_engine_count", local_engine_count, minimum=0)
+        manager = cls(target_fn, 0, start_index, **options)
+        try:
+            for rank in range(start_index, start_index + local_engine_count):
+                # Not in a thread: the kernel ends with this process only what its main thread has started, see
+                # `die_with_parent`.
+                manager.start_engine(rank)
+                await asyncio.sleep(0)
+        except BaseException:
+            manager._shutdown_timeout = 0
+            await manager.aclose()
+            raise
+        return manager
 
     def start_engine(self, rank: int) -> Child:
         """Start one more engine, or once more one that has exited, and return its process; see `start_more`.

@@ -112,8 +112,9 @@ class Channel:
         requests = MessageQueue(1, 1, None, *sizes, codec=EnvelopeCodec(), options=options)
         replies = None
         try:
-            member.send(requests.export_handle())
-            replies = MessageQueue.create_from_handle(await member.message(), 0, codec=EnvelopeCodec(), options=options)
+            await member.control.send(requests.export_handle())
+            handle = await member.control.receive()
+            replies = MessageQueue.create_from_handle(handle, 0, codec=EnvelopeCodec(), options=options)
             await replies.wait_until_ready()
             await requests.wait_until_ready()  # last: this is what the worker waits for
         except BaseException:

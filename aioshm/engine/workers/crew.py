@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Any
 
 from aioshm.config import Options
-from aioshm.engine.workers.performing import Step
-from aioshm.engine.workers.process import LoopFactory, Place, run_worker
+from aioshm.engine.workers.process import ControlSocket, LoopFactory, Place, run_worker
 from aioshm.errors import WorkerDied
 from aioshm.lifeline.address import sweep_leftovers
 from aioshm.process.background import in_thread
@@ -30,15 +27,16 @@ class Member:
         name: What it is called.
         rank: Which worker it is; None: it is a standby.
         process: The process.
+        control: Connects to it, see `run_worker`.
         exited: How it has exited, once it has.
     """
 
-    def __init__(self, name: str, rank: int | None, process: Child, pipe: Connection) -> None:
+    def __init__(self, name: str, process: Child, control: ControlSocket) -> None:
         self.name: str = name
-        self.rank: int | None = rank
+        self.rank: int | None = None
         self.process: Child = process
+        self.control: ControlSocket = control
         self.exited: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
-        self._pipe = pipe
         self._handle: str | None = None
 
     @property
@@ -46,59 +44,22 @@ class Member:
         """Its process id."""
         return self.process.pid or 0
 
-    def place(self, place: Place) -> None:
-        """Tell it which worker it is."""
-        self.rank = place.rank
-        self.send(place)
-
-    def send(self, what: object) -> None:
-        """Send it something that it expects, see `run_worker`; short, so that this does not block.
-
-        Raises:
-            OSError: It has exited.
-        """
-        self._pipe.send(what)
-
     async def handle(self) -> str:
-        """Return the handle of its queue, which is the first that it says.
+        """Return the handle of its queue, which is the first that it sends.
 
         Raises:
-            EOFError, OSError: It has exited, or closed the pipe.
+            EOFError, OSError: It has exited, or closed its end.
         """
         if self._handle is None:
-            self._handle = str(await self.message())
+            self._handle = str(await self.control.receive())
         return self._handle
-
-    async def message(self) -> Any:
-        """Return what it says next, see `run_worker`.
-
-        Raises:
-            EOFError, OSError: It has exited, or closed the pipe.
-        """
-        loop, readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._pipe.fileno(), readable.set)
-        try:
-            await readable.wait()
-        finally:
-            if not self._pipe.closed:
-                loop.remove_reader(self._pipe.fileno())
-        return self._pipe.recv()  # short enough to have come at once
-
-    def hang_up(self) -> None:
-        """Close the pipe: a standby exits. Idempotent."""
-        if not self._pipe.closed:
-            loop = asyncio.get_running_loop() if asyncio._get_running_loop() is not None else None
-            if loop is not None:
-                loop.remove_reader(self._pipe.fileno())
-            self._pipe.close()
 
 
 class WorkerCrew:
-    """Worker processes, named ``{name}_{rank}``. Making it starts them, and blocks for some milliseconds for each.
+    """Worker processes, named ``{name}_{rank}``.
 
     Args:
         name: What they are called.
-        n_workers: How many.
         steps: The queue that they read.
         sizes: The bytes of a chunk, and the chunks, of each worker's own queue.
         options: Of that queue.
@@ -114,7 +75,6 @@ class WorkerCrew:
     def __init__(
         self,
         name: str,
-        n_workers: int,
         steps: Handle,
         sizes: tuple[int, int],
         options: Options,
@@ -130,27 +90,26 @@ class WorkerCrew:
         self._members: dict[str, Member] = {}
         self._serial = 0
         self.workers: dict[int, Member] = {}
-        names = [f"{name}_{rank}" for rank in range(n_workers)]
-        with ExitStack() as mine, ExitStack() as theirs:
-            pipes = [self._pipe(mine, theirs) for _ in names]
-            jobs = [self._job(each, writing, None) for each, (_, writing) in zip(names, pipes, strict=True)]
-            self._manager = ProcessManager(
-                run_worker, jobs, shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr
-            )
-            try:
-                for rank, (process, (reading, _)) in enumerate(zip(self._manager.processes, pipes, strict=True)):
-                    member = self._members[process.name] = Member(process.name, rank, process, reading)
-                    self.workers[rank] = member
-                self._watch = ProcessWatch(manager=self._manager, on_exit=self._exited)
-            except BaseException:
-                self._manager.close()
-                raise
-            mine.pop_all()
+        self._manager = ProcessManager(run_worker, (), shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
+        self._watch = ProcessWatch(on_exit=self._exited)
 
     @property
     def pids(self) -> list[int]:
         """The process ids of the workers, by rank."""
         return [member.pid for _, member in sorted(self.workers.items())]
+
+    async def start_workers(self, n_workers: int) -> None:
+        """Start the first workers. The loop stands for some milliseconds for each, and runs between them.
+
+        Raises:
+            Exception: One could not be started.
+        """
+        for rank in range(n_workers):
+            # Not in a thread: the kernel ends with this process only what its main thread has started, see
+            # `die_with_parent`.
+            member = self.workers[rank] = self._join(f"{self._name}_{rank}", *self._start(f"{self._name}_{rank}", None))
+            member.rank = rank
+            await asyncio.sleep(0)
 
     async def start(self, rank: int | None, imported: object = None) -> Member:
         """Start one more process.
@@ -169,29 +128,45 @@ class WorkerCrew:
             name = f"{self._name}_{rank}"
             if name in self._members:  # the one that has died
                 self.dismiss(self._members[name])
-        process, pipe = await in_thread(lambda: self._start(name, imported))
-        member = self._members[name] = Member(name, None, process, pipe)
+        started = await in_thread(lambda: self._start(name, imported), discard=lambda started: started[1].close())
+        return self._join(name, *started)
+
+    def _start(self, name: str, imported: object) -> tuple[Child, ControlSocket]:
+        ours, theirs = socket.socketpair()
+        with ExitStack() as unused, theirs:
+            unused.enter_context(ours)
+            process = self._manager.start_more(Job(name, (theirs, imported, *self._settings)))
+            unused.pop_all()
+        return process, ControlSocket(ours)
+
+    def _join(self, name: str, process: Child, control: ControlSocket) -> Member:
+        member = self._members[name] = Member(name, process, control)
         self._watch.add([process], managed=True)
         return member
 
-    def _start(self, name: str, imported: object) -> tuple[Child, Connection]:
-        with ExitStack() as mine, ExitStack() as theirs:
-            reading, writing = self._pipe(mine, theirs)
-            process = self._manager.start_more(self._job(name, writing, imported))
-            mine.pop_all()
-        return process, reading
+    async def place(self, member: Member, rank: int, construction: bytes | None = None) -> None:
+        """Let a process be the worker of a rank; the one before is forgotten, which has exited.
 
-    def place(self, member: Member, rank: int, construction: Step | None = None) -> None:
-        """Let a process be the worker of a rank; the one before is forgotten, which has exited."""
+        Args:
+            member: The process.
+            rank: The rank.
+            construction: The pickled step that makes the worker; None: the first one of the queue does.
+
+        Raises:
+            OSError: It has exited.
+        """
         former = self.workers.get(rank)
         self.workers[rank] = member
         if former is not None and former is not member:
             self.dismiss(former)
-        member.place(Place(rank, self._steps, construction))
+        member.rank = rank
+        await member.control.send(Place(rank, self._steps, construction is not None))
+        if construction is not None:
+            await member.control.send_pickled(construction)
 
     def dismiss(self, member: Member) -> None:
         """Forget a process that has exited."""
-        member.hang_up()
+        member.control.close()
         if self._members.get(member.name) is member:
             del self._members[member.name]
         self._manager.discard(member.process)
@@ -199,7 +174,7 @@ class WorkerCrew:
     async def stop_worker(self, rank: int, patience: float) -> None:
         """Wait for a worker to exit by itself, then stop it."""
         member = self.workers.pop(rank)
-        member.hang_up()
+        member.control.close()
         try:
             await asyncio.wait([member.exited], timeout=patience)
         finally:
@@ -251,7 +226,7 @@ class WorkerCrew:
         """Watch them no more, and close the pipes to them. Idempotent."""
         self._watch.close()
         for member in self._members.values():
-            member.hang_up()
+            member.control.close()
 
     async def stop(self, patience: float) -> None:
         """Wait for them to exit by themselves, then stop what is left; see `ashutdown`.
@@ -277,12 +252,3 @@ class WorkerCrew:
                 gone.append(member)
         if gone:
             self._on_exit(gone)
-
-    def _pipe(self, mine: ExitStack, theirs: ExitStack) -> tuple[Connection, Connection]:
-        reading, writing = Pipe()
-        mine.enter_context(reading)
-        theirs.enter_context(writing)
-        return reading, writing
-
-    def _job(self, name: str, writing: Connection, imported: object) -> Job:
-        return Job(name, (writing, imported, *self._settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -57,6 +58,14 @@ class Performer:
         except (Exception, asyncio.CancelledError) as error:  # the latter from the method: nobody cancels this task
             return failed(error)
         return self.done(step, result)
+
+    async def construct(self, construction: bytes | bytearray) -> tuple[bool, Any]:
+        """Do a pickled step, as `answer` does."""
+        try:
+            step = pickle.loads(construction)
+        except Exception as error:
+            return failed(error)
+        return await self.answer(step)
 
     def begin(self, step: Step) -> Any:
         """Do a step as far as that goes without waiting; what it returns may be awaitable."""

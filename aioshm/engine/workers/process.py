@@ -7,18 +7,23 @@ order, whatever it was: so an answer's number says what it answers, also where t
 from __future__ import annotations
 
 import asyncio
+import pickle
+import socket
+import struct
+import weakref
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aioshm.config import Options
 from aioshm.engine.workers.envelope import EnvelopeCodec
-from aioshm.engine.workers.performing import Leave, Performer, Step, failed
+from aioshm.engine.workers.performing import Leave, Performer, failed
 from aioshm.engine.workers.serving import Serving, send_or_say_why
 from aioshm.errors import CodecError, CorruptSlot, PeerDied, QueueClosed
 from aioshm.queue import Handle, MessageQueue
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+_LENGTH = struct.Struct("!Q")
 
 
 class Place(NamedTuple):
@@ -27,16 +32,76 @@ class Place(NamedTuple):
     Attributes:
         rank: Which worker it is.
         steps: The driver's queue.
-        construction: Makes the worker, in the place of one that has died; None: the queue's first message does.
+        replaces: Whether it takes the place of one that has died: then the next message is the step that makes it,
+            which otherwise is the first of the queue.
     """
 
     rank: int
     steps: Handle
-    construction: Step | None
+    replaces: bool
+
+
+class ControlSocket:
+    """Pickled messages between the driver and one worker process, of any size: neither end ever blocks its loop.
+
+    Args:
+        sock: This process' end of a pair of stream sockets.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._forgotten = weakref.finalize(self, sock.close)  # a forgotten group warns, its sockets do not, too
+
+    async def send(self, message: object) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: The peer has exited, or either end is closed.
+        """
+        await self.send_pickled(pickle.dumps(message))
+
+    async def send_pickled(self, message: bytes) -> None:
+        """Send a message that is pickled already. If this is cancelled, close the socket: a part may be sent."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._socket, _LENGTH.pack(len(message)))
+        await loop.sock_sendall(self._socket, message)
+
+    async def receive(self) -> Any:
+        """Receive the next message.
+
+        Raises:
+            EOFError, OSError: The peer has exited, or either end is closed.
+        """
+        return pickle.loads(await self.receive_pickled())
+
+    async def receive_pickled(self) -> bytearray:
+        """Receive the next message as bytes. If this is cancelled, close the socket: a part may be lost."""
+        (length,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
+        return await self._receive(length)
+
+    async def _receive(self, n_bytes: int) -> bytearray:
+        received = bytearray(n_bytes)
+        missing = memoryview(received)
+        while missing:
+            n_received = await asyncio.get_running_loop().sock_recv_into(self._socket, missing)
+            if not n_received:
+                raise EOFError("the peer has closed its end")
+            missing = missing[n_received:]
+        return received
+
+    def close(self) -> None:
+        """Close this end; who waits at it waits until cancelled. On its loop, or without any. Idempotent."""
+        if self._socket.fileno() >= 0:
+            loop = asyncio._get_running_loop()
+            if loop is not None:
+                loop.remove_reader(self._socket)
+                loop.remove_writer(self._socket)
+            self._forgotten()
 
 
 def run_worker(
-    driver: Connection,
+    driver: socket.socket,
     _imported: object,
     chunk_bytes: int,
     chunks: int,
@@ -45,11 +110,11 @@ def run_worker(
 ) -> None:
     """Work until the driver closes its queue, or dies; what a `WorkerGroup` starts.
 
-    The driver is told the handle of this worker's queue when everything is imported, and the outcome of
-    ``construction``, if there is one, when it has said which worker this is (`Place`).
+    This sends the driver the handle of this worker's queue when everything is imported; and if it replaces another
+    worker (`Place`), how making it went.
 
     Args:
-        driver: A pipe to the driver.
+        driver: Connects to the driver.
         _imported: Has the modules of a standby's worker imported.
         chunk_bytes: For this worker's queue, in bytes.
         chunks: For this worker's queue.
@@ -57,30 +122,28 @@ def run_worker(
         loop_factory: Makes the event loop; None: asyncio's own.
     """
     with driver, asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.get_loop()
-        answers = MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)
-        try:
-            driver.send(answers.export_handle().to_json())
-            place: Place = driver.recv()
-        except (EOFError, OSError):  # the group was closed before it needed this one
-            answers.end.gate.discard()
-            return
-        runner.run(_work(place, driver, answers, chunk_bytes, chunks, options))
+        runner.run(_work(ControlSocket(driver), chunk_bytes, chunks, options))
 
 
-async def _work(
-    place: Place, driver: Connection, answers: MessageQueue, chunk_bytes: int, chunks: int, options: Options
-) -> None:
-    rank, handle, construction = place
+async def _work(driver: ControlSocket, chunk_bytes: int, chunks: int, options: Options) -> None:
+    answers = MessageQueue(1, 1, None, chunk_bytes, chunks, options=options)
+    try:
+        await driver.send(answers.export_handle().to_json())
+        rank, handle, replaces = await driver.receive()
+        construction = await driver.receive_pickled() if replaces else None
+    except (EOFError, OSError):  # the group was closed before it needed this one
+        answers.end.gate.discard()
+        return
     async with answers, MessageQueue.create_from_handle(handle, rank) as steps:
         if construction is not None:
             await steps.wait_until_ready()
         performer = Performer(rank)
         try:
             if construction is not None:
-                outcome = await performer.answer(construction)
+                outcome = await performer.construct(construction)
+                construction = None  # its memory is the object's now
                 try:
-                    driver.send(outcome)
+                    await driver.send(outcome)
                 except OSError:  # the group was closed, or the driver has died
                     return
             taken, requests = await _serve_steps(performer, rank, driver, steps, answers, 0)
@@ -88,7 +151,7 @@ async def _work(
                 replies = MessageQueue(1, 1, None, chunk_bytes, chunks, codec=EnvelopeCodec(), options=options)
                 async with replies:
                     try:
-                        driver.send(replies.export_handle().to_json())
+                        await driver.send(replies.export_handle().to_json())
                     except OSError:  # the group was closed, or the driver has died
                         return
                     serving = Serving(performer, rank, steps, answers, taken, requests, replies)
@@ -101,7 +164,7 @@ async def _work(
 
 
 async def _serve_steps(
-    performer: Performer, rank: int, driver: Connection, steps: MessageQueue, answers: MessageQueue, taken: int
+    performer: Performer, rank: int, driver: ControlSocket, steps: MessageQueue, answers: MessageQueue, taken: int
 ) -> tuple[int, Handle | None]:
     """Serve the steps of all workers.
 
@@ -140,26 +203,23 @@ async def _serve_steps(
 
 
 class _FirstCall:
-    """What tells of the first call of this worker alone: the handle of a queue, in the pipe to the driver.
+    """What tells of the first call of this worker alone: the handle of a queue, from the driver.
 
     Attributes:
         handle: The handle, once it has come.
         interrupts: Whether its coming cancels the task that has made this.
     """
 
-    def __init__(self, driver: Connection) -> None:
+    def __init__(self, driver: ControlSocket) -> None:
         self.handle: Handle | None = None
         self.interrupts = False
-        self._driver = driver
-        self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._cancelled = False
-        self._loop.add_reader(driver.fileno(), self._receive)
+        self._receiving = asyncio.get_running_loop().create_task(self._receive(driver))
 
-    def _receive(self) -> None:
-        self.close()
+    async def _receive(self, driver: ControlSocket) -> None:
         try:
-            self.handle = self._driver.recv()
+            self.handle = await driver.receive()
         except (EOFError, OSError):  # the driver closes the group, or has died: its queue tells
             return
         if self.interrupts and self._task is not None:
@@ -172,5 +232,5 @@ class _FirstCall:
         return self._cancelled and self._task.uncancel() == 0
 
     def close(self) -> None:
-        """Watch the pipe no more. Idempotent."""
-        self._loop.remove_reader(self._driver.fileno())
+        """Wait for it no more. Idempotent."""
+        self._receiving.cancel()

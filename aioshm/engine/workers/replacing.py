@@ -9,7 +9,6 @@ from typing import Any
 
 from aioshm.engine.workers.answers import WorkerAnswers
 from aioshm.engine.workers.crew import Member, WorkerCrew
-from aioshm.engine.workers.performing import Step
 from aioshm.errors import AioshmError
 from aioshm.process.lives import Life, bring_back
 from aioshm.process.restart import ProcessPhase, RankInfo, Restart, RestartHistory
@@ -28,9 +27,11 @@ class Replacing:
         answers: Reads their queues.
         restart: When to replace one, for each rank by itself.
         standbys: How many processes to keep that only have to be told their rank.
-        construction: Makes a worker.
+        worker: What standbys import before they are needed.
+        construction: The pickled step that makes a worker.
         calls: Returns how many messages were sent to all workers.
-        ready_timeout: Seconds that a successor may take until it is made; None: as long as it takes.
+        ready_timeout: Seconds that a successor may take until it is made, and a standby until it has imported
+            everything; None: as long as it takes.
         on_back: Called with the rank of a worker that has a successor.
         on_end: Called with what makes the error, when a rank has none any more.
         on_change: Called when a worker's state has changed.
@@ -42,7 +43,8 @@ class Replacing:
         answers: WorkerAnswers,
         restart: Restart,
         standbys: int,
-        construction: Step,
+        worker: Callable[..., Any],
+        construction: bytes,
         calls: Callable[[], int],
         ready_timeout: float | None,
         *,
@@ -53,7 +55,8 @@ class Replacing:
         self._loop = asyncio.get_running_loop()
         self._crew, self._answers = crew, answers
         self._restart, self._wanted = restart, standbys
-        self._construction, self._calls, self._ready_timeout = construction, calls, ready_timeout
+        self._worker, self._construction = worker, construction
+        self._calls, self._ready_timeout = calls, ready_timeout
         self._on_back, self._on_end, self._on_change = on_back, on_end, on_change
         self._lives: dict[int, Life] = {}
         for rank, member in crew.workers.items():
@@ -153,9 +156,9 @@ class Replacing:
         cause, within_s = "", self._ready_timeout
         try:
             async with asyncio.timeout(within_s):
-                self._crew.place(member, rank, self._construction)
+                await self._crew.place(member, rank, self._construction)
                 handle = await member.handle()
-                well, failure = await member.message()
+                well, failure = await member.control.receive()
             if well and not member.exited.done():
                 self._answers.attach(rank, handle, self._calls())
                 return ""
@@ -188,18 +191,23 @@ class Replacing:
     async def _start_standby(self) -> str:
         crew = self._crew
         try:
-            member = await crew.start(None, self._construction[0])
+            member = await crew.start(None, self._worker)
         except Exception as error:
             return f"a standby could not be started: {error}"
+        cause, within_s = "", self._ready_timeout
         try:
-            await member.handle()
-        except (EOFError, OSError):
-            await asyncio.wait([member.exited], timeout=EXIT_WITHIN_S)
+            async with asyncio.timeout(within_s):
+                await member.handle()
+        except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                cause = f"{member.name} (pid {member.pid}) was not ready after {within_s:g} s, and was killed"
+            else:
+                await asyncio.wait([member.exited], timeout=EXIT_WITHIN_S)
             member.process.kill()
             await member.exited
         if member.exited.done():
             crew.dismiss(member)
-            return f"{member.exited.result().describe()} before it was needed"
+            return cause or f"{member.exited.result().describe()} before it was needed"
         self._standbys.append(member)
         return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from aioshm.engine.workers.replacing import Replacing
 from aioshm.engine.workers.schedule import Schedule
 from aioshm.engine.workers.steps import Steps
 from aioshm.errors import AioshmError, EndClosed
-from aioshm.process.background import completed
+from aioshm.process.background import completed, in_thread
 from aioshm.process.restart import RankInfo, Restart
 from aioshm.queue import MessageQueue
 
@@ -50,7 +51,7 @@ class Settings:
 
 
 class Running:
-    """The parts of a group. Making it starts the processes; on the running loop.
+    """The parts of a group; on the running loop.
 
     Args:
         settings: What the group is to be like.
@@ -78,7 +79,6 @@ class Running:
         try:
             self.crew = WorkerCrew(
                 settings.name,
-                n_workers,
                 self._queue.export_handle(),
                 settings.sizes,
                 settings.options,
@@ -116,13 +116,17 @@ class Running:
         self.replacing: Replacing | None = None
 
     async def start(self) -> None:
-        """Wait until every worker is made."""
+        """Start the processes, and wait until every worker is made."""
         settings, crew, steps = self._settings, self.crew, self.steps
         missing: set[int] = set()
+        construction = b""
         async with steps.turn("the start of the workers", settings.ready_timeout, missing):
+            await crew.start_workers(self.n_workers)
+            if settings.restart is not None:  # once: this takes long where the arguments are large
+                construction = await in_thread(lambda: pickle.dumps(settings.construction))
             try:
                 for rank, member in crew.workers.items():
-                    crew.place(member, rank)
+                    await crew.place(member, rank)
                 for rank, member in crew.workers.items():
                     self._answers.attach(rank, await member.handle())
                     missing.discard(rank)
@@ -140,7 +144,8 @@ class Running:
             self._answers,
             settings.restart,
             settings.standbys,
-            settings.construction,
+            settings.construction[0],
+            construction,
             lambda: steps.sent,
             settings.ready_timeout,
             on_back=lambda rank: this._worker_back(rank),

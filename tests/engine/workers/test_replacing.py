@@ -17,7 +17,7 @@ from support import until
 
 from aioshm import Options, QueueClosed, RoleError, WorkerDied
 from aioshm.engine import RankInfo, Restart, WorkerGroup
-from aioshm.engine.workers.crew import Member
+from aioshm.engine.workers.process import ControlSocket
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -161,8 +161,9 @@ async def test_one_that_dies_before_it_is_known_to_be_there_is_replaced_too(
 ) -> None:
     killed: dict[int | None, int] = {}
 
-    async def kill_first(member: Member) -> Any:
-        said = await message(member)
+    async def kill_first(control: ControlSocket) -> Any:
+        said = await receive(control)
+        member = next(each for each in crew._members.values() if each.control is control)
         if member.rank not in killed and (
             member.rank is None or isinstance(said, tuple)
         ):  # a standby; one that is made
@@ -172,8 +173,9 @@ async def test_one_that_dies_before_it_is_known_to_be_there_is_replaced_too(
         return said
 
     async with group_of(1) as group:
-        message = Member.message
-        monkeypatch.setattr(Member, "message", kill_first)
+        crew = group._running.crew  # type: ignore[union-attr]
+        receive = ControlSocket.receive
+        monkeypatch.setattr(ControlSocket, "receive", kill_first)
         replacing = group._running.replacing  # type: ignore[union-attr]
         replacing._wanted = standbys
         replacing._fill()
