@@ -6,7 +6,7 @@ at once; never this one. Every request and every call has to end: with what it a
 process that has died. Every fourth request has the id of one that was aborted just before. Afterwards there are as
 many processes, descriptors and as much memory as before. Then one engine after the other is killed, see
 `survival_outages`: how soon it is back, and what the others do meanwhile. Last, a front end is stopped while its
-engine streams to it: how much the engine keeps for it.
+engine streams to it: how much the engine keeps for it. The workers of the group are made with an argument of 4 MiB.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ PATIENCE_S = 60.0
 RESTART = Restart(max_restarts=1_000_000, backoff_s=0.01, backoff_max_s=0.1)
 AT_ONCE = Restart(max_restarts=1_000_000, backoff_s=0.001, backoff_max_s=0.001)
 """Where one worker after the other is killed: what a policy waits before a second restart would come on top of it."""
-STANDBY_MS, COLD_MS = 100.0, 50.0
+STANDBY_MS, COLD_MS, LOOP_MS = 100.0, 50.0, 20.0
+WEIGHTS = bytes(4 << 20)
+"""An argument that no pipe takes at once."""
 MEMORY_MIB = 16.0
 
 
 class Adder:
     """A worker: adds what it is told."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, weights: bytes = b"", *, rank: int) -> None:
+        self._weights = weights
         self._rank = rank
 
     def add(self, numbers: list[int]) -> list[int]:
@@ -232,15 +235,17 @@ def _resume(process: psutil.Process) -> None:
         process.resume()
 
 
-async def _replacements(standbys: int, kills: int) -> tuple[list[float], list[float]]:
-    """Return how long after each kill of a worker the next call of it was answered, and what starts take in between.
+async def _replacements(standbys: int, kills: int, weights: bytes) -> tuple[list[float], list[float], list[float]]:
+    """Kill workers, and return how long the next call of each took, and starts in between, and how late the loop ran.
 
-    Both in milliseconds. A start is that of a worker of the same kind, until it is made; without standbys, one is
+    All in milliseconds. A start is that of a worker of the same kind, until it is made; without standbys, one is
     measured before each kill.
     """
     took: list[float] = []
     starts: list[float] = []
-    async with WorkerGroup(Adder, 2, restart=AT_ONCE, standbys=standbys) as group:
+    late: list[float] = []
+    async with WorkerGroup(Adder, 2, args=(weights,), restart=AT_ONCE, standbys=standbys) as group:
+        looking = asyncio.create_task(_look_how_late(late))
         for number in range(kills):
             rank = number % 2
             if not standbys:
@@ -258,7 +263,15 @@ async def _replacements(standbys: int, kills: int) -> tuple[list[float], list[fl
                     if group.pids[rank] != victim:
                         break
             took.append((time.monotonic() - began) * 1e3)
-    return took, starts
+        looking.cancel()
+    return took, starts, late
+
+
+async def _look_how_late(late: list[float]) -> None:
+    while True:
+        due = time.monotonic() + 0.001
+        await asyncio.sleep(0.001)
+        late.append((time.monotonic() - due) * 1e3)
 
 
 async def _start_ms() -> float:
@@ -270,11 +283,19 @@ async def _start_ms() -> float:
 
 async def measure_replacements(report: Report, kills: int) -> None:
     """Kill workers one at a time, with a standby and without."""
-    for case, standbys, number in (("standby", STANDBYS, kills), ("cold", 0, max(3, kills // 2))):
+    cold = max(3, kills // 2)
+    for case, standbys, number, weights in (
+        ("standby", STANDBYS, kills, b""),
+        ("cold", 0, cold, b""),
+        ("standby, 4 MiB", STANDBYS, cold, WEIGHTS),
+    ):
         progress(f"{number} workers killed one at a time, {case}")
-        took, starts = await _replacements(standbys, number)
+        took, starts, late = await _replacements(standbys, number, weights)
         result = report.result(f"next call, {case}", "aioshm", 2)
-        result.add(p50_ms=percentile(took, 50), p99_ms=percentile(took, 99))
+        result.add(p50_ms=percentile(took, 50), p99_ms=percentile(took, 99), loop_late_ms=max(late))
+        if weights:
+            report.hold("the loop was late at most, while workers with 4 MiB were replaced", max(late), "ms", LOOP_MS)
+            continue
         text = f"the next call of a worker that was killed, p99 of {number}"
         if standbys:
             report.hold(f"{text}, from a standby", percentile(took, 99), "ms", STANDBY_MS)
@@ -295,7 +316,7 @@ async def run(settings: Settings, report: Report) -> None:
         seconds = 3.0
     async with (
         EngineSupervisor(serve, ENGINES, restart=RESTART, resubmit="unstarted") as supervisor,
-        WorkerGroup(Adder, WORKERS, restart=RESTART, standbys=STANDBYS) as group,
+        WorkerGroup(Adder, WORKERS, args=(WEIGHTS,), restart=RESTART, standbys=STANDBYS) as group,
     ):
         survival = Survival(supervisor, group)
         work = [asyncio.create_task(survival.ask(who)) for who in range(ASKING)]

@@ -197,8 +197,10 @@ def test_survival(loop: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert {"next call, standby", "next call, cold"} < {result["case"] for result in report["results"]}
-    result, outages, stopped = report["results"][2:]
+    assert {"next call, standby", "next call, cold", "next call, standby, 4 MiB"} < {
+        result["case"] for result in report["results"]
+    }
+    result, outages, stopped = report["results"][3:]
     assert result["figures"]["completed"]["median"] > 0
     assert result["figures"]["killed"]["median"] > 0
     assert outages["figures"]["back_p50_ms"]["median"] > 0

@@ -7,7 +7,7 @@ from collections import Counter
 
 from aioshm.engine import EngineSupervisor, WorkerGroup
 from aioshm.errors import EngineDead, WorkerDied
-from benchmarks.survival import RESTART, TOKENS, Adder, abort_one, serve
+from benchmarks.survival import RESTART, TOKENS, WEIGHTS, Adder, abort_one, serve
 from tools.campaign.stage import Actor, Part
 
 ENGINES, WORKERS, STANDBYS = 2, 2, 1
@@ -97,7 +97,7 @@ async def serve_requests(part: Part) -> None:
     """Serve, and ask, until the end."""
     async with (
         EngineSupervisor(serve, ENGINES, restart=RESTART, resubmit="unstarted") as supervisor,
-        WorkerGroup(Adder, WORKERS, restart=RESTART, standbys=STANDBYS) as group,
+        WorkerGroup(Adder, WORKERS, args=(WEIGHTS,), restart=RESTART, standbys=STANDBYS) as group,
     ):
         load = Load(part, supervisor, group)
         work = [asyncio.create_task(load.ask(who)) for who in range(ASKING)]

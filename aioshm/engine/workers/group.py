@@ -48,7 +48,9 @@ class WorkerGroup(AsyncClosing):
     exception in a worker is no death: the call raises `WorkerError`, and the group goes on.
 
     Args:
-        worker: Makes a worker. It travels by pickle, as ``args`` and ``kwargs`` do.
+        worker: Makes a worker. It travels by pickle, as ``args`` and ``kwargs`` do. With ``restart`` the group pickles
+            all three once when it starts, and keeps the result for every replacement: later changes do not count.
+            Pickling holds up the loop where the arguments are more than some MiB or hundreds of thousands of objects.
         n_workers: How many.
         args: For ``worker``.
         kwargs: For ``worker``.
@@ -56,7 +58,8 @@ class WorkerGroup(AsyncClosing):
         options: Of all queues between them and this process.
         max_chunk_bytes: Room for one message in each queue's ring, in bytes; larger ones take longer.
         max_chunks: How many messages of that size each ring has room for.
-        ready_timeout: Seconds that starting may take; None: as long as it takes.
+        ready_timeout: Seconds that starting may take, and with ``restart`` each replacement and standby, imports
+            included; one that takes longer is killed, and tried again as ``restart`` says. None: as long as it takes.
         shutdown_timeout: Seconds that workers may take to exit by themselves, and then once more when asked to.
         capture_stderr: See `ProcessManager`.
         loop_factory: Makes each worker's event loop, such as ``uvloop.new_event_loop``; None: asyncio's own. It travels

@@ -33,6 +33,27 @@ from aioshm.process.manager import Job, ProcessManager
 pytestmark = pytest.mark.slow_on_uvloop
 
 
+SLOW_MAIN = """
+import os, sys, time
+from aioshm.engine import CoreEngineProcManager
+
+imported = sys.argv[1]
+while __name__ == "__mp_main__" and not os.path.exists(imported):
+    time.sleep(0.01)
+
+def leave(dp_rank, local_dp_rank, padding):
+    sys.exit(len(padding) != 4 << 20)
+
+if __name__ == "__main__":
+    with CoreEngineProcManager(leave, 1, padding=bytes(4 << 20)) as manager:
+        open(imported, "w").close()
+        while not manager.finished_procs():
+            time.sleep(0.01)
+        print("exited:", manager.finished_procs())
+"""
+"""A process gets its arguments only when it has imported this, which its parent lets it only when it has started it."""
+
+
 @pytest.fixture
 def nothing_kept() -> Iterator[None]:
     """Fail a test after which this process has more descriptors or threads than before."""
@@ -73,6 +94,37 @@ class TestStarting:
         with CoreEngineProcManager(targets.leave, 1, codes=[3], text="x" * 10, padding=b"x" * 5_000_000) as manager:
             eventually(manager.finished_procs)
             assert "padding" in "".join(manager.last_lines("EngineCore_0"))  # refused by the target, so it has got it
+
+    def test_start_returns_while_the_process_still_imports_the_main_script(self, tmp_path: Path) -> None:
+        program = tmp_path / "main.py"
+        program.write_text(SLOW_MAIN)
+        done = subprocess.run(
+            [sys.executable, str(program), str(tmp_path / "imported")], capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout == "exited: {'EngineCore_0': 0}\n", done.stderr
+
+    async def test_start_lets_the_loop_run_between_engines_and_leaves_none_when_cancelled(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        started: list[int] = []
+        start = CoreEngineProcManager.start_engine
+
+        def start_engine(manager: CoreEngineProcManager, rank: int) -> Child:
+            process = start(manager, rank)
+            started.append(process.pid or 0)
+            return process
+
+        monkeypatch.setattr(CoreEngineProcManager, "start_engine", start_engine)
+        starting = asyncio.create_task(CoreEngineProcManager.start(targets.stay, 3, 5))
+        while not started:
+            await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert len(started) < 3
+        assert all(map(gone, started))
+        async with await CoreEngineProcManager.start(targets.stay, 2, 5, shutdown_timeout=0) as manager:
+            assert [process.name for process in manager.processes] == ["EngineCore_5", "EngineCore_6"]
 
     async def test_in_a_thread(self) -> None:
         manager = await asyncio.to_thread(CoreEngineProcManager, targets.say_and_stay, 2)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,11 +21,43 @@ from support import until
 
 from aioshm import Options, QueueClosed, RoleError, WorkerDied
 from aioshm.engine import RankInfo, Restart, WorkerGroup
+from aioshm.engine.workers.performing import MAX_TEXT
 from aioshm.engine.workers.process import ControlSocket
 
 pytestmark = pytest.mark.slow_on_uvloop
 
 MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
+
+
+HANGING_MAIN = """
+import asyncio, os, signal, sys, time
+import uvloop
+from aioshm import WorkerDied
+from aioshm.engine import Restart, WorkerGroup
+
+flag, runner = sys.argv[1:]
+if __name__ == "__mp_main__" and os.path.exists(flag):
+    time.sleep(1000)
+
+class Worker:
+    def __init__(self, table, rank):
+        self.table = table
+
+    def ping(self):
+        return len(self.table)
+
+async def main():
+    restart = Restart(max_restarts=1)
+    async with WorkerGroup(Worker, 1, args=(bytes(4 << 20),), restart=restart, ready_timeout=5) as group:
+        assert await group.call(0, "ping") == 4 << 20
+        open(flag, "w").close()
+        os.kill(group.pids[0], signal.SIGKILL)
+        print(await group.join_first())
+
+if __name__ == "__main__":
+    (asyncio.run if runner == "asyncio" else uvloop.run)(main())
+"""
+"""Its worker is killed, and the process that replaces the worker never ends importing this."""
 
 
 def group_of(n_workers: int = 2, worker: Any = targets.Worker, **options: Any) -> WorkerGroup:
@@ -129,6 +165,91 @@ async def test_one_that_is_not_made_in_time_is_killed_and_tried_again(tmp_path: 
         ):
             await group.collective_rpc("add", timeout=0.01)
         group._running.replacing._ready_timeout = None  # type: ignore[union-attr]
+        flag.unlink()
+        assert await group.collective_rpc("add", timeout=60) == [0]
+
+
+async def test_standby_that_hangs_in_its_import_is_killed_after_ready_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flag = tmp_path / "flag"
+    module = tmp_path / "slow_worker.py"
+    module.write_text(
+        "import os, time\nfrom worker_targets import Worker as Base\n"
+        f"while os.path.exists({str(flag)!r}): time.sleep(0.01)\nclass Worker(Base): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    worker = importlib.import_module("slow_worker").Worker
+    try:
+        async with group_of(1, worker) as group:
+            replacing = group._running.replacing  # type: ignore[union-attr]
+            flag.touch()
+            replacing._ready_timeout, replacing._wanted = 0.5, 1
+            replacing._fill()
+            await until(lambda: "was not ready after 0.5 s, and was killed" in caplog.text)
+            replacing._ready_timeout = None
+            flag.unlink()
+            await until(lambda: group.standbys == 1)
+    finally:
+        del sys.modules["slow_worker"]
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+@pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
+async def test_replacement_that_hangs_in_the_main_script_is_killed_after_ready_timeout(
+    runner: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "main.py"
+    program.write_text(HANGING_MAIN)
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, str(program), str(tmp_path / "flag"), runner],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "was not made after 5 s, and was killed" in done.stdout, done.stderr
+
+
+async def test_loop_runs_while_a_stopped_standby_is_sent_large_arguments() -> None:
+    async with group_of(1, standbys=1, kwargs={"table": bytes(4 << 20)}) as group:
+        await until(lambda: group.standbys == 1)
+        standby = group._running.replacing._standbys[0]  # type: ignore[union-attr]
+        os.kill(standby.pid, signal.SIGSTOP)
+        rescue = threading.Timer(20, os.kill, (standby.pid, signal.SIGCONT))
+        rescue.start()
+        try:
+            os.kill(group.pids[0], signal.SIGKILL)
+            await until(lambda: group.workers[0].state == "starting")
+            for _ in range(10):
+                await asyncio.sleep(0.001)
+            assert rescue.is_alive()  # a loop that stood until the standby had read was rescued
+        finally:
+            rescue.cancel()
+            os.kill(standby.pid, signal.SIGCONT)
+        assert await group.call(0, "pid", timeout=60) == standby.pid
+        rank, args, kwargs = await group.call(0, "tell_made")
+        assert (rank, args, kwargs["table"]) == (0, (), bytes(4 << 20))
+        assert group.workers[0].restarts == 1
+
+
+async def test_replacement_gets_the_arguments_as_they_were_when_the_group_started() -> None:
+    table = bytearray(b"before")
+    async with group_of(1, kwargs={"table": table}) as group:
+        table[:] = b"later!"
+        os.kill(group.pids[0], signal.SIGKILL)
+        await until(lambda: group.workers[0].restarts == 1 and group.workers[0].state == "running")
+        assert (await group.call(0, "tell_made"))[2] == {"table": b"before"}
+
+
+async def test_constructor_that_fails_with_a_large_text_is_the_cause(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    text = "\N{GRINNING FACE}" * MAX_TEXT  # four bytes each, and once more in the traceback
+    async with group_of(1, targets.Fragile, kwargs={"flag": str(flag), "how": text}) as group:
+        flag.touch()
+        os.kill(group.pids[0], signal.SIGKILL)
+        await until(lambda: f"could not be made: ValueError: {text}" in group.workers[0].cause)
         flag.unlink()
         assert await group.collective_rpc("add", timeout=60) == [0]
 

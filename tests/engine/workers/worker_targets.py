@@ -140,7 +140,7 @@ class Fragile(Worker):
         if os.path.exists(flag):
             if how == "hang":
                 time.sleep(LONG_S)
-            raise ValueError("not now")
+            raise ValueError(how if how != "raise" else "not now")
 
 
 class Streaming(Worker):
