@@ -91,7 +91,7 @@ class WorkerCrew:
         self._serial = 0
         self.workers: dict[int, Member] = {}
         self._manager = ProcessManager(run_worker, (), shutdown_timeout=shutdown_timeout, capture_stderr=capture_stderr)
-        self._watch = ProcessWatch(on_exit=self._exited)
+        self._watch = ProcessWatch(manager=self._manager, on_exit=self._exited)
 
     @property
     def pids(self) -> list[int]:
