@@ -18,7 +18,7 @@ asked for the streams that it has, not for this one. ``forget_gone`` reports and
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -65,7 +65,7 @@ class _Job:
     answered: bool = False  # the stream was in the answer
     same: bool = False  # and what it had last is of the publisher that answered
     outdated: bool = False  # a connection came back since: by now there may be another publisher
-    disowned: _Stream | None = None  # turned out to be a new publisher: it is asked again, from 0
+    disowned: set[_Stream] = field(default_factory=set)  # each is asked for again, from where it stands
 
 
 class SourceTracker:
@@ -190,10 +190,9 @@ class SourceTracker:
         job = self._jobs[0]
         stream = self._stream(message, job.stream)
         if stream.absent and stream is not job.stream:  # it is back: its own answer shows as which process
-            job.disowned = stream
-            self._jobs.insert(1, _Job(_Why.CHECK, stream))
+            self._ask_again(job, stream)
         self._confirm(stream)
-        if stream is job.disowned:
+        if stream in job.disowned:
             return
         numbers = stream.numbers
         mark = fingerprint(message.payload)
@@ -207,8 +206,9 @@ class SourceTracker:
         verdict = numbers.judge(message.seq, mark)
         if verdict is Verdict.BACK:
             self._begin_again(stream)
-            job.disowned = stream
-            self._jobs.insert(1, _Job(_Why.CHECK, stream, job.pending if stream is job.stream else None))
+            self._ask_again(job, stream)
+        elif verdict is Verdict.GAP and stream is not job.stream and (self.asking or 0) > numbers.expected:
+            self._ask_again(job, stream)  # the question was about another stream, and began behind this one's next
         elif verdict in (Verdict.COPY, Verdict.UNSURE):
             self.duplicates += 1
         else:
@@ -220,7 +220,7 @@ class SourceTracker:
         """Take the end of the answer."""
         job = self._jobs.popleft()
         stream = job.stream
-        if stream is None or stream is job.disowned:
+        if stream is None or stream in job.disowned:
             return
         if not job.answered and job.why is _Why.CHECK and stream.numbers.last is not None:
             self._jobs.appendleft(_Job(_Why.SCAN, stream, job.pending))
@@ -236,7 +236,7 @@ class SourceTracker:
     def replay_failed(self, reason: str) -> None:
         """Note that there will be no answer; go on without it."""
         job = self._jobs.popleft()
-        if job.stream is None or job.stream is job.disowned:
+        if job.stream is None or job.stream in job.disowned:
             return
         if job.pending is not None:
             self._judge_pending(job, job.stream, job.pending, reason, ended=False)
@@ -285,6 +285,11 @@ class SourceTracker:
             stream = _Stream(Source(self._endpoint, *key), Numbering(first))
         self._streams[key] = stream
         return stream
+
+    def _ask_again(self, job: _Job, stream: _Stream) -> None:
+        """Ignore the rest of an answer as to a stream, and ask for that stream next."""
+        job.disowned.add(stream)
+        self._jobs.insert(1, _Job(_Why.CHECK, stream, job.pending if stream is job.stream else None))
 
     def _confirm(self, stream: _Stream) -> None:
         """Note that the replay port has something of a stream."""

@@ -194,8 +194,16 @@ class OpenPort:
         self._refused: list[str] = []
         self._stream = open_socket(context, zmq.STREAM, endpoint, bind=True, hwm=_CHUNKS, curve=None)
         self._stream.setsockopt(zmq.SNDHWM, 1000)  # answers, which are small
+        self._by_descriptor: dict[int, bytes] = {}
+        self._left: set[int] = set()
         try:
-            self.endpoint: str = attach(self._stream, endpoint, bind=True)
+            # The empty message that ends a connection is dropped where the peer's queue is full.
+            self._monitor = Monitor(self._stream)
+            try:
+                self.endpoint: str = attach(self._stream, endpoint, bind=True)
+            except BaseException:
+                self._monitor.close()
+                raise
         except BaseException:
             self._stream.close()
             raise
@@ -209,6 +217,9 @@ class OpenPort:
             try:
                 identity, chunk = self._stream.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                for descriptor in self._left:
+                    self._end(self._by_descriptor.pop(descriptor, b""))
+                self._left.clear()
                 return None
             self.sender = identity.bytes
             self._hear(identity.bytes, chunk)
@@ -219,15 +230,17 @@ class OpenPort:
         return ended
 
     def read(self) -> tuple[int, list[str]]:
+        self._read_monitor()
         came_back, self._came_back = self._came_back, 0
         refused, self._refused = self._refused, []
         self.reconnects += came_back
         return came_back, refused
 
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Pump, Pump | None]:
-        return Pump(loop, self._stream, callback), None
+        return Pump(loop, self._stream, callback), Pump(loop, self._monitor.pair, callback)
 
     def close(self) -> None:
+        self._monitor.close()
         self._stream.close(linger=0)
         self._peers.clear()
 
@@ -235,10 +248,9 @@ class OpenPort:
         data, peer = chunk.bytes, self._peers.get(identity)
         if not data:  # it has come, or it has gone
             if peer is None:
-                self._welcome(identity)
+                self._welcome(identity, int(chunk.get(zmq.SRCFD)))
             else:
-                self._forget(identity)
-                self._lost = True
+                self._end(identity)
             return
         if peer is None:  # hung up on before
             return
@@ -264,7 +276,22 @@ class OpenPort:
             text = f"of too many bytes of unfinished messages it has sent {self._peers[most].held}, the most of all"
             self._refuse(most, chunk if most == identity else None, text, True)
 
-    def _welcome(self, identity: bytes) -> None:
+    def _read_monitor(self) -> None:
+        for _ in self._monitor.events():
+            pass
+        self._left |= self._monitor.take_gone()
+
+    def _end(self, identity: bytes) -> None:
+        """Note the end of a connection, whose bytes were all read."""
+        if identity in self._peers:
+            self._forget(identity)
+            self._lost = True
+
+    def _welcome(self, identity: bytes, descriptor: int) -> None:
+        self._read_monitor()  # of the connection that had this descriptor before
+        self._left.discard(descriptor)
+        self._end(self._by_descriptor.get(descriptor, b""))
+        self._by_descriptor[descriptor] = identity
         now = time.monotonic()
         for other in [one for one, since in self._since.items() if now - since > _HANDSHAKE_S]:
             self._forget(other)

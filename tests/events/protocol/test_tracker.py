@@ -437,6 +437,20 @@ class TestGonePublishers:
         tracker.forget_gone(10)
         assert said(tracker)[-2:] == [0, "gone"]
 
+    def test_answer_about_another_stream_does_not_make_earlier_batches_lost(self) -> None:
+        tracker = make()
+        for seq in range(6):
+            tracker.live(message(seq, topic=b"old"))
+        tracker.check()
+        new = [message(seq, topic=topic) for topic in (b"new", b"newer") for seq in range(8)]
+        answer(tracker, *[one for one in new if one.seq >= 5])  # the old one's successors, from its last number on
+        while (start := tracker.asking) is not None:
+            answer(tracker, *[one for one in new if one.seq >= start])
+        received = [(item.source.topic, item.seq) for item in tracker.out if isinstance(item, Received)]
+        assert received[:6] == [(b"old", seq) for seq in range(6)]
+        assert sorted(received[6:]) == [(one.topic, one.seq) for one in new]
+        assert tracker.lost == 0
+
     def test_stream_that_the_replay_port_has_again_is_asked_for_again(self) -> None:
         tracker = make(gone_after_s=10)
         for seq in range(3):
