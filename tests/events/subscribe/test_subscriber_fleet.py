@@ -165,6 +165,28 @@ async def test_port_of_many_publishers_reports_only_those_that_are_replaced_or_g
         assert subscriber.stats().gone == 1
 
 
+@pytest.mark.slow
+async def test_publishers_that_end_while_nothing_is_read_are_gone(
+    nothing_left: None, publishers: list[RawPublisher]
+) -> None:
+    """Whether or not the last bytes of a connection fill its queue, at a port that is open to all."""
+    async with EventSubscriber(ANY, bind=True, max_waiting=1, gone_after_s=0.2) as subscriber:
+        for pod in range(FLEET):
+            publisher = RawPublisher(subscriber.endpoints[0], bind=False, topic=b"%d" % pod)
+            publishers.append(await publisher.subscribed())
+        publishers[0].send(0, 1000)
+        await until(lambda: subscriber.stats().delivered == 1)  # nobody takes it, so nothing more is read
+        for pod, publisher in enumerate(publishers):
+            for seq in range(100 * pod):
+                publisher.send(seq, seq)
+            publisher.close()
+        gone = 0
+        async with asyncio.timeout(4 * PATIENCE_S):
+            while gone < FLEET:
+                gone += isinstance(await subscriber.receive(), PublisherGone)
+        assert not subscriber._sources[0]._port.connections
+
+
 async def test_publisher_that_is_gone_is_reported_once_and_forgotten(ends: Ends) -> None:
     publisher = ends.publisher()
     async with followed(publisher.endpoint, publisher.replay_endpoint, replay_timeout=0.1) as (subscriber, following):
