@@ -75,7 +75,7 @@ BUGS = (
     Bug(
         "copies",
         _WINDOW,
-        "        if seq < self.next or seq in self._early:\n            return False\n",
+        "        if self.has(seq):\n            return False\n",
         "        if seq < self.next:\n            self.ready.append((message, nbytes))\n            return True\n",
         "what comes again is delivered again",
         seed=29,
