@@ -58,16 +58,6 @@ async def test_large_message_arrives_in_frames_of_the_size_of_a_part(
 
 
 @pytest.mark.slow
-async def test_encrypting_a_large_message_does_not_make_a_living_reader_count_as_dead() -> None:
-    async with ready_ends(0, 1, remote_timeout=1.0, secure=True) as (writer, (reader,)):
-        for number in range(2):
-            sending = asyncio.ensure_future(writer.enqueue(array(number, 400 << 20)))
-            received = await reader.dequeue(100)
-            await sending
-            assert (received[0], received[-1]) == (number, (50 << 20) - 1 + number)
-
-
-@pytest.mark.slow
 async def test_memory_of_the_parts_of_a_large_message_goes_back_to_the_system() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
