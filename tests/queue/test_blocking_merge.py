@@ -18,6 +18,7 @@ from support import eventually
 
 from aioshm import CodecError, Options, PeerDied, RoleError, blocking
 from aioshm.blocking import Merged, MessageQueue, merge
+from aioshm.queue.ends import waiting
 
 
 @contextmanager
@@ -261,3 +262,37 @@ def test_merge_sees_what_its_reader_has_read_from_sockets_since_it_polled(n_loca
             assert Thread(next, merged).result() == (0, "sent")
         else:
             assert Thread(list, merged).result() == []
+
+
+def test_end_that_becomes_ready_while_threads_make_others_loses_nothing() -> None:
+    """Ends whose calls block know of each other, across threads."""
+    stopping = threading.Event()
+
+    class Owner:
+        """Another thread's end: making real ones is too slow to meet the moment."""
+
+    def make_ends() -> None:
+        while not stopping.is_set():
+            owners = [Owner() for _ in range(300)]
+            for owner in owners:
+                waiting._others[owner] = set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    making = Thread(make_ends)
+    try:
+        for _ in range(60):
+            with queues(4, ready=False) as (writers, readers):
+                sending = [Thread(send_and_close, writer) for writer in writers]
+                assert sorted(merge(readers)) == [(rank, number) for rank in range(4) for number in range(3)]
+                for thread in sending:
+                    thread.result()
+    finally:
+        sys.setswitchinterval(interval)
+        stopping.set()
+        making.result()
+
+
+def send_and_close(writer: MessageQueue) -> None:
+    with writer:
+        writer.enqueue_many(range(3))

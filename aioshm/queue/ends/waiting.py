@@ -53,7 +53,9 @@ def new_poller(
         return Poller(loop, cursor.parked, predictor, options.wait, spin, told, tell, bells, crowded=predictor.crowded)
     # Its spins are for an answer, whichever end that comes to: every other end that is under way needs a CPU too.
     _others[owner] = {pid for pid in others if pid > 0}
-    processes = {*others}.union(*_others.values())
+    # By references: other threads add ends meanwhile, which would end an iteration over the values with an error.
+    owners = [owner for reference in _others.keyrefs() if (owner := reference()) is not None]
+    processes = {*others}.union(*(_others.get(owner, ()) for owner in owners))
     predictor = predictor_among(others, options, ends=1 + len(processes), yields=True)
     return BlockingPoller(
         loop, cursor.parked, predictor, options.wait, spin, bell, crowded=predictor.crowded, told=told, tell=tell
