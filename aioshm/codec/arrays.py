@@ -77,8 +77,15 @@ def _leave_out(_: PickleBuffer) -> bool:
 
 def _writable_array(shape: tuple[int, ...], element: Any, memory: Any, order: Order) -> Array:
     """Rebuild what was read-only where it came from: pickle wraps the memory, although new, in a read-only view."""
-    owner: Any = memory.obj if isinstance(memory, memoryview) else bytearray(memory)
-    return np.ndarray(shape, element, owner, 0, None, order)
+    if not isinstance(memory, memoryview):
+        return np.ndarray(shape, element, bytearray(memory), 0, None, order)
+    owner: Any = memory.obj
+    return np.ndarray(shape, element, owner, _address(memory) - _address(owner), None, order)
+
+
+def _address(memory: Any) -> int:
+    address: int = np.ndarray((), np.uint8, memory).__array_interface__["data"][0]
+    return address
 
 
 def lent_array(shape: tuple[int, ...], element: Any, memory: Any, order: Order) -> Array:

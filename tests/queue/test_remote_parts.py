@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from proxy import proxied
@@ -142,6 +143,23 @@ async def test_large_array_is_writable_and_its_receivers_own() -> None:
         first, second = await reader.dequeue(60), await reader.dequeue(60)
         first[:] = 7
         assert (second == array(0)).all()
+
+
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+async def test_large_arrays_of_every_kind_arrive_as_they_were_sent(codec: str) -> None:
+    whole = np.random.default_rng(1).integers(0, 256, 4 << 20, np.uint8)
+    readonly = np.frombuffer(whole.tobytes(), np.float16)
+    sent: list[Any] = [whole, readonly, readonly[1:].reshape(-1, 1), whole.reshape(2, -1).T, torch.from_numpy(whole)]
+    async with ready_ends(0, 1, codec=codec) as (writer, (reader,)):
+        for array in sent:
+            for message in ((1, array), (array, whole[:100_000], array)):
+                await writer.enqueue(message)
+                received = await reader.dequeue(60)
+                assert len(received) == len(message)
+                for found, wanted in zip(received, message, strict=True):
+                    if isinstance(wanted, np.ndarray | torch.Tensor):
+                        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+                        assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
 
 
 async def test_leased_array_that_outlives_its_block_stays_as_it_was() -> None:
