@@ -194,7 +194,9 @@ def make_batch(seed: int) -> EventBatch:
 
 def as_vllm_has_it(batch: EventBatch) -> EventBatch:
     """Return the same batch of structs like vLLM's."""
-    return EventBatch(batch.ts, [Stored(*astuple(event)) for event in batch.events], batch.data_parallel_rank)
+    n_fields = len(Stored.__struct_fields__)
+    events = [Stored(*astuple(event)[:n_fields]) for event in batch.events]
+    return EventBatch(batch.ts, events, batch.data_parallel_rank)
 
 
 def compute(seconds: float) -> None:

@@ -346,6 +346,7 @@ BUGS = (
         "elif stream.moved:",
         "elif False:",
         "the next number over a new connection is taken for the old publisher's",
+        seed=30,
     ),
     Bug(
         "forgotten",

@@ -199,17 +199,20 @@ class TestLeaving:
 
     async def test_task_that_ends_after_a_timeout_aborts(self) -> None:
         async with served(Slow()) as serving:
-            stream = serving.client.submit(ask("a", 4))
+            stream = serving.client.submit(ask("a", None))
 
             async def give_up() -> None:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(anext(stream), 0.001)
 
+            def aborted_between_steps() -> bool:
+                serving.engines[0].may_go_on.set()
+                return bool(serving.engines[0].aborted == ["a"])
+
             await asyncio.create_task(give_up())
             with pytest.raises(RequestAborted, match="request 'a' was aborted before its last output"):
                 await anext(stream)
-            serving.engines[0].may_go_on.set()
-            await until(lambda: serving.engines[0].aborted == ["a"])
+            await until(aborted_between_steps)
 
     async def test_stream_that_goes_on_after_a_timeout_leaves_nothing_at_its_task(self) -> None:
         async with served(Engine()) as serving:

@@ -74,7 +74,7 @@ class TestLaunch:
                 assert len(await collected(launch.client.submit(ask(str(rank)), engine=rank))) == 3
             pids = [actor.pid for actor in launch.engine_manager.actors]
             os.kill(pids[1], signal.SIGKILL)
-            with pytest.raises(EngineDead, match="EngineCore_1"):
+            with pytest.raises(EngineDead, match="engine 1"):
                 await collected(launch.client.submit(ask("a", None), engine=0))
         eventually(lambda: all(map(gone, pids)))
 
@@ -213,7 +213,7 @@ async def test_serve_requests_and_are_named_to_clients_when_they_die() -> None:
             endless = [asyncio.ensure_future(collected(client.submit(ask(f"e{number}", None)))) for number in range(2)]
             os.kill(manager.actors[1].pid, signal.SIGKILL)
             for each in endless:
-                with pytest.raises(EngineDead, match=r"EngineCore_1|engine 1"):
+                with pytest.raises(EngineDead, match="engine 1"):
                     async with asyncio.timeout(60):
                         await each
 

@@ -100,12 +100,12 @@ async def test_one_comes_back_also_when_its_node_has_left(
         stream = supervisor.client.submit(ask("lost", None), engine=2)
         await anext(stream)
         os.kill(first, signal.SIGKILL)
-        with pytest.raises(EngineDead, match=rf"EngineCore_2 \(pid {first} on .*\) exited|engine 2 .* is gone"):
+        with pytest.raises(EngineDead, match=rf"engine 2 \(pid {first} on .*\) exited|engine 2 .* is gone"):
             await collected(stream)
         await serves(supervisor, 2, restarts=1)
         assert supervisor.engines[2].pid != first
         assert manager.actors[2].node_id == first_node, "in its placement group"
-        assert f"EngineCore_2 (pid {first} on" in supervisor.engines[2].cause
+        assert f"engine 2 (pid {first} on" in supervisor.engines[2].cause
 
         nodes.lose()
         await until(lambda: "engine 2 waits for room" in caplog.text)
@@ -135,7 +135,7 @@ async def test_no_room_is_a_crash_loop_in_the_end(nodes: Nodes) -> None:
             async with asyncio.timeout(60):
                 await supervisor.wait()
         text = str(caught.value)
-        assert f"EngineCore_2 (pid {supervisor.engines[2].pid} on" in text
+        assert f"engine 2 (pid {supervisor.engines[2].pid} on" in text
         assert text.count("engine 2 could not be started: there was no room for engine 2 within 0.3 s") == 2
         with pytest.raises(EngineDead, match="engine 2 is in a crash loop"):
             supervisor.client.submit(ask("later"), engine=0)
@@ -153,8 +153,8 @@ async def test_a_crash_loop_has_the_cause_of_every_attempt(ray_cluster: Any, tmp
             async with asyncio.timeout(60):
                 await supervisor.wait()
         text = str(caught.value)
-        assert f"EngineCore_1 (pid {first} on" in text
-        assert f"EngineCore_1 (pid {supervisor.engines[1].pid} on" in text
+        assert f"engine 1 (pid {first} on" in text
+        assert f"engine 1 (pid {supervisor.engines[1].pid} on" in text
         assert "exited with code 1: ArithmeticError: the model does not fit any more" in text
 
 
