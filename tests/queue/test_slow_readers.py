@@ -196,7 +196,8 @@ class TestEvict:
             assert writer.stats().readers == 1
             assert f"reader 1 (pid {os.getpid()}) was too slow and was evicted, {CHUNKS} messages behind" in caplog.text
             for _ in range(3):
-                with pytest.raises(ReaderEvicted, match=r"<local reader .*>: too slow: .* slow='skip'"):
+                advice = r"<local reader .*>: too slow: .* more slots .* more max_chunks\) .* slow='skip'"
+                with pytest.raises(ReaderEvicted, match=advice):
                     await other.dequeue(20)
             with pytest.raises(ReaderEvicted):
                 async for _ in other:
