@@ -369,7 +369,7 @@ class TestMemory:
         changes = [after - before for after, before in zip(map(sys.getrefcount, watched), counts, strict=True)]
         assert changes[:-3] == [0] * (len(watched) - 3)
         if sys.version_info < (3, 12):  # True, False and None are immortal since then: their counts mean nothing
-            assert all(abs(change) < 300 for change in changes[-3:]), "one that is kept at every call shows in thousands"
+            assert all(abs(change) < 300 for change in changes[-3:]), "a leak at every call shows in thousands"
         assert traced < 50_000
         if "PYTHONMALLOC" not in os.environ:  # else the address sanitizer keeps what was freed, to see it used again
             assert process.memory_info().rss - resident < 8 << 20
