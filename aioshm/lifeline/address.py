@@ -163,7 +163,7 @@ def _sweep(directory: Path) -> None:
 
 
 def sweep_leftovers() -> None:
-    """Remove what dead processes have left where this process has had queues or sockets; call it after stopping some.
+    """Remove files and segments of dead processes, where this process had queues or sockets; call it after a stop.
 
     It is called when Python ends, too: an interrupt may have kept this process' own ends from being closed.
     """

@@ -19,7 +19,7 @@ from aioshm.process.threads import start_thread
 T = TypeVar("T")
 
 _notified: set[asyncio.Future[Any]] = set()
-"""What callbacks of users still do: the loop itself keeps no task."""
+"""Running tasks of users' callbacks: the loop itself holds tasks weakly."""
 
 LOOK_S = 1.0
 """How late a result may be found on a loop that other threads cannot wake any more."""
@@ -132,7 +132,7 @@ def _discard_apart(discard: Callable[[T], object], value: T) -> None:
 
 
 def notify(callback: Callable[..., object], *args: object) -> None:
-    """Call a user's callback on the running loop, and run what it returns as a task, if that is awaitable.
+    """Call a user's callback on the running loop; run an awaitable result as a task.
 
     Errors go to the loop's exception handler, which logs them: they do not end the work that is notified of.
     """

@@ -138,7 +138,7 @@ class _Popen(popen_spawn_posix.Popen):
         self._process.wait()
 
     def _store(self, process_obj: Any, file: IO[bytes]) -> bytes:
-        """Pickle into a file what the new process reads, and return the message that makes it read the file."""
+        """Pickle the process's data into a file; return the short message that makes the process read it."""
         fd = self.duplicate_for_child(file.fileno())
         message = io.BytesIO()
         set_spawning_popen(self)
@@ -214,7 +214,7 @@ def _release(process: subprocess.Popen[bytes], ours: ExitStack) -> None:
 
 
 class _Call:
-    """Becomes the result of a call when it is unpickled; of the standard library's, so that nothing is imported."""
+    """Unpickles to the result of a call of the standard library, so that unpickling imports nothing else."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._function, self._args = function, args

@@ -134,7 +134,7 @@ class EngineClient(Closing):
         return host.do(lambda: OutputStream(self._client.submit(request, engine=engine), host, timeout))
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests: their streams raise `RequestAborted` after what has come."""
+        """Abort requests: their streams raise `RequestAborted` after the outputs that have arrived."""
         ids = request_ids if isinstance(request_ids, str) else list(request_ids)
         self._open_host().run(lambda: self._client.abort(ids))
 

@@ -166,7 +166,7 @@ class EngineClient(AsyncClosing):
         )
 
     def leave_deaths_to_supervisor(self) -> None:
-        """Log only what becomes of requests when an engine dies: a supervisor logs how it has died."""
+        """When an engine dies, log only the fate of its requests: the supervisor logs the death."""
         self._link.logs_deaths = False
 
     # Opened, ready, closed
@@ -338,7 +338,7 @@ class EngineClient(AsyncClosing):
         return OutputStream(request_id, inbox, link.leave)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests: their streams raise `RequestAborted` after what has come.
+        """Abort requests: their streams raise `RequestAborted` after the outputs that have arrived.
 
         Ids of requests that are not in flight do no harm.
 

@@ -75,7 +75,7 @@ class Pending:
         return len(self._calls)
 
     def registered(self, rank: int, fields: dict[str, Any]) -> None:
-        """Note what an engine has said when it registered: vLLM's name their release, and send no generations."""
+        """Note an engine's registration: vLLM's engines name their release, and send no generations."""
         self._sends_generations.pop(rank, None)
         if "vllm_version" in fields:
             self._sends_generations[rank] = False
@@ -122,7 +122,7 @@ class Pending:
         inbox.generation = generation
 
     def abort(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
-        """Let a request end that its engine is told to abort; ``error`` is why, where that is a failure."""
+        """End a request whose engine is asked to abort it; ``error`` makes its error, if it failed."""
         engine = self.inboxes[request_id].engine
         if not self._sends_generations.get(engine):
             now = monotonic()

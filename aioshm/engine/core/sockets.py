@@ -271,7 +271,7 @@ class CoreSockets:
                 self._pumps[client].run_soon()  # sending may swallow the sign that there is something to read
 
     def _lose(self, client: int) -> None:
-        """Forget what a client has not got, and have its requests aborted."""
+        """Drop the pending outputs of a front end, and abort its requests."""
         self._gone.add(client)
         self._outputs[client].close()
         self._on_message(client, [])

@@ -195,7 +195,7 @@ class DPCoordinator(ProcessManager):
         self.wait_until_bound()
 
     def _launch(self, start: Callable[[Job], Child]) -> Connection:
-        """Start its process at its addresses; return the pipe in which that says where it is bound."""
+        """Start the coordinator's process; return the pipe on which the process reports its addresses."""
         with ExitStack() as stack:
             with naming_limits(NAME):
                 told, tells = map(stack.enter_context, multiprocessing.Pipe(duplex=False))

@@ -58,7 +58,7 @@ class WorkerStream(AsyncIterator[Any]):
 
 
 class _TimedOut(NamedTuple):
-    """What stands for an item that has not come in time: an error would end the generator that raises it."""
+    """Stands for an item that timed out: an error would end the generator that raises it."""
 
     text: str  # not the error: its traceback would keep a stream alive that is forgotten
 

@@ -36,7 +36,7 @@ from aioshm.events.protocol.messages import (
 from aioshm.events.protocol.wire import Encoding
 from aioshm.process.guard import built
 
-# The largest payload that a subscriber takes, unless it is told otherwise.
+# Default bound of a payload that a subscriber takes.
 MAX_PAYLOAD_BYTES = 1 << 24
 # The shortest event that says anything, ["BlockRemoved", []]: a batch cannot have more of them than fit its payload.
 MIN_EVENT_BYTES = 15

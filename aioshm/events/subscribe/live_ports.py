@@ -59,7 +59,7 @@ class LivePort(Protocol):
         """Return the connections that have ended, and whose messages were all received, since the last call."""
 
     def read(self) -> tuple[int, list[str]]:
-        """Return how many connections came back since the last call, and what to log of peers that were refused."""
+        """Return the number of connections that came back since the last call, and log texts on refused peers."""
 
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> tuple[Pump, Pump | None]:
         """Have ``callback`` called when there may be a message, and when there may be news of connections only."""

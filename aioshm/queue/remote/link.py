@@ -223,7 +223,7 @@ class WriterLink:
             self._finish_if_complete()
 
     def _whole(self, data: wire.Data) -> wire.Data | None:
-        """Return a message once all of it is here; None: parts are missing, or the message has arrived before."""
+        """Return a message once all its parts have arrived; None if parts are missing, or it is a duplicate."""
         if len(data.body) == data.total:
             self._assembly.clear()
             return data
