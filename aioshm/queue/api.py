@@ -527,10 +527,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
     def leases(self) -> Leases[T]:
         """Iterate over messages, each leased until the next one is asked for; until the writer closes.
 
-        As a block of `lease` around the loop's body, but as quick as `dequeue` for small messages, too: ``async with``
-        takes Python a third as long as receiving 64 bytes does. A loop that is left by ``break``, ``return`` or an
-        exception ends its last lease, unless the iterator has a name: then ``await its.aclose()`` does, or
-        `contextlib.aclosing`.
+        As a block of `lease` around the loop's body. A loop that is left by ``break``, ``return`` or an exception ends
+        its last lease, unless the iterator has a name: then ``await its.aclose()`` does, or `contextlib.aclosing`.
 
         Raises:
             PeerDied, CorruptSlot, CodecError: As `dequeue`, when the next message is asked for.

@@ -4,8 +4,6 @@ from typing import Any
 from aioshm.ring._portable import ELSEWHERE as ELSEWHERE
 from aioshm.ring._portable import NOTHING as NOTHING
 from aioshm.ring._portable import Calls as Calls
-from aioshm.ring._portable import EachLeased as EachLeased
-from aioshm.ring._portable import LeasedMessages as LeasedMessages
 from aioshm.ring._portable import ReaderCore as ReaderCore
 from aioshm.ring._portable import WriterCore as WriterCore
 from aioshm.ring._portable import memory_fence as memory_fence

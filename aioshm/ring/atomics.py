@@ -22,8 +22,6 @@ __all__ = [
     "RECHECK_S",
     "STRONG_ORDER",
     "Calls",
-    "EachLeased",
-    "LeasedMessages",
     "ReaderCore",
     "WriterCore",
     "memory_fence",
@@ -59,14 +57,12 @@ if native_core:
         ELSEWHERE,
         NOTHING,
         Calls,
-        EachLeased,
-        LeasedMessages,
         ReaderCore,
         WriterCore,
         memory_fence,
     )
 else:
-    from aioshm.ring._portable import ELSEWHERE, NOTHING, Calls, EachLeased, LeasedMessages, memory_fence
+    from aioshm.ring._portable import ELSEWHERE, NOTHING, Calls, memory_fence
 
     if STRONG_ORDER:
         from aioshm.ring._portable import ReaderCore, WriterCore

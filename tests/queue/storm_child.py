@@ -142,8 +142,7 @@ def reading(reader: MessageQueue, how: str, codec: str, over: threading.Event) -
     global armed, interrupts
     expected = 0
     choose = random.Random(5)
-    kinds = ("dequeue", "many", "nowait", "lease", "leases", "read", "broadcast", "next")
-    leases = reader.leases()
+    kinds = ("dequeue", "many", "nowait", "lease", "read", "broadcast", "next")
     while True:
         kind = choose.choice(kinds) if how == "mixed" else how
         obj = batch = None
@@ -163,10 +162,6 @@ def reading(reader: MessageQueue, how: str, codec: str, over: threading.Event) -
             elif kind == "lease":
                 with reader.lease() if choose.random() < 0.7 else reader.lease(20) as obj:
                     pass
-            elif kind == "leases":
-                for obj in leases:  # noqa: B007
-                    break
-                leases.close()
             else:
                 with reader.acquire_read(20) as view:
                     obj = b"%b" % view[:8]  # takes no call: nothing is raised between the way in and this
@@ -177,12 +172,11 @@ def reading(reader: MessageQueue, how: str, codec: str, over: threading.Event) -
         except (KeyboardInterrupt, Alarm):
             armed = False
             interrupts += 1
-            leases.close()  # which may have been interrupted before it began
         except QueueClosed:
             armed = False
             break
         else:
-            if kind in ("next", "leases") and obj is None:
+            if kind == "next" and obj is None:
                 break
         if batch is None and obj is not None:
             batch = [obj]

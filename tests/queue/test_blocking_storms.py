@@ -14,7 +14,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("storm_child.py")
 
-READS = ["dequeue", "next", "many", "nowait", "lease", "leases", "read", "broadcast", "mixed"]
+READS = ["dequeue", "next", "many", "nowait", "lease", "read", "broadcast", "mixed"]
 WRITES = ["enqueue", "many", "nowait", "broadcast", "block", "mixed"]
 
 

@@ -23,7 +23,7 @@ from aioshm.errors import QueueClosed, QueueEmpty, QueueFull, RoleError
 from aioshm.queue.base import QueueBase
 from aioshm.queue.blocking.calls import called, made
 from aioshm.queue.blocking.held import Held
-from aioshm.queue.blocking.leasing import Leases
+from aioshm.queue.blocking.leasing import EachLeased, Leases
 from aioshm.queue.blocking.lingering import linger, watch
 from aioshm.queue.blocking.membership import BlockingMembership
 from aioshm.queue.encoded import body_of
@@ -37,7 +37,7 @@ from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
-from aioshm.ring.atomics import ELSEWHERE, NOTHING, EachLeased
+from aioshm.ring.atomics import ELSEWHERE, NOTHING
 from aioshm.wait.blocking import WindowBegins
 
 if TYPE_CHECKING:
@@ -454,8 +454,7 @@ class MessageQueue(QueueBase[T], Closing):
         A loop that is left ends its last lease, unless the iterator has a name: then its ``close()`` does, or its end.
         """
         self._reading_end("leases")
-        # Called once, and keeps this queue while the loop lasts, as the call in C does not.
-        return EachLeased(MethodType(type(self).lease, self), QueueClosed)
+        return EachLeased(MethodType(type(self).lease, self))  # which keeps this queue while the loop lasts
 
     def _reading_end(self, call: str) -> ReadingEnd:
         return self._reader or self._wrong_end(call, "reader")

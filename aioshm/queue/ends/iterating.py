@@ -1,4 +1,4 @@
-"""Messages that are leased while they are iterated over: what the core leaves to others of that."""
+"""Iterating over messages, each leased until the next one is asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from aioshm.errors import QueueClosed
-from aioshm.ring.atomics import LeasedMessages
 
 if TYPE_CHECKING:
     from aioshm.queue.ends.reading import ReadingEnd
@@ -27,49 +26,72 @@ class Leases(Protocol[T_co]):
         """End the lease of the latest message."""
 
 
-def lease_each(end: ReadingEnd) -> Leases[Any]:
-    """Return what iterates over an end's messages until the writer closes, and has the latest of them."""
-    loop = _LeaseLoop(end)
-    return LeasedMessages(end.calls, loop.open, loop.close, loop.abandon)
+class LeasedMessages:
+    """Leases an end's messages one after the other, until the writer closes.
 
+    A loop that is left, by ``break`` or by an exception, drops this iterator, which ends the lease of its last message.
 
-class _LeaseLoop:
-    """Opens and ends the leases of one iteration that the core cannot; see `LeasedMessages`."""
+    Args:
+        end: The reading end.
+    """
 
     def __init__(self, end: ReadingEnd) -> None:
         self._end = end
         self._thread = get_ident()
         self._block: AbstractAsyncContextManager[Any] | None = None
+        self._leasing = False
 
-    async def open(self, by_core: bool) -> Any:
-        """Lease the next message: for the core, whose block then ends it, or with a block of this one's own."""
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        self._begin()
         try:
-            if by_core:
-                return await self._end.open_lease()
+            await self._leave()
             block = self._end.lease(None, None, False)
-            value = [await block.__aenter__()]  # and no name keeps it here: a lease would take that for a holder
+            message = await block.__aenter__()
+            self._block = block
+            return message
         except QueueClosed:
             raise StopAsyncIteration from None
-        self._block = block
-        return value.pop()
+        finally:
+            self._leasing = False
 
-    async def close(self) -> None:
-        """End the lease whose block is this one's own, if there is any."""
+    async def aclose(self) -> None:
+        """End the lease of the latest message."""
+        self._begin()
+        try:
+            await self._leave()
+        finally:
+            self._leasing = False
+
+    def _begin(self) -> None:
+        if self._leasing:
+            raise RuntimeError("the next message is being leased already")
+        self._leasing = True
+
+    async def _leave(self) -> None:
         block, self._block = self._block, None
         if block is not None:
             await block.__aexit__(None, None, None)
 
-    def abandon(self, by_core: bool) -> None:
-        """End a lease of which nobody will ask for the next message; may be called from a destructor, anywhere."""
-        ending = self._end.close_lease(None, None, None) if by_core else self.close()
+    def __del__(self) -> None:
+        if self._block is None:
+            return
+        ending = _leave(self._block)
+        loop = self._end.gate.loop
         if get_ident() == self._thread:
             _run(ending)
-        elif (loop := self._end.gate.loop) is not None and not loop.is_closed():
+        elif loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(_run, ending)
 
 
+async def _leave(block: AbstractAsyncContextManager[Any]) -> None:
+    await block.__aexit__(None, None, None)
+
+
 def _run(ending: Coroutine[Any, Any, object]) -> None:
-    """Have a coroutine end that has nothing to wait for."""
+    """Run a coroutine that has nothing to wait for."""
     with suppress(StopIteration):
         ending.send(None)
     ending.close()

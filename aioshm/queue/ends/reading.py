@@ -16,7 +16,7 @@ from aioshm.config import check_int
 from aioshm.errors import AioshmError, CodecError, QueueClosed, QueueEmpty
 from aioshm.queue.ends.following import Following
 from aioshm.queue.ends.gate import Gate, current_task_of
-from aioshm.queue.ends.iterating import Leases, lease_each
+from aioshm.queue.ends.iterating import LeasedMessages, Leases
 from aioshm.queue.ends.source import Source
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle
@@ -176,7 +176,7 @@ class ReadingEnd:
 
     def leases(self) -> Leases[Any]:
         """Return what iterates over messages and leases each of them, until the next one is asked for."""
-        return lease_each(self)
+        return LeasedMessages(self)
 
     async def dequeue(self, timeout: float | None, cancel: asyncio.Event | None, indefinite: bool) -> Any:
         """Receive the next message, where `receive` has found nothing; as `aioshm.MessageQueue.dequeue`."""
