@@ -214,7 +214,7 @@ class IdentityError(AioshmError, ValueError):
 
 
 class GroupBroken(AioshmError, ConnectionError):
-    """The other members of a process group, or the store that connects them, cannot be reached any more."""
+    """The members of a process group, or its store, cannot be reached; or another group or process is in the way."""
 
 
 class CorruptSlot(AioshmError):

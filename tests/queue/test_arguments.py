@@ -319,6 +319,7 @@ GROUP: list[tuple[str, list[Any]]] = [
     ("rank", [*NO_SMALL_COUNT, 1]),
     ("world_size", [*NO_SMALL_COUNT, 0]),
     ("timeout", NO_OPTION_SECONDS),
+    ("name", [5, None, b"group", NUMBERS]),
 ]
 
 

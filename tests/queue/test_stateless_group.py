@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import pickle
+import platform
 import random
 import re
 import signal
@@ -15,11 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support import eventually
 
 from aioshm import AioshmError, RoleError
@@ -98,6 +101,60 @@ def joined(world_size: int, timeout: float = PATIENCE_S) -> Iterator[list[Statel
     finally:
         for group in groups:
             group.close()
+
+
+def join_one(port: int, rank: int, world_size: int, name: str = "", timeout: float = PATIENCE_S) -> Any:
+    """Create a group at one rank; return the group, or the error."""
+    try:
+        return StatelessProcessGroup.create("127.0.0.1", port, rank, world_size, timeout=timeout, name=name)
+    except Exception as error:
+        return error
+
+
+@contextlib.contextmanager
+def meeting(ranks: list[int], world_size: int, name: str = "") -> Iterator[tuple[int, list[Future[Any]]]]:
+    """Let some ranks of a group wait for the others; give the port, and the groups that they will have."""
+    with free_port() as port, ThreadPoolExecutor(world_size) as pool:
+        coming = [pool.submit(join_one, port, rank, world_size, name) for rank in ranks]
+        await_keys(port, 2 * len(ranks))
+        try:
+            yield port, coming
+        finally:
+            for group in coming:
+                group.result(PATIENCE_S).close()
+
+
+def client_of(port: int) -> Any:
+    return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=PATIENCE_S), wait_for_workers=False)
+
+
+def await_keys(port: int, count: int) -> None:
+    """Wait until each rank has set two keys: its claim, or rank 0's identity of the group, and that it came."""
+
+    def have_come() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return bool(client_of(port).num_keys() >= count)
+        return False
+
+    eventually(have_come, "the ranks")
+
+
+def assert_met(groups: list[Any]) -> None:
+    ranks = sorted(group.rank for group in groups)
+    assert ranks == list(range(groups[0].world_size))
+    assert each(groups, lambda group: group.all_gather_obj(group.rank)) == [ranks] * len(groups)
+    for group in groups:
+        group.close()
+
+
+@contextlib.contextmanager
+def child(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(CHILD), *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def keys_of(group: StatelessProcessGroup) -> int:
@@ -332,6 +389,121 @@ def test_importing_torch_is_none_of_the_time_to_meet(monkeypatch: pytest.MonkeyP
     assert time.monotonic() - began > 0.9, caught.value
 
 
+# Strangers
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("other", 2), ("", 2), ("one", 3)])
+def test_stranger_of_another_group_gets_an_error_and_the_group_meets(name: str, world_size: int) -> None:
+    with joined(2) as usual:
+        expected_keys = keys_of(usual[0])
+    with meeting([0], 2, "one") as (port, coming):
+        stranger = join_one(port, 1, world_size, name)
+        assert type(stranger) is GroupBroken
+        own = f"group 'one' with 2 ranks (rank 0 is pid {os.getpid()} on {platform.node()}) listens at 127.0.0.1:{port}"
+        wanted = f"group {name!r} with {world_size} ranks"
+        assert str(stranger).startswith(f"{own}, not {wanted}: use another port, or pass the same name and world_size")
+        with join_one(port, 1, 2, "one") as rank_1:
+            groups = [coming[0].result(PATIENCE_S), rank_1]
+            assert each(groups, lambda group: group.all_gather_obj(group.rank)) == [[0, 1]] * 2
+            assert keys_of(groups[0]) == expected_keys
+            assert repr(rank_1) == f"<StatelessProcessGroup 'one' at 127.0.0.1:{port}, rank 1 of 2, open>"
+
+
+def test_rank_that_is_taken_is_refused_before_and_after_the_group_met() -> None:
+    def refused() -> None:
+        stranger = join_one(port, 1, 3)
+        assert type(stranger) is GroupBroken
+        holder = f"taken by pid {os.getpid()} on {platform.node()}: "
+        assert re.match(f"rank 1 of group '' with 3 ranks .* at 127.0.0.1:{port} is {re.escape(holder)}", str(stranger))
+
+    with meeting([0, 1], 3) as (port, coming):
+        refused()
+        with join_one(port, 2, 3) as rank_2:
+            groups = [coming[0].result(PATIENCE_S), coming[1].result(PATIENCE_S), rank_2]
+            keys = keys_of(groups[0])
+            refused()
+            assert keys_of(groups[0]) == keys
+            assert each(groups, lambda group: group.all_gather_obj(group.rank)) == [[0, 1, 2]] * 3
+
+
+def test_second_rank_0_is_told_to_use_another_port() -> None:
+    with meeting([0], 1) as (port, coming):
+        coming[0].result(PATIENCE_S)
+        stranger = join_one(port, 0, 1, "other")
+        assert isinstance(stranger, OSError)
+        assert f"port {port}: Address already in use; use another port" in str(stranger)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"theirs": "1"}, "belongs to no group of this version of aioshm: use another port"),
+        ({}, "belongs to no group of this version of aioshm: use another port"),
+        ({"aioshm/group": "no JSON"}, "belongs to no group of this version of aioshm: use another port"),
+        ({"aioshm/group": '{"layout": 99}'}, "has layout 99 of its keys, this version of aioshm has layout"),
+    ],
+    ids=["with keys", "without keys", "with another identity", "with another layout"],
+)
+def test_store_of_another_program_is_refused_and_left_alone(keys: dict[str, str], text: str) -> None:
+    with free_port() as port:
+        listening = stateless_group._listen("127.0.0.1", port).detach()
+        store = dist.TCPStore(
+            "127.0.0.1", port, None, True, timedelta(seconds=9), wait_for_workers=False, master_listen_fd=listening
+        )
+        for key, value in keys.items():
+            store.set(key, value)
+        stranger = join_one(port, 1, 2, timeout=PATIENCE_S if keys else 0.2)
+        assert type(stranger) is GroupBroken
+        assert text in str(stranger)
+        assert store.num_keys() == len(keys)
+
+
+def test_rank_that_timed_out_joins_when_it_is_called_again() -> None:
+    with meeting([0], 3) as (port, coming):
+        for _ in range(2):
+            assert type(join_one(port, 1, 3, timeout=0.2)) is TimeoutError
+        later = each([1, 2], lambda rank: join_one(port, rank, 3))
+        assert_met([coming[0].result(PATIENCE_S), *later])
+
+
+def test_rank_whose_call_was_interrupted_joins_when_it_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(function: Callable[[], object], *_: object) -> None:
+        function()  # the claim is made, and nobody is told of it
+        raise KeyboardInterrupt
+
+    with meeting([0], 2) as (port, coming):
+        with monkeypatch.context() as patch:
+            patch.setattr(stateless_group, "run_apart", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                StatelessProcessGroup.create("127.0.0.1", port, 1, 2)
+        assert_met([join_one(port, 1, 2), coming[0].result(PATIENCE_S)])
+
+
+def test_rank_of_a_process_that_died_before_the_group_met_is_free_on_its_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with meeting([0], 3) as (port, coming):
+        with child("member", port, 1, 3) as holder:
+            await_keys(port, 4)
+            taken = f"rank 1 of group '' .* is taken by pid {holder.pid} on {re.escape(platform.node())}: "
+            assert re.match(taken, str(join_one(port, 1, 3)))
+        with monkeypatch.context() as patch:  # another machine cannot know whether the process lives
+            patch.setattr(stateless_group, "_pid_namespace", lambda: "another")
+            assert re.match(taken, str(join_one(port, 1, 3)))
+        later = each([1, 2], lambda rank: join_one(port, rank, 3))
+        assert_met([coming[0].result(PATIENCE_S), *later])
+
+
+@pytest.mark.slow
+def test_rank_of_a_process_that_died_after_the_group_met_stays_taken() -> None:
+    with meeting([0], 2) as (port, coming):
+        with child("member", port, 1, 2) as holder:
+            keys = keys_of(coming[0].result(PATIENCE_S))
+        taken = f"rank 1 of group '' .* is taken by pid {holder.pid} on {re.escape(platform.node())}: "
+        assert re.match(taken, str(join_one(port, 1, 2)))
+        assert keys_of(coming[0].result()) == keys
+
+
 # What goes wrong
 
 
@@ -481,7 +653,5 @@ def test_it_is_imported_without_torch() -> None:
 
 
 def test_no_global_state() -> None:
-    import torch.distributed as dist
-
     with joined(2):
         assert not dist.is_initialized()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import pickle
+import platform
+import secrets
 import socket
 import threading
 import time
@@ -11,12 +15,16 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from aioshm.config import check_int, check_seconds
+import msgspec
+
+from aioshm.config import check_int, check_seconds, shown
 from aioshm.errors import GroupBroken, RoleError
 from aioshm.process.background import run_apart
+from aioshm.process.state import process_state
 from aioshm.queue.groups.process_group import check_rank
+from aioshm.queue.handle import host_id
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -34,6 +42,36 @@ _DIAL_PAUSE_S = 0.05
 _MIN_WAIT_S = 0.001  # what the store counts in; 0 would be for ever
 _SOMETHING = b"."  # the answer to the question for an empty value takes the store 200 ms
 
+_LAYOUT = 1
+"""The version of the keys and values in the store; a change of them needs a new number."""
+
+_IDENTITY = "aioshm/group"
+"""Rank 0 sets this key before any other; the keys of all calls begin with the nonce in it."""
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    """Which group has the store, and the process of its rank 0."""
+
+    layout: int
+    name: str = ""
+    world_size: int = 0
+    nonce: str = ""
+    host: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        at = f" (rank 0 is pid {self.pid} on {self.host})" if self.pid else ""
+        return f"group {shown(self.name)} with {self.world_size} rank{'s' * (self.world_size > 1)}{at}"
+
+
+class _Claim(msgspec.Struct, frozen=True):
+    """The process that has a rank; ``token`` stands for one call of `create`."""
+
+    token: str
+    host: str
+    pid: int
+    namespace: str  # the machine, and the pid namespace on it, in which the pid means this process
+
 
 class StatelessProcessGroup:
     """Processes that can broadcast and gather objects, over a ``torch.distributed.TCPStore`` at rank 0.
@@ -48,16 +86,28 @@ class StatelessProcessGroup:
     What was sent is removed from the store when everybody has it. Rank 0 leaves every call last, so that it may close
     the group, or end, after any of them.
 
+    `create` refuses a process that comes to the port of another group, or for a rank that another process has; the
+    group does not notice that process. Groups are told apart by their names and world sizes: give groups that may meet
+    at one port different names. This guards against mistakes, not against attackers.
+
     Attributes:
         rank: This process' rank.
         world_size: How many ranks there are.
+        name: The group's name.
     """
 
-    def __init__(self, store: TCPStore, address: str, rank: int, world_size: int, timeout: float) -> None:
-        self._store: TCPStore | None = store
+    _tokens: ClassVar[set[str]] = set()  # of this process' claims that are not given up
+
+    def __init__(
+        self, store: TCPStore | None, address: str, rank: int, world_size: int, timeout: float, name: str = ""
+    ) -> None:
+        self._store = store
         self._address = address
         self.rank = rank
         self.world_size = world_size
+        self.name = name
+        self._nonce = ""
+        self._token = secrets.token_hex(8)
         self._timeout = timeout
         self._calls = 0
         self._broken: str | None = None
@@ -65,9 +115,12 @@ class StatelessProcessGroup:
 
     @classmethod
     def create(
-        cls, host: str, port: int, rank: int, world_size: int, *, timeout: float = TIMEOUT_S
+        cls, host: str, port: int, rank: int, world_size: int, *, timeout: float = TIMEOUT_S, name: str = ""
     ) -> StatelessProcessGroup:
         """Join a group, and wait until everybody has.
+
+        After an error the rank is free again. Until the group has met, the rank of a process that died is free, too,
+        for another process on the same machine (in the same pid namespace).
 
         Args:
             host: Where rank 0 listens: an address of its machine, or a name of one.
@@ -75,12 +128,15 @@ class StatelessProcessGroup:
             rank: This process' rank.
             world_size: How many ranks there are.
             timeout: How long this and every later call waits for the other ranks, in seconds.
+            name: The group's name, the same at every rank. Of two groups with the same name and world size at one port,
+                the process that comes second for a rank gets the error, even if the rank is its own.
 
         Raises:
             ImportError: torch is not installed.
             TimeoutError: Not everybody came; the text names the ranks that are missing.
             OSError: Rank 0 cannot listen there.
-            GroupBroken: What listens there is no store, or it went away.
+            GroupBroken: Another group listens there, another process has the rank, or what listens there is no group
+                or went away; the text names the group, or the process, and says what to do.
             ValueError, TypeError: An argument is out of range; the text names it.
         """
         if not isinstance(host, str):
@@ -90,15 +146,19 @@ class StatelessProcessGroup:
         check_int("port", port, minimum=1, maximum=65535)
         check_rank("rank", rank, check_int("world_size", world_size, minimum=1, maximum=MAX_WORLD_SIZE))
         check_seconds("timeout", timeout)
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a string, not {shown(name)}")
         make_store = _import_store()  # takes seconds, which are none of the time to meet in
         deadline = monotonic() + timeout
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        group = cls(None, address, rank, world_size, timeout, name)
+        claim = _Claim(group._token, platform.node(), os.getpid(), _pid_namespace())
         listening = _listen(host, port) if rank == 0 else None
         if listening is None:
             _await_listener(host, port, deadline, f"rank 0 did not come: nobody listens at {address}")
 
-        def connect() -> TCPStore:
-            return make_store(
+        def enter() -> tuple[TCPStore, str]:
+            store = make_store(
                 host,
                 port,
                 None,  # who is there is found out below, where the missing can be named
@@ -108,18 +168,22 @@ class StatelessProcessGroup:
                 master_listen_fd=None if listening is None else listening.detach(),
                 use_libuv=False,  # the other kind refuses objects of more than 8 MiB
             )
+            return store, group._enter(store, claim, deadline)
 
+        cls._tokens.add(group._token)
         try:
-            # In a thread, because it waits without a timeout for the answer of what accepts but does not speak.
-            silence = GroupBroken(f"what listens at {address} does not answer as rank 0 would")
-            within_s = max(deadline - monotonic(), 0) + GRACE_S
-            group = cls(run_apart(connect, within_s, silence), address, rank, world_size, timeout)
-        except RuntimeError as error:
-            raise GroupBroken(f"cannot connect to rank 0 at {address}: {error}") from error
-        try:
+            try:
+                # In a thread, because it waits without a timeout for the answer of what accepts but does not speak.
+                silence = GroupBroken(f"what listens at {address} does not answer as rank 0 would")
+                within_s = max(deadline - monotonic(), 0) + GRACE_S
+                group._store, group._nonce = run_apart(enter, within_s, silence)
+            except RuntimeError as error:
+                raise GroupBroken(f"cannot connect to rank 0 at {address}: {error}") from error
             group._meet("create", deadline)
+            if rank == 0:
+                group._set(group._key("met"), _SOMETHING)
         except BaseException:
-            group.close()
+            group._give_up(claim)
             raise
         return group
 
@@ -174,6 +238,7 @@ class StatelessProcessGroup:
     def close(self) -> None:
         """Leave the group; rank 0's store ends. Idempotent."""
         self._store = None
+        self._tokens.discard(self._token)
 
     def __enter__(self) -> Self:
         return self
@@ -185,7 +250,69 @@ class StatelessProcessGroup:
 
     def __repr__(self) -> str:
         state = "closed" if self._store is None else "broken" if self._broken else "open"
-        return f"<StatelessProcessGroup at {self._address}, rank {self.rank} of {self.world_size}, {state}>"
+        name = self.name and f"{shown(self.name)} "
+        return f"<StatelessProcessGroup {name}at {self._address}, rank {self.rank} of {self.world_size}, {state}>"
+
+    # How a rank enters: it checks the identity that rank 0 has published, then claims its rank. Until it has the claim,
+    # it sets no other key.
+
+    def _enter(self, store: TCPStore, claim: _Claim, deadline: float) -> str:
+        """Publish the identity of the group, or check it and claim the rank; return the nonce."""
+        if self.rank == 0:
+            nonce = secrets.token_hex(8)
+            own = _Identity(_LAYOUT, self.name, self.world_size, nonce, claim.host, claim.pid)
+            store.set(_IDENTITY, msgspec.json.encode(own))  # type: ignore[arg-type]  # see `_set`
+            return nonce
+        group = _read_identity(store, self._address, deadline)
+        if (group.name, group.world_size) != (self.name, self.world_size):
+            wanted = _Identity(_LAYOUT, self.name, self.world_size)
+            raise GroupBroken(
+                f"{group} listens at {self._address}, not {wanted}: use another port, or pass the same name and "
+                "world_size at every rank"
+            )
+        self._nonce = group.nonce
+        mine = msgspec.json.encode(claim).decode()
+        key = self._claim_key()
+        found = ""  # compare_set takes a key that is missing for an empty one; it returns the new value
+        while found != mine and (not found or self._is_abandoned(store, found)):
+            found = store.compare_set(key, found, mine).decode()
+        if found != mine:
+            holder = msgspec.json.decode(found, type=_Claim)
+            raise GroupBroken(
+                f"rank {self.rank} of {group} at {self._address} is taken by pid {holder.pid} on {holder.host}: use "
+                "another rank, or for a group of its own another port or another name; if that process is gone, create "
+                "the group again at every rank"
+            )
+        return group.nonce
+
+    def _is_abandoned(self, store: TCPStore, found: str) -> bool:
+        """Return whether, before the group met, a claim's process died, or is this one and gave it up."""
+        claim = msgspec.json.decode(found, type=_Claim)
+        if claim.namespace != _pid_namespace() or store.check([self._key("met")]):
+            return False
+        if claim.pid == os.getpid():
+            return claim.token not in self._tokens
+        return process_state(claim.pid) in ("gone", "zombie", "dead")
+
+    def _give_up(self, claim: _Claim) -> None:
+        """Release the claim, if the store answers, and close."""
+        store = self._store
+        key = self._claim_key()
+        try:
+            if store is not None and self.rank != 0:
+                mine = msgspec.json.encode(claim).decode()
+                silence = GroupBroken(f"the store of rank 0 at {self._address} does not answer")
+                run_apart(lambda: store.compare_set(key, mine, ""), GRACE_S, silence)
+        except (GroupBroken, RuntimeError):
+            pass  # the store is gone, or this process may take the rank again because it dropped the token
+        finally:
+            self.close()
+
+    def _key(self, name: str) -> str:
+        return f"{self._nonce}/{name}"
+
+    def _claim_key(self) -> str:
+        return self._key(f"claim/{self.rank}")
 
     # How a call goes: each rank sets the keys that the others wait for, and, when it needs nothing more, its done key,
     # as its last word to the store. Rank 0 waits for those and removes everything.
@@ -246,7 +373,7 @@ class StatelessProcessGroup:
             silence = f"the store of rank 0 at {self._address} does not answer"
             # Whatever keeps this call from ending in good order, such as Ctrl-C, leaves the group unusable.
             self._broken = f"{self!r}: an earlier call was broken off"
-            prefix, within_s = str(self._calls), max(deadline - monotonic(), 0) + GRACE_S
+            prefix, within_s = self._key(str(self._calls)), max(deadline - monotonic(), 0) + GRACE_S
             try:
                 # In a thread, because nothing but a wait for keys has a timeout in a store whose machine has vanished.
                 result = run_apart(lambda: call(prefix, deadline), within_s, GroupBroken(silence))
@@ -274,6 +401,36 @@ def _import_store() -> Callable[..., TCPStore]:
     return TCPStore
 
 
+def _pid_namespace() -> str:
+    """Return what is the same for the processes that know each other by the same pids."""
+    with contextlib.suppress(OSError):  # no /proc: there are no namespaces either
+        return f"{host_id()} {os.readlink('/proc/self/ns/pid')}"
+    return host_id()
+
+
+def _read_identity(store: TCPStore, address: str, deadline: float) -> _Identity:
+    """Return the identity of the group that has the store; wait for it where the store is still empty."""
+    unknown = f"the store at {address} belongs to no group of this version of aioshm: use another port"
+    # In this order: a group's store has no key before the identity.
+    if store.num_keys() and not store.check([_IDENTITY]):
+        raise GroupBroken(unknown)
+    try:
+        store.wait([_IDENTITY], timedelta(seconds=max(deadline - monotonic(), _MIN_WAIT_S)))
+    except RuntimeError as error:
+        if not store.check([_IDENTITY]):  # raises, too, if the store is lost
+            raise GroupBroken(unknown) from error
+    try:
+        identity = msgspec.json.decode(store.get(_IDENTITY), type=_Identity)
+    except msgspec.DecodeError as error:
+        raise GroupBroken(unknown) from error
+    if identity.layout != _LAYOUT:
+        raise GroupBroken(
+            f"{identity} at {address} has layout {identity.layout} of its keys, this version of aioshm has layout "
+            f"{_LAYOUT}: install the same version at every rank"
+        )
+    return identity
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """Listen at that address alone; the store by itself would at every address of the machine."""
     family, kind, protocol, _, address = socket.getaddrinfo(
@@ -286,7 +443,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen()
     except OSError as error:
         listening.close()
-        raise OSError(error.errno, f"rank 0 cannot listen at {host}, port {port}: {error.strerror}") from None
+        remedy = "; use another port" if error.errno == errno.EADDRINUSE else ""
+        text = f"rank 0 cannot listen at {host}, port {port}: {error.strerror}{remedy}"
+        raise OSError(error.errno, text) from None
     return listening
 
 
