@@ -43,11 +43,11 @@ class QueueCancelled(AioshmError, RuntimeError):
 
 
 class QueueEmpty(AioshmError, asyncio.QueueEmpty, queue.Empty):
-    """``dequeue_nowait`` found no message; what code for asyncio's queue, or for threads', expects, too."""
+    """``dequeue_nowait`` found no message; also an ``asyncio.QueueEmpty`` and a ``queue.Empty``."""
 
 
 class QueueFull(AioshmError, asyncio.QueueFull, queue.Full):
-    """``enqueue_nowait`` found no free slot; what code for asyncio's queue, or for threads', expects, too."""
+    """``enqueue_nowait`` found no free slot; also an ``asyncio.QueueFull`` and a ``queue.Full``."""
 
 
 class RoleError(AioshmError, RuntimeError):

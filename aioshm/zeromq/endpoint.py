@@ -114,9 +114,12 @@ def check_endpoint(endpoint: object) -> str:
 
 def _refused(error: zmq.ZMQError, what: str, endpoint: str) -> EndpointError:
     number = error.errno or 0
-    remedy = _REMEDIES.get(number)
+    no_port = number == errno.EADDRINUSE and endpoint.endswith((":*", ":0"))
+    remedy = _NO_PORT if no_port else _REMEDIES.get(number)
     return EndpointError(number, f"cannot {what} {endpoint}: {zmq.strerror(number)}{f': {remedy}' if remedy else ''}")
 
+
+_NO_PORT = "no port is free: end programs that have ports, or on Linux widen net.ipv4.ip_local_port_range"
 
 _REMEDIES = {
     errno.EADDRINUSE: "it is in use already: take another one, for tcp the port * for a free one",

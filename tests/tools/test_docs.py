@@ -61,6 +61,23 @@ def test_every_error_has_a_cure() -> None:
     assert cured == errors_there
 
 
+def test_page_of_errors_names_the_bases_that_each_error_has() -> None:
+    text = (ROOT / "docs/reference/errors.md").read_text()
+    told = dict(re.findall(r"^## (\w+)\n\n(?:(?!^## ).*\n)*?\*Is a\* (.*?)\.(?: |$)", text, re.MULTILINE))
+    public_names = {"asyncio.queues": "asyncio.", "_queue": "queue.", "queue": "queue.", "builtins": ""}  # of modules
+
+    def link(base: type) -> str:
+        if base.__module__ == errors.__name__:
+            return f"[`{base.__name__}`](#{base.__name__.lower()})"
+        return f"`{public_names[base.__module__]}{base.__name__}`"
+
+    for name, base_list in told.items():
+        own, *bases = [base for base in getattr(errors, name).__mro__ if not base.__name__.startswith("_")]
+        direct = [base for base in bases if base in own.__bases__] or bases[:1]
+        assert base_list == ", ".join(map(link, direct)), name
+    assert len(told) > 30
+
+
 def test_everything_public_is_in_the_reference() -> None:
     pages_text = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
     shown = {name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)$", pages_text, re.MULTILINE)}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import re
+import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -15,9 +19,10 @@ from aioshm import EndpointError
 from aioshm.engine import CoreEngine, EngineClient, EngineStartupCoordinator, EngineZmqAddresses, run_engine_core
 from aioshm.events import EventSubscriber, ThreadedEventPublisher, ZmqEventPublisher
 from aioshm.zeromq.curve import CurveKeys
-from aioshm.zeromq.endpoint import open_socket
+from aioshm.zeromq.endpoint import attach, open_socket
 
 FREE = "tcp://127.0.0.1:*"
+NO_PORT = "no port is free: .* widen net.ipv4.ip_local_port_range"
 
 
 @pytest.fixture
@@ -71,6 +76,38 @@ async def test_one_that_cannot_be_bound(make: Make, taken: str) -> None:
         assert caught.value.errno == number
         assert endpoint in str(caught.value)
         assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:*", "tcp://127.0.0.1:*", "tcp://[::1]:0"])
+def test_error_for_any_port_where_none_is_free_says_so(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise zmq.ZMQError(errno.EADDRINUSE)
+
+    monkeypatch.setattr(zmq.Socket, "bind", refuse)
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        with pytest.raises(EndpointError, match=f"cannot bind {re.escape(endpoint)}: .*{NO_PORT}") as caught:
+            attach(publisher, endpoint, bind=True)
+    assert caught.value.errno == errno.EADDRINUSE
+    assert "take" not in str(caught.value)
+
+
+def test_error_for_any_port_is_the_same_where_the_system_has_no_port_left() -> None:
+    script = """
+import socket, zmq
+from aioshm.zeromq.endpoint import attach
+with open("/proc/sys/net/ipv4/ip_local_port_range", "w") as ports:
+    ports.write("40000 40000")
+with socket.create_server(("", 0)), zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+    attach(publisher, "tcp://*:*", bind=True)
+"""
+    there = shutil.which("unshare")
+    if not there or subprocess.run([there, "--net", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("network namespaces are forbidden here")
+    command = ["unshare", "--net", sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if "/proc/sys" in done.stderr:
+        pytest.skip("the range of ports cannot be set here")
+    assert re.search(rf"EndpointError: .*cannot bind tcp://\*:\*: .*{NO_PORT}", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("make", [*BINDS.values(), *CONNECTS.values()], ids=[*BINDS, *CONNECTS])

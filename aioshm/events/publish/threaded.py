@@ -168,10 +168,13 @@ class ThreadedEventPublisher(EventPublisher):
     def shutdown(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
         """Send what is queued, close, and end the thread; calling it again does nothing.
 
+        In a forked child this does nothing: the thread and the sockets are the parent's.
+
         Args:
             timeout: Seconds for it; what was not sent by then is named in a warning.
         """
-        self._check_process()
+        if self._pid != os.getpid():
+            return
         with self._lock:
             if self._closed:
                 return

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
+import warnings
 
 import pytest
 
+from aioshm import RoleError
 from aioshm.events import EventSubscriber, PublisherClosed, Received, ThreadedEventPublisher
 
 from ..helpers import ANY, PATIENCE_S, batch, publish_from_threads, take
@@ -62,6 +65,26 @@ class TestThreaded:
         while [t for t in threading.enumerate() if t.name.startswith("aioshm-events")]:
             assert time.monotonic() < deadline
             time.sleep(0.005)
+
+    def test_shutdown_in_a_forked_child_returns_and_the_parent_goes_on_publishing(self) -> None:
+        with ThreadedEventPublisher(0, ANY, bind=True) as publisher:
+            publisher.publish(batch(0))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # other threads run
+                child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    with publisher, pytest.raises(RoleError, match="lives in process"):
+                        publisher.publish(batch(1))
+                    publisher.shutdown()
+                    code = 0
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            publisher.publish(batch(1))
+            publisher.flush(PATIENCE_S)
+            assert publisher.stats().sent == 2
 
     def test_flush_and_shutdown_say_what_is_left(self, caplog: pytest.LogCaptureFixture) -> None:
         publisher = ThreadedEventPublisher(0, ANY, bind=True)
