@@ -23,6 +23,10 @@ BOUND_SILENCE_S = 900.0
 """The same for a socket that binds: its peers, which may be programs of others, may have no way to
 notice that it gave up. TCP itself waits that long for an acknowledgement."""
 
+BOUND_SUBSCRIBER_SILENCE_S = 60.0
+"""The same for a subscriber that binds. A publisher whose connection it gave up gets a reset at its
+next message, and connects again. Until then each cut of the network costs a descriptor."""
+
 HANDSHAKE_MS = 10_000
 """How long ZeroMQ's handshake may take, with the proof of the keys."""
 

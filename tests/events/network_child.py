@@ -1,39 +1,68 @@
-"""Ends of events on a host of their own: ``python network_child.py publish|subscribe LOOP LIVE REPLAY FIRST``.
+"""Ends of events on a host of their own: ``python network_child.py ROLE LOOP LIVE REPLAY FIRST``.
 
-REPLAY is an endpoint or nothing. The subscriber prints, for each batch, whether it was replayed, and its number.
+REPLAY is an endpoint or nothing. ``subscribe`` prints, for each batch, whether it was replayed, and its number.
+``bind`` and ``bind-keys`` bind LIVE for publishers that connect (``connect``, ``connect-keys``), give a
+silent connection up after `SILENCE_S`, and print ``gone 0`` when a connection has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 import uvloop
+import zmq
 
-from aioshm.events import BlockStored, EventBatch, EventSubscriber, Received, ZmqEventPublisher
+from aioshm.events import (
+    BlockStored,
+    CurveKeys,
+    EventBatch,
+    EventSubscriber,
+    PublisherGone,
+    Received,
+    ZmqEventPublisher,
+)
+from aioshm.events.subscribe import live_ports
 
 EVERY_S = 0.05
+SILENCE_S = 3.0
+SECRET = b"0" * 40
+KEYS = CurveKeys(public=zmq.curve_public(SECRET), secret=SECRET)
 
 
-async def publish(live: str, replay: str | None, first: int) -> None:
-    async with ZmqEventPublisher(0, live, replay, bind=True) as publisher:
+async def publish(
+    live: str, replay: str | None, first: int, *, bind: bool = True, curve: CurveKeys | None = None
+) -> None:
+    async with ZmqEventPublisher(0, live, replay, bind=bind, curve=curve) as publisher:
         print("bound", flush=True)
         for number in range(first, first + 1_000_000):
             publisher.publish(EventBatch(0.0, [BlockStored([number], None, [1], 1, None, "GPU")]))
             await asyncio.sleep(EVERY_S)
 
 
-async def subscribe(live: str, replay: str | None, _first: int) -> None:
-    async with EventSubscriber(live, replay, start="live") as subscriber:
+async def subscribe(live: str, replay: str | None, _first: int, **options: Any) -> None:
+    async with EventSubscriber(live, replay, start="live", **options) as subscriber:
         while True:
             item = await subscriber.receive()
             if isinstance(item, Received):
                 event = item.batch.events[0]
                 assert isinstance(event, BlockStored)
                 print("replayed" if item.replayed else "live", event.block_hashes[0], flush=True)
+            elif isinstance(item, PublisherGone):
+                print("gone 0", flush=True)
 
 
 if __name__ == "__main__":
     role, loop, live, replay, first = sys.argv[1:]
     run = uvloop.run if loop == "uvloop" else asyncio.run
-    run({"publish": publish, "subscribe": subscribe}[role](live, replay or None, int(first)))
+    kind, _, keys = role.partition("-")
+    if kind == "bind":
+        live_ports.BOUND_SUBSCRIBER_SILENCE_S = SILENCE_S
+        work = subscribe(live, None, 0, bind=True, curve=KEYS if keys else None, gone_after_s=0.1)
+    elif kind == "connect":
+        curve = CurveKeys.generate(KEYS.public) if keys else None
+        work = publish(live, None, int(first), bind=False, curve=curve)
+    else:
+        work = {"publish": publish, "subscribe": subscribe}[role](live, replay or None, int(first))
+    run(work)

@@ -14,7 +14,7 @@ import zmq
 
 from aioshm.events.protocol.zmtp import GREETING, Refused, SubPeer
 from aioshm.zeromq.curve import CurveKeys, limit_frames
-from aioshm.zeromq.endpoint import BoundFile, attach, open_socket
+from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, BoundFile, attach, open_socket
 from aioshm.zeromq.monitor import ENDED, Monitor
 from aioshm.zeromq.pump import Pump
 
@@ -82,7 +82,8 @@ class SubPort:
         curve: CurveKeys | None,
         max_bytes: int,
     ) -> None:
-        self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve)
+        silence_s = BOUND_SUBSCRIBER_SILENCE_S if bind else None
+        self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve, silence_s=silence_s)
         try:
             self._sub.setsockopt(zmq.SUBSCRIBE, topic)
             if bind:  # a socket that connects would not be connected again after a message that is too large
@@ -192,7 +193,10 @@ class OpenPort:
         self._lost = False
         self._came_back = 0
         self._refused: list[str] = []
-        self._stream = open_socket(context, zmq.STREAM, endpoint, bind=True, hwm=_CHUNKS, curve=None)
+        silence_s = BOUND_SUBSCRIBER_SILENCE_S
+        self._stream = open_socket(
+            context, zmq.STREAM, endpoint, bind=True, hwm=_CHUNKS, curve=None, silence_s=silence_s
+        )
         self._stream.setsockopt(zmq.SNDHWM, 1000)  # answers, which are small
         self._by_descriptor: dict[int, bytes] = {}
         self._left: set[int] = set()

@@ -1,25 +1,39 @@
-"""Subscribers whose publisher's host goes away without a packet."""
+"""Subscribers and publishers whose peer's host goes away without a packet."""
 
 from __future__ import annotations
 
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
+import zmq
 from two_hosts import two_hosts
+
+from aioshm.events import CurveKeys
+from aioshm.events.subscribe.live_ports import OpenPort, SubPort
+from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, SILENCE_S
 
 CHILD = Path(__file__).parent.parent / "network_child.py"
 SUBSCRIBER, PUBLISHER = 0, 1
 RESTARTED = 1_000_000
 
 
-def wait_for_live_batch(subscriber: subprocess.Popen[str], first: int) -> None:
+PATIENCE_S = 60
+
+
+def wait_for(subscriber: subprocess.Popen[str], what: str, first: int) -> None:
     assert subscriber.stdout is not None
-    for line in subscriber.stdout:
-        how, number = line.split()
-        if how == "live" and int(number) >= first:
-            return
-    pytest.fail("the subscriber ended")
+    overdue = threading.Timer(PATIENCE_S, subscriber.kill)
+    overdue.start()
+    try:
+        for line in subscriber.stdout:
+            how, number = line.split()
+            if how == what and int(number) >= first:
+                return
+    finally:
+        overdue.cancel()
+    pytest.fail(f"the subscriber ended, or did not print {what} within {PATIENCE_S} s")
 
 
 @pytest.mark.slow
@@ -31,8 +45,43 @@ def test_subscriber_whose_publishers_host_lost_power_gets_live_batches_again(rep
         endpoints = f"tcp://{address}:5557", f"tcp://{address}:5558" if replay else ""
         with hosts.child(SUBSCRIBER, "subscribe", loop, *endpoints, "0", script=CHILD) as subscriber:
             with hosts.child(PUBLISHER, "publish", loop, *endpoints, "0", script=CHILD):
-                wait_for_live_batch(subscriber, 10)
+                wait_for(subscriber, "live", 10)
                 hosts.plug(False, PUBLISHER)
             hosts.power_off_and_on(PUBLISHER)
             with hosts.child(PUBLISHER, "publish", loop, *endpoints, str(RESTARTED), script=CHILD):
-                wait_for_live_batch(subscriber, RESTARTED)
+                wait_for(subscriber, "live", RESTARTED)
+
+
+def test_subscriber_that_binds_gives_a_silent_publisher_up_after_a_minute() -> None:
+    """The sockets are private: no public call shows how long a connection may be silent."""
+    anywhere = "tcp://127.0.0.1:*"
+    keys = CurveKeys.generate()
+    with zmq.Context() as context:
+        open_port = OpenPort(context, anywhere, b"", max_bytes=1)
+        binds = SubPort(context, anywhere, b"", bind=True, hwm=1, curve=keys, max_bytes=1)
+        connects = SubPort(context, open_port.endpoint, b"", bind=False, hwm=1, curve=None, max_bytes=1)
+        found = [
+            (socket.getsockopt(zmq.TCP_MAXRT), socket.getsockopt(zmq.TCP_KEEPALIVE_IDLE))
+            for socket in (open_port._stream, binds._sub, connects._sub)
+        ]
+        for port in (open_port, binds, connects):
+            port.close()
+    bound = int(1000 * BOUND_SUBSCRIBER_SILENCE_S), int(BOUND_SUBSCRIBER_SILENCE_S / 3)
+    assert BOUND_SUBSCRIBER_SILENCE_S <= 60
+    assert found == [bound, bound, (int(1000 * SILENCE_S), int(SILENCE_S / 3))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("keys", ["", "-keys"], ids=["open", "with keys"])
+def test_subscriber_that_binds_drops_the_connection_of_a_host_that_lost_power(keys: str, loop: str) -> None:
+    with two_hosts() as hosts:
+        place = f"tcp://{hosts.addresses[SUBSCRIBER]}:5557"
+        with hosts.child(SUBSCRIBER, f"bind{keys}", loop, place, "", "0", script=CHILD) as subscriber:
+            with hosts.child(PUBLISHER, f"connect{keys}", loop, place, "", "0", script=CHILD):
+                wait_for(subscriber, "live", 0)
+                hosts.plug(False, PUBLISHER)
+            wait_for(subscriber, "gone", 0)
+            hosts.power_off_and_on(PUBLISHER)
+            with hosts.child(PUBLISHER, f"connect{keys}", loop, place, "", str(RESTARTED), script=CHILD):
+                wait_for(subscriber, "live", RESTARTED)
