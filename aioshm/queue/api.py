@@ -20,7 +20,7 @@ from aioshm.queue.ends.reading import ReadingEnd
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.ends.writing import WritingEnd
 from aioshm.queue.handle import Handle, refuse_to_pickle
-from aioshm.queue.local.loans import Like
+from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext
@@ -48,7 +48,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         # What is called for every message is the end's own, unless a subclass has another: a coroutine that need not
         # wait takes about as long to make as a small message takes to pass.
         calls = end.own_calls()
-        for name in ("enqueue", "loan") if self._reader is None else ("dequeue", "lease"):
+        for name in ("enqueue",) if self._reader is None else ("dequeue", "lease"):
             if calls is not None and getattr(type(self), name) is getattr(MessageQueue, name):
                 vars(self)[name] = getattr(calls, name)
 
@@ -424,10 +424,9 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         smaller one is copied, which takes less time. Nothing is sent where the block raises or is cancelled. Readers
         receive what they would if the array had been enqueued: a copy of their own from `dequeue`, a view from `lease`.
 
-        The array is the queue's when the block has ended, and must not be read any more, for its memory is used again:
-        what had one name only is read-only then, and a tensor is empty. What is still held under another name, or
-        through a view, is exchanged for a private copy, which takes the time of one. So nothing that is written
-        afterwards is seen by a reader.
+        When the block has ended, the memory belongs to the queue. An array of 64 KiB and more, and
+        every view of it, then reads as zeros, and what is written to it reaches no reader. Copy
+        inside the block what you need afterwards.
 
         Meanwhile other tasks that send wait, and calls of this one are refused with `RoleError`. With remote readers a
         copy goes over the network; with ``Options(overflow="zmq")`` what is larger than ``max_chunk_bytes`` is copied.
@@ -442,19 +441,18 @@ class MessageQueue(QueueBase[T], AsyncClosing):
             TimeoutError, PeerDied, QueueClosed, CodecError: As `enqueue`.
             TypeError, ValueError: An argument is not what it has to be; the text names it.
             MessageTooLarge: It has more bytes than ``options.max_message_bytes``.
-            SharedMemoryError: At the end: what is still held has to be copied, and there is no memory for that. Nothing
-                was sent.
+            SharedMemoryError: At the end: the array is still referred to, and the system refuses to take its memory
+                from it. Nothing was sent.
         """
         writer = self._writer or self._wrong_end("loan", "writer")
-        return writer.loan(shape, dtype, like, timeout)
+        return writer.lender.loan(writer.prepare, ArraySpec.of(shape, dtype, like), timeout)
 
     def loan_bytes(self, nbytes: int, timeout: float | None = None) -> AbstractAsyncContextManager[memoryview]:
         """Lend so many writable bytes to the block, as `loan` does an array.
 
         The bytes hold whatever was there before. Readers receive what the codec makes of bytes-like objects: ``bytes``
         with ``"raw"`` and ``"msgpack"``, a writable bytes-like object with ``"pickle"``; and a lease shows a read-only
-        ``memoryview`` of them. When the block has ended, the ``memoryview`` is released, or is a private copy where
-        something else refers to it.
+        ``memoryview`` of them.
 
         Args:
             nbytes: How many.

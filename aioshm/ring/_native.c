@@ -188,13 +188,11 @@ typedef struct {
     unsigned long long garbled;
 } Core;
 
-enum name { MEMORY, TEMPLATE, QUIET, SHAPE, DTYPE, STRIDES, SETFLAGS, F_LOCALS, CO_FLAGS, SEQ, USED, NAMES };
-
-enum reserved { WINDOW, SEGMENT, USES, THE_MARKER, NUMBER, RESERVED };  /* queue/local/loans.py: Reserved */
+enum name { SHAPE, DTYPE, NAMES };
 
 typedef struct {
     PyObject *nothing, *elsewhere;
-    PyTypeObject *at_once, *part, *writer, *reader, *call, *calls, *loan;
+    PyTypeObject *at_once, *part, *writer, *reader, *call, *calls;
     PyObject *names[NAMES];   /* of attributes that are looked up again and again */
 } State;
 
@@ -2650,10 +2648,8 @@ typedef struct {
     PyObject *core;           /* that is asked first, or NULL */
     PyObject *leasing;        /* the block of each lease that may wait as long as it takes, or NULL */
     PyObject *rest, *whole, *fail, *block;
-    PyObject *asked[3], *kind;  /* the arguments of the latest loan that the core gives, and what it gives; or NULL */
-    PyObject *dtype, *like;   /* what they are by default */
     void *spare;              /* the memory of a call that has ended */
-    PyTypeObject *writer, *reader, *call, *loan;
+    PyTypeObject *writer, *reader, *call;
 } Calls;
 
 typedef enum { NEW, RUNNING, WAITING, ENDED } Stage;
@@ -2669,7 +2665,6 @@ typedef struct {
 } Call;
 
 static const char *const ENQUEUE[] = {"obj", "timeout"}, *const DEQUEUE[] = {"timeout", "cancel", "indefinite"};
-static const char *const LOAN[] = {"shape", "dtype", "like", "timeout"};
 
 /* Find the arguments by place or name; those that are not there stay NULL. */
 static int find_arguments(const char *name, const char *const *names, Py_ssize_t most, PyObject *const *args,
@@ -2755,7 +2750,6 @@ static PyObject *call_block(Calls *self, PyObject *args)
     return made;
 }
 
-static void note_asked(Calls *self, PyObject *const *asked, PyObject *block);
 
 static PyObject *calls_lease(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
@@ -2769,27 +2763,6 @@ static PyObject *calls_lease(Calls *self, PyObject *const *args, Py_ssize_t narg
     return call_block(self, PyTuple_Pack(3, timeout, cancel, indefinite));
 }
 
-static PyObject *new_loan(PyObject *kind);
-
-static PyObject *calls_loan(Calls *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
-{
-    PyObject *found[4] = {NULL};
-    if (find_arguments("loan", LOAN, 4, args, nargs, kwnames, found) < 0)
-        return NULL;
-    if (found[0] == NULL) {
-        PyErr_SetString(PyExc_TypeError, "loan() missing 1 required positional argument: 'shape'");
-        return NULL;
-    }
-    PyObject *shape = found[0], *dtype = found[1] == NULL ? self->dtype : found[1];
-    PyObject *like = found[2] == NULL ? self->like : found[2], *timeout = found[3] == NULL ? Py_None : found[3];
-    if (timeout == Py_None && shape == self->asked[0] && dtype == self->asked[1] && like == self->asked[2])
-        return new_loan(self->kind);
-    PyObject *block = call_block(self, PyTuple_Pack(4, shape, dtype, like, timeout));
-    if (block != NULL && timeout == Py_None && Py_TYPE(block) == self->loan
-        && (PyLong_CheckExact(shape) || PyTuple_CheckExact(shape)))  /* what cannot change */
-        note_asked(self, (PyObject *const[]){shape, dtype, like}, block);
-    return block;
-}
 
 /* Let go of everything but the memory. */
 static void end_call(Call *self)
@@ -3118,9 +3091,6 @@ static int calls_init(Calls *self, PyObject *args, PyObject *kwargs)
     self->whole = Py_NewRef(whole);
     self->fail = Py_NewRef(fail);
     self->block = Py_NewRef(block);
-    if ((self->dtype = PyUnicode_InternFromString("float32")) == NULL || (self->like = PyUnicode_InternFromString("numpy")) == NULL)
-        return -1;
-    self->loan = (PyTypeObject *)Py_NewRef((PyObject *)state->loan);
     self->writer = (PyTypeObject *)Py_NewRef((PyObject *)state->writer);
     self->reader = (PyTypeObject *)Py_NewRef((PyObject *)state->reader);
     self->call = (PyTypeObject *)Py_NewRef((PyObject *)state->call);
@@ -3136,9 +3106,6 @@ static int calls_traverse(Calls *self, visitproc visit, void *arg)
     Py_VISIT(self->whole);
     Py_VISIT(self->fail);
     Py_VISIT(self->block);
-    for (int n = 0; n < 3; n++)
-        Py_VISIT(self->asked[n]);
-    Py_VISIT(self->kind);
     return 0;
 }
 
@@ -3150,11 +3117,6 @@ static int calls_clear(Calls *self)
     Py_CLEAR(self->whole);
     Py_CLEAR(self->fail);
     Py_CLEAR(self->block);
-    for (int n = 0; n < 3; n++)
-        Py_CLEAR(self->asked[n]);
-    Py_CLEAR(self->kind);
-    Py_CLEAR(self->dtype);
-    Py_CLEAR(self->like);
     return 0;
 }
 
@@ -3165,7 +3127,6 @@ static void calls_dealloc(Calls *self)
     calls_clear(self);
     if (self->spare != NULL)
         PyObject_GC_Del(self->spare);
-    Py_CLEAR(self->loan);
     Py_CLEAR(self->writer);
     Py_CLEAR(self->reader);
     Py_CLEAR(self->call);
@@ -3504,592 +3465,6 @@ static void core_dealloc(Core *self)
     Py_DECREF(type);
 }
 
-/* Loans: blocks that fill an array where readers see it. Only what is the same each time is done here, for arrays of a kind
- * that was sent before; all else is Python's (see queue/ends/lending.py and ring/lent.py), to which `hand_over` gives the
- * loan. */
-
-typedef struct {
-    PyObject_HEAD
-    Core *core;
-    PyObject *windows;        /* by chunk, those of ring/lent.py */
-    PyObject *new_array, *shape, *dtype, *strides;
-    PyObject *tail;           /* what stands behind the array: table and main part, which depend on nothing else */
-    PyObject *open_slowly;    /* returns a block of Python's */
-    PyObject *hand_over;      /* the same, of one that was entered here: takes a list with the array, and `reserved` */
-    PyObject *reserve;        /* for what lies in overflow segments: returns one, see `Reserved`; NULL: chunks */
-    size_t room, table, copied, main_bytes, page;
-    uint64_t what;            /* the first word of the slot's header */
-    PyTypeObject *block;
-    void *spare;              /* the memory of a block that has ended */
-    PyObject *const *names;   /* the module's, which outlasts its types */
-} LoanKind;
-
-typedef struct {
-    PyObject_HEAD
-    LoanKind *kind;
-    PyObject *lent;           /* the array, from the block's beginning to its end */
-    PyObject *reserved;       /* what segment it lies in: see enum reserved; NULL: a chunk */
-    PyObject *slow;           /* the block of Python's that this one is, if it is */
-} LoanBlock;
-
-static int make_names(State *state)
-{
-    static const char *const texts[NAMES] = {
-        [MEMORY] = "memory", [TEMPLATE] = "template", [QUIET] = "quiet", [SHAPE] = "shape", [DTYPE] = "dtype", [STRIDES] = "strides",
-        [SETFLAGS] = "setflags", [F_LOCALS] = "f_locals", [CO_FLAGS] = "co_flags", [SEQ] = "seq", [USED] = "used",
-    };
-    for (int n = 0; n < NAMES; n++)
-        if ((state->names[n] = PyUnicode_InternFromString(texts[n])) == NULL)
-            return -1;
-    return 0;
-}
-
-static int kind_init(LoanKind *self, PyObject *args, PyObject *kwargs)
-{
-    PyObject *core, *windows, *new_array, *shape, *dtype, *strides, *tail, *open_slowly, *hand_over, *reserve;
-    unsigned long long what;
-    Py_ssize_t room, table, copied, main_bytes, page;
-    State *state = PyType_GetModuleState(Py_TYPE((PyObject *)self));
-    if (state == NULL || no_keywords(kwargs) < 0
-        || !PyArg_ParseTuple(args, "O!O!(OOOO)O!(nnnnnK)OOO:LoanKind", state->writer, &core, &PyDict_Type, &windows,
-                             &new_array, &shape, &dtype, &strides, &PyBytes_Type, &tail, &room, &table, &copied,
-                             &main_bytes, &page, &what, &open_slowly, &hand_over, &reserve))
-        return -1;
-    if (self->core != NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "this was made already");
-        return -1;
-    }
-    if (copied < 0 || main_bytes < 0 || page <= 0 || table < 8 || table > room || PyBytes_Size(tail) > room - table) {
-        PyErr_SetString(PyExc_ValueError, "the tail of this loan has no room");
-        return -1;
-    }
-    self->core = (Core *)Py_NewRef(core);
-    self->windows = Py_NewRef(windows);
-    self->new_array = Py_NewRef(new_array);
-    self->shape = Py_NewRef(shape);
-    self->dtype = Py_NewRef(dtype);
-    self->strides = Py_NewRef(strides);
-    self->tail = Py_NewRef(tail);
-    self->open_slowly = Py_NewRef(open_slowly);
-    self->hand_over = Py_NewRef(hand_over);
-    self->reserve = reserve == Py_None ? NULL : Py_NewRef(reserve);
-    self->room = (size_t)room;
-    self->table = (size_t)table;
-    self->copied = (size_t)copied;
-    self->main_bytes = (size_t)main_bytes;
-    self->page = (size_t)page;
-    self->what = what;
-    self->block = (PyTypeObject *)Py_NewRef((PyObject *)state->loan);
-    self->names = state->names;
-    return 0;
-}
-
-static int kind_traverse(LoanKind *self, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE((PyObject *)self));
-    Py_VISIT(self->core);
-    Py_VISIT(self->windows);
-    Py_VISIT(self->new_array);
-    Py_VISIT(self->shape);
-    Py_VISIT(self->dtype);
-    Py_VISIT(self->strides);
-    Py_VISIT(self->open_slowly);
-    Py_VISIT(self->hand_over);
-    Py_VISIT(self->reserve);
-    Py_VISIT(self->block);
-    return 0;
-}
-
-static int kind_clear(LoanKind *self)
-{
-    /* Not the rest: blocks that are left may still ask for it, and what they call is looked at first. */
-    Py_CLEAR(self->open_slowly);
-    Py_CLEAR(self->hand_over);
-    Py_CLEAR(self->reserve);
-    return 0;
-}
-
-static void kind_dealloc(LoanKind *self)
-{
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    PyObject_GC_UnTrack(self);
-    kind_clear(self);
-    Py_CLEAR(self->core);
-    Py_CLEAR(self->windows);
-    Py_CLEAR(self->new_array);
-    Py_CLEAR(self->shape);
-    Py_CLEAR(self->dtype);
-    Py_CLEAR(self->strides);
-    Py_CLEAR(self->tail);
-    if (self->spare != NULL)
-        PyObject_GC_Del(self->spare);
-    Py_CLEAR(self->block);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF(type);
-}
-
-static PyObject *kind_block(LoanKind *self, PyObject *Py_UNUSED(ignored))
-{
-    if (self->core == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "this was not made yet");
-        return NULL;
-    }
-    LoanBlock *block = self->spare;
-    if (block != NULL) {
-        self->spare = NULL;
-        PyObject_Init((PyObject *)block, self->block);
-    } else if ((block = PyObject_GC_New(LoanBlock, self->block)) == NULL) {
-        return NULL;
-    }
-    block->kind = (LoanKind *)Py_NewRef((PyObject *)self);
-    block->lent = block->slow = block->reserved = NULL;
-    PyObject_GC_Track(block);
-    return (PyObject *)block;
-}
-
-static PyObject *new_loan(PyObject *kind)
-{
-    return kind_block((LoanKind *)kind, NULL);
-}
-
-/* Note with which arguments a loan was asked for that the core gives. */
-static void note_asked(Calls *self, PyObject *const *asked, PyObject *block)
-{
-    PyObject *old = self->kind;
-    self->kind = Py_NewRef((PyObject *)((LoanBlock *)block)->kind);
-    Py_XDECREF(old);
-    for (int n = 0; n < 3; n++) {
-        old = self->asked[n];
-        self->asked[n] = Py_NewRef(asked[n]);
-        Py_XDECREF(old);
-    }
-}
-
-static int loan_traverse(LoanBlock *self, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE((PyObject *)self));
-    Py_VISIT(self->kind);
-    Py_VISIT(self->slow);
-    return 0;
-}
-
-static int loan_clear(LoanBlock *self)
-{
-    Py_CLEAR(self->slow);
-    return 0;
-}
-
-/* Let Python's block have the array and the slot; return whether it has. */
-static int hand_over(LoanBlock *self)
-{
-    PyObject *reserved = self->reserved;
-    PyObject *lent = PyList_New(reserved == NULL ? 1 : 2);
-    if (lent == NULL)
-        return -1;
-    PyList_SetItem(lent, 0, self->lent);
-    if (reserved != NULL)
-        PyList_SetItem(lent, 1, reserved);
-    self->lent = self->reserved = NULL;
-    PyObject *old = self->slow;
-    self->slow = call(self->kind->hand_over, lent);
-    Py_XDECREF(old);
-    Py_DECREF(lent);
-    return self->slow == NULL ? -1 : 0;
-}
-
-static void loan_dealloc(LoanBlock *self)
-{
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    PyObject_GC_UnTrack(self);
-    if (self->lent != NULL) {  /* the block was never left: Python's says so, and gives the slot back */
-        PyObject *error_type, *error, *traceback;
-        PyErr_Fetch(&error_type, &error, &traceback);
-        if (hand_over(self) < 0)
-            PyErr_WriteUnraisable(NULL);
-        PyErr_Restore(error_type, error, traceback);
-    }
-    loan_clear(self);
-    Py_CLEAR(self->reserved);
-    LoanKind *kind = self->kind;
-    self->kind = NULL;
-    if (kind != NULL && kind->spare == NULL)
-        kind->spare = self;
-    else
-        PyObject_GC_Del(self);
-    Py_XDECREF((PyObject *)kind);
-    Py_DECREF(type);
-}
-
-/* The window of the chunk that the claimed slot has, and the chunk; borrowed, NULL without an error if there is none. */
-static PyObject *claimed_window(LoanKind *self, size_t *start)
-{
-    Core *core = self->core;
-    Pool *pool = core->claimed;
-    if (core->base == NULL || pool == NULL || pool->n_free == 0)
-        return NULL;
-    size_t number = pool->free[pool->n_free - 1];
-    *start = pool->start + (number - pool->first) * pool->stride + CHUNK_HEADER_BYTES;
-    PyObject *key = PyLong_FromSize_t(number), *window = NULL;
-    if (key != NULL && pool->room >= self->room)
-        window = PyDict_GetItemWithError(self->windows, key);
-    Py_XDECREF(key);
-    return window;
-}
-
-/* Whether a slot is claimed for a message of this kind, and can be filled by this thread. */
-static bool is_claimed(const LoanKind *self)
-{
-    const Core *core = self->core;
-    return core->leased == 1 && core->base != NULL && core->claimed != NULL && core->claimed_bytes == self->room;
-}
-
-/* Have an overflow segment for the claimed slot; return its window, borrowed, NULL without an error if there is none. */
-static PyObject *reserved_window(LoanBlock *self)
-{
-    LoanKind *kind = self->kind;
-    PyObject *reserved = call(kind->reserve, NULL);
-    if (reserved == NULL)
-        return NULL;
-    if (!PyTuple_Check(reserved) || PyTuple_Size(reserved) != RESERVED || !is_claimed(kind)
-        || !PyBytes_Check(PyTuple_GetItem(reserved, THE_MARKER))
-        || PyBytes_Size(PyTuple_GetItem(reserved, THE_MARKER)) != MARKER_BYTES) {
-        Py_DECREF(reserved);
-        return NULL;
-    }
-    PyObject *old = self->reserved;
-    self->reserved = reserved;
-    Py_XDECREF(old);
-    return PyTuple_GetItem(reserved, WINDOW);
-}
-
-/* The array over a window's range that those which are lent are views of; borrowed, NULL if it has none. */
-static PyObject *template_of(PyObject *kept)
-{
-    return PyTuple_CheckExact(kept) && PyTuple_Size(kept) == 3 ? PyTuple_GetItem(kept, 2) : NULL;
-}
-
-/* Return an array over a window, of this kind: a view of the one that the window keeps, which takes a fifth of the time that
- * making one takes. While another kind's is still held it stays the window's, so that who holds it is counted. */
-static PyObject *array_over(LoanKind *self, PyObject *window, size_t begin)
-{
-    PyObject *kept = PyObject_GetAttr(window, self->names[TEMPLATE]), *array = NULL;
-    PyObject *template = kept == NULL ? NULL : template_of(kept);
-    if (template != NULL && PyTuple_GetItem(kept, 0) == self->shape && PyTuple_GetItem(kept, 1) == self->dtype) {
-        array = PyObject_GetItem(template, Py_Ellipsis);
-    } else if (kept != NULL) {
-        bool may_keep = template == NULL || Py_REFCNT(template) == 1;
-        PyObject *memory = PyObject_GetAttr(window, self->names[MEMORY]), *offset = PyLong_FromSize_t(begin);
-        if (memory != NULL && offset != NULL)
-            array = PyObject_CallFunctionObjArgs(self->new_array, self->shape, self->dtype, memory, offset, NULL);
-        Py_XDECREF(memory);
-        Py_XDECREF(offset);
-        if (array != NULL && may_keep) {
-            PyObject *view = PyObject_GetItem(array, Py_Ellipsis);
-            PyObject *keep = view == NULL ? NULL : PyTuple_Pack(3, self->shape, self->dtype, array);
-            if (keep == NULL || PyObject_SetAttr(window, self->names[TEMPLATE], keep) < 0)
-                Py_CLEAR(view);
-            Py_XDECREF(keep);
-            Py_DECREF(array);
-            array = view;
-        }
-    }
-    Py_XDECREF(kept);
-    return array;
-}
-
-/* Return an array over the chunk of a claimed slot, or over an overflow segment; NULL without an error if there is none to
- * be had so. */
-static PyObject *lend(LoanBlock *block)
-{
-    LoanKind *self = block->kind;
-    size_t start = 0;
-    if (claim(self->core, self->room) == NULL)
-        return NULL;
-    PyObject *window = self->reserve == NULL ? claimed_window(self, &start) : reserved_window(block);
-    if (window != NULL && self->reserve == NULL) {  /* what its reader has had last: its two ends, and what goes around it */
-        const uint8_t *body = self->core->base + start, *ends[] = {body, body + SLOT_HEADER_BYTES, body + self->table - 1, body + self->table};
-        for (int n = 0; n < 4; n++)
-            fetch_line(ends[n]);
-    }
-    return window == NULL ? NULL : array_over(self, window, start % self->page + SLOT_HEADER_BYTES);
-}
-
-static PyObject *loan_enter(LoanBlock *self, PyObject *Py_UNUSED(ignored))
-{
-    Core *core = self->kind->core;
-    int passed = self->lent == NULL && self->slow == NULL && core->whose != NULL ? passes(core) : 0;
-    if (passed < 0)
-        return NULL;
-    if (passed) {
-        PyObject *task = whose(core);
-        if (task == NULL)
-            return NULL;
-        core->holder = (unsigned long long)(uintptr_t)task;
-        Py_DECREF(task);
-        if (check_unused(core) < 0)
-            return NULL;
-        core->leased = 1;  /* from here on, so that what else runs, if only a destructor, claims no slot */
-        PyObject *array = lend(self), *awaitable = array == NULL ? NULL : at_once(core, Py_NewRef(array));
-        if (awaitable != NULL) {
-            self->lent = array;
-            return awaitable;
-        }
-        Py_XDECREF(array);
-        Py_CLEAR(self->reserved);
-        if (core->leased == 1)
-            core->leased = 0;
-        if (PyErr_Occurred())
-            return NULL;
-    }
-    PyObject *slow = call(self->kind->open_slowly, NULL), *old = self->slow;
-    if (slow == NULL)
-        return NULL;
-    self->slow = slow;
-    Py_XDECREF(old);
-    return PyObject_CallMethod(slow, "__aenter__", NULL);
-}
-
-/* Whether an attribute is still what it was: 1, 0, or -1 with an error. */
-static int is_still(PyObject *array, PyObject *name, PyObject *expected)
-{
-    PyObject *found = PyObject_GetAttr(array, name);
-    if (found == NULL)
-        return -1;
-    int same = found == expected ? 1 : PyObject_RichCompareBool(found, expected, Py_EQ);
-    Py_DECREF(found);
-    return same;
-}
-
-/* Whether one of the caller's variables refers to an object: 1, 0, or -1 with an error; see ring/lent.py. */
-static int is_variable(PyObject *object, PyObject *const *names)
-{
-    PyFrameObject *frame = PyEval_GetFrame();
-    if (frame == NULL)
-        return 0;
-    PyObject *locals = PyObject_GetAttr((PyObject *)frame, names[F_LOCALS]), *key, *value;
-    if (locals == NULL)
-        return -1;
-    int found = 0;
-    if (PyDict_CheckExact(locals)) {
-        Py_ssize_t at = 0;
-        while (!found && PyDict_Next(locals, &at, &key, &value))
-            found = value == object;
-        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
-        PyObject *flags = code == NULL ? NULL : PyObject_GetAttr(code, names[CO_FLAGS]);
-        long bits = flags == NULL ? -1 : PyLong_AsLong(flags);
-        Py_XDECREF(flags);
-        Py_XDECREF(code);
-        if (bits == -1 && PyErr_Occurred())
-            found = -1;
-        else if (bits & 1)  /* CO_OPTIMIZED: before CPython 3.13 it is a copy that the frame keeps */
-            PyDict_Clear(locals);
-    } else {
-        PyObject *values = PyMapping_Values(locals);
-        Py_ssize_t amount = values == NULL ? 0 : PyList_Size(values);
-        for (Py_ssize_t n = 0; n < amount && !found; n++)
-            found = PyList_GetItem(values, n) == object;
-        if (values == NULL)
-            found = -1;
-        Py_XDECREF(values);
-    }
-    Py_DECREF(locals);
-    return found;
-}
-
-/* Forget the arrays that are gone; return how many of those that were lent before are left, or -1 with an error. */
-static Py_ssize_t count_quiet(PyObject *quiet)
-{
-    Py_ssize_t amount = PyList_Size(quiet);
-    for (Py_ssize_t n = amount - 1; n >= 0; n--) {
-        PyObject *reference = PyList_GetItem(quiet, n);
-        if (reference == NULL || !PyWeakref_Check(reference))
-            return -1;
-        if (PyWeakref_GetObject(reference) == Py_None) {
-            if (PySequence_DelItem(quiet, n) < 0)
-                return -1;
-            amount--;
-        }
-    }
-    return amount;
-}
-
-/* Whether the array is as it was lent, and nobody but one variable of the caller's can reach its memory. */
-static int is_lone(LoanBlock *self, PyObject *memory, PyObject *kept, PyObject *quiet)
-{
-    LoanKind *kind = self->kind;
-    PyObject *array = self->lent;
-    Py_ssize_t names = Py_REFCNT(array) - 1, still;
-    if (names > 1 || !PyList_CheckExact(quiet))
-        return 0;
-    int fits = is_still(array, kind->names[SHAPE], kind->shape);
-    if (fits > 0)
-        fits = is_still(array, kind->names[DTYPE], kind->dtype);
-    if (fits > 0)
-        fits = is_still(array, kind->names[STRIDES], kind->strides);
-    if (fits <= 0)
-        return fits;
-    still = count_quiet(quiet);
-    if (still < 0)
-        return -1;
-    PyObject *template = template_of(kept);  /* which has a reference to the memory; and its views have one to it, beside `kept` */
-    Py_ssize_t over = Py_REFCNT(memory) - 2 + (template == NULL ? 0 : Py_REFCNT(template) - 2);
-    if (over != 1 + still)  /* beside the window's reference, and the caller's of this: the array's, and those */
-        return 0;
-    return names == 0 ? 1 : is_variable(array, kind->names);
-}
-
-/* Note in which message a segment is used. */
-static int note_use(PyObject *reserved, PyObject *const *names, uint64_t seq)
-{
-    PyObject *segment = PyTuple_GetItem(reserved, SEGMENT), *number = PyLong_FromUnsignedLongLong(seq);
-    int failed = number == NULL ? -1 : PyObject_SetAttr(segment, names[SEQ], number);
-    Py_XDECREF(number);
-    return failed < 0 ? -1 : PyObject_SetAttr(segment, names[USED], PyTuple_GetItem(reserved, USES));
-}
-
-/* Take the array back, and publish: 1, 0 if that is not to be done so, or -1 with an error. */
-static int send_lent(LoanBlock *self)
-{
-    LoanKind *kind = self->kind;
-    Core *core = kind->core;
-    size_t start = 0, room = 0;
-    uint8_t *body = NULL;
-    if (!is_claimed(kind) || !core->open || core->in_use || core->thread != PyThread_get_thread_ident())
-        return 0;
-    PyObject *window = self->reserved == NULL ? claimed_window(kind, &start) : PyTuple_GetItem(self->reserved, WINDOW);
-    PyObject *memory, *kept, *quiet, *reference = NULL, *done = NULL;
-    if (window == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    Py_INCREF(window);
-    memory = PyObject_GetAttr(window, kind->names[MEMORY]);
-    kept = memory == NULL ? NULL : PyObject_GetAttr(window, kind->names[TEMPLATE]);
-    quiet = kept == NULL ? NULL : PyObject_GetAttr(window, kind->names[QUIET]);
-    int lone = quiet == NULL ? -1 : is_lone(self, memory, kept, quiet);
-    if (lone > 0 && self->reserved != NULL) {
-        body = mapped_at(memory, &room);
-        lone = body == NULL ? -1 : room >= kind->room && note_use(self->reserved, kind->names, core->seq) == 0;
-    }
-    if (lone > 0) {
-        done = PyObject_CallMethodObjArgs(self->lent, kind->names[SETFLAGS], Py_False, NULL);
-        reference = done == NULL ? NULL : PyWeakref_NewRef(self->lent, NULL);
-        if (reference == NULL || PyList_Append(quiet, reference) < 0)
-            lone = -1;
-    }
-    Py_XDECREF(done);
-    Py_XDECREF(reference);
-    Py_XDECREF(quiet);
-    Py_XDECREF(kept);
-    Py_XDECREF(memory);
-    Py_DECREF(window);
-    if (lone <= 0)
-        return lone;
-    if (!is_claimed(kind))
-        return 0;
-    Py_CLEAR(self->lent);
-    if (self->reserved == NULL)
-        body = core->base + start;
-    else  /* where the chunk's number is of no use */
-        memcpy(slot_of(core, core->index) + MARKER, PyBytes_AsString(PyTuple_GetItem(self->reserved, THE_MARKER)),
-               MARKER_BYTES);
-    uint64_t table = kind->table, now = now_ns(), words[4] = {kind->what, core->seq, now, kind->main_bytes};
-    size_t length = (size_t)PyBytes_Size(kind->tail);
-    memcpy(body, &table, sizeof table);
-    memcpy(body + kind->table, PyBytes_AsString(kind->tail), length);
-    memcpy(slot_of(core, core->index), words, sizeof words);
-    core->claimed_bytes = kind->table + length;
-    core->copied += kind->copied;
-    core->leased = 0;
-    publish(core);
-    core->published_ns = now;
-    count_turn(core, 1, now);
-    if (readers_parked(core))
-        notify(core);
-    Py_CLEAR(self->reserved);
-    return 1;
-}
-
-static PyObject *loan_exit(LoanBlock *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (self->lent != NULL) {
-        int sent = nargs == 3 && args[0] == Py_None ? send_lent(self) : 0;
-        if (sent > 0)
-            return at_once(self->kind->core, Py_NewRef(Py_None));
-        if (sent < 0)
-            PyErr_Clear();  /* there is hardly any memory; the other way says it better */
-        if (hand_over(self) < 0)
-            return NULL;
-    }
-    if (self->slow == NULL)
-        return at_once(self->kind->core, Py_NewRef(Py_None));
-    PyObject *leave = PyObject_GetAttrString(self->slow, "__aexit__");
-    PyObject *left = leave == NULL ? NULL : call_with(leave, args, nargs);
-    Py_XDECREF(leave);
-    return left;
-}
-
-static PyObject *writer_adopt(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    bool is_new = self->leased == 1;
-    if (is_new)
-        self->leased = 2;
-    return PyBool_FromLong(is_new);
-}
-
-static PyObject *writer_disown(Core *self, PyObject *Py_UNUSED(ignored))
-{
-    self->leased = 0;
-    Py_RETURN_NONE;
-}
-
-static PyObject *writer_bind_whose(Core *self, PyObject *arg)
-{
-    PyObject *old = self->whose;
-    self->whose = Py_NewRef(arg);
-    look_into_whose(self);
-    Py_XDECREF(old);
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef loan_methods[] = {
-    {"__aenter__", (PyCFunction)loan_enter, METH_NOARGS, "Lend the array."},
-    {"__aexit__", (PyCFunction)(void (*)(void))loan_exit, METH_FASTCALL, "Take it back, and publish the message."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyMethodDef kind_methods[] = {
-    {"block", (PyCFunction)kind_block, METH_NOARGS, "Return the block of a loan."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot kind_slots[] = {
-    {Py_tp_doc, "What loans of arrays of one kind have in common; see queue/ends/lending.py."},
-    {Py_tp_init, kind_init},
-    {Py_tp_dealloc, kind_dealloc},
-    {Py_tp_traverse, kind_traverse},
-    {Py_tp_clear, kind_clear},
-    {Py_tp_methods, kind_methods},
-    {0, NULL},
-};
-
-static PyType_Spec kind_spec = {
-    "aioshm.ring._native.LoanKind", sizeof(LoanKind), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, kind_slots,
-};
-
-static PyType_Slot loan_slots[] = {
-    {Py_tp_doc, "The block of a loan."},
-    {Py_tp_dealloc, loan_dealloc},
-    {Py_tp_traverse, loan_traverse},
-    {Py_tp_clear, loan_clear},
-    {Py_tp_methods, loan_methods},
-    {0, NULL},
-};
-
-static PyType_Spec loan_spec = {
-    "aioshm.ring._native.LoanBlock", sizeof(LoanBlock), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, loan_slots,
-};
-
 #define FAST (PyCFunction)(void (*)(void))
 #define CALL (PyCFunction)
 
@@ -4112,10 +3487,7 @@ static PyMethodDef writer_methods[] = {
     {"put", CALL writer_put, METH_O, "Publish an encoded message; return whether there was room for it."},
     {"put_many", FAST writer_put_many, METH_FASTCALL, "Publish messages of a list, from one on; return how many."},
     {"send", CALL writer_send, METH_O, "Encode and publish: None, or False if shut, or what was encoded."},
-    {"adopt", CALL writer_adopt, METH_NOARGS, "Let the end of the loan be the gate's; return whether there is one."},
-    {"disown", CALL writer_disown, METH_NOARGS, "Leave the loan's slot to a call that has entered."},
     {"bind_arrays", CALL writer_bind_arrays, METH_VARARGS, "Say which arrays are known, and what is told of others."},
-    {"bind_whose", CALL writer_bind_whose, METH_O, "Say how the task is found that has a loan, as `bind_leases`."},
     {"evict", CALL writer_evict, METH_O, "Count a reader as having read everything, now and from now on."},
     {"admit", CALL writer_admit, METH_VARARGS, "Admit a reader in the place of one that was evicted; return its first message."},
     {NULL, NULL, 0, NULL},
@@ -4246,9 +3618,6 @@ static PyMethodDef calls_methods[] = {
     {"lease", FAST calls_lease, METH_FASTCALL | METH_KEYWORDS,
      "lease($self, timeout=None, cancel=None, indefinite=False)\n--\n\n"
      "Give the next message to the block, decoded where it lies; see `aioshm.MessageQueue.lease`."},
-    {"loan", FAST calls_loan, METH_FASTCALL | METH_KEYWORDS,
-     "loan($self, shape, dtype='float32', like='numpy', timeout=None)\n--\n\n"
-     "Lend an array to the block, to be filled and sent; see `aioshm.MessageQueue.loan`."},
     {"aclose", (PyCFunction)calls_aclose, METH_NOARGS, "End an iteration: the queue stays open."},
     {NULL, NULL, 0, NULL},
 };
@@ -4361,12 +3730,13 @@ static int execute(PyObject *module)
     state->writer = add_type(module, &writer_spec);
     state->reader = state->writer == NULL ? NULL : add_type(module, &reader_spec);
     state->calls = state->reader == NULL ? NULL : add_type(module, &calls_spec);
-    if (state->calls == NULL || make_names(state) < 0)
+    if (state->calls == NULL)
         return -1;
-    state->loan = (PyTypeObject *)PyType_FromModuleAndSpec(module, &loan_spec, NULL);
-    PyTypeObject *kind = state->loan == NULL ? NULL : add_type(module, &kind_spec);
-    Py_XDECREF((PyObject *)kind);
-    return kind == NULL ? -1 : 0;
+    static const char *const names[NAMES] = {"shape", "dtype"};
+    for (int n = 0; n < NAMES; n++)
+        if ((state->names[n] = PyUnicode_InternFromString(names[n])) == NULL)
+            return -1;
+    return 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -4380,7 +3750,6 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->reader);
     Py_VISIT(state->call);
     Py_VISIT(state->calls);
-    Py_VISIT(state->loan);
     return 0;
 }
 
@@ -4395,7 +3764,6 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->reader);
     Py_CLEAR(state->call);
     Py_CLEAR(state->calls);
-    Py_CLEAR(state->loan);
     return 0;
 }
 

@@ -318,7 +318,6 @@ class WriterCore(_Core):
 
     published_ns: int
     copied: int
-    holder: int = 0
 
     def __init__(self, layout: Layout, view: memoryview, slots: Slots, /) -> None:
         super().__init__(layout, view, slots, at.WRITER_LINE)
@@ -541,16 +540,6 @@ class WriterCore(_Core):
                 what was encoded with a buffer beside it. Returns the type.
             array_type: The type; None: nobody has imported NumPy.
         """
-
-    def bind_whose(self, whose: Any) -> None:
-        """Say how the task is found that has a loan, as `ReaderCore.bind_leases`; this core gives none."""
-
-    def adopt(self) -> bool:
-        """Let the end of the loan be the gate's; return whether there is one."""
-        return False
-
-    def disown(self) -> None:
-        """Leave the loan's slot to a call that has entered."""
 
     def evict(self, reader: int, /) -> None:
         """Evict a reader: it counts as having read every message, past and future."""
@@ -1266,8 +1255,8 @@ class Calls:
             answered (False without a core), and the timeout; or of what `dequeue` was called with.
         whole: Makes the coroutine of a `dequeue` that has no core to ask; None: ``rest`` does.
         fail: Raises the error that `ReaderCore.receive` has raised, as callers are to see it; None: as it is.
-        block: Makes the block of a lease that `leasing` is not for, or of a loan, of what was asked for: to be entered
-            by ``async with``, or by ``with`` where calls block.
+        block: Makes the block of a lease that `leasing` is not for, of what was asked for: to be entered by
+            ``async with``, or by ``with`` where calls block.
 
     Attributes:
         core: The core that is asked first; None: there is none, or it is of another make.
@@ -1321,10 +1310,6 @@ class Calls:
         if self.leasing is not None and timeout is None and cancel is None and not indefinite:
             return self.leasing
         return self._new_block(timeout, cancel, indefinite)
-
-    def loan(self, shape: Any, dtype: Any = "float32", like: Any = "numpy", timeout: float | None = None) -> Any:
-        """Lend an array to the block, to be filled and sent; see `aioshm.MessageQueue.loan`."""
-        return self._new_block(shape, dtype, like, timeout)
 
     def _new_block(self, *asked: Any) -> Any:
         if self._block is None:

@@ -1,40 +1,53 @@
-"""Lent windows: second, writable mappings of what a loan is filled in, replaced by a private copy where it is kept.
+"""Lent windows: second, writable mappings of the memory that a loan fills, taken from its lender when the block ends.
 
-The twin of ``window.py`` for the writing end, which says how it is known that memory is held, and how it is exchanged.
-What differs: a lent window shows the segment itself, so what is written to it is in the message at once. When its block
-ends, whatever still reaches the window must not reach the message any more. Mapping the window anew for each loan would
-cost a page fault for every page that is filled, several times the rest of sending a large message; so a window stays,
-and what reaches it is taken away from it:
+What is written to a lent window is in the message at once, so nothing that the lender keeps may reach it after the
+block. Everything over a mapping (arrays, tensors, memoryviews) holds a reference to it, see ``window.py``, so its count
+of references says whether the lender kept anything.
 
-* an array that one local variable alone refers to, the caller's, becomes read-only; a tensor loses its memory, a
-  memoryview is released;
-* where anything else refers to the window, what it shows is exchanged for a private copy, and the next loan gets a new
-  window.
+* Nothing: the window stays as it is.
+* Something, as in a loop whose name refers to the array until the next round binds it anew: the pages move to another
+  range of addresses, which is the window from then on, and the old range becomes private memory that reads as zeros.
 
-That the one reference is a variable is looked up in the caller's frame: it might as well be that of a tensor over the
-array, which does not care whether the array is read-only.
+No byte is copied. Moving keeps the pages mapped: a new mapping would cost a page fault for each page that is filled,
+several times the rest of sending a large message. Where the kernel cannot move them (before Linux 5.13, or another
+system) the next loan has to make a new mapping.
 """
 
 from __future__ import annotations
 
 import mmap
-import weakref
 from contextlib import suppress
-from inspect import CO_OPTIMIZED
 from sys import getrefcount
-from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from aioshm.errors import SharedMemoryError
 from aioshm.ring.layout import round_up
-from aioshm.ring.mapping import MAP_NORESERVE, address_of, map_memory
-from aioshm.ring.window import make_private
+from aioshm.ring.mapping import MAP_NORESERVE, address_of, map_memory, move_pages
 
 _PAGE: Final = mmap.PAGESIZE
-CALLERS: Final = 4
-"""In how many frames the caller's variable is looked for."""
-
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_TABLE: Final = _PAGE // 8 * _PAGE  # what a table of pages maps, which moves in one step
+_ZEROS: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+
+
+class _Range:
+    """A range of addresses, which is unmapped when nothing refers to its memory any more.
+
+    Attributes:
+        memory: The object that all arrays over it hold a reference to.
+        address: Where the range begins: where pages from any other such range can be moved by whole tables of pages.
+        begin: The same in `memory`.
+    """
+
+    __slots__ = ("address", "begin", "memory")
+
+    def __init__(self, length: int) -> None:
+        spare = _TABLE if length >= _TABLE else 0
+        # Over a descriptor, the object would keep a duplicate of that.
+        self.memory: mmap.mmap = mmap.mmap(-1, length + spare, _ZEROS, _READ_WRITE)
+        address = address_of(self.memory)
+        self.begin: int = -address % _TABLE if spare else 0
+        self.address: int = address + self.begin
 
 
 class LentWindow:
@@ -47,37 +60,28 @@ class LentWindow:
 
     Attributes:
         room: As above.
-        memory: The mapping, which begins up to a page before the range; what is made over it holds a reference to it.
+        memory: What arrays are made over.
         begin: Where the range begins in it.
-        address: Where the range is in this process.
-        template: A shape, a dtype, and such an array over the range, which the core lends views of; or None.
-        quiet: Arrays over it that were taken back, and are read-only by now.
 
     Raises:
         SharedMemoryError: The process has too many mappings.
     """
 
-    __slots__ = ("address", "begin", "memory", "quiet", "room", "template")  # the core looks at them for each loan
-
     def __init__(self, fd: int, start: int, room: int) -> None:
         page = start // _PAGE * _PAGE
-        length = round_up(start + room, _PAGE) - page
-        try:
-            # Anonymous at first: over a descriptor, the object would keep a duplicate of that.
-            memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, _READ_WRITE)
-            map_memory(address_of(memory), length, _READ_WRITE, mmap.MAP_SHARED, fd, page)
-        except OSError as error:
-            raise SharedMemoryError(error.errno, f"no window of {length} bytes: {error.strerror}") from None
+        self._length = round_up(start + room, _PAGE) - page
+        self._in_page = start - page
         self.room: int = room
-        self.begin: int = start - page
-        self.memory: mmap.mmap = memory
-        self.address: int = address_of(memory) + self.begin
-        self.template: tuple[Any, Any, Any] | None = None
-        self.quiet: list[weakref.ref[Any]] = []
+        self._left: _Range | None = None  # where the window was before; its arrays may be gone by now
+        try:
+            self._use(_Range(self._length))
+            map_memory(self._range.address, self._length, _READ_WRITE, mmap.MAP_SHARED, fd, page)
+        except OSError as error:
+            raise SharedMemoryError(error.errno, f"no window of {self._length} bytes: {error.strerror}") from None
 
     def offset_of(self, part: memoryview) -> int:
         """Return where a view of memory begins in the range, -1 if it is not all in it."""
-        offset = address_of(part) - self.address
+        offset = address_of(part) - self._range.address - self._in_page
         return offset if 0 <= offset <= self.room - len(part) else -1
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
@@ -85,124 +89,68 @@ class LentWindow:
         offset += self.begin
         self.memory[offset : offset + len(data)] = data
 
-    def take_back(self, lent: list[Any], nbytes: int, frame: FrameType | None) -> bool:
-        """Let nothing that was lent reach the range any more; return whether the window can be used again.
+    def take_back(self) -> bool:
+        """Make sure that nothing outside reaches the range any more; return whether the window can be used again.
 
-        Args:
-            lent: The arrays, tensors and memoryviews over it that were given to the caller; emptied. Nothing but this
-                list and the caller may refer to them.
-            nbytes: How much of the range they are in; what lies behind reads as zeros in a private copy.
-            frame: Of the caller, if that is known.
+        The caller drops its own references to what was lent first.
 
         Raises:
-            SharedMemoryError: There is no memory for a private copy: what is still held reads as zeros now.
+            SharedMemoryError: The lender keeps something, and its memory could not be exchanged.
         """
-        if self.quiet:
-            self.quiet = [reader for reader in self.quiet if reader() is not None]
-        lone, quiet, named = True, [], []
-        for i in range(len(lent)):
-            count = getrefcount(lent[i])
-            lone = lone and count <= _LONE
-            if count == _LONE:
-                named.append(id(lent[i]))
-        if lone and named:
-            lone = _has_variables(frame, named)
-        while lone and lent:
-            each = lent.pop()
-            if hasattr(each, "flags"):
-                each.flags.writeable = False
-                quiet.append(weakref.ref(each))
-            else:
-                lone = _emptied(each)
-            del each
-        lent.clear()
-        if lone and self._holders() <= len(self.quiet) + len(quiet):
-            self.quiet += quiet
+        if not self._held():
             return True
-        for reader in quiet:
-            array = reader()
-            if array is not None:
-                array.flags.writeable = True  # a copy of its own, as the rest is
-            del array
-        self._make_private(nbytes)
-        return False
+        kept = self._range
+        moved = self._move()
+        _make_zeros(kept.address, self._length)
+        return moved
 
     def close(self) -> None:
-        """Leave a private copy behind if the window is held."""
-        if self._holders():
-            with suppress(SharedMemoryError):  # zeros, then
-                self._make_private(self.room)
+        """Leave zeros behind if the lender keeps anything."""
+        if self._held():
+            with suppress(SharedMemoryError):  # nobody is left to be told
+                _make_zeros(self._range.address, self._length)
 
-    def _holders(self) -> int:
-        """Return how much there is over the memory, but for the template: arrays, and what else refers to either."""
-        holders = getrefcount(self.memory) - _UNHELD
-        if self.template is not None:
-            holders += getrefcount(self.template[2]) - _UNHELD - 1  # which has a reference to the memory itself
-        return holders
+    def _held(self) -> bool:
+        return getrefcount(self.memory) > _UNHELD
 
-    def _make_private(self, nbytes: int) -> None:
-        address, length = address_of(self.memory), len(self.memory)
+    def _move(self) -> bool:
+        """Move to another range of addresses; return False where that is impossible."""
+        target = self._left
         try:
-            make_private(address, length, self.begin, nbytes)
-        except SharedMemoryError:
-            with suppress(OSError):  # it takes no more room than what is there
-                map_memory(address, length, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-            raise
+            if target is None or getrefcount(target.memory) >= _UNHELD:
+                target = _Range(self._length)
+            move_pages(self._range.address, self._length, target.address)
+        except OSError:
+            return False
+        self._left = self._range
+        self._use(target)
+        return True
+
+    def _use(self, target: _Range) -> None:
+        self._range = target
+        self.memory: mmap.mmap = target.memory
+        self.begin: int = target.begin + self._in_page
 
 
-def _has_variables(frame: FrameType | None, objects: list[int]) -> bool:
-    """Return whether each of these objects, by its id, is what a local variable refers to.
-
-    Args:
-        frame: Where to look; after that, in those that have called it: there may be an exit stack in between.
-        objects: Their ids.
-    """
-    missing = set(objects)
-    for _ in range(CALLERS):
-        if frame is None:
-            break
-        variables = frame.f_locals
-        missing.difference_update(map(id, variables.values()))
-        if frame.f_code.co_flags & CO_OPTIMIZED and type(variables) is dict:
-            variables.clear()  # before CPython 3.13 it is a copy that the frame keeps, and with it what it refers to
-        if not missing:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _emptied(each: Any) -> bool:
-    """Take its memory away from a tensor or a memoryview; return whether that could be done."""
+def _make_zeros(address: int, length: int) -> None:
+    """Exchange a mapping for private memory that reads as zeros."""
     try:
-        if isinstance(each, memoryview):
-            each.release()
-        else:
-            each.set_()
-    except (BufferError, RuntimeError):  # there are arrays over it, or it is a part of a graph by now
-        return False
-    return True
-
-
-class _Sample:
-    """What a window is for counting references."""
-
-    def __init__(self) -> None:
-        self.memory: mmap.mmap = mmap.mmap(-1, 1)
+        try:
+            map_memory(address, length, _READ_WRITE, _ZEROS)
+        except OSError:  # RLIMIT_DATA counts memory that is private and writable
+            map_memory(address, length, _READ_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    except OSError as error:
+        text = f"an array that is still in use could not be taken back: {error.strerror}; drop it in the block"
+        raise SharedMemoryError(error.errno, text) from None
 
 
 def _count_unheld() -> int:
-    """Return what `getrefcount` says of a mapping that only its window holds, asked as above."""
-    sample = _Sample()
-    return getrefcount(sample.memory)
-
-
-def _count_lone() -> int:
-    """Return what `getrefcount` says of what one name of the caller's refers to, asked as above."""
-    name = _Sample()
-    lent = [name]
-    i = 0
-    return getrefcount(lent[i])
+    """Return what `getrefcount` says of the memory of a window that nobody has anything of, asked as above."""
+    window = LentWindow.__new__(LentWindow)
+    window._in_page = 0
+    window._use(_Range(1))
+    return getrefcount(window.memory)
 
 
 _UNHELD: Final = _count_unheld()
-_LONE: Final = _count_lone()
+"""One reference is the range's, and one the window's, which a range that was left does not have."""

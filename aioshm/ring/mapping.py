@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -14,6 +15,7 @@ _MAP_FIXED = 0x10  # the same on Linux and macOS
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MREMAP_MAYMOVE = 1
 _MREMAP_FIXED = 2
+_MREMAP_DONTUNMAP = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -63,6 +65,21 @@ def move_memory(address: int, length: int, target: int) -> None:
         OSError: It cannot be moved; nothing has changed then.
     """
     if _libc.mremap(address, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, target) == _MAP_FAILED:
+        raise _last_error()
+
+
+def move_pages(address: int, length: int, target: int) -> None:
+    """Move the pages of a mapping to ``target``, in the place of what is mapped there; the old range stays mapped.
+
+    What is touched there afterwards is mapped again, so it is to be exchanged next. Linux 5.13 and later.
+
+    Raises:
+        OSError: They cannot be moved; nothing has changed then.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    if _libc.mremap(address, length, length, flags, target) == _MAP_FAILED:
         raise _last_error()
 
 

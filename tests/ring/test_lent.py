@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from aioshm.errors import SharedMemoryError
 from aioshm.ring.lent import LentWindow
 
 START, ROOM = 4096 + 640, 100_000
+LARGE = 5 << 20
+"""More than one table of pages maps."""
 
 
 @pytest.fixture
 def fd() -> Iterator[int]:
     fd = os.memfd_create("lent")
-    os.ftruncate(fd, START + ROOM + 5000)
+    os.ftruncate(fd, START + LARGE + 5000)
     yield fd
     os.close(fd)
 
@@ -27,6 +30,18 @@ def fd() -> Iterator[int]:
 @pytest.fixture
 def window(fd: int) -> LentWindow:
     return LentWindow(fd, START, ROOM)
+
+
+@pytest.fixture(params=[True, False], ids=["pages move", "pages do not move"])
+def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the kernel can move pages, as Linux from 5.13 on can."""
+    if not request.param:
+
+        def refuse(*_: int) -> None:
+            raise OSError(errno.EINVAL, "not on this kernel")
+
+        monkeypatch.setattr("aioshm.ring.lent.move_pages", refuse)
+    return bool(request.param)
 
 
 def _array(window: LentWindow, at: int = 64, size: int = 1000) -> Any:
@@ -42,14 +57,18 @@ def _bytes(window: LentWindow) -> Any:
     return memoryview(window.memory)[window.begin + 64 : window.begin + 1064]
 
 
+def _fill(made: Any, number: int) -> None:
+    made[:] = bytes([number]) * 1000 if isinstance(made, memoryview) else number
+
+
 EVERY_KIND = pytest.mark.parametrize("make", [_array, _tensor, _bytes])
 WAYS_TO_KEEP = pytest.mark.parametrize(
     "keep",
     [
+        lambda array: array,
         lambda array: array[5:],
         lambda array: array.base,
         lambda array: memoryview(array),
-        lambda array: memoryview(array.base),
         lambda array: np.asarray(array.base),
         lambda array: np.frombuffer(array, np.uint16),
         lambda array: torch.from_numpy(array),
@@ -57,6 +76,7 @@ WAYS_TO_KEEP = pytest.mark.parametrize(
         lambda array: [array],
         lambda array: array.flat,
         lambda array: array.__dlpack__(),
+        lambda array: array.view(np.recarray),
     ],
 )
 
@@ -72,46 +92,62 @@ def test_it_shows_the_segment(fd: int, window: LentWindow) -> None:
 
 
 @EVERY_KIND
-def test_one_name_alone_leaves_the_window_as_it_is(fd: int, window: LentWindow, make: Any) -> None:
+def test_nothing_kept_leaves_the_window_where_it_is(fd: int, window: LentWindow, make: Callable[..., Any]) -> None:
+    memory = window.memory
+    del memory  # which would hold it
+    where = id(window.memory)
     for number in range(4):
-        lent = [make(window)]
-        name = lent[0]
-        name[:] = bytes([number]) * 1000 if make is _bytes else number
-        assert window.take_back(lent, 1064, sys._getframe()), "it can be used again"
-        assert lent == []
+        made = make(window)
+        _fill(made, number)
+        del made
+        assert window.take_back(), "it can be used again"
+        assert id(window.memory) == where
         assert os.pread(fd, 1000, START + 64) == bytes([number]) * 1000
-        if make is _array:
-            with pytest.raises(ValueError, match="read-only"):
-                name[0] = 1
-        elif make is _tensor:
-            assert name.numel() == 0
-        else:
-            with pytest.raises(ValueError, match="released"):
-                name[0] = 1
+
+
+@EVERY_KIND
+def test_a_name_that_lasts_until_the_next_round_reads_zeros_and_reaches_nothing(
+    fd: int, window: LentWindow, make: Callable[..., Any], moves: bool
+) -> None:
+    for number in range(1, 8):
+        made = make(window)
+        _fill(made, number)
+        assert window.take_back() is moves
+        assert bytes(memoryview(made)[:1] if make is not _tensor else made.numpy()[:1]) == b"\0"
+        _fill(made, 255)
+        assert os.pread(fd, 1000, START + 64) == bytes([number]) * 1000
+        if not moves:
+            window = LentWindow(fd, START, ROOM)
 
 
 @WAYS_TO_KEEP
-def test_what_is_kept_of_an_array_is_a_private_copy(fd: int, window: LentWindow, keep: Any) -> None:
-    lent = [_array(window)]
-    name = lent[0]
-    name[:] = 7
-    kept = keep(name)
-    assert not window.take_back(lent, 1064, sys._getframe())
-    name[:] = 9
-    assert os.pread(fd, 1000, START + 64) == b"\7" * 1000
-    os.pwrite(fd, b"\5" * 1000, START + 64)
-    assert name.tolist() == [9] * 1000
-    del kept
+def test_what_is_kept_of_an_array_reaches_nothing(
+    fd: int, window: LentWindow, keep: Callable[[Any], Any], moves: bool
+) -> None:
+    kept, arrays = [], []
+    for number in range(1, 5):
+        array = _array(window)
+        array[:] = number
+        kept.append(keep(array))
+        arrays.append(array)
+        del array
+        assert window.take_back() is moves
+        for each in arrays:
+            each[:] = 255
+        assert os.pread(fd, 1000, START + 64) == bytes([number]) * 1000
+        if not moves:
+            window = LentWindow(fd, START, ROOM)
+    assert all((array == 255).all() for array in arrays)
 
 
-def test_what_is_kept_of_a_tensor_is_a_private_copy(fd: int, window: LentWindow) -> None:
+def test_what_is_kept_of_a_tensor_reaches_nothing(fd: int) -> None:
     for keep in (lambda it: it[5:], lambda it: it.numpy(), lambda it: it.untyped_storage(), lambda it: [it]):
         window = LentWindow(fd, START, ROOM)
-        lent = [_tensor(window)]
-        name = lent[0]
-        name[:] = 7
-        kept = keep(name)
-        assert not window.take_back(lent, 1064, sys._getframe())
+        tensor = _tensor(window)
+        tensor[:] = 7
+        kept = keep(tensor)
+        del tensor
+        window.take_back()
         view = kept[0] if isinstance(kept, list) else kept
         if isinstance(view, torch.UntypedStorage):
             view.fill_(9)
@@ -120,46 +156,30 @@ def test_what_is_kept_of_a_tensor_is_a_private_copy(fd: int, window: LentWindow)
         assert os.pread(fd, 1000, START + 64) == b"\7" * 1000
 
 
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda array: array[5:],
-        lambda array: memoryview(array),
-        lambda array: torch.from_numpy(array),
-        lambda array: array.reshape(10, -1),
-    ],
-)
-def test_one_reference_that_is_no_name_of_the_array(fd: int, window: LentWindow, keep: Any) -> None:
-    lent = [_array(window)]
-    lent[0][:] = 7
-    array = keep(lent[0])
-    assert not window.take_back(lent, 1064, sys._getframe())
-    array[:] = b"\x09" * 1000 if isinstance(array, memoryview) else 9
-    assert os.pread(fd, 1000, START + 64) == b"\7" * 1000
+def test_a_large_window_moves_on_and_on(fd: int) -> None:
+    window = LentWindow(fd, START, LARGE)
+    kept = []
+    for number in range(12):
+        array = _array(window, 0, LARGE)
+        array[:] = number
+        if number % 4 == 0:
+            kept.append(array)
+        assert window.take_back()
+        array[:] = 255
+        assert os.pread(fd, LARGE, START) == bytes([number]) * LARGE
+        assert (_array(window, 0, LARGE) == number).all(), "the next loan sees the same memory"
+    assert all((array == 255).all() for array in kept)
 
 
-@pytest.mark.parametrize("make", [_tensor, _bytes])
-def test_one_reference_that_is_no_name_of_something_else(fd: int, window: LentWindow, make: Any) -> None:
-    lent = [make(window)]
-    kept = lent[0].numpy() if make is _tensor else torch.frombuffer(lent[0], dtype=torch.uint8)
-    kept[:] = 7
-    assert not window.take_back(lent, 1064, sys._getframe())
-    kept[:] = 9
-    assert os.pread(fd, 1000, START + 64) == b"\7" * 1000
+def test_memory_that_cannot_be_exchanged_is_an_error(window: LentWindow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> int:
+        raise OSError(errno.ENOMEM, "no memory")
 
-
-def test_what_is_read_only_may_stay_while_the_window_is_used_again(fd: int, window: LentWindow) -> None:
-    lent = [_array(window)]
-    first = lent[0]
-    assert window.take_back(lent, 1064, sys._getframe())
-    lent.append(_array(window))
-    second = lent[0]
-    second[:] = 7
-    kept = second[1:]
-    assert not window.take_back(lent, 1064, sys._getframe()), "the one that stays hides no other"
-    kept[:] = 9
-    assert not first.flags.writeable
-    assert os.pread(fd, 1000, START + 64) == b"\7" * 1000
+    array = _array(window)
+    monkeypatch.setattr("aioshm.ring.lent.map_memory", refuse)
+    with pytest.raises(SharedMemoryError, match="drop it in the block"):
+        window.take_back()
+    del array
 
 
 def test_closed_with_something_kept(fd: int, window: LentWindow) -> None:

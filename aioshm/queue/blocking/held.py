@@ -344,7 +344,6 @@ class Held:
             nonlocal begun
             if not isinstance(opened, Loan):
                 return False
-            opened.frame = block.frame
             if self.gate.refusal is not None or not opened.is_local:  # there is more to do, on the loop
                 return False
             block.opened = self.block = None

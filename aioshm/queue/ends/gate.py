@@ -11,7 +11,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from threading import current_thread, get_ident
 from time import monotonic, monotonic_ns
 from typing import Any, cast
@@ -26,7 +25,7 @@ from aioshm.queue.ends.core import Core, NoRing
 from aioshm.queue.ends.waiting import new_poller
 from aioshm.queue.stats import QueueStats, Rates, ReaderStats
 from aioshm.ring import RingReader, RingWriter
-from aioshm.ring.atomics import ReaderCore, WriterCore
+from aioshm.ring.atomics import ReaderCore
 from aioshm.ring.header import Latency
 from aioshm.wait.line import Line
 from aioshm.wait.poller import Poller, WaitStats
@@ -229,7 +228,7 @@ class Gate:
 
     @property
     def in_line(self) -> int:
-        """How many calls have entered, or wait to; a lease or a loan that the core has given has entered, too."""
+        """How many calls have entered, or wait to; a lease that the core has given has entered, too."""
         if self.core.leased:
             self._adopt_lease()
         return self._in_line
@@ -239,9 +238,9 @@ class Gate:
         self._in_line = count
 
     def _adopt_lease(self) -> None:
-        """Take a lease, or a loan, for a call that has entered, which the core does not tell of: others come by now."""
+        """Take a lease for a call that has entered, which the core does not tell of: others come by now."""
         if self._lease_of is None:
-            core = cast("WriterCore | ReaderCore", self.core)
+            core = cast(ReaderCore, self.core)
             core.adopt()
             self._in_line += 1
             self._line.take()
@@ -255,16 +254,6 @@ class Gate:
         finally:
             if adopted:
                 self.leave()
-
-    def take_loan(self) -> None:
-        """Make a loan that the core has given that of a call of this task, which has entered; it ends with `leave`."""
-        if self._lease_of is None:
-            self._adopt_lease()
-        self._lease_of = None
-        cast(WriterCore, self.core).disown()
-        self.core.open = False
-        with suppress(RuntimeError):  # nobody's task, but a destructor
-            self.hold()
 
     async def enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
         """Wait for this task's turn at the end; each `enter` needs a `leave`."""

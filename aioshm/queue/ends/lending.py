@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import mmap
-import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from functools import partial
 from pickle import PickleBuffer
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
-from weakref import WeakMethod, ref
+from types import TracebackType
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from aioshm.arguments import check_int, check_timeout
 from aioshm.codec import Codec, Encoded, MsgpackCodec, PickleCodec, RawCodec
-from aioshm.codec.frames import ALIGNMENT, INLINE, OVERFLOW, PLACED, plain
-from aioshm.errors import EndClosed, MessageTooLarge, RoleError, SharedMemoryError
-from aioshm.queue.ends.gate import Gate, current_task_of
+from aioshm.codec.frames import ALIGNMENT
+from aioshm.errors import MessageTooLarge, RoleError, SharedMemoryError
+from aioshm.queue.ends.gate import Gate
 from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.local.audience import RingAudience
-from aioshm.queue.local.loans import (
-    IN_PLACE_BYTES,
-    MAIN_BYTES,
-    ArraySpec,
-    Extent,
-    Like,
-    Loans,
-    Placed,
-    Reserved,
-)
-from aioshm.ring.atomics import native_core
+from aioshm.queue.local.loans import IN_PLACE_BYTES, MAIN_BYTES, ArraySpec, Extent, Like, Placed
 from aioshm.ring.slot import Slot
-
-if native_core or TYPE_CHECKING:
-    from aioshm.ring._native import LoanKind
 
 T = TypeVar("T")
 KNOWN_SPECS = 64
@@ -67,16 +50,11 @@ class Lender:
         self._pickles = isinstance(codec, PickleCodec)
         self._known: dict[ArraySpec, Placed] = {}  # what is written for arrays, where that depends on nothing else
         self._knows = self.is_local and isinstance(codec, PickleCodec | MsgpackCodec | RawCodec)
-        self._code = codec.code
-        self._kinds: dict[ArraySpec, LoanKind] = {}  # of those, what the core lends without any help
-        self._quick = native_core and not sender.traces
         self._largest = ring.ring.layout.max_chunk_bytes
         self._most = gate.options.max_message_bytes
 
-    def loan(self, prepare: Prepare, spec: ArraySpec, timeout: float | None) -> AbstractAsyncContextManager[Any]:
+    def loan(self, prepare: Prepare, spec: ArraySpec, timeout: float | None) -> Loan[Any]:
         """Lend an array, as `aioshm.MessageQueue.loan`; ``prepare`` does what comes before anything that sends."""
-        if timeout is None and (kind := self._kinds.get(spec)) is not None:
-            return kind.block()
         room = self._room_for(spec.nbytes)
         return Loan(self, prepare, room, lambda extent: extent.lend(spec), _itself, timeout, spec)
 
@@ -134,11 +112,11 @@ class Lender:
         filled: list[Any],
         as_sent: Callable[[Any], Any],
         spec: ArraySpec | None,
-        prepare: Prepare | None,
     ) -> Encoded | None:
         """Publish what was filled; return an encoded message of it, if that has to be copied.
 
-        No name here or in what this calls keeps what was lent, or a view of it: who else has it is counted.
+        No name here or in what this calls keeps what was lent, or a view of it: `take_back` would take that for the
+        lender's.
 
         Args:
             slot: Is claimed for it.
@@ -146,7 +124,6 @@ class Lender:
             filled: What the block was given; emptied.
             as_sent: Returns what is encoded of that.
             spec: What array it was, if it was one.
-            prepare: What comes before loans of this end; None: nobody knows.
         """
         sender, knows = self._sender, self._knows and spec is not None and not spec.torch and extent.window is not None
         self.gate.check_usable()
@@ -161,7 +138,7 @@ class Lender:
         placed = extent.place(message)
         if placed is None:
             message = extent.copied_out(message)
-            self._ring.take_back(extent)
+            self._ring.loans.take_back(extent)
             return message
         sender.checked_size(message)
         outgoing = sender.pack(message)
@@ -170,45 +147,8 @@ class Lender:
         if knows and spec is not None:
             if len(self._known) >= KNOWN_SPECS:
                 self._known.clear()
-                self._kinds.clear()
             self._known[spec] = placed
-            # Blocking ends are asked now: they are made as the others are. They know the frame of the block better.
-            if self._quick and not self.gate.blocks and prepare is not None:
-                self._kinds[spec] = self._new_kind(prepare, spec, placed, beside=extent.segment is not None)
         return None
-
-    def _new_kind(self, prepare: Prepare, spec: ArraySpec, placed: Placed, *, beside: bool) -> LoanKind:
-        """Return what has the core lend arrays like one that was sent.
-
-        What that calls knows nothing of the queue, as what the core calls for others (see `Sender`).
-        """
-        core = self._ring.ring.core
-        core.bind_whose(current_task_of(self.gate.loop))
-        what = plain(self._code, OVERFLOW if beside else INLINE) | PLACED << 16 | placed.n_buffers << 32
-        room = self._room_for(spec.nbytes)
-        numbers = room, placed.table, placed.copied, placed.main_bytes, mmap.PAGESIZE, what
-        calls = partial(_opened, ref(self), WeakMethod(cast(Any, prepare)), spec), partial(_taken_over, ref(self), spec)
-        array = spec.new, spec.shape, spec.dtype, spec.strides
-        reserve = partial(_reserved, ref(self._ring.loans), room, placed.end) if beside else None
-        return LoanKind(core, self._ring.loans.chunk_windows, array, placed.tail, numbers, *calls, reserve)
-
-    def take_over(self, spec: ArraySpec, lent: list[Any]) -> Loan[Any]:
-        """Return the block of a loan that the core has given, which is to end as any other.
-
-        Args:
-            spec: What array it is.
-            lent: Has the array, and what was reserved for it, if it lies in no chunk; emptied.
-        """
-        self.gate.take_loan()
-        slot = self._ring.ring.claimed()
-        if len(lent) > 1:
-            reserved: Reserved = lent.pop()
-            extent = Extent(reserved.window, reserved.number)
-        else:
-            extent = self._ring.loans.extent(slot, self._room_for(spec.nbytes))
-        loan: Loan[Any] = Loan(self, None, 0, _itself, _itself, None, spec)
-        loan.resume(slot, extent, lent)
-        return loan
 
     async def publish_copy(self, message: Encoded, deadline: float | None) -> None:
         """Publish an encoded message that lies elsewhere."""
@@ -222,7 +162,7 @@ class Lender:
     def close(self, extent: Extent) -> None:
         """Take back what is lent still, and end the caller's turn."""
         try:
-            self._ring.take_back(extent)
+            self._ring.loans.take_back(extent)
         finally:
             self.gate.leave()
 
@@ -232,21 +172,18 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
 
     Args:
         lender: Has the memory.
-        prepare: Does what comes before anything that sends, until a deadline; None: the block was entered already.
+        prepare: Does what comes before anything that sends, until a deadline.
         room: How much of it is needed.
         lend: Returns what the block is given.
         as_sent: Returns what is encoded of that.
         timeout: For the wait for room, in seconds; also for another one, where what was filled has to be copied.
         spec: What array the block is given, if it is one.
-
-    Attributes:
-        frame: That of the ``with`` statement, where it is not the one that awaits the block's end.
     """
 
     def __init__(
         self,
         lender: Lender,
-        prepare: Prepare | None,
+        prepare: Prepare,
         room: int,
         lend: Callable[[Extent], T],
         as_sent: Callable[[T], Any],
@@ -264,13 +201,6 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         self._extent: Extent | None = None
         self._filled: list[T] = []
         self._message: Encoded | None = None
-        self.frame: FrameType | None = None
-
-    def resume(self, slot: Slot, extent: Extent, lent: list[T]) -> None:
-        """Be the block of a loan that was entered already; the list is emptied."""
-        self._filled.append(lent.pop())
-        extent.resume(self._filled[-1])
-        self._slot, self._extent = slot, extent
 
     def enter_now(self) -> bool:
         """Enter the block, if there is nothing to wait for; return whether that was done."""
@@ -298,11 +228,11 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         lender, slot, extent = self._lender, self._slot, self._extent
         if slot is None or extent is None:
             return True
-        extent.frame, self.frame, self._slot = self.frame, None, None
+        self._slot = None
         done = True
         try:
             if exc_type is None:
-                self._message = lender.publish(slot, extent, self._filled, self._as_sent, self._spec, self._prepare)
+                self._message = lender.publish(slot, extent, self._filled, self._as_sent, self._spec)
                 done = self._message is None
             return done
         finally:
@@ -333,7 +263,6 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
     async def __aenter__(self) -> T:
         if not self.enter_now():
             deadline = deadline_after(self._timeout)
-            assert self._prepare is not None
             await self._prepare(deadline)
             self._begin(*await self._lender.open(self._room, deadline))
         return self._filled[-1]
@@ -341,7 +270,6 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.frame = self.frame or sys._getframe(1)
         if not self.leave_now(exc_type):
             await self.leave_copy()
 
@@ -412,26 +340,3 @@ class Message(MutableMapping[str, Any]):
 
 def _itself(lent: Any) -> Any:
     return lent
-
-
-def _opened(lender: ref[Lender], prepare: WeakMethod[Any], spec: ArraySpec) -> Loan[Any]:
-    """Return the block of a loan that the core cannot give."""
-    there, prepares = lender(), prepare()
-    if there is None or prepares is None:
-        raise EndClosed("the queue of this loan is gone")
-    room = there._room_for(spec.nbytes)
-    return Loan(there, prepares, room, lambda extent: extent.lend(spec), _itself, None, spec)
-
-
-def _reserved(loans: ref[Loans], room: int, size: int) -> Reserved | None:
-    """Return an overflow segment for a loan that the core gives; None: there is none."""
-    there = loans()
-    return None if there is None else there.reserve(room, size)
-
-
-def _taken_over(lender: ref[Lender], spec: ArraySpec, lent: list[Any]) -> Loan[Any]:
-    """Return the block of a loan that the core does not end."""
-    there = lender()
-    if there is None:
-        raise EndClosed("the queue of this loan is gone")
-    return there.take_over(spec, lent)

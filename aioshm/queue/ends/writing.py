@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +25,6 @@ from aioshm.queue.ends.sending import Sender
 from aioshm.queue.ends.waiting import deadline_after
 from aioshm.queue.handle import Handle, host_id
 from aioshm.queue.local.audience import RingAudience
-from aioshm.queue.local.loans import ArraySpec
 from aioshm.queue.local.roster import Roster
 from aioshm.queue.membership import ReaderInfo
 from aioshm.queue.names.files import OwnFile
@@ -296,16 +295,12 @@ class WritingEnd:
     # Sending
 
     def own_calls(self) -> Calls | None:
-        """Return what has an `enqueue` and a `loan` as `aioshm.MessageQueue`; None where there is more than a ring."""
+        """Return what has an `enqueue` as `aioshm.MessageQueue`; None where there is more than a ring."""
         if self.network is not None:
             return None
-        calls = Calls(self.enqueue, None, None, self.loan)
+        calls = Calls(self.enqueue)
         calls.core = self.ring.ring.core
         return calls
-
-    def loan(self, shape: Any, dtype: Any, like: Any, timeout: float | None) -> AbstractAsyncContextManager[Any]:
-        """Lend an array, as `aioshm.MessageQueue.loan`."""
-        return self.lender.loan(self.prepare, ArraySpec.of(shape, dtype, like), timeout)
 
     async def enqueue(self, obj: Any, message: Any, timeout: float | None) -> None:
         """Send an object that `send` could not send at once.
@@ -320,7 +315,7 @@ class WritingEnd:
             await self.prepare(deadline)
             message = self._sender.encode(obj)
         core = self.gate.core
-        if core.leased or not (core.open and self._sender.put(message)):  # a loan of the core's has the next slot
+        if not (core.open and self._sender.put(message)):
             await self._put_waiting([message], deadline)
 
     async def enqueue_many(self, objs: Iterable[Any], timeout: float | None) -> None:

@@ -278,30 +278,23 @@ class RingAudience:
         """Publish a message that was written where it lies, for which the slot is claimed.
 
         Raises:
-            SharedMemoryError: What the caller still holds of it should be a copy now, for which there is no memory.
-                Nothing was sent.
+            SharedMemoryError: What the caller still holds of it could not be taken back. Nothing was sent.
         """
         ring, begin, kind, window = self.ring, slot.begin, INLINE, extent.window
         assert window is not None
         window.write(0, pack_place(placed.table))
         window.write(placed.table, placed.tail)
         del window
-        extent.end = placed.table
-        self.take_back(extent)  # before anybody sees the message
-        if extent.segment is not None:
+        self.loans.take_back(extent)  # before anybody sees the message
+        if extent.is_segment:
             assert isinstance(self.overflow, OverflowSegments)
             kind = OVERFLOW
-            self.overflow.mark(slot.header, extent.segment, placed.end)
+            self.overflow.mark(slot.header, extent.number, placed.end)
         ring.core.copied += placed.copied
         ring.core.claimed_bytes = placed.end
         header = kind, code, PLACED, placed.n_buffers, ring.seq, monotonic_ns(), placed.main_bytes
         pack_header(ring.slots.bodies, begin, *header)
         self._commit()
-
-    def take_back(self, extent: Extent) -> None:
-        """Let nothing that was lent reach the message any more, as `Loans.take_back`."""
-        if self.loans.take_back(extent):
-            self.ring.core.copied += extent.end
 
     def _commit(self) -> None:
         core = self.ring.core

@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import lru_cache
 from math import prod
 from operator import index
-from types import FrameType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from aioshm.arguments import shown
@@ -21,7 +20,7 @@ from aioshm.codec.buffers import own_copy
 from aioshm.codec.frames import ALIGNMENT, pack_table, placed_bytes
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.queue.encoded import parts_of
-from aioshm.queue.local.overflow import OverflowSegments, WrittenSegment
+from aioshm.queue.local.overflow import OverflowSegments
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at, round_up
 from aioshm.ring.lent import LentWindow
@@ -57,24 +56,6 @@ class Placed(NamedTuple):
     def end(self) -> int:
         """Where the body ends."""
         return self.table + len(self.tail)
-
-
-class Reserved(NamedTuple):
-    """An overflow segment for the next message, which the core lends and publishes; its order is known there.
-
-    Attributes:
-        window: What it is seen through.
-        written: The segment; it gets the message's number, and `uses`, when that is published.
-        uses: See `OverflowSegments.announce`.
-        marker: What goes into the slot.
-        number: The segment's.
-    """
-
-    window: LentWindow
-    written: WrittenSegment
-    uses: int
-    marker: bytes
-    number: int
 
 
 class ArraySpec:
@@ -133,11 +114,6 @@ class ArraySpec:
             and array.flags.c_contiguous
         )
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """How many bytes lie between the elements of each axis, as it is lent; not asked of tensors."""
-        return tuple(prod(self.shape[axis + 1 :]) * self.dtype.itemsize for axis in range(len(self.shape)))
-
     def over(self, memory: Any, offset: int) -> Any:
         """Return it over memory."""
         if not self.torch:
@@ -189,24 +165,22 @@ def _torch_dtype(dtype: Any) -> Any:
 
 
 class Extent:
-    """Memory for one message, and what was lent of it.
+    """Memory for one message.
 
     Args:
         window: What the memory is seen through; None: everything lent is in the process's own.
-        segment: Number of the overflow segment that it is; None: it is a chunk.
+        number: That of the chunk, or of the overflow segment.
+        is_segment: Whether it is a segment.
 
     Attributes:
-        window, segment: As above.
-        lent: What was given to the caller; nothing else in this package may refer to it.
-        frame: The caller's, when the block ends, if that is known.
-        end: Where that ends.
+        window, number, is_segment: As above.
+        end: Where what was lent ends.
     """
 
-    def __init__(self, window: LentWindow | None = None, segment: int | None = None) -> None:
+    def __init__(self, window: LentWindow | None = None, number: int = 0, *, is_segment: bool = False) -> None:
         self.window = window
-        self.segment = segment
-        self.lent: list[Any] = []
-        self.frame: FrameType | None = None
+        self.number = number
+        self.is_segment = is_segment
         self.end: int = ALIGNMENT
 
     def lend(self, spec: ArraySpec) -> Any:
@@ -215,13 +189,7 @@ class Extent:
         if offset < 0:
             return spec.own()
         assert self.window is not None
-        self.lent.append(spec.over(self.window.memory, offset))
-        return self.lent[-1]
-
-    def resume(self, lent: Any) -> None:
-        """Have what was lent of it already: an array at its beginning."""
-        self.end = round_up(self.end + lent.nbytes, ALIGNMENT)
-        self.lent.append(lent)
+        return spec.over(self.window.memory, offset)
 
     def lend_bytes(self, nbytes: int) -> Any:
         """Return bytes to fill, as `lend` does an array."""
@@ -229,8 +197,7 @@ class Extent:
         if offset < 0:
             return memoryview(bytearray(nbytes))
         assert self.window is not None
-        self.lent.append(memoryview(self.window.memory)[offset : offset + nbytes])
-        return self.lent[-1]
+        return memoryview(self.window.memory)[offset : offset + nbytes]
 
     def _take(self, nbytes: int) -> int:
         """Return where in the window's memory there is room; -1: nowhere."""
@@ -289,9 +256,6 @@ class Loans:
     Args:
         buffer: The ring's memory.
         segments: Where what does not fit a chunk lies; None: it goes over ZeroMQ, and is copied.
-
-    Attributes:
-        chunk_windows: What is seen through of chunks, by their numbers.
     """
 
     def __init__(self, buffer: ShmRingBuffer, segments: OverflowSegments | None) -> None:
@@ -299,8 +263,8 @@ class Loans:
         self._pools = buffer.layout.pools
         self._chunk_bytes = buffer.layout.max_chunk_bytes
         self._segments = segments
-        self.chunk_windows: dict[int, LentWindow] = {}
-        self._segment_windows: dict[int, LentWindow] = {}
+        self._of_chunks: dict[int, LentWindow] = {}
+        self._of_segments: dict[int, LentWindow] = {}
 
     def extent(self, slot: Slot, nbytes: int) -> Extent:
         """Return memory for a message of so many bytes, for which a slot is claimed; where none is had, it is copied.
@@ -311,65 +275,47 @@ class Loans:
             if nbytes <= self._chunk_bytes:
                 chunk = slot.chunk
                 if chunk is not None:
-                    return Extent(self._chunk_window(chunk))
+                    return Extent(self._of_chunks.get(chunk) or self._open_chunk(chunk), chunk)
             elif self._segments is not None:
                 number = self._segments.reserve(nbytes)
-                return Extent(self._segment_window(number), number)
+                return Extent(self._segment_window(number), number, is_segment=True)
         return Extent()
 
-    def reserve(self, nbytes: int, size: int) -> Reserved | None:
-        """Return an overflow segment of so many bytes, for a message that takes ``size`` of them, if there is one."""
-        with suppress(SharedMemoryError, OutOfDescriptors):
-            if self._segments is not None:
-                number = self._segments.reserve(nbytes)
-                window = self._segment_window(number)
-                return Reserved(window, *self._segments.announce(number, size), number)
-        return None
-
-    def take_back(self, extent: Extent) -> bool:
-        """Let nothing that was lent of an extent reach the message any more; return whether that took a copy.
-
-        Does nothing once done.
+    def take_back(self, extent: Extent) -> None:
+        """Make sure that nothing that was lent of an extent reaches the message any more. Does nothing once done.
 
         Raises:
-            SharedMemoryError: What is still held of it should be a copy now, for which there is no memory: zeros.
+            SharedMemoryError: The lender keeps something, and its memory could not be exchanged.
         """
         window, extent.window = extent.window, None
         if window is None:
-            return False
+            return
         usable = False
         try:
-            usable = window.take_back(extent.lent, extent.end, extent.frame)
+            usable = window.take_back()
         finally:
-            extent.frame = None
             if not usable:
-                windows = self.chunk_windows if extent.segment is None else self._segment_windows
-                for number in [number for number, each in windows.items() if each is window]:
-                    del windows[number]
-        return not usable
+                (self._of_segments if extent.is_segment else self._of_chunks).pop(extent.number, None)
 
-    def _chunk_window(self, chunk: int) -> LentWindow:
-        window = self.chunk_windows.get(chunk)
-        if window is None:
-            place = chunk_at(self._pools, chunk)
-            assert place is not None
-            window = LentWindow(self._buffer.fd, place[0] + CHUNK_HEADER_BYTES, place[1])
-            self.chunk_windows[chunk] = window
+    def _open_chunk(self, chunk: int) -> LentWindow:
+        place = chunk_at(self._pools, chunk)
+        assert place is not None
+        window = self._of_chunks[chunk] = LentWindow(self._buffer.fd, place[0] + CHUNK_HEADER_BYTES, place[1])
         return window
 
     def _segment_window(self, number: int) -> LentWindow:
         assert self._segments is not None
         segment = self._segments.segments[number].segment
-        window = self._segment_windows.get(number)
+        window = self._of_segments.get(number)
         if window is None or window.room < segment.size:
             if window is not None:
                 window.close()
-            window = self._segment_windows[number] = LentWindow(segment.fd, 0, segment.size)
+            window = self._of_segments[number] = LentWindow(segment.fd, 0, segment.size)
         return window
 
     def close(self) -> None:
-        """Leave a copy behind under everything lent that is still held. Idempotent."""
-        for windows in (self.chunk_windows, self._segment_windows):
+        """Take the memory from everything lent that is still held. Idempotent."""
+        for windows in (self._of_chunks, self._of_segments):
             for window in windows.values():
                 window.close()
             windows.clear()

@@ -40,7 +40,6 @@ _MARKER = struct.Struct(f"<{SECRET_BYTES}sIQ")  # secret, number of the segment,
 _CHECKSUM = struct.Struct("<I")
 _MARKER_AT = HEADER.size
 _CHECKSUM_AT = _MARKER_AT + _MARKER.size
-_MARKER_END = _CHECKSUM_AT + _CHECKSUM.size
 
 IDLE_SEGMENTS = 2
 """So many segments keep their memory although they were not used for `IDLE_USES` messages."""
@@ -215,19 +214,6 @@ class OverflowSegments:
         written.seq, written.used = self._ring.seq, self._uses
         self._tidy()
         pack_marker(header, self._secret, self._ring.seq, number, size)
-
-    def announce(self, number: int, size: int) -> tuple[WrittenSegment, int, bytes]:
-        """Do what does not have to wait until the next message is published in a segment, for who does the rest.
-
-        Returns:
-            The segment, what its `used` becomes then, as its `seq` becomes the message's, and the marker, which goes
-            behind the fields of the slot's header.
-        """
-        self._uses += 1
-        self._tidy()
-        header = memoryview(bytearray(_MARKER_END))
-        pack_marker(header, self._secret, self._ring.seq, number, size)
-        return self.segments[number], self._uses, bytes(header[_MARKER_AT:])
 
     def expect_reader(self, peer: Peer) -> None:
         """Pass on the segments that there are, in the order of their numbers; some bodies may go over ZeroMQ."""
