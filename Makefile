@@ -9,7 +9,7 @@ NATIVE := aioshm/events/protocol/_encoder.c aioshm/ring/_native.c
 
 .PHONY: demo test test-all check coverage lint types verifytypes packages docs bench bench-rivals bench-defaults vllm sanitize fuzz simulate campaign verify litmus clean
 
-demo: .venv/.demo         ## a writer and two readers on real input, every message checked
+demo: .venv/.demo         ## a writer and two readers check every message; multiprocessing.Queue for comparison
 	$(BIN)/aioshm demo $(ARGS)
 
 test: .venv/.ready        ## the tests, without the slow lane

@@ -21,7 +21,7 @@ _INTERRUPTED = interrupted().exit_code
 
 
 _COMMANDS = {
-    "demo": "aioshm.cli.demo.command",
+    "demo": "aioshm.cli.demo",
     "doctor": "aioshm.cli.doctor",
     "events": "aioshm.cli.events",
     "export": "aioshm.cli.export",

@@ -57,12 +57,12 @@ class Demo:
 def start_demo(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
     started = []
 
-    def start(*args: str, without: Sequence[str] = ()) -> Demo:
+    def start(*args: str, without: Sequence[str] = (), stdout: int = subprocess.PIPE) -> Demo:
         (tmp_path / "sitecustomize.py").write_text(hiding(without))
         path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
             [sys.executable, "-m", "aioshm", "demo", *args],
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,

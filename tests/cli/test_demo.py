@@ -1,87 +1,83 @@
 from __future__ import annotations
 
-import io
 import json
 import os
+import pty
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from aioshm import config
+from aioshm.cli import demo as script
 from aioshm.cli.app import run
-from aioshm.cli.demo import source
-from aioshm.cli.demo.display import shown_progress
 
-LICENCE = Path(__file__).parents[2] / "LICENSE"
+LONG = ("--repeat", "2000")
+ARRAYS = 182
 
 
-@pytest.mark.slow
-def test_json_tells_everything():
-    command = [sys.executable, "-m", "aioshm", "demo", "--json", "--repeat", "2"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    report = json.loads(done.stdout)
-    n_lines = LICENCE.read_bytes().count(b"\n")
-    total = 2 * n_lines + 500 + 294
-    assert report["verified"] is True
-    assert report["messages"] == total
-    assert report["input"] == {"path": str(LICENCE), "lines": n_lines, "repeat": 2}
-    assert report["machine"]["loop"] == "uvloop"
-    assert report["machine"]["arrays"] == "torch"
-    assert report["machine"]["usable_cpus"] >= 1
-    assert [reader["rank"] for reader in report["readers"]] == [0, 1]
-    for process in (report["writer"], *report["readers"]):
-        assert process["messages"] == total
-        assert process["overflows"] == 6
-        lines, paced, tensors = process["phases"]
-        assert (lines["phase"], paced["phase"], tensors["phase"]) == ("lines", "paced", "tensors")
-        assert lines["bytes"] == 2 * LICENCE.stat().st_size
-        assert tensors["bytes"] > 500e6
-        assert all(phase["messages_per_s"] > 0 and phase["cpu_share"] > 0 for phase in process["phases"])
-    for reader in report["readers"]:
-        assert 0 < reader["phases"][1]["p50_us"] <= reader["phases"][1]["p99_us"]
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / os.fsdecode(b"not [UTF-8] \xff")
+    path.write_bytes(b"\n\xff\n\nthe last, without an end")
+    return path
 
 
 @pytest.mark.slow
-def test_remote_readers_check_every_message_too(start_demo):
-    demo = start_demo("--readers", "1", "--remote", "2", "--repeat", "2", "--json", without=("torch",))
-    output, errors, code = demo.end()
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_json_has_the_measurements_of_every_reader(start_demo, text, loop):
+    options = ("--input", str(text), "--repeat", "50", "--loop", loop, "--remote", "1", "--json")
+    output, errors, code = start_demo(*options).end()
     assert (errors, code) == ("", 0)
     report = json.loads(output)
-    assert [(reader["rank"], reader["remote"]) for reader in report["readers"]] == [(0, False), (1, True), (2, True)]
-    assert {reader["messages"] for reader in report["readers"]} == {report["messages"]}
+    assert (report["verified"], report["loop"], report["lines"]) == (True, loop, 4)
+    assert report["input"].endswith("not [UTF-8] \ufffd")
+    assert report["messages"] == script.PACED + 200 + ARRAYS
+    assert [reader["remote"] for reader in report["readers"]] == [False, False, True]
+    assert len(report["multiprocessing"]) == 3
+    for reader in (*report["readers"], *report["multiprocessing"]):
+        assert reader["messages"] == report["messages"]
+        assert reader["lines_per_s"] > 0
+        assert reader["arrays_gb_per_s"] > 0
+        assert 0 < reader["p50_us"] <= reader["p99_us"]
+
+
+def test_piped_output_fits_80_columns_and_has_no_escapes(start_demo, text):
+    options = ("--input", str(text), "--readers", "1", "--repeat", "3", "--loop", "asyncio")
+    output, errors, code = start_demo(*options, without=("numpy",)).end()
+    assert (errors, code) == ("", 0)
+    total = script.PACED + 12 + ARRAYS
+    lines = output.splitlines()
+    assert "asyncio" in lines[0]
+    assert lines[1].endswith("not [UTF-8] \ufffd")
+    assert f"MessageQueue: every reader checked all {total} messages" in lines
+    assert f"multiprocessing.Queue: the same with {total} messages" in lines
+    assert any(line.startswith("lines per second") for line in lines)
+    assert all(len(line) <= 80 for line in lines if str(text.parent) not in line)
+    assert "\x1b" not in output
 
 
 @pytest.mark.slow
 def test_there_may_be_remote_readers_only(start_demo):
-    demo = start_demo("--readers", "0", "--remote", "1", "--repeat", "2", without=("torch", "numpy"))
-    output, errors, code = demo.end()
+    output, errors, code = start_demo("--readers", "0", "--remote", "1", "--repeat", "2").end()
     assert (errors, code) == ("", 0)
-    assert "1 writer, 1 over TCP, encrypted," in output
-    assert "reader 0, TCP" in output
-    assert "messages verified by every reader" in output.splitlines()[-1]
+    assert "1 writer, 0 readers, 1 over TCP (encrypted)" in output
 
 
-def test_plain_output(start_demo, tmp_path):
-    text = tmp_path / os.fsdecode(b"not [UTF-8] \xff")
-    text.write_bytes(b"\n\xff\n\nthe last, without an end")
-    options = ("--input", str(text), "--readers", "1", "--repeat", "3", "--loop", "asyncio")
-    demo = start_demo(*options, without=("numpy", "torch"))
-    output, errors, code = demo.end()
-    assert (errors, code) == ("", 0)
-    lines = output.splitlines()
-    assert "1 reader on asyncio" in lines[0]
-    assert "not [UTF-8] \\xff" in "".join(lines[1:4])
-    assert "lines: 12 messages read by every reader" in lines
-    assert "tensors: 294 messages read by every reader" in lines
-    assert "reader 0" in output
-    assert "p99" in output
-    assert lines[-1] == "all 806 messages verified by every reader"
-    assert "\x1b" not in output
+def test_terminal_shows_progress_of_a_long_run(start_demo):
+    ours, theirs = pty.openpty()
+    demo = start_demo(*LONG, stdout=theirs)
+    os.close(theirs)
+    shown = b""
+    while b"messages sent\r" not in shown:
+        shown += os.read(ours, 4096)
+    demo.process.send_signal(signal.SIGINT)
+    assert demo.end()[1:] == ("aioshm: interrupted\n", 130)
+    os.close(ours)
+
+
+# What ends a run
 
 
 @pytest.mark.parametrize(
@@ -95,19 +91,19 @@ def test_plain_output(start_demo, tmp_path):
 )
 def test_interrupt_ends_everything_within_a_second(start_demo, signum, whole_group, code):
     def ends_after() -> float:
-        demo = start_demo("--repeat", "2", without=("torch",))
-        demo.wait_for_line("lines:")
-        assert len(demo.workers) == 3
+        demo = start_demo(*LONG)
+        demo.wait_for_line("writer:")
+        assert len(demo.workers) == 2
         began = time.monotonic()
         (os.killpg if whole_group else os.kill)(demo.process.pid, signum)
         _, errors, returned = demo.end()
         took_s = time.monotonic() - began
         assert returned == code
-        assert errors == ("aioshm: interrupted\n" if signum == signal.SIGINT else "aioshm: terminated\n")
+        assert errors == f"aioshm: {'interrupted' if signum == signal.SIGINT else 'terminated'}\n"
         assert not [worker for worker in demo.workers if worker.is_running()]
         return took_s
 
-    # A second is meant where the CPUs are free, and others may have had them: what is slower is tried once more.
+    # A second is meant where the CPUs are free: a slower try is repeated once.
     took_s = [ends_after()]
     if took_s[0] >= 1:
         took_s.append(ends_after())
@@ -116,49 +112,130 @@ def test_interrupt_ends_everything_within_a_second(start_demo, signum, whole_gro
 
 def test_interrupt_during_start_ends_everything(start_demo):
     demo = start_demo()
-    demo.wait_for_line("202 lines")  # the workers are only starting
+    demo.wait_for_line("1 writer")  # the readers are only starting
     os.killpg(demo.process.pid, signal.SIGINT)
     _, errors, code = demo.end()
     assert (errors, code) == ("aioshm: interrupted\n", 130)
     demo.wait_until_none_is_left()
 
 
-@pytest.mark.parametrize(("rank", "name"), [(2, "reader 1"), (0, "the writer")])
-def test_killed_process_is_named(start_demo, rank, name):
-    demo = start_demo("--repeat", "2", without=("torch",))
-    demo.wait_for_line("lines:")
-    victim = demo.workers[rank]
+@pytest.mark.parametrize("readers", [1, 2])
+def test_killed_reader_is_named(start_demo, readers):
+    demo = start_demo(*LONG, "--readers", str(readers))
+    demo.wait_for_line("writer:")
+    victim = demo.workers[-1]
     victim.kill()
     _, errors, code = demo.end()
-    assert (errors, code) == (f"aioshm: {name} (pid {victim.pid}) was killed by SIGKILL\n", 1)
+    name = f"reader_{readers - 1}"
+    assert errors == f"aioshm: {name} (pid {victim.pid}) was killed by SIGKILL\n"
+    assert code == 1
     demo.wait_until_none_is_left()
 
 
-def test_killing_the_first_process_ends_all(start_demo):
-    demo = start_demo("--repeat", "2", without=("torch",))
-    demo.wait_for_line("lines:")
+@pytest.mark.slow
+def test_killed_reader_of_the_yardstick_is_named(start_demo):
+    demo = start_demo("--readers", "1")
+    demo.wait_for_line("MessageQueue:")
+    reader = demo.workers[0]
+    while not (forked := reader.children()):
+        time.sleep(0.01)
+    forked[0].kill()
+    _, errors, code = demo.end()
+    assert f"reader of multiprocessing.Queue (PID: {forked[0].pid}) died with" in errors
+    assert (errors.count("\n"), code) == (1, 1)
+    demo.wait_until_none_is_left()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (LONG, "writer:"),
+        pytest.param((), "MessageQueue:", marks=pytest.mark.slow),
+        (("--engines", "2"), "sending"),
+    ],
+)
+def test_killing_the_first_process_ends_all(start_demo, options, line):
+    directory = Path(config.default_runtime_dir())
+    before = set(directory.glob("*"))
+    demo = start_demo(*options)
+    demo.wait_for_line(line)
     demo.process.kill()
     demo.wait_until_none_is_left()
     _, errors, _ = demo.end()
     assert errors == ""
+    assert set(directory.glob("*")) <= before
+
+
+# Engines
+
+
+@pytest.mark.slow_on_uvloop
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_json_of_engines_has_the_death_and_the_replacement(start_demo, tmp_path, loop):
+    text = tmp_path / "text"
+    text.write_bytes(b"\none\xff two\n\nthree")
+    options = ("--engines", "3", "--input", str(text), "--loop", loop, "--json")
+    output, errors, code = start_demo(*options).end()
+    assert (errors, code) == ("", 0)
+    report = json.loads(output)
+    assert (report["verified"], report["loop"]) == (True, loop)
+    assert (report["requests"], report["words"], report["continued"]) == (24, 36, 4)
+    assert report["error"] == f"engine 2 (pid {report['killed']}) was killed by SIGKILL"
+    assert report["new_pid"] != report["killed"]
+    assert 0 < report["noticed_ms"] < report["back_s"] * 1e3
+
+
+def test_piped_output_of_engines_fits_80_columns(start_demo):
+    output, errors, code = start_demo("--engines", "2").end()
+    assert (errors, code) == ("", 0)
+    lines = output.splitlines()
+    assert "2 of 2 engines connected, 2 ready" in lines
+    assert any(line.endswith(") was killed by SIGKILL") for line in lines)
+    assert "2 requests of other engines continued" in lines
+    assert lines[-1].startswith("engine 1 came back after ")
+    assert all(len(line) <= 80 for line in lines[:1] + lines[2:])
+
+
+def test_engine_that_somebody_else_kills_is_named(start_demo, tmp_path):
+    text = tmp_path / "long"
+    text.write_bytes(b"word " * 5000)
+    demo = start_demo("--engines", "2", "--input", str(text))
+    demo.wait_for_line("sending")
+    for victim in demo.workers:
+        victim.kill()
+    _, errors, code = demo.end()
+    assert code == 1
+    assert errors.startswith("aioshm: engine ")
+    assert any(f"(pid {victim.pid}) was killed by SIGKILL" in errors for victim in demo.workers)
+    demo.wait_until_none_is_left()
+
+
+def test_interrupt_ends_the_engines(start_demo):
+    demo = start_demo("--engines", "2")
+    demo.wait_for_line("sending")
+    demo.process.send_signal(signal.SIGINT)
+    _, errors, code = demo.end()
+    assert (errors, code) == ("aioshm: interrupted\n", 130)
+    demo.wait_until_none_is_left()
+
+
+# Arguments
 
 
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["--readers", "0"], "--readers must be at least 1, not 0"),
-        (["--readers", "-1"], "--readers must be at least 1, not -1"),
-        (["--remote", "-1"], "--remote must be at least 0, not -1"),
-        (["--remote", "65"], "--remote must be at most 64, not 65"),
-        (["--readers", "0", "--remote", "0"], "--readers must be at least 1, not 0"),
-        (["--readers", "9999"], "--readers must be at most 64, not 9999"),
+        (["--readers", "0"], "--readers must be at least 1 without --remote"),
+        (["--readers", "-1"], "'--readers'"),
+        (["--remote", "65"], "'--remote'"),
         (["--readers", "two"], "'--readers'"),
-        (["--repeat", "0"], "--repeat must be at least 1, not 0"),
+        (["--repeat", "0"], "'--repeat'"),
+        (["--engines", "17"], "'--engines'"),
         (["--loop", "trio"], "'trio' is not one of"),
         (["--bogus"], "--bogus"),
-        (["--input", "/nowhere/at/all"], "--input /nowhere/at/all cannot be read: No such file or directory"),
-        (["--input", "/"], "--input / is a directory"),
-        (["--input", "/dev/zero"], "--input /dev/zero is not a regular file"),
+        (["--input", "/nowhere/at/all"], "--input /nowhere/at/all is not a readable file"),
+        (["--input", "/"], "--input / is not a readable file"),
+        (["--input", "/dev/null"], "--input /dev/null is not a readable file"),
         (["--input", "zero\0byte"], "embedded null"),
     ],
 )
@@ -171,51 +248,48 @@ def test_bad_arguments_are_one_line(capsys, args, complaint):
     assert err.count("\n") == 1
 
 
-def test_empty_input_is_refused(capsys, tmp_path):
-    (tmp_path / "empty").touch()
-    assert run(["demo", "--input", str(tmp_path / "empty")]) == 2
-    assert "is empty" in capsys.readouterr().err
-
-
-def test_bad_environment_is_refused(capsys, monkeypatch):
-    monkeypatch.setenv("AIOSHM_WAIT", "bogus")
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("AIOSHM_WAIT", "bogus"), ("AIOSHM_RUNTIME_DIR", __file__)],
+)
+def test_unusable_environment_is_one_line(capsys, monkeypatch, variable, value):
+    monkeypatch.setenv("AIOSHM_LIFELINE", "directory")
+    monkeypatch.setenv(variable, value)
     assert run(["demo"]) == 2
-    assert "AIOSHM_WAIT='bogus'" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert value in err
+    assert err.count("\n") == 1
 
 
-def test_uvloop_that_is_not_there_is_refused(capsys, monkeypatch):
+def test_missing_uvloop_is_refused(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert run(["demo", "--loop", "uvloop"]) == 2
     assert "pip install 'aioshm[uvloop]'" in capsys.readouterr().err
 
 
-def test_licence_is_found_wherever_it_is(monkeypatch, tmp_path):
-    assert source.default_input() == (LICENCE, None)
-    installed = tmp_path / "aioshm-1.dist-info" / "licenses" / "LICENSE"
-    installed.parent.mkdir(parents=True)
-    installed.write_text("You may.")
-
-    class File(type(Path())):
-        def locate(self):
-            return self
-
-    monkeypatch.setattr(source, "_PACKAGE", tmp_path / "aioshm")
-    (tmp_path / "LICENSE").write_text("of somebody else")
-    monkeypatch.setattr("importlib.metadata.files", lambda _: [File("aioshm/__init__.py"), File(installed)])
-    assert source.default_input() == (installed, None)
-    monkeypatch.setattr("importlib.metadata.files", lambda _: None)
-    path, remark = source.default_input()
-    assert path == tmp_path / "aioshm" / "errors.py"
-    assert "not installed" in remark
+# Messages
 
 
-def test_bars_show_every_phase():
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, force_interactive=True, width=80, _environ={})
-    with shown_progress(console, {"first": 10, "second": 20}) as progressed:
-        for done in (0, 4, 10, 15, 30):
-            progressed(done)
-    last_refresh = screen.getvalue().rpartition("first")[2]
-    assert "10 of 10" in last_refresh
-    assert "second" in last_refresh
-    assert "20 of 20" in last_refresh
+def test_messages_are_numbered_and_every_one_passes_the_check():
+    checker = script.Checker()
+    messages = list(script.Script([b"one\n", b"", b"two"], 5).messages())
+    for phase, number, checksum, content in messages:
+        checker.check((phase, number, 0, checksum, content))
+    assert [number for _, number, _, _ in messages] == list(range(script.PACED + 15 + ARRAYS))
+    assert sorted(len(content) for phase, _, _, content in messages if phase == "arrays") == sorted(
+        size for size, count in script.ARRAYS.items() for _ in range(count)
+    )
+    assert checker.report()["messages"] == len(messages)
+
+
+@pytest.mark.parametrize("wrong", ["one bit", "an earlier message", "a later message"])
+def test_wrong_message_fails_the_check(wrong):
+    first, second, third = list(script.Script([b"one", b"two", b"three"], 1).messages())[:3]
+    checker = script.Checker()
+    checker.check((*first[:2], 0, *first[2:]))
+    messages = {"one bit": second, "an earlier message": first, "a later message": third}
+    phase, number, checksum, content = messages[wrong]
+    if wrong == "one bit":
+        content = bytes([content[0] ^ 1]) + content[1:]
+    with pytest.raises(script.Mismatch, match="message 1 "):
+        checker.check((phase, number, 0, checksum, content))
